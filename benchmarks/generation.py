@@ -24,12 +24,12 @@ import cloudpickle
 
 from benchmarks.paired import forth_and_back, ratio, report
 from titan_rl import Completion, Reward, Rollouter, RolloutStatus, Rubric, SamplingParams, TokenObservation, TokenStep
-from titan_rl.actors.actor_replica import ActorReplica
-from titan_rl.actors.generator_actor import GeneratorActor, GeneratorSettings
-from titan_rl.actors.processes.garbage import settle_heap
-from titan_rl.actors.processes.process import ProcessSpec, enter_actor_process
-from titan_rl.actors.processes.remote_process import RemoteProcess, call
-from titan_rl.actors.processes.supervisor import Supervisor
+from titan_rl.cluster.actor_replica import ActorReplica
+from titan_rl.cluster.generator_actor import GeneratorActor, GeneratorSettings
+from titan_rl.cluster.processes.garbage import settle_heap
+from titan_rl.cluster.processes.process import ProcessSpec, enter_actor_process
+from titan_rl.cluster.processes.remote_process import RemoteProcess, call
+from titan_rl.cluster.processes.supervisor import Supervisor
 from titan_rl.config.sections import GenerationConfig, StateDictConfig
 from titan_rl.generation.engine_spec import EngineSpec
 from titan_rl.generation.gpu_share import CPU_KV_GIB

@@ -1,6 +1,6 @@
 """What scheduling wins where lengths have a long tail: published workloads in virtual time.
 
-The router, rollouter and scheduler are the real ones; engines and trainer only take time (titan_rl.simulate). No
+The router, rollouter and scheduler are the real ones; engines and trainer only take time. No
 source gives a histogram of its lengths: where lengths differ, 97% are log-normal and 3% lie within a tenth of the cap.
 The longest answer then takes what the synchronous step takes; medians, the cost of a request beside others, and the
 share of the trainer are assumptions, stated with each workload. `--sensitivity` runs each published comparison with
@@ -23,9 +23,9 @@ from dataclasses import dataclass, field, replace
 
 from titan_rl.generation.scripted_engine import CostModel
 from titan_rl.scheduling.settings import SchedulingConfig
-from titan_rl.simulate.cluster import Cluster
-from titan_rl.simulate.simulation import SimulationResult, simulate
-from titan_rl.simulate.workload import Workload, equal, log_normal_with_tail
+from titan_rl.testing.simulate.cluster import Cluster
+from titan_rl.testing.simulate.simulation import SimulationResult, simulate
+from titan_rl.testing.simulate.workload import Workload, equal, log_normal_with_tail
 
 Knobs = dict[str, object]
 

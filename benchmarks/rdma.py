@@ -22,9 +22,9 @@ from statistics import median
 import cloudpickle
 import torch
 
-from titan_rl.actors.processes.process import enter_actor_process
-from titan_rl.actors.processes.remote_process import call
-from titan_rl.actors.processes.supervisor import Supervisor
+from titan_rl.cluster.processes.process import enter_actor_process
+from titan_rl.cluster.processes.remote_process import call
+from titan_rl.cluster.processes.supervisor import Supervisor
 from titan_rl.weights.transports.rdma import RDMATransport
 from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
 from titan_rl.weights.types import Manifest

@@ -42,10 +42,10 @@ from titan_rl import (
     TokenObservation,
     TokenStep,
 )
-from titan_rl.actors.actor_replica import ActorReplica
-from titan_rl.actors.hosts.hosts import Hosts
-from titan_rl.actors.hosts.preflight import HostNeeds
-from titan_rl.actors.processes.garbage import settled_heap
+from titan_rl.cluster.actor_replica import ActorReplica
+from titan_rl.cluster.hosts.hosts import Hosts
+from titan_rl.cluster.hosts.preflight import HostNeeds
+from titan_rl.cluster.processes.garbage import settled_heap
 from titan_rl.config.hosts import HostsConfig
 from titan_rl.config.sections import GenerationConfig, RoutingConfig, StateDictConfig
 from titan_rl.generation.request import EngineRequest

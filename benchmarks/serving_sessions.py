@@ -42,7 +42,7 @@ make_engine = partial(ScriptedEngine, vocab_size=390, max_context=CONTEXT, max_r
 async def serve_scripted(port: int) -> None:
     import transformers
 
-    from titan_rl.actors.processes.garbage import settle_heap
+    from titan_rl.cluster.processes.garbage import settle_heap
     from titan_rl.rollout.renderer import ChatTemplateRenderer
     from titan_rl.serving.app import make_app
     from titan_rl.serving.http.keys import Keys

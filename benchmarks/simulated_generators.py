@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
-from titan_rl.actors import request_stream
-from titan_rl.actors.actor_replica import ActorReplica
-from titan_rl.actors.generator_processes import GeneratorProcesses
-from titan_rl.actors.processes.remote_process import RemoteProcess
-from titan_rl.actors.wire import FromGenerator, pack
+from titan_rl.cluster import request_stream
+from titan_rl.cluster.actor_replica import ActorReplica
+from titan_rl.cluster.generator_processes import GeneratorProcesses
+from titan_rl.cluster.processes.remote_process import RemoteProcess
+from titan_rl.cluster.wire import FromGenerator, pack
 from titan_rl.generation.request import EngineRequest
 from titan_rl.types import Completion, FinishReason, TokenChunk, VersionSpan
 

@@ -22,12 +22,12 @@ from statistics import median
 from benchmarks.controller import GROUPS, SIBLINGS, OneAnswer, Replica, prompts
 from benchmarks.paired import Spread, report
 from titan_rl import Reward, Rollouter, Rubric, SamplingParams
-from titan_rl.actors.processes.garbage import settled_heap
+from titan_rl.cluster.processes.garbage import settled_heap
 from titan_rl.config.load import load_config
+from titan_rl.core.tracing import spans
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.run.directory import read_jsonl
 from titan_rl.run.launch import run_training
-from titan_rl.tracing import spans
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "alphabet_sort" / "cpu.toml"
 MOST_BYTES = 32 << 20

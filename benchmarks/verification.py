@@ -127,7 +127,7 @@ class Plan:
 
 def run_engines(plan: Plan) -> None:
     """One rank: try every fault on every pair of versions."""
-    from titan_rl.errors import VerificationError
+    from titan_rl.core.errors import VerificationError
     from titan_rl.generation.engine_spec import EngineSpec
     from titan_rl.generation.loop.engine_rank import EngineRank, Weights
     from titan_rl.generation.loop.ranks import GlooRanks, OneRank

@@ -35,7 +35,7 @@ LONGEST = [
     "test_storm.py",
     "run/test_killed_run.py",
     "generation/test_poison.py",
-    "simulate/test_simulation.py",
+    "testing/test_simulation.py",
     "scheduling/test_any_order.py",
 ]
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_rl.arrays import (
+from titan_rl.core.arrays import (
     LOGPROBS,
     TOKENS,
     MaskArray,
@@ -27,7 +27,7 @@ from titan_rl.arrays import (
     token_array,
     version_array,
 )
-from titan_rl.calls.plain import json_line
+from titan_rl.core.calls.plain import json_line
 from titan_rl.types import Completion, FinishReason, VersionSpan
 
 TOKEN_LISTS = st.lists(st.integers(0, 2**31 - 1), max_size=30)

@@ -12,8 +12,9 @@ ROOT = Path(__file__).parents[1]
 HEAVY = ("torch", "vllm", "torchtitan", "monarch", "transformers")
 
 LIGHT = (
-    "adapters",
-    "calls",
+    "core.calls",
+    "tasks",
+    "metrics.sinks",
     "cli",
     "config",
     "evaluation",
@@ -24,7 +25,6 @@ LIGHT = (
     "scheduling",
     "serving",
     "testing",
-    "simulate",
     "viewer",
 )
 
@@ -60,7 +60,7 @@ def ours():
     return {name for name in sys.modules if name.startswith("titan_rl.")}
 
 import titan_rl
-assert ours() == {"titan_rl.errors"}, ours()
+assert ours() == {"titan_rl.core", "titan_rl.core.errors"}, ours()
 
 from titan_rl.cli.main import main
 try:

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from titan_rl import EngineLoop, GeneratorRouter, LocalReplica, Rollout, RolloutGroup, SamplingParams
-from titan_rl.actors.hosts.placement import check_transport
+from titan_rl.cluster.hosts.placement import check_transport
 from titan_rl.config.hosts import Roles
 from titan_rl.config.load import load_config
-from titan_rl.errors import ConfigError, DataError
+from titan_rl.core.errors import ConfigError, DataError
 from titan_rl.generation.engine_spec import EngineSpec
 from titan_rl.generation.registry import find_engine, make_engine
 from titan_rl.generation.router.registry import make_strategy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 
 import titan_rl
-from titan_rl import errors
+from titan_rl.core import errors
 
 LOOP = {
     "EngineLoop", "LocalReplica", "Engine", "ScriptedEngine", "GeneratorRouter", "Limits", "Rollouter", "Rubric",

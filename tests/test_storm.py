@@ -22,7 +22,7 @@ from titan_rl import (
     TokenObservation,
     TokenStep,
 )
-from titan_rl.errors import EngineDeadError, GenerationError
+from titan_rl.core.errors import EngineDeadError, GenerationError
 from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.loop.local_replica import LocalReplica
 from titan_rl.generation.resume import resume_on_abort

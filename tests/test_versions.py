@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_rl.errors import CheckpointError, StateDictError, TrainingError
+from titan_rl.core.errors import CheckpointError, StateDictError, TrainingError
 from titan_rl.run.checkpoints.resumption import Resumption
 from titan_rl.run.journal.run_state import RunState
 from titan_rl.scheduling.batches.batch import GroupBatch

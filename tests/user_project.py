@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from titan_rl.tiny_model import make_tiny_model
+from titan_rl.training.tiny_model import make_tiny_model
 
 TASK = '''
 from typing import Literal
 from titan_rl import MessageTokenEnv, Reward, Rubric, ToolEnv
-from titan_rl.settings import Section
+from titan_rl.core.settings import Section
 
 class Echo(Section):
     """Repeat what was said."""

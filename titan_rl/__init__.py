@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from titan_rl.errors import (
+from titan_rl.core.errors import (
     ActorDiedError,
     BusyError,
     CheckpointError,
@@ -44,9 +44,10 @@ TYPE_CHECKING = False  # of `typing`, whose import would be most of this one's
 if TYPE_CHECKING:
     from typing import Any
 
-    from titan_rl.calls.watchdog import LoopWatchdog
+    from titan_rl.api import evaluate, evaluate_async, train
     from titan_rl.config.load import load_config
     from titan_rl.config.run import RunConfig
+    from titan_rl.core.calls.watchdog import LoopWatchdog
     from titan_rl.evaluation.evaluation import Evaluation, read_evaluation
     from titan_rl.evaluation.table import table
     from titan_rl.generation.engine import Engine, TokenDelta
@@ -64,7 +65,6 @@ if TYPE_CHECKING:
         StickySession,
     )
     from titan_rl.generation.scripted_engine import ScriptedEngine
-    from titan_rl.players.task import SeatedTask
     from titan_rl.rollout.environment.message_game import MessageGame
     from titan_rl.rollout.environment.message_token_env import MessageTokenEnv
     from titan_rl.rollout.environment.seats import (
@@ -94,7 +94,6 @@ if TYPE_CHECKING:
     from titan_rl.rollout.settings import RolloutConfig
     from titan_rl.rollout.task import DemonstratingTask, Demonstration, Task
     from titan_rl.rollout.types import Message, Rollout, RolloutGroup, RolloutStatus, Turn
-    from titan_rl.run.python import evaluate, evaluate_async, train
     from titan_rl.scheduling.backlog import Backlog
     from titan_rl.scheduling.batches.batch import GroupBatch
     from titan_rl.scheduling.lease import Lease
@@ -115,13 +114,14 @@ if TYPE_CHECKING:
         read_rows,
         tools_of,
     )
+    from titan_rl.tasks.players.task import SeatedTask
     from titan_rl.training.data.sample import TrainingSample
     from titan_rl.training.data.sample_builder import build_samples
     from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams, VersionSpan
     from titan_rl.weights.types import StateDictTransport
 
 _NAMES = {
-    "calls.watchdog": "LoopWatchdog",
+    "core.calls.watchdog": "LoopWatchdog",
     "config.load": "load_config",
     "config.run": "RunConfig",
     "evaluation.evaluation": "Evaluation read_evaluation",
@@ -133,7 +133,7 @@ _NAMES = {
     "generation.resume": "resume_on_abort",
     "generation.router": "GeneratorRouter LeastLoaded Limits PauseMode Replica RoundRobin StickySession",
     "generation.scripted_engine": "ScriptedEngine",
-    "players.task": "SeatedTask",
+    "tasks.players.task": "SeatedTask",
     "rollout.environment.message_game": "MessageGame",
     "rollout.environment.message_token_env": "MessageTokenEnv",
     "rollout.environment.seats": "MessagePlayer MessageSeat Player SeatOutError "
@@ -148,7 +148,7 @@ _NAMES = {
     "rollout.settings": "RolloutConfig",
     "rollout.task": "DemonstratingTask Demonstration Task",
     "rollout.types": "Message Rollout RolloutGroup RolloutStatus Turn",
-    "run.python": "evaluate evaluate_async train",
+    "api": "evaluate evaluate_async train",
     "scheduling.backlog": "Backlog",
     "scheduling.batches.batch": "GroupBatch",
     "scheduling.lease": "Lease",

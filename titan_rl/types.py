@@ -14,7 +14,7 @@ from enum import StrEnum
 from operator import index
 from typing import Any, Protocol, SupportsFloat, cast, runtime_checkable
 
-from titan_rl.arrays import NumberArray, version_array
+from titan_rl.core.arrays import NumberArray, version_array
 
 
 def require_member(owner: object, field_name: str, kind: type[StrEnum]) -> None:
@@ -279,7 +279,7 @@ class Completion:
     """The tokens generated for one request, each with its behaviour logprob and policy version.
 
     `len(token_ids) == len(logprobs) == sum(span.num_tokens for span in version_spans)`. Who makes one gives whatever
-    sequences it has; those that come from an engine, and those of a `Rollout`, are packed: see `titan_rl.arrays`.
+    sequences it has; those that come from an engine, and those of a `Rollout`, are packed: see `titan_rl.core.arrays`.
     `logprobs` are those of the distribution sampled from. Where a constraint left tokens out, `allowed_logprobs` has at
     each position the log of the probability that the policy gives to all the tokens that were allowed, at the same
     temperature: a token's own logprob under the policy without the constraint is the sum of the two, and 0 says that
@@ -404,8 +404,8 @@ class GenerateFn(Protocol):
         session_id: stable over the turns of one rollout, so that a router can keep its KV cache warm.
 
     Raises:
-        titan_rl.errors.RequestError: this request can never succeed (too long, bad parameters).
-        titan_rl.errors.GenerationError: the infrastructure failed.
+        titan_rl.core.errors.RequestError: this request can never succeed (too long, bad parameters).
+        titan_rl.core.errors.GenerationError: the infrastructure failed.
     """
 
     async def __call__(

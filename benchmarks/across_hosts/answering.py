@@ -31,9 +31,10 @@ from typing import Any
 from unittest.mock import patch
 
 from benchmarks.across_hosts.kept_versions import EXAMPLE
-from titan_rl.actors.actor_replica import ActorReplica
-from titan_rl.actors.generator_processes import GeneratorProcesses
-from titan_rl.actors.run_processes import start_processes
+from titan_rl.cluster.actor_replica import ActorReplica
+from titan_rl.cluster.generator_processes import GeneratorProcesses
+from titan_rl.cluster.hosts.requests import HostFiles
+from titan_rl.cluster.run_processes import start_processes
 from titan_rl.config.load import dump_config, load_config
 from titan_rl.config.run import RunConfig
 from titan_rl.generation.engine import Engine
@@ -42,7 +43,6 @@ from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.generation.scripted_engine import CostModel, ScriptedEngine
 from titan_rl.run.directory import RunDirectory
-from titan_rl.run.hosts.requests import HostFiles
 from titan_rl.run.machine.environment import run_environment
 from titan_rl.run.parts import use_monarch, watcher
 from titan_rl.run.status import noted

@@ -15,7 +15,7 @@ from titan_rl.config.run import RunConfig
 from titan_rl.config.serve import ServerConfig
 from titan_rl.config.suites import ValidationSuite
 from titan_rl.config.tasks import TaskSource
-from titan_rl.settings import FunctionName, Section
+from titan_rl.core.settings import FunctionName, Section
 
 IN_LISTS = {"tasks": ("[[tasks]]", TaskSource), "suites": ("[[validation.suites]]", ValidationSuite)}
 

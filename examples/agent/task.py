@@ -12,11 +12,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from examples.agent.company import DEMONSTRATION_SEED, VALIDATION_SEED, draw_question
-from titan_rl.agents import AgentTask
 from titan_rl.rollout.rewards.reward import Reward
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.task import Demonstration, RunContext
 from titan_rl.rollout.types import Rollout
+from titan_rl.tasks.agents import AgentTask
 
 
 class CompanyQuestions(AgentTask):

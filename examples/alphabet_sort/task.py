@@ -12,12 +12,12 @@ from examples.alphabet_sort.data import FIRST_NAMES, LAST_NAMES, Sample, draw_tu
 from examples.alphabet_sort.demonstrations import RIGHT, SHUFFLED, demonstrate
 from examples.alphabet_sort.env import AlphabetSortEnv
 from examples.alphabet_sort.rubric import alphabet_sort_rubric
+from titan_rl.core.settings import Section
 from titan_rl.rollout.environment.message_token_env import MessageTokenEnv
 from titan_rl.rollout.environment.types import TokenEnv
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.task import Demonstration
-from titan_rl.settings import Section
 
 
 class AlphabetSort(Section):

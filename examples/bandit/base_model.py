@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from titan_rl.tiny_model import make_tiny_model
+from titan_rl.training.tiny_model import make_tiny_model
 
 
 def main() -> None:

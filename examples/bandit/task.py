@@ -23,7 +23,7 @@ from titan_rl import (
     TokenStep,
     env_reward,
 )
-from titan_rl.settings import Section
+from titan_rl.core.settings import Section
 
 
 class BanditEnv:

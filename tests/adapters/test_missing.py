@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from titan_rl.adapters.openenv import OpenEnv
-from titan_rl.adapters.reasoning_gym import ReasoningGym
-from titan_rl.adapters.textarena import TextArena
-from titan_rl.adapters.trl import TRLTask
-from titan_rl.errors import MissingExtraError
+from titan_rl.core.errors import MissingExtraError
+from titan_rl.tasks.adapters.openenv import OpenEnv
+from titan_rl.tasks.adapters.reasoning_gym import ReasoningGym
+from titan_rl.tasks.adapters.textarena import TextArena
+from titan_rl.tasks.adapters.trl import TRLTask
 
 TASKS: dict[str, Any] = {
     "reasoning-gym": (["reasoning_gym", "reasoning_gym.factory"], lambda: ReasoningGym(dataset="maze")),

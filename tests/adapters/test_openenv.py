@@ -10,8 +10,8 @@ import pytest
 from adapters.fake_openenv import Answer, error, observed, serving
 from adapters.playing import calling, play
 
-from titan_rl.adapters.openenv import OpenEnv
 from titan_rl.rollout.types import Message, RolloutStatus
+from titan_rl.tasks.adapters.openenv import OpenEnv
 
 
 def guess_number(message: Message) -> dict[str, Any]:

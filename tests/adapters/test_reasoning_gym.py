@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from adapters.playing import play
 
-from titan_rl.adapters.reasoning_gym import ReasoningGym
-from titan_rl.errors import ConfigError, DataError
+from titan_rl.core.errors import ConfigError, DataError
+from titan_rl.tasks.adapters.reasoning_gym import ReasoningGym
 
 if importlib.util.find_spec("reasoning_gym") is None:
     pytest.skip("reasoning-gym is not installed", allow_module_level=True)

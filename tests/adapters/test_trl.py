@@ -26,9 +26,9 @@ from titan_rl import (
     SamplingParams,
     VersionSpan,
 )
-from titan_rl.adapters.trl import TRLTask
-from titan_rl.errors import ConfigError
+from titan_rl.core.errors import ConfigError
 from titan_rl.rollout.types import Message, RolloutStatus
+from titan_rl.tasks.adapters.trl import TRLTask
 
 SUMS = [{"prompt": f"What is {a} + {b}?", "answer": str(a + b), "level": a} for a in range(10) for b in range(10)]
 

@@ -16,12 +16,12 @@ from serving.served import Engines
 from serving.talk import BASE, chat_template_renderer
 
 from titan_rl import load_config
-from titan_rl.agents import AgentTask
-from titan_rl.agents.settings import AgentSettings
 from titan_rl.rollout.group.rollouter import Rollouter
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.rollout.task import RunContext
 from titan_rl.rollout.types import RolloutGroup, RolloutStatus
+from titan_rl.tasks.agents import AgentTask
+from titan_rl.tasks.agents.settings import AgentSettings
 from titan_rl.types import SamplingParams
 
 ROOT = Path(__file__).parents[2]

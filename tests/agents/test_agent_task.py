@@ -15,9 +15,7 @@ import pytest
 from serving.served import CONTEXT, Engines, until
 from serving.talk import BASE, chat_template_renderer
 
-from titan_rl.agents import AgentTask
-from titan_rl.agents.waiting import WaitingSamples
-from titan_rl.errors import ConfigError
+from titan_rl.core.errors import ConfigError
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.rollout.group.rollouter import Rollouter
 from titan_rl.rollout.rewards.reward import Reward
@@ -26,6 +24,8 @@ from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.rollout.task import RunContext
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
 from titan_rl.run.journal.run_journal import RunJournal
+from titan_rl.tasks.agents import AgentTask
+from titan_rl.tasks.agents.waiting import WaitingSamples
 from titan_rl.training.data.sample_builder import build_samples
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
 

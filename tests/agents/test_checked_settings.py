@@ -9,13 +9,13 @@ import pytest
 from user_project import project
 
 from titan_rl.config.load import load_config
-from titan_rl.errors import ConfigError, ModelError
+from titan_rl.core.errors import ConfigError, ModelError
 
 __all__ = ["project"]
 
 CONFIG = """
 model.path = "policy"
-task.type = "titan_rl.agents:AgentTask"
+task.type = "titan_rl.tasks.agents:AgentTask"
 task.command = ["{python}", "{cwd}/agent.py", "{question}"]
 task.train_file = "train.jsonl"
 training.steps = 5
@@ -67,7 +67,7 @@ def test_what_could_not_go_well_is_refused(config: str, setting: str, value: str
 
 def test_a_task_that_fails_at_its_check_is_named_with_the_line(config: str) -> None:
     Path("unlucky.py").write_text(
-        "from titan_rl.agents import AgentTask\n"
+        "from titan_rl.tasks.agents import AgentTask\n"
         "class Own(AgentTask):\n"
         "    def train_sample(self, seed, index): return {}['city']\n"
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 from killed import play
 
 from titan_rl import RolloutGroup, RolloutStatus
-from titan_rl.agents.reaper import VARIABLE
+from titan_rl.tasks.agents.reaper import VARIABLE
 
 
 def tokens(group: RolloutGroup) -> list[list[list[int]]]:

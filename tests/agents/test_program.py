@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from titan_rl.agents import reaper
-from titan_rl.agents.processes import agent_processes
-from titan_rl.agents.program import AgentProgram, agent_environment, make_folder
 from titan_rl.rollout.types import RolloutStatus
 from titan_rl.serving.episodes.episode import Episode
 from titan_rl.serving.episodes.limits import EpisodeLimits
+from titan_rl.tasks.agents import reaper
+from titan_rl.tasks.agents.processes import agent_processes
+from titan_rl.tasks.agents.program import AgentProgram, agent_environment, make_folder
 
 URL = "http://127.0.0.1:1"
 STUBBORN = """
@@ -32,8 +32,8 @@ while :; do sleep 0.1; done
 OWNER = """
 import asyncio, sys
 from pathlib import Path
-from titan_rl.agents.processes import agent_processes
-from titan_rl.agents.program import AgentProgram
+from titan_rl.tasks.agents.processes import agent_processes
+from titan_rl.tasks.agents.program import AgentProgram
 from titan_rl.serving.episodes.episode import Episode
 
 async def main():

@@ -9,7 +9,7 @@ import pytest
 
 from titan_rl.cli.exit_codes import EXIT_INTERRUPTED
 from titan_rl.cli.main import main
-from titan_rl.run.hosts.requests import HostFiles
+from titan_rl.cluster.hosts.requests import HostFiles
 from titan_rl.viewer.run_status import RunStatus
 
 
@@ -18,14 +18,14 @@ def test_who_asks_is_told_for_what_it_waits_and_that_ctrl_c_takes_nothing_back(
 ) -> None:
     (tmp_path / "config.toml").write_text("")
     status = RunStatus("running", began=0.0)
-    monkeypatch.setattr("titan_rl.run.hosts.requests.read_status", lambda folder: status)
+    monkeypatch.setattr("titan_rl.cluster.hosts.requests.read_status", lambda folder: status)
     asked_of = HostFiles(tmp_path)
 
     def press_ctrl_c(seconds: float) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(time, "sleep", press_ctrl_c)
-    monkeypatch.setattr("titan_rl.run.hosts.requests.PROMISE_S", 0.0)
+    monkeypatch.setattr("titan_rl.cluster.hosts.requests.PROMISE_S", 0.0)
     assert main(["hosts", str(tmp_path), "add", "10.0.0.4:22222"]) == EXIT_INTERRUPTED
     said = capfd.readouterr().err
     assert "the run is asked to add 10.0.0.4:22222; this waits until its processes are up" in said

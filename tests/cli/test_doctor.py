@@ -9,7 +9,7 @@ import pytest
 
 from titan_rl.cli import doctor
 from titan_rl.cli.main import main
-from titan_rl.errors import MissingExtraError, install_command
+from titan_rl.core.errors import MissingExtraError, install_command
 from titan_rl.run.machine.checkup import Finding, check_up, try_out
 
 

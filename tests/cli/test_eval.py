@@ -20,7 +20,7 @@ from titan_rl.cli.main import main
 
 TASK = """
 from titan_rl import MessageObservation, MessageStep, MessageTokenEnv, RolloutStatus, Rubric, env_reward
-from titan_rl.settings import Section
+from titan_rl.core.settings import Section
 
 class Env:
     def __init__(self, sample): self.sample = sample

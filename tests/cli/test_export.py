@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from titan_rl.cli.main import main
-from titan_rl.errors import CheckpointError
-from titan_rl.run.policies import exported
+from titan_rl.core.errors import CheckpointError
+from titan_rl.evaluation.policies import exported
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "alphabet_sort"
 

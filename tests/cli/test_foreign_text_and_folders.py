@@ -14,11 +14,11 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 import titan_rl
-from titan_rl.calls.plain import terminal_text
 from titan_rl.cli.main import main
 from titan_rl.config.changes import settings_of
 from titan_rl.config.load import load_config
-from titan_rl.errors import RewardError
+from titan_rl.core.calls.plain import terminal_text
+from titan_rl.core.errors import RewardError
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.journal.run_state import RunState
 from titan_rl.run.machine.stop_signals import tell_on_stderr
@@ -55,8 +55,8 @@ def test_nothing_else_writes_to_the_terminal():
         "run/terminal/standard_streams.py",  # where text is made safe
         "run/machine/stop_signals.py",  # is safe in a signal handler; tested above
         "run/machine/guard.py",  # a program without imports, which is given safe text
-        "actors/processes/listening.py",  # passes on, made safe, what Monarch writes while it starts
-        "actors/hosts/monarch_host.py",  # one fixed word to the process that started it
+        "cluster/processes/listening.py",  # passes on, made safe, what Monarch writes while it starts
+        "cluster/hosts/monarch_host.py",  # one fixed word to the process that started it
     }
     writers: set[str] = set()
     for path in root.rglob("*.py"):
@@ -171,7 +171,7 @@ def test_a_request_about_hosts_is_written_through_no_link(
     target = tmp_path / "mine"
     target.write_text("precious")
     (stopped.path / "hosts.jsonl").symlink_to(target)
-    monkeypatch.setattr("titan_rl.run.hosts.requests.read_status", lambda folder: SimpleNamespace(state="running"))
+    monkeypatch.setattr("titan_rl.cluster.hosts.requests.read_status", lambda folder: SimpleNamespace(state="running"))
     assert main(["hosts", str(stopped.path), "drain", "h1"]) == 2
     assert "hosts.jsonl cannot be written" in capfd.readouterr().err
     assert target.read_text() == "precious"

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from titan_rl.cli.main import main
+from titan_rl.cli.starter.examples import example_names
+from titan_rl.cli.starter.write import TEMPLATES
 from titan_rl.config.load import load_config
-from titan_rl.starter.examples import example_names
-from titan_rl.starter.write import TEMPLATES
 
 ROOT = Path(__file__).parents[2]
 

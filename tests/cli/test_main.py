@@ -19,7 +19,7 @@ from titan_rl.cli.main import main, program
 from titan_rl.config.changes import settings_of
 from titan_rl.config.load import load_config
 from titan_rl.config.run import RunConfig
-from titan_rl.errors import TrainingError
+from titan_rl.core.errors import TrainingError
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.journal.run_state import RunState
 
@@ -390,7 +390,8 @@ def test_the_module_of_the_program_imports_next_to_nothing_before_it_begins():
         "titan_rl.cli",
         "titan_rl.cli.exit_codes",
         "titan_rl.cli.main",
-        "titan_rl.errors",
+        "titan_rl.core",
+        "titan_rl.core.errors",
     }
 
 

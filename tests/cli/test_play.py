@@ -17,7 +17,7 @@ BASE = Path(__file__).parents[2] / "examples" / "alphabet_sort" / "base"
 
 TOOLS = """
 from titan_rl import MessageObservation, MessageStep, MessageTokenEnv, RolloutStatus, Rubric, env_reward
-from titan_rl.settings import Section
+from titan_rl.core.settings import Section
 
 LOOK = {"type": "function", "function": {"name": "look", "description": "See.", "parameters": {
     "type": "object", "properties": {"at": {"type": "integer"}}}}}
@@ -111,7 +111,7 @@ def test_an_environment_of_tokens_is_played_in_token_ids(config: Path, capfd: py
 GAME = """
 import asyncio
 from titan_rl import MessageGame, Rubric, env_reward
-from titan_rl.settings import Section
+from titan_rl.core.settings import Section
 
 class Match:
     async def play_seats(self, seats):

@@ -16,16 +16,16 @@ import pytest
 from titan_rl.cli.main import main
 from titan_rl.config.load import dump_config, load_config
 from titan_rl.config.serve import ServeConfig
-from titan_rl.run.policies.source import PolicySource, find_policy
+from titan_rl.evaluation.policies.source import PolicySource, find_policy
 
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[ServeConfig, PolicySource]]:
     """What a command line hands to the server."""
     calls: list[Any] = []
-    module = ModuleType("titan_rl.run.serve")
+    module = ModuleType("titan_rl.evaluation.serve")
     module.run_server = lambda config, source, verbosity: calls.append((config, source)) or 0  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "titan_rl.run.serve", module)
+    monkeypatch.setitem(sys.modules, "titan_rl.evaluation.serve", module)
 
     def run(*argv: str) -> tuple[ServeConfig, PolicySource]:
         assert main(["serve", *argv]) == 0

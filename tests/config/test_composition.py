@@ -9,7 +9,7 @@ import pytest
 
 from titan_rl.cli.main import main
 from titan_rl.config.load import dump_config, load_config
-from titan_rl.errors import ConfigError
+from titan_rl.core.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 

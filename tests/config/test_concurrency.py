@@ -10,7 +10,7 @@ import pytest
 from titan_rl.cli.main import main
 from titan_rl.config.concurrency import Concurrency, throttles
 from titan_rl.config.load import dump_config, load_config
-from titan_rl.errors import ConfigError
+from titan_rl.core.errors import ConfigError
 
 # The model of the project: 2 (keys, values) x 2 layers x 2 heads x 16 numbers x 4 bytes, so half of its context of 512
 # tokens takes 128 KiB.

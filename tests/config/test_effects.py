@@ -10,8 +10,8 @@ from user_project import project
 
 from titan_rl.config.effects import Setting, of_effects, reset_without_effect, settings_in
 from titan_rl.config.load import dump_config, load_config
-from titan_rl.errors import ConfigError
-from titan_rl.settings import Section, TakesEffect
+from titan_rl.core.errors import ConfigError
+from titan_rl.core.settings import Section, TakesEffect
 
 __all__ = ["project"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from titan_rl.config.load import load_config
-from titan_rl.errors import ConfigError
+from titan_rl.core.errors import ConfigError
 
 
 def failure(*overrides: tuple[str, str]) -> str:

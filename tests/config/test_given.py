@@ -11,7 +11,7 @@ from titan_rl.config.given import given_config
 from titan_rl.config.load import load_config
 from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import TaskSource
-from titan_rl.errors import ConfigError
+from titan_rl.core.errors import ConfigError
 
 HEAD = """
 [model]

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from titan_rl.calls.loopback import names_this_machine
 from titan_rl.config.hosts import HostsConfig, Roles, address_towards, check_own_machine, split_address
-from titan_rl.errors import ConfigError
-from titan_rl.providers.settings import SSHConfig
+from titan_rl.config.providers import SSHConfig
+from titan_rl.core.calls.loopback import names_this_machine
+from titan_rl.core.errors import ConfigError
 
 
 def test_addresses_are_a_list_or_between_commas_and_have_a_port_if_none_is_said() -> None:

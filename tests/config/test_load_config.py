@@ -7,9 +7,9 @@ import pytest
 from pydantic import ValidationError
 
 from titan_rl.config.load import dump_config, load_config
-from titan_rl.errors import ConfigError
+from titan_rl.core.errors import ConfigError
+from titan_rl.core.settings import Section
 from titan_rl.rollout.task import Task
-from titan_rl.settings import Section
 
 
 def failure(*overrides: tuple[str, str], path: str | Path = "config.toml") -> str:
@@ -256,7 +256,7 @@ def test_missing_tables_are_named(project: Path):
         ("echo_task.sub:Echo", "there is no module echo_task"),
         ("echo_task:Eco", "echo_task has no Eco; tasks in echo_task: Echo"),
         ("importing_task:Eco", "importing_task has no Eco; tasks in importing_task: none"),
-        ("echo_task:Literal", "Literal is no subclass of titan_rl.settings.Section"),
+        ("echo_task:Literal", "Literal is no subclass of titan_rl.core.settings.Section"),
         ("echo_task:Half", "Half is no task: it lacks make_env, train_sample, validation_samples; tasks in echo_task"),
         ("broken_task:Echo", "importing broken_task failed: ZeroDivisionError"),
         ("leaving_task:Echo", "importing leaving_task failed: SystemExit: 3"),

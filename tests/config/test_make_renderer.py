@@ -14,10 +14,10 @@ pytest.importorskip("renderers")
 from serving.speaking import byte_tokenizer
 
 from titan_rl.config.make_renderer import make_renderer
-from titan_rl.errors import ConfigError
+from titan_rl.core.errors import ConfigError
 from titan_rl.rollout.renderer import ChatTemplateRenderer
-from titan_rl.tiny_model import make_tiny_model
 from titan_rl.training.settings import ModelConfig
+from titan_rl.training.tiny_model import make_tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 from user_project import write_tensors
 
 from titan_rl.config.load import load_config
-from titan_rl.errors import ConfigError, ModelError
+from titan_rl.core.errors import ConfigError, ModelError
 
 
 def test_the_folder_is_looked_for_here_then_beside_the_file(project: Path):

@@ -12,7 +12,7 @@ from titan_rl.config.load import dump_config, load_config
 from titan_rl.config.make_filters import make_filters
 from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import TaskSource, name_of
-from titan_rl.errors import ConfigError
+from titan_rl.core.errors import ConfigError
 from titan_rl.rollout.types import Rollout, RolloutGroup
 from titan_rl.scheduling.mix.curricula import ByDifficulty
 

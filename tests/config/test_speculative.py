@@ -8,7 +8,7 @@ import pytest
 
 from titan_rl.config.load import load_config
 from titan_rl.config.speculative import SpeculativeConfig
-from titan_rl.errors import ConfigError
+from titan_rl.core.errors import ConfigError
 
 
 def load(*overrides: tuple[str, str]) -> SpeculativeConfig:

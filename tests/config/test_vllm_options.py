@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from titan_rl.actors.generator_plan import GeneratorPlan
+from titan_rl.cluster.generator_plan import GeneratorPlan
 from titan_rl.config.load import load_config
 from titan_rl.config.sections import GenerationConfig, StateDictConfig
-from titan_rl.errors import ConfigError
+from titan_rl.core.errors import ConfigError
 from titan_rl.generation import vllm_options
 from titan_rl.generation.engine_spec import EngineSpec
 from titan_rl.generation.vllm_arguments import CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS, engine_arguments

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from titan_rl.actors.run_processes import RunProcesses
+from titan_rl.cluster.run_processes import RunProcesses
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.run.directory import RunDirectory
 from titan_rl.training.data.sample import TrainingSample

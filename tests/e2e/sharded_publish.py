@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from titan_rl.errors import StateDictError
+from titan_rl.core.errors import StateDictError
 from titan_rl.training import publishing
 from titan_rl.training.publishing import WeightPublisher
 from titan_rl.training.settings import ModelConfig, TrainingConfig

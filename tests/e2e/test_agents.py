@@ -28,7 +28,7 @@ max_tokens = 12
 row_tokens = 4096
 
 [task]
-type = "titan_rl.agents:AgentTask"
+type = "titan_rl.tasks.agents:AgentTask"
 command = ["{{python}}", "-I", "-S", "{talker}", "{{question}}"]
 train_file = "{samples}"
 validation_file = "{samples}"

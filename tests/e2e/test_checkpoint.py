@@ -18,7 +18,7 @@ import torch
 from tiny_policy import make_tiny_qwen3, make_trainer, on_policy_samples, sequences, transformers_logprobs, weights
 from transformers import AutoModelForCausalLM
 
-from titan_rl.errors import CheckpointError, DamagedCheckpointError
+from titan_rl.core.errors import CheckpointError, DamagedCheckpointError
 from titan_rl.training.export import check_export, export_checkpoint
 from titan_rl.training.optimizer.types import NamedParameters, OptimizerSpec
 from titan_rl.training.state import train_state

@@ -14,7 +14,7 @@ from tiny_policy import make_tiny_qwen3, make_trainer, on_policy_samples, weight
 from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import flex_attention
 
-from titan_rl.errors import ConfigError
+from titan_rl.core.errors import ConfigError
 from titan_rl.training.attention.attention import Document, layout_documents
 from titan_rl.training.attention.flex_attention import layout_blocks
 

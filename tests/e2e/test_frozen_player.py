@@ -10,12 +10,12 @@ import httpx
 import pytest
 
 from titan_rl import SamplingParams, TokenPlayer
-from titan_rl.errors import GenerationError
-from titan_rl.players.opened import open_players
-from titan_rl.players.settings import FrozenPolicy
+from titan_rl.core.errors import GenerationError
 from titan_rl.rollout.task import RunContext
 from titan_rl.serving.client import HttpGenerateFn
-from titan_rl.tiny_model import make_tiny_model
+from titan_rl.tasks.players.opened import open_players
+from titan_rl.tasks.players.settings import FrozenPolicy
+from titan_rl.training.tiny_model import make_tiny_model
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 

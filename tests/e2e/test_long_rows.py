@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from titan_rl.config.model_folder import check_model_folder
 from titan_rl.config.sections import GenerationConfig
-from titan_rl.errors import ConfigError
+from titan_rl.core.errors import ConfigError
 from titan_rl.training.settings import ModelConfig
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how_to" / "long_rows.md").read_text()

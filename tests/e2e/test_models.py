@@ -29,7 +29,7 @@ from e2e.tiny_policy import (
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from titan_rl.errors import ModelError, TrainingError
+from titan_rl.core.errors import ModelError, TrainingError
 from titan_rl.generation.engine_spec import EngineSpec
 from titan_rl.generation.vllm_engine import VLLMEngine
 from titan_rl.training.settings import ModelConfig, TrainingConfig

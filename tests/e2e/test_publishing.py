@@ -11,7 +11,7 @@ import pytest
 import torch
 from e2e.tiny_policy import make_tiny_qwen3, make_trainer, on_policy_samples, weights
 
-from titan_rl.errors import StateDictError
+from titan_rl.core.errors import StateDictError
 from titan_rl.training import publishing
 from titan_rl.training.losses.grpo import grpo_loss
 from titan_rl.training.losses.types import ClipRange, LossTokens, TokenLoss

@@ -13,10 +13,10 @@ pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
 
 import torch
 
-from titan_rl.actors.processes.process import enter_actor_process
-from titan_rl.actors.processes.remote_process import call
-from titan_rl.actors.processes.supervisor import Supervisor
-from titan_rl.errors import StateDictError
+from titan_rl.cluster.processes.process import enter_actor_process
+from titan_rl.cluster.processes.remote_process import call
+from titan_rl.cluster.processes.supervisor import Supervisor
+from titan_rl.core.errors import StateDictError
 from titan_rl.weights.shards import join
 from titan_rl.weights.transports.rdma import RDMATransport
 from titan_rl.weights.transports.shared_memory import SharedMemoryTransport

@@ -24,10 +24,10 @@ from e2e.agent import Agent
 from e2e.generator_stage import LENGTH, LIMIT_S, Stage
 from e2e.runs import REPOSITORY, process_writing_to
 
-from titan_rl.actors.actor_replica import ActorReplica
-from titan_rl.actors.run_processes import start_processes
+from titan_rl.cluster.actor_replica import ActorReplica
+from titan_rl.cluster.run_processes import start_processes
 from titan_rl.config.load import load_config
-from titan_rl.errors import ActorDiedError, EngineDeadError, GenerationError
+from titan_rl.core.errors import ActorDiedError, EngineDeadError, GenerationError
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.resume import resume_on_abort
 from titan_rl.generation.router import GeneratorRouter

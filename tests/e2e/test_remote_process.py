@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
-from titan_rl.actors.processes.remote_process import RemoteProcess
-from titan_rl.errors import ActorDiedError
+from titan_rl.cluster.processes.remote_process import RemoteProcess
+from titan_rl.core.errors import ActorDiedError
 
 LIMIT_S = 30
 

@@ -16,7 +16,7 @@ from e2e.tiny_policy import make_tiny_moe, make_tiny_qwen3, on_policy_samples, w
 from e2e.warm import run_world
 from safetensors.torch import load_file
 
-from titan_rl.errors import ConfigError
+from titan_rl.core.errors import ConfigError
 from titan_rl.training.export import export_checkpoint
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.trainer import TrainerCore

@@ -20,7 +20,7 @@ import torch
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from titan_rl.config.speculative import SpeculativeConfig
-from titan_rl.errors import RequestError
+from titan_rl.core.errors import RequestError
 from titan_rl.generation.engine_spec import EngineSpec
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.vllm_engine import VLLMEngine

@@ -11,11 +11,11 @@ import pytest
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
-from titan_rl.actors.processes.answers import AnsweringActor
-from titan_rl.actors.processes.process import enter_actor_process
-from titan_rl.actors.processes.remote_process import call
-from titan_rl.actors.processes.supervisor import Supervisor
-from titan_rl.errors import ActorDiedError, RequestError
+from titan_rl.cluster.processes.answers import AnsweringActor
+from titan_rl.cluster.processes.process import enter_actor_process
+from titan_rl.cluster.processes.remote_process import call
+from titan_rl.cluster.processes.supervisor import Supervisor
+from titan_rl.core.errors import ActorDiedError, RequestError
 
 from monarch.actor import concurrent_endpoint, this_proc  # isort: skip
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from e2e.tiny_policy import make_tiny_qwen3, on_policy_samples
 
-from titan_rl.errors import VerificationError
+from titan_rl.core.errors import VerificationError
 from titan_rl.generation.engine_spec import EngineSpec
 from titan_rl.generation.vllm_engine import VLLMEngine
 from titan_rl.training.publishing import WeightPublisher

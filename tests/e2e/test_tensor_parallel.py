@@ -13,9 +13,9 @@ pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
 
 from e2e.runs import REPOSITORY, process_writing_to
 
-from titan_rl.actors.run_processes import RunProcesses, start_processes
+from titan_rl.cluster.run_processes import RunProcesses, start_processes
 from titan_rl.config.load import load_config
-from titan_rl.errors import RequestError
+from titan_rl.core.errors import RequestError
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.run.directory import RunDirectory
 from titan_rl.training.data.sample import TrainingSample

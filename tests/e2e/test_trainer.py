@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tiny_policy import make_tiny_qwen3, make_trainer, on_policy_samples, sequences, transformers_logprobs, weights
 from transformers import AutoModelForCausalLM
 
-from titan_rl.errors import CheckpointError, ModelError, TrainingError, UntrainableError
+from titan_rl.core.errors import CheckpointError, ModelError, TrainingError, UntrainableError
 from titan_rl.training.attention.flex_attention import BlockLayout
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.settings import ModelConfig, TrainingConfig

@@ -14,7 +14,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
-from titan_rl.errors import EngineDeadError, GenerationError, ModelError, RequestError, VerificationError
+from titan_rl.core.errors import EngineDeadError, GenerationError, ModelError, RequestError, VerificationError
 from titan_rl.generation.engine import Engine, TokenDelta
 from titan_rl.generation.engine_spec import EngineSpec
 from titan_rl.generation.loop.engine_loop import EngineLoop

@@ -18,7 +18,7 @@ from examples.kuhn_poker.task import KuhnPoker
 from titan_rl import Completion, FinishReason, Rollouter, RolloutStatus, SamplingParams, VersionSpan
 from titan_rl.rollout.renderer import ChatTemplateRenderer
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
-from titan_rl.tiny_model import make_tiny_model
+from titan_rl.training.tiny_model import make_tiny_model
 
 Policy = dict[tuple[str, History], float]
 

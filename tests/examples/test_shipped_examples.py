@@ -8,7 +8,7 @@ import pytest
 
 from titan_rl.config.load import load_config
 from titan_rl.run.rehearsal import rehearse
-from titan_rl.tiny_model import make_tiny_model
+from titan_rl.training.tiny_model import make_tiny_model
 
 EXAMPLES = sorted(path.parent.name for path in Path("examples").glob("*/cpu.toml"))
 EXAMPLES.remove("agent")  # played by a program, which no dry run starts

@@ -10,7 +10,7 @@ from typing import Self
 
 import pytest
 
-from titan_rl.errors import EngineDeadError, GenerationError, RequestError, StateDictError, VerificationError
+from titan_rl.core.errors import EngineDeadError, GenerationError, RequestError, StateDictError, VerificationError
 from titan_rl.generation.engine import TokenDelta
 from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.request import EngineRequest

@@ -15,7 +15,7 @@ from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_rl.errors import GenerationError, RequestError, StateDictError
+from titan_rl.core.errors import GenerationError, RequestError, StateDictError
 from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.router import GeneratorRouter, Limits

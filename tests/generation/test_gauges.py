@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from titan_rl import EngineLoop, GeneratorRouter, LocalReplica, SamplingParams
-from titan_rl.errors import EngineDeadError
+from titan_rl.core.errors import EngineDeadError
 from titan_rl.generation.scripted_engine import ScriptedEngine
 from titan_rl.generation.types import GaugeSummary
 

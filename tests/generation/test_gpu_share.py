@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from titan_rl.errors import ModelError
+from titan_rl.core.errors import ModelError
 from titan_rl.generation.gpu_share import (
     CPU_KV_GIB,
     WORK_BYTES,

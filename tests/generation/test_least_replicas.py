@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from titan_rl.errors import NoReplicaError
+from titan_rl.core.errors import NoReplicaError
 from titan_rl.generation.router import GeneratorRouter, Limits
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
 

@@ -18,8 +18,8 @@ from titan_rl import (
     VersionSpan,
     resume_on_abort,
 )
-from titan_rl.calls.bounded import bounded
-from titan_rl.errors import GenerationError
+from titan_rl.core.calls.bounded import bounded
+from titan_rl.core.errors import GenerationError
 from titan_rl.generation.listening import listening, told_whole
 from titan_rl.generation.loop.local_replica import LocalReplica
 from titan_rl.types import TokenChunk

@@ -13,7 +13,7 @@ from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_rl.errors import EngineDeadError, GenerationError, RequestError, StateDictError
+from titan_rl.core.errors import EngineDeadError, GenerationError, RequestError, StateDictError
 from titan_rl.generation.engine import TokenDelta
 from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.loop.engine_rank import Weights, follow_leader

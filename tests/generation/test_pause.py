@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from titan_rl.errors import GenerationError
+from titan_rl.core.errors import GenerationError
 from titan_rl.generation.router import GeneratorRouter, Limits
 from titan_rl.testing.fake_replica import FakeReplica
 from titan_rl.types import Completion, FinishReason, SamplingParams

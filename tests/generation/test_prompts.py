@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from titan_rl.errors import RequestError
+from titan_rl.core.errors import RequestError
 from titan_rl.generation.function_replica import FunctionReplica
 from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.loop.local_replica import LocalReplica

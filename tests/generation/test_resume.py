@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from titan_rl.errors import GenerationError
+from titan_rl.core.errors import GenerationError
 from titan_rl.generation.engine import TokenDelta
 from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.resume import resume_on_abort

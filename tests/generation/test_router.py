@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from titan_rl.errors import EngineDeadError, GenerationError, NoReplicaError, RequestError
+from titan_rl.core.errors import EngineDeadError, GenerationError, NoReplicaError, RequestError
 from titan_rl.generation.router import GeneratorRouter, LeastLoaded, Limits, Replica, RoundRobin
 from titan_rl.testing.fake_replica import FakeReplica
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams

@@ -12,7 +12,7 @@ from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_rl.errors import GenerationError, RequestError, StateDictError
+from titan_rl.core.errors import GenerationError, RequestError, StateDictError
 from titan_rl.generation.router import GeneratorRouter, Limits
 from titan_rl.testing.fake_replica import FakeReplica
 from titan_rl.types import Completion, SamplingParams

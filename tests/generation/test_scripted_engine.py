@@ -2,7 +2,7 @@
 
 import pytest
 
-from titan_rl.errors import RequestError
+from titan_rl.core.errors import RequestError
 from titan_rl.generation.engine import Engine
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.scripted_engine import CostModel, ScriptedEngine, scripted_logprobs

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from titan_rl.errors import GenerationError, StrayCancellationError
+from titan_rl.core.errors import GenerationError, StrayCancellationError
 from titan_rl.generation.router import GeneratorRouter, LeastLoaded, Limits, RoundRobin
 from titan_rl.generation.router.background_tasks import BackgroundTasks
 from titan_rl.testing.fake_replica import FakeReplica

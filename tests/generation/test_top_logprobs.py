@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from titan_rl import EngineLoop, GeneratorRouter, SamplingParams, ScriptedEngine, VersionSpan
-from titan_rl.errors import GenerationError
+from titan_rl.core.errors import GenerationError
 from titan_rl.generation.engine import TokenDelta
 from titan_rl.generation.loop.local_replica import LocalReplica
 from titan_rl.generation.request import EngineRequest

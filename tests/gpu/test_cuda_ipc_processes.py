@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from titan_rl.errors import StateDictError
+from titan_rl.core.errors import StateDictError
 from titan_rl.weights.transports.cuda_ipc import CudaIPCTransport
 from titan_rl.weights.types import NUM_KEPT, Manifest, SlicePosition, TensorSlice
 

@@ -24,8 +24,8 @@ import asyncio, fcntl, json, sys
 from pathlib import Path
 from hosts.scripted import *
 from titan_rl.config.hosts import HostsConfig
-from titan_rl.errors import TitanRLError
-from titan_rl.run.hosts.requests import HostFiles
+from titan_rl.core.errors import TitanRLError
+from titan_rl.cluster.hosts.requests import HostFiles
 from titan_rl.run.parts import watcher
 from titan_rl.run.status import noted
 

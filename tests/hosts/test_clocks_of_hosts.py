@@ -28,7 +28,7 @@ if socket.gethostname() == {name!r}:
 """What each Python runs first: on one host its clocks are ahead."""
 
 PROGRAM = """
-from titan_rl.tracing import spans
+from titan_rl.core.tracing import spans
 
 async def main():
     folder, addresses = Path(sys.argv[1]), sys.argv[3:]

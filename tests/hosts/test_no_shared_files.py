@@ -14,7 +14,7 @@ from hosts.scripted import TESTS, run_controller
 
 PROGRAM = """
 from titan_rl.config.hosts import HostsConfig
-from titan_rl.errors import ConfigError
+from titan_rl.core.errors import ConfigError
 from titan_rl.rollout.settings import RolloutConfig
 
 folder, run, sync, *addresses = sys.argv[1:]

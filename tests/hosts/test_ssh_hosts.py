@@ -29,9 +29,9 @@ PidFile none
 PROGRAM = """
 import asyncio, sys
 from pathlib import Path
-from titan_rl.providers.settings import ProviderSettings, SSHConfig
-from titan_rl.providers.spec import ProviderSpec
-from titan_rl.providers.ssh import workers
+from titan_rl.config.providers import ProviderSettings, SSHConfig
+from titan_rl.cluster.providers.spec import ProviderSpec
+from titan_rl.cluster.providers.ssh import workers
 
 async def main():
     soon = [f"-o{name}=1" for name in ("ConnectTimeout", "ServerAliveInterval", "ServerAliveCountMax")]

@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
-from titan_rl.errors import GenerationError
-from titan_rl.players.endpoint import EndpointPlayer
-from titan_rl.players.settings import Endpoint
+from titan_rl.core.errors import GenerationError
+from titan_rl.tasks.players.endpoint import EndpointPlayer
+from titan_rl.tasks.players.settings import Endpoint
 
 pytestmark = pytest.mark.looptime
 ASKED = [{"role": "user", "content": "Heads or tails?"}]

@@ -20,8 +20,8 @@ from titan_rl import (
     env_reward,
     load_config,
 )
-from titan_rl.players.settings import Endpoint, FrozenPolicy
 from titan_rl.rollout.task import RunContext
+from titan_rl.tasks.players.settings import Endpoint, FrozenPolicy
 
 
 class Silence:

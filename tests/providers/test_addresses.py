@@ -4,9 +4,9 @@ import socket
 
 import pytest
 
-from titan_rl.errors import ProviderError
-from titan_rl.providers import addresses
-from titan_rl.providers.addresses import addresses_of, source_towards, with_port
+from titan_rl.cluster.providers import addresses
+from titan_rl.cluster.providers.addresses import addresses_of, source_towards, with_port
+from titan_rl.core.errors import ProviderError
 
 
 @pytest.fixture

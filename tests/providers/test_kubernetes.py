@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from providers.fakes import Commands
 
-from titan_rl.errors import ConfigError, ProviderError
-from titan_rl.providers import kubernetes
-from titan_rl.providers.changing import ChangingWorkers
-from titan_rl.providers.settings import KubernetesConfig, ProviderSettings
-from titan_rl.providers.spec import ProviderSpec, Submission
+from titan_rl.cluster.providers import kubernetes
+from titan_rl.cluster.providers.changing import ChangingWorkers
+from titan_rl.cluster.providers.spec import ProviderSpec, Submission
+from titan_rl.config.providers import KubernetesConfig, ProviderSettings
+from titan_rl.core.errors import ConfigError, ProviderError
 
 CONFIG = KubernetesConfig(
     image="registry.example/titan_rl:1",

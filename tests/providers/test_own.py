@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from docs.pages import ROOT, blocks
 
-from titan_rl.errors import ConfigError
-from titan_rl.providers.changing import ChangingWorkers
-from titan_rl.providers.registry import find_provider
-from titan_rl.providers.settings import ProviderSettings
-from titan_rl.providers.spec import ProviderSpec
+from titan_rl.cluster.providers.changing import ChangingWorkers
+from titan_rl.cluster.providers.registry import find_provider
+from titan_rl.cluster.providers.spec import ProviderSpec
+from titan_rl.config.providers import ProviderSettings
+from titan_rl.core.errors import ConfigError
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from providers.fakes import Commands, worker_command
 
-from titan_rl.errors import ConfigError, ProviderError
-from titan_rl.providers import slurm
-from titan_rl.providers.changing import ChangingWorkers
-from titan_rl.providers.settings import ProviderSettings, SlurmConfig
-from titan_rl.providers.spec import ProviderSpec, Submission
+from titan_rl.cluster.providers import slurm
+from titan_rl.cluster.providers.changing import ChangingWorkers
+from titan_rl.cluster.providers.spec import ProviderSpec, Submission
+from titan_rl.config.providers import ProviderSettings, SlurmConfig
+from titan_rl.core.errors import ConfigError, ProviderError
 
 LIMIT_S = 60.0
 SRUN = """

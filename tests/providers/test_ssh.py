@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from providers.fakes import Commands, worker_command
 
-from titan_rl.errors import ProviderError
-from titan_rl.providers.registry import find_provider
-from titan_rl.providers.settings import ProviderSettings, SSHConfig
-from titan_rl.providers.spec import ProviderSpec, Submission
+from titan_rl.cluster.providers.registry import find_provider
+from titan_rl.cluster.providers.spec import ProviderSpec, Submission
+from titan_rl.config.providers import ProviderSettings, SSHConfig
+from titan_rl.core.errors import ProviderError
 
 SSH = """
 if "-G" in argv:

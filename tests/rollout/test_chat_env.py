@@ -21,7 +21,7 @@ from titan_rl import (
     SamplingParams,
     env_reward,
 )
-from titan_rl.errors import GenerationError
+from titan_rl.core.errors import GenerationError
 from titan_rl.rollout.chat_env import ChatEnv
 from titan_rl.rollout.environment.chat import ChatReply
 from titan_rl.types import FinishReason

@@ -12,8 +12,8 @@ import pytest
 from stage import Env, Generator, Stage
 
 from titan_rl import Completion, FailurePolicy, GroupReward, Reward, Rollout, RolloutGroup, RolloutStatus, Rubric
-from titan_rl.calls.bounded import bounded
-from titan_rl.errors import DataError, RewardError
+from titan_rl.core.calls.bounded import bounded
+from titan_rl.core.errors import DataError, RewardError
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.rollout.task import calling
 from titan_rl.run.observability.sinks import Sinks

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_rl import Completion, FinishReason, SamplingParams, TokenObservation, TokenStep, VersionSpan
-from titan_rl.errors import RewardError
+from titan_rl.core.errors import RewardError
 from titan_rl.rollout.group.rollouter import Rollouter
 from titan_rl.rollout.rewards.reward import GroupReward, Reward
 from titan_rl.rollout.rewards.reward_calls import FailurePolicy

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from titan_rl.errors import ModelError
+from titan_rl.core.errors import ModelError
 from titan_rl.rollout.renderer import ChatTemplateRenderer
 
 pytest.importorskip("tokenizers")

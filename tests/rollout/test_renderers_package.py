@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from titan_rl import Completion, FinishReason, Message, MessageObservation, MessageStep, RolloutStatus, VersionSpan
-from titan_rl.errors import DataError
+from titan_rl.core.errors import DataError
 from titan_rl.rollout.environment.message_token_env import MessageTokenEnv
 from titan_rl.rollout.renderer import ChatTemplateRenderer, Renderer
 

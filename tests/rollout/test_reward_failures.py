@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from titan_rl import Completion, FinishReason, SamplingParams, TokenObservation, TokenStep, VersionSpan
-from titan_rl.errors import RewardError, TrainingError
+from titan_rl.core.errors import RewardError, TrainingError
 from titan_rl.rollout.group.rollouter import Rollouter
 from titan_rl.rollout.rewards.reward import GroupReward, Reward
 from titan_rl.rollout.rewards.reward_calls import FailurePolicy

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from stage import Env, Generator, Stage
 
 from titan_rl import Completion, FinishReason, RolloutGroup, RolloutStatus, TokenStep
-from titan_rl.calls import stopwatch
-from titan_rl.calls.request_signs import SILENCE_S, moving_with_tokens
-from titan_rl.calls.stopwatch import Stopwatch
+from titan_rl.core.calls import stopwatch
+from titan_rl.core.calls.request_signs import SILENCE_S, moving_with_tokens
+from titan_rl.core.calls.stopwatch import Stopwatch
 from titan_rl.generation.resume import resume_on_abort
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.generation.scripted_engine import CostModel
@@ -24,7 +24,7 @@ from titan_rl.rollout.group.timed import RETURN_S
 from titan_rl.rollout.rewards.reward import Reward
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.settings import RolloutConfig
-from titan_rl.simulate.simulated_replica import SimulatedReplica
+from titan_rl.testing.simulate.simulated_replica import SimulatedReplica
 from titan_rl.training.data.sample_builder import build_samples
 
 pytestmark = pytest.mark.looptime

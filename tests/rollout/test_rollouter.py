@@ -18,7 +18,7 @@ from titan_rl import (
     SamplingParams,
     TokenStep,
 )
-from titan_rl.errors import GenerationError, RequestError, RewardError
+from titan_rl.core.errors import GenerationError, RequestError, RewardError
 from titan_rl.rollout.group.env_calls import CLEANUP_S
 from titan_rl.rollout.group.rollout_ids import turn_seed
 from titan_rl.rollout.group.rollouter import Rollouter

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from stage import Generator, Stage
 
-from titan_rl.errors import RewardError
+from titan_rl.core.errors import RewardError
 from titan_rl.rollout.rewards.reward import GroupReward, Reward, env_reward
 from titan_rl.rollout.rewards.reward_calls import FailurePolicy
 from titan_rl.rollout.rewards.rubric import Rubric

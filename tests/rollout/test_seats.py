@@ -18,7 +18,7 @@ from titan_rl import (
     TokenPlayer,
     VersionSpan,
 )
-from titan_rl.calls import stopwatch
+from titan_rl.core.calls import stopwatch
 from titan_rl.scheduling.filters import too_few_siblings, zero_variance
 from titan_rl.training.data.sample_builder import build_samples
 

@@ -12,7 +12,7 @@ import pytest
 
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import CheckpointConfig
-from titan_rl.errors import CheckpointError, ConfigError, NoSpaceError
+from titan_rl.core.errors import CheckpointError, ConfigError, NoSpaceError
 from titan_rl.run.checkpoints import saver
 from titan_rl.run.checkpoints.saver import CheckpointSaver
 from titan_rl.run.machine import disk_space

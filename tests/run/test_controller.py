@@ -30,7 +30,7 @@ from titan_rl import (
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import CheckpointConfig, GenerationConfig, SamplingConfig, ValidationConfig
 from titan_rl.config.tasks import TaskSource
-from titan_rl.errors import (
+from titan_rl.core.errors import (
     CheckpointError,
     DataError,
     NoSpaceError,
@@ -38,6 +38,7 @@ from titan_rl.errors import (
     StateDictError,
     TrainingError,
 )
+from titan_rl.core.settings import Section
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.scripted_engine import ScriptedEngine
 from titan_rl.rollout.settings import RolloutConfig
@@ -47,7 +48,6 @@ from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.summary import show_summary
 from titan_rl.scheduling.settings import SchedulingConfig
-from titan_rl.settings import Section
 from titan_rl.training.protocol import SkippedMinibatch, StepResult
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.weights.published_weights import PublishedWeights

@@ -19,10 +19,10 @@ PROGRAM = """
 import importlib.machinery, os, signal, sys
 
 class StartProcesses:
-    # In the place of titan_rl.actors.run_processes.
+    # In the place of titan_rl.cluster.run_processes.
 
     def find_spec(self, name, path, target=None):
-        if name == "titan_rl.actors.run_processes":
+        if name == "titan_rl.cluster.run_processes":
             os.kill(os.getpid(), signal.SIGINT)  # while it is imported
             return importlib.machinery.ModuleSpec(name, self)
 

@@ -13,11 +13,11 @@ from serving.served import served
 from titan_rl import ConfigError, SamplingParams, load_config
 from titan_rl.config.evaluation import make_eval_config
 from titan_rl.config.make_renderer import make_renderer
+from titan_rl.evaluation.evaluate import EvaluationRun
+from titan_rl.evaluation.policies.opened import OpenedPolicy, open_endpoint
 from titan_rl.evaluation.results import TaskResult
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
-from titan_rl.run.evaluating.evaluate import EvaluationRun
 from titan_rl.run.observability.progress import Progress
-from titan_rl.run.policies.opened import OpenedPolicy, open_endpoint
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "alphabet_sort"
 CONFIG = load_config(EXAMPLE / "cpu.toml")

@@ -15,7 +15,8 @@ from test_tasks_of_a_run import SUITES
 
 from scripts.write_metric_docs import PAGE, page
 from titan_rl import Completion, EngineLoop, FinishReason, LocalReplica, Rollout, RolloutGroup, Turn, VersionSpan
-from titan_rl.actors.liveness.host_state import HostState
+from titan_rl.cluster.hosts.history import HostHistory
+from titan_rl.cluster.liveness.host_state import HostState
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import ValidationConfig
 from titan_rl.generation.scripted_engine import ScriptedEngine
@@ -23,7 +24,6 @@ from titan_rl.generation.types import GaugeSummary
 from titan_rl.metrics.metric import MetricGroup
 from titan_rl.metrics.table import METRICS, find_metric, match_metric
 from titan_rl.run.directory import read_jsonl
-from titan_rl.run.hosts.history import HostHistory
 from titan_rl.run.observability.group_metrics import group_metrics, validation_metrics
 from titan_rl.run.observability.step_reports import prefixed
 from titan_rl.run.sft.loop import LOGGED
@@ -47,14 +47,14 @@ def of_code() -> set[str]:
     """Of the trainer, the generators, vLLM and titan-rl sft."""
     trainer = strings("training/trainer.py", "train") | strings("training/policy/minibatch.py", "packing_metrics")
     trainer |= strings("training/objective/token_stats.py", "token_metrics")
-    trainer |= strings("actors/trainer_actor.py", "_train") & {"idle_s"}
+    trainer |= strings("cluster/trainer_actor.py", "_train") & {"idle_s"}
     gauges = strings("generation/vllm_engine.py", "gauges")
     values = {name: 1.0 for name in gauges if not name.endswith("_total")}
     totals = {name.removesuffix("_total"): 1.0 for name in gauges if name.endswith("_total")}
     return {
         *prefixed("train", dict.fromkeys([*trainer, *LOGGED], 0.0)),
         *prefixed("engine", GaugeSummary.metrics([GaugeSummary(1, values, values, totals)])),
-        *prefixed("sync", dict.fromkeys(strings("actors/generator_actor.py", "pull"), 0.0)),
+        *prefixed("sync", dict.fromkeys(strings("cluster/generator_actor.py", "pull"), 0.0)),
         *prefixed("sync", dict.fromkeys(strings("weights/transports/tcp.py", "_note"), 0.0)),
         *strings("run/observability/activity.py", "_moved_metrics", r"[a-z]+/[a-z_]+"),
         *(f"completion/{name}" for name in strings("generation/partial.py", "_continued_metrics")),

@@ -13,7 +13,7 @@ import pytest
 from user_project import project
 
 from titan_rl.config.load import load_config
-from titan_rl.errors import ConfigError
+from titan_rl.core.errors import ConfigError
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.machine.environment import file_modes

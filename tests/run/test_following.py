@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from serving.served import client_of, served, until
 
-from titan_rl.errors import CheckpointError, StateDictError
+from titan_rl.core.errors import CheckpointError, StateDictError
+from titan_rl.evaluation.policies import following
+from titan_rl.evaluation.policies.following import CheckpointPublisher, RunFollower
+from titan_rl.evaluation.policies.source import PolicySource
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.generation.scripted_engine import ScriptedEngine
-from titan_rl.run.policies import following
-from titan_rl.run.policies.following import CheckpointPublisher, RunFollower
-from titan_rl.run.policies.source import PolicySource
 from titan_rl.testing.fake_replica import FakeReplica
 from titan_rl.training.settings import ModelConfig
 from titan_rl.types import FinishReason, SamplingParams, VersionSpan

@@ -9,9 +9,9 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_rl.actors.liveness.host_state import HostState
-from titan_rl.run.hosts.history import BECOMES, MOST_EVENTS, HostHistory
-from titan_rl.tracing import spans
+from titan_rl.cluster.hosts.history import BECOMES, MOST_EVENTS, HostHistory
+from titan_rl.cluster.liveness.host_state import HostState
+from titan_rl.core.tracing import spans
 from titan_rl.viewer.trace.events import Traces
 
 STATES = ["in the run", "draining", "left", "gone"]

@@ -10,7 +10,7 @@ import pytest
 from depth import DEEP
 from test_trainer_recovery import STEPS, Fate, MortalRig, checkpoints, times_trained, trained_on, undisturbed
 
-from titan_rl.errors import NoSpaceError
+from titan_rl.core.errors import NoSpaceError
 from titan_rl.run.checkpoints import saver
 from titan_rl.training.state.checkpoint import list_checkpoints
 

@@ -13,7 +13,7 @@ from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_rl.errors import CheckpointError, NoSpaceError
+from titan_rl.core.errors import CheckpointError, NoSpaceError
 from titan_rl.run.journal import log_writer
 from titan_rl.run.journal.log_format import frame, read_log
 from titan_rl.run.journal.log_writer import LogWriter

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from titan_rl.errors import NoReplicaError
+from titan_rl.core.errors import NoReplicaError
 from titan_rl.run.observability.peak import Peak
 
 

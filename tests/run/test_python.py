@@ -32,7 +32,7 @@ from titan_rl import (
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import CheckpointConfig, SamplingConfig, ValidationConfig
 from titan_rl.config.tasks import TaskSource
-from titan_rl.errors import TrainingError
+from titan_rl.core.errors import TrainingError
 from titan_rl.rollout.environment.chat import ChatReply
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.scheduling.settings import SchedulingConfig
@@ -203,7 +203,7 @@ def test_a_task_looks_at_its_settings_in_a_config_of_python_too(tmp_path: Path) 
         ({"loss": "none_of_these"}, "training.loss = 'none_of_these' must be one of"),
         ({"overrides": {"training.stepz": 3}}, "nearest: training.steps"),
         ({"overrides": {"trainin.steps": 3}}, "there is no table 'trainin'"),
-        ({"task": object()}, "must be a titan_rl.settings.Section"),
+        ({"task": object()}, "must be a titan_rl.core.settings.Section"),
         ({"overrides": {"rollout.num_workers": 1}}, "set it to 0"),
         ({"trainer": None}, "model.path = 'none' is not a folder"),
         ({"trainer": 4}, "trainer = 4 is no Trainer: it lacks begin_publish, begin_save, "),
@@ -340,7 +340,7 @@ def test_ctrl_c_stops_an_evaluation_that_keeps_what_is_done(tmp_path: Path, heed
 LIGHT = """
 import sys
 import titan_rl
-assert "titan_rl.run.python" not in sys.modules
+assert "titan_rl.api" not in sys.modules
 titan_rl.train, titan_rl.evaluate, titan_rl.table
 heavy = {"torch", "monarch", "vllm", "torchtitan", "transformers"} & sys.modules.keys()
 assert not heavy, heavy

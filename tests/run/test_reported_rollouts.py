@@ -16,7 +16,8 @@ from titan_rl import Completion, GeneratorRouter, Reward, Rollout, Rollouter, Ru
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import SamplingConfig, ValidationConfig
 from titan_rl.config.tasks import TaskSource
-from titan_rl.errors import RewardError, TrainingError
+from titan_rl.core.errors import RewardError, TrainingError
+from titan_rl.metrics.sinks.settings import LoggingConfig
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.run.controller import Controller
 from titan_rl.run.directory import RunDirectory, read_jsonl
@@ -25,7 +26,6 @@ from titan_rl.run.journal.run_state import RunState
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.summary import RunSummary
 from titan_rl.scheduling.settings import SchedulingConfig
-from titan_rl.sinks.settings import LoggingConfig
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.weights.published_weights import PublishedWeights
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from titan_rl import Rollout, RolloutGroup, RolloutStatus
-from titan_rl.calls.user_code import Failure
+from titan_rl.core.calls.user_code import Failure
 from titan_rl.run.observability.rollout_log import FIRST_OF_A_KIND, RolloutLog
 
 

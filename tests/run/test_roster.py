@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from titan_rl.actors.liveness.host_state import HostState
-from titan_rl.errors import ActorDiedError, ConfigError, TitanRLError
-from titan_rl.run.hosts.provided import ASK_S, MISSES, ProvidedHosts
-from titan_rl.run.hosts.requests import HostFiles, HostRequest, HostStates, describe
-from titan_rl.run.hosts.roster import RETRY_S, Roster
+from titan_rl.cluster.hosts.provided import ASK_S, MISSES, ProvidedHosts
+from titan_rl.cluster.hosts.requests import HostFiles, HostRequest, HostStates, describe
+from titan_rl.cluster.hosts.roster import RETRY_S, Roster
+from titan_rl.cluster.liveness.host_state import HostState
+from titan_rl.core.errors import ActorDiedError, ConfigError, TitanRLError
 from titan_rl.run.status import noted
 from titan_rl.viewer.run_status import RunStatus
 
@@ -64,7 +64,7 @@ def run_dir(tmp_path: Path) -> Path:
 @pytest.fixture
 def goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     status = RunStatus("running", began=0.0)
-    monkeypatch.setattr("titan_rl.run.hosts.requests.read_status", lambda folder: status)
+    monkeypatch.setattr("titan_rl.cluster.hosts.requests.read_status", lambda folder: status)
 
 
 def roster_of(run_dir: Path, hosts: Hosts, *addresses: str, file: Path | None = None) -> tuple[Roster, list[str]]:

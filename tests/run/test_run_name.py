@@ -12,7 +12,7 @@ from user_project import project
 from titan_rl.config.load import load_config
 from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import TaskSource
-from titan_rl.errors import ConfigError
+from titan_rl.core.errors import ConfigError
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.run_name import run_name
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_rl.errors import TrainingError
+from titan_rl.core.errors import TrainingError
 from titan_rl.run.status import noted, reported
 from titan_rl.viewer.run_status import LOST, SILENT_S, read_status
 from titan_rl.viewer.runs import is_run

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from test_killed_run import Rig, SavingTrainer, steps_reported
 
 from titan_rl.config.sections import ValidationConfig
-from titan_rl.errors import ActorDiedError, CheckpointError, DamagedCheckpointError, UnavailableWeightsError
+from titan_rl.core.errors import ActorDiedError, CheckpointError, DamagedCheckpointError, UnavailableWeightsError
 from titan_rl.run.directory import read_jsonl
 from titan_rl.run.journal.run_state import RunState
 from titan_rl.run.recovery.recovering_trainer import RecoveringTrainer, recovering

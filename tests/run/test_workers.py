@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from run.test_controller import Counting
 
+from titan_rl.cluster.hosts.provided import ASK_S
+from titan_rl.cluster.providers.spec import ProviderSpec
 from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import TaskSource
-from titan_rl.errors import ConfigError, ProviderError
-from titan_rl.providers.spec import ProviderSpec
-from titan_rl.run.hosts.provided import ASK_S
+from titan_rl.core.errors import ConfigError, ProviderError
 from titan_rl.run.workers import workers_started
 
 events = list[str]()

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from titan_rl import Completion, FinishReason, Rollout, RolloutGroup, RolloutStatus, Turn, VersionSpan
-from titan_rl.calls.user_code import Failure
-from titan_rl.errors import ConfigError, StrayCancellationError, TrainingError
+from titan_rl.core.calls.user_code import Failure
+from titan_rl.core.errors import ConfigError, StrayCancellationError, TrainingError
 from titan_rl.scheduling.backlog import Backlog
 from titan_rl.scheduling.batches.batch import GroupBatch
 from titan_rl.scheduling.lease import Lease

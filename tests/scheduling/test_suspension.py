@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from titan_rl.errors import RequestError
+from titan_rl.core.errors import RequestError
 from titan_rl.scheduling.suspension import Suspension
 from titan_rl.types import Completion, FinishReason, SamplingParams
 

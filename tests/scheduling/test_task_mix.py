@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_rl.errors import CheckpointError, DataError
+from titan_rl.core.errors import CheckpointError, DataError
 from titan_rl.scheduling.mix.curricula import ByDifficulty, InOrder, Stages
 from titan_rl.scheduling.mix.curriculum import Curriculum, CurriculumState
 from titan_rl.scheduling.mix.events import Assigned, Dropped, MixEvent

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from test_scheduler import MORE_AGE, aged, group_of, settle
 
 from titan_rl import RolloutGroup
-from titan_rl.errors import TrainingError
+from titan_rl.core.errors import TrainingError
 from titan_rl.scheduling.backlog import Backlog
 from titan_rl.scheduling.lease import Lease
 from titan_rl.scheduling.mix.curricula import InOrder

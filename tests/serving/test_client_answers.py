@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from titan_rl.errors import GenerationError
+from titan_rl.core.errors import GenerationError
 from titan_rl.serving.client import HttpGenerateFn
 from titan_rl.types import Completion, SamplingParams
 

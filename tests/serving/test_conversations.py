@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from talk import SYSTEM, Forgetful, chat_template_renderer, completion, reply, user
 
-from titan_rl.errors import RequestError
+from titan_rl.core.errors import RequestError
 from titan_rl.rollout.renderer import ChatTemplateRenderer
 from titan_rl.serving.conversations.tree import ConversationTree, Place, TurnNode
 

@@ -13,7 +13,7 @@ import httpx
 from served import Engines, Served, client_of, served, until
 from speaking import VOCAB, byte_tokenizer, qwen3, script
 
-from titan_rl.errors import BusyError
+from titan_rl.core.errors import BusyError
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
 from titan_rl.serving.episodes.endpoints import Opened
 from titan_rl.serving.episodes.episode import Episode

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from talk import SAMPLING, SYSTEM, chat_template_renderer, completion, reply, user
 
-from titan_rl.errors import BusyError, EpisodeEndedError, RequestError
+from titan_rl.core.errors import BusyError, EpisodeEndedError, RequestError
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
 from titan_rl.serving.conversations.tree import TurnNode
 from titan_rl.serving.episodes.episode import Episode

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from served import client_of, served
 
-from titan_rl.errors import ConfigError
+from titan_rl.core.errors import ConfigError
 from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.loop.local_replica import LocalReplica
 from titan_rl.generation.scripted_engine import ScriptedEngine

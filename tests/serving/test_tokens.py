@@ -10,7 +10,7 @@ import httpx
 import pytest
 from served import CONTEXT, Served, client_of, served, until
 
-from titan_rl.errors import GenerationError, RequestError
+from titan_rl.core.errors import GenerationError, RequestError
 from titan_rl.serving.app import make_app
 from titan_rl.serving.client import HttpGenerateFn
 from titan_rl.serving.http.limits import ServerLimits

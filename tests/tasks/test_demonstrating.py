@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from titan_rl import MessageObservation, MessageStep, RolloutStatus
-from titan_rl.errors import ConfigError, DataError
+from titan_rl.core.errors import ConfigError, DataError
 from titan_rl.rollout.task import DEMONSTRATED_CALL_S, Demonstration
 from titan_rl.tasks import demonstrating
 from titan_rl.tasks.demonstrating import demonstrated

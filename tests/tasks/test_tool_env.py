@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from titan_rl import MessageStep, RolloutStatus, ToolEnv
-from titan_rl.errors import DataError
+from titan_rl.core.errors import DataError
 
 
 def call(name: str, arguments: object = None, id: str | None = None) -> dict[str, Any]:

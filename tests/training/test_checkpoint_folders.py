@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_rl.errors import NoSpaceError
+from titan_rl.core.errors import NoSpaceError
 from titan_rl.training.state.checkpoint import atomic_directory, keep_last, latest, list_checkpoints, step_directory
 
 

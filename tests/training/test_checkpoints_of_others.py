@@ -12,7 +12,7 @@ pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
 import torch
 from torch import nn
 
-from titan_rl.errors import CheckpointError
+from titan_rl.core.errors import CheckpointError
 from titan_rl.training.parallel.world import World
 from titan_rl.training.state.checksums import read_checksums, write_checksums, write_summed
 from titan_rl.training.state.train_state import STATE, TrainStateWriter, load_train_state

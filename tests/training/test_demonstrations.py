@@ -31,7 +31,7 @@ from titan_rl import (
     VersionSpan,
     build_samples,
 )
-from titan_rl.errors import DataError
+from titan_rl.core.errors import DataError
 from titan_rl.training.data.demonstrations import encode
 
 TOKENIZER: Any = byte_tokenizer()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from titan_rl.errors import CheckpointError
+from titan_rl.core.errors import CheckpointError
 from titan_rl.training.settings import MADE_BY_SFT
 from titan_rl.training.state.hf_export import export_hf
 

@@ -17,7 +17,7 @@ from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_rl.errors import ConfigError
+from titan_rl.core.errors import ConfigError
 from titan_rl.training.data.family import Family
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.losses import ClipRange, LossTokens, TokenLoss

@@ -7,7 +7,7 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from titan_rl.errors import ConfigError
+from titan_rl.core.errors import ConfigError
 from titan_rl.training.optimizer.optimizers import Optimizers
 from titan_rl.training.optimizer.types import NamedParameters, OptimizerSpec
 from titan_rl.training.settings import TrainingConfig

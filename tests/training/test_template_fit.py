@@ -15,14 +15,14 @@ pytest.importorskip("renderers")
 import torch
 from serving.speaking import byte_tokenizer
 
-import titan_rl.tiny_model
+import titan_rl.training.tiny_model
 from titan_rl.config.make_renderer import make_renderer, told_of_template
 from titan_rl.rollout.renderer.template_fit import TemplateFit, fit_template
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.training.settings import ModelConfig
 from titan_rl.training.state.hf_export import export_hf
 
-KEEPING = (Path(titan_rl.tiny_model.__file__).parent / "chat_template.jinja").read_text()
+KEEPING = (Path(titan_rl.training.tiny_model.__file__).parent / "chat_template.jinja").read_text()
 QUESTIONS = """{%- set ns = namespace(last_query_index=0) -%}
 {%- for message in messages -%}
 {%- if message.role == 'user' -%}{%- set ns.last_query_index = loop.index0 -%}{%- endif -%}

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from titan_rl.errors import DamagedCheckpointError
+from titan_rl.core.errors import DamagedCheckpointError
 from titan_rl.training.state.tensor_file import TensorFiles, write_slices
 from titan_rl.weights.types import SlicePosition, TensorSlice
 

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from benchmarks.synthetic_run import line, metric_records, write_run
-from titan_rl.errors import ConfigError
+from titan_rl.core.errors import ConfigError
 from titan_rl.viewer.app import ViewerApp, make_viewer
 from titan_rl.viewer.metric_columns import MetricColumns
 from titan_rl.viewer.runs import Runs

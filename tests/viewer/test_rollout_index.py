@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_rl.calls.plain import json_line
+from titan_rl.core.calls.plain import json_line
 from titan_rl.viewer.rollout_index import KEPT_TEXT, RolloutIndex
 from titan_rl.viewer.rollout_query import SORTABLE, QueryError, RolloutQuery
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from titan_rl.errors import StateDictError
+from titan_rl.core.errors import StateDictError
 from titan_rl.weights.types import Manifest
 
 Weights = dict[str, torch.Tensor]

@@ -18,7 +18,7 @@ from weights.host_memory import HostMemory
 from weights.published import PublishedVersions, assert_equal, weights
 from weights.racing import race
 
-from titan_rl.errors import StateDictError
+from titan_rl.core.errors import StateDictError
 from titan_rl.weights.shard_files import shard_file
 from titan_rl.weights.transports.cuda_ipc import CudaIPCTransport, checksum
 from titan_rl.weights.types import Manifest

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_rl.errors import StateDictError
+from titan_rl.core.errors import StateDictError
 from titan_rl.weights.layouts import KnownLayouts, ShardLayout, pack
 from titan_rl.weights.types import Manifest, Shard, SlicePosition, TensorEntry
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from titan_rl.errors import StateDictError, VerificationError
+from titan_rl.core.errors import StateDictError, VerificationError
 from titan_rl.weights.probes import SwapCheck, make_probes, verify
 from titan_rl.weights.types import Probe
 

@@ -14,7 +14,7 @@ from titan_rl.cli.verbosity import add_verbosity, verbosity_of
 from titan_rl.config.evaluation import EvalConfig, make_eval_config
 from titan_rl.config.load import load_config
 from titan_rl.config.run import RunConfig
-from titan_rl.errors import ConfigError
+from titan_rl.core.errors import ConfigError
 from titan_rl.evaluation.evaluation import Evaluation, evaluation_folders, read_evaluation
 from titan_rl.evaluation.table import as_json, table
 from titan_rl.run.observability.progress import Progress
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     stamp = time.strftime("%Y%m%d-%H%M%S")
     out = Path(arguments.out or Path(config.run_dir) / "evaluations" / f"{stamp}-{run_name(config)}")
     # Not before the settings are known to be right: what starts processes also imports what they need.
-    from titan_rl.run.evaluating.command import run_evaluations
+    from titan_rl.evaluation.command import run_evaluations
 
     evaluations: list[Evaluation] = []
     try:

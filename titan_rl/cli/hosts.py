@@ -6,7 +6,7 @@ import argparse
 
 from titan_rl.cli.options import Parser, file_path
 from titan_rl.cli.run_folder import find_run
-from titan_rl.run.hosts.requests import HostFiles, describe
+from titan_rl.cluster.hosts.requests import HostFiles, describe
 from titan_rl.run.terminal.standard_streams import say, tell
 
 WAIT_S = 600.0  # draining a host waits for its requests

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import get_args
 
 from titan_rl.cli.options import Parser, file_path
+from titan_rl.cli.starter.examples import copy_example, example_names
+from titan_rl.cli.starter.write import TEMPLATES, Starter, write_starter
 from titan_rl.run.terminal.standard_streams import say, tell
-from titan_rl.starter.examples import copy_example, example_names
-from titan_rl.starter.write import TEMPLATES, Starter, write_starter
-from titan_rl.tiny_model.vocabulary import Level
+from titan_rl.training.tiny_model.vocabulary import Level
 
 
 def set_up(parser: Parser) -> None:

@@ -6,11 +6,11 @@ import argparse
 from pathlib import Path, PurePath
 
 from titan_rl.cli.options import Parser, file_path
+from titan_rl.cluster.providers.registry import find_provider
+from titan_rl.cluster.providers.spec import Submission
 from titan_rl.config.load import dump_config, load_config
 from titan_rl.config.run import RunConfig
-from titan_rl.errors import ConfigError
-from titan_rl.providers.registry import find_provider
-from titan_rl.providers.spec import Submission
+from titan_rl.core.errors import ConfigError
 from titan_rl.run.run_name import run_name
 from titan_rl.run.terminal.standard_streams import say, tell
 

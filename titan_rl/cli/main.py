@@ -66,7 +66,7 @@ def _run_command(words: Sequence[str], stopped: list[str]) -> int:
     Args:
         stopped: receives the message to print if the command is stopped, where it has one of its own.
     """
-    from titan_rl.errors import ConfigError, ModelError, TitanRLError
+    from titan_rl.core.errors import ConfigError, ModelError, TitanRLError
     from titan_rl.run.terminal.standard_streams import OutputError, replace_closed_streams, tell
 
     replace_closed_streams()
@@ -109,7 +109,7 @@ def command_line(command: str | None = None) -> Parser:
 
 def _say_error(error: BaseException) -> None:
     """The error, what caused it and what can be done, without the traceback: each is meant to be read by the user."""
-    from titan_rl.calls.user_code import reason, summary
+    from titan_rl.core.calls.user_code import reason, summary
     from titan_rl.run.terminal.standard_streams import tell
 
     tell(f"titan-rl: {reason(error)}")

@@ -17,8 +17,8 @@ from titan_rl.config.functions import function_name
 from titan_rl.config.suites import ValidationSuite
 from titan_rl.config.tables import parse_value
 from titan_rl.config.tasks import TaskSource
+from titan_rl.core.settings import FunctionName, Section, path_problem
 from titan_rl.run.terminal.standard_streams import say, tell
-from titan_rl.settings import FunctionName, Section, path_problem
 
 _NEGATIVE = re.compile(r"-(\.?\d|inf$|nan$)")
 _OPTION = re.compile(r"--[^=]+")

@@ -10,8 +10,8 @@ from titan_rl.cli.options import Parser, file_path
 from titan_rl.config.evaluation import EvalConfig, make_eval_config
 from titan_rl.config.load import load_config
 from titan_rl.config.run import RunConfig
-from titan_rl.errors import ConfigError
-from titan_rl.run.playing.command import Scene, play
+from titan_rl.core.errors import ConfigError
+from titan_rl.evaluation.play.command import Scene, play
 from titan_rl.run.terminal.standard_streams import say, tell, tell_next
 
 

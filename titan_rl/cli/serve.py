@@ -9,9 +9,9 @@ from titan_rl.cli.options import Parser, file_path
 from titan_rl.cli.run_folder import tell_imports
 from titan_rl.cli.verbosity import add_verbosity, verbosity_of
 from titan_rl.config.serve import ServeConfig, dump_serve_config, load_serve_config
-from titan_rl.errors import ConfigError
-from titan_rl.run.policies.source import find_policy
-from titan_rl.run.server_keys import take_keys
+from titan_rl.core.errors import ConfigError
+from titan_rl.evaluation.policies.source import find_policy
+from titan_rl.evaluation.server_keys import take_keys
 from titan_rl.run.terminal.standard_streams import say, tell, tell_next
 
 FOLLOW_S = 5.0
@@ -61,6 +61,6 @@ def run(arguments: argparse.Namespace) -> int:
         tell_next("serve", arguments.policy, *follow, *(f"--{name}={value}" for name, value in arguments.overrides))
         return 0
     # Not before the settings are known to be right: what starts processes also imports what they need.
-    from titan_rl.run.serve import run_server
+    from titan_rl.evaluation.serve import run_server
 
     return run_server(config, source, verbosity_of(arguments))

@@ -15,7 +15,7 @@ from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.load import dump_config
 from titan_rl.config.load_sft import load_sft_config
 from titan_rl.config.run import RunConfig
-from titan_rl.errors import ConfigError
+from titan_rl.core.errors import ConfigError
 from titan_rl.run.observability.progress import Verbosity
 from titan_rl.run.terminal.standard_streams import say, tell, tell_next
 

@@ -14,7 +14,7 @@ from titan_rl.config.concurrency import throttles
 from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.load import dump_config, load_config
 from titan_rl.config.run import RunConfig
-from titan_rl.errors import ConfigError, MissingExtraError
+from titan_rl.core.errors import ConfigError, MissingExtraError
 from titan_rl.run.directory import check_run_dir
 from titan_rl.run.machine.needs import check_needs, describe_transport
 from titan_rl.run.observability.progress import Verbosity

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titan_rl.cli.options import Parser, file_path
-from titan_rl.errors import ConfigError, MissingExtraError
+from titan_rl.core.errors import ConfigError, MissingExtraError
 from titan_rl.run.machine.environment import file_modes
 from titan_rl.run.terminal.standard_streams import say, tell
 from titan_rl.viewer.report import write_report

@@ -12,7 +12,7 @@ from titan_rl.config.dump_tasks import task_table
 from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import is_alone
 from titan_rl.config.unset import UNSET
-from titan_rl.errors import ConfigError
+from titan_rl.core.errors import ConfigError
 
 RESUMABLE = (
     "training.steps",

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 from typing_extensions import get_protocol_members
 
-from titan_rl.calls.imports import find_attribute, import_module
-from titan_rl.errors import ConfigError
+from titan_rl.core.calls.imports import find_attribute, import_module
+from titan_rl.core.errors import ConfigError
+from titan_rl.core.settings import Section
 from titan_rl.rollout.task import Task
 from titan_rl.scheduling.mix.curriculum import Curriculum
 from titan_rl.scheduling.mix.registry import BY_NAME as CURRICULA
-from titan_rl.settings import Section
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def find_class(kind: ClassKind, name: object) -> type[Section]:
     elif found is None:
         problem = f"{module_name} has no {class_name}"
     else:
-        problem = f"{class_name} is no subclass of titan_rl.settings.Section"
+        problem = f"{class_name} is no subclass of titan_rl.core.settings.Section"
     there = [key for key, value in vars(module).items() if _is_a(kind, value) and _is_of(value, module_name)]
     raise ConfigError(f"{problem}; {kind.plural} in {module_name}: {', '.join(there) or 'none'}")
 

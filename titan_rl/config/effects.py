@@ -1,4 +1,4 @@
-"""Settings that are given and have no effect, as declared beside each by `titan_rl.settings.TakesEffect`."""
+"""Settings that are given and have no effect, as declared beside each by `titan_rl.core.settings.TakesEffect`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-from titan_rl.settings import Section, TakesEffect
+from titan_rl.core.settings import Section, TakesEffect
 
 S = TypeVar("S", bound=Section)
 

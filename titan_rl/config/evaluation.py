@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveInt, ValidationError
 
-from titan_rl.errors import ConfigError
-from titan_rl.settings import Section
+from titan_rl.core.errors import ConfigError
+from titan_rl.core.settings import Section
 
 
 def _names(value: Any) -> Any:

@@ -6,16 +6,16 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any, cast, get_args
 
-from titan_rl.calls.imports import find_function
 from titan_rl.config.explain import Origins
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import GenerationConfig, RoutingConfig
 from titan_rl.config.tasks import TaskSource
-from titan_rl.errors import ConfigError
+from titan_rl.core.calls.imports import find_function
+from titan_rl.core.errors import ConfigError
+from titan_rl.core.settings import FunctionName, Section
 from titan_rl.generation.registry import EngineKind, find_engine
 from titan_rl.generation.router.registry import make_strategy
 from titan_rl.generation.vllm_options import problem_of
-from titan_rl.settings import FunctionName, Section
 from titan_rl.weights.transports.registry import TransportKind
 
 

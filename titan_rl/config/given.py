@@ -9,7 +9,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from titan_rl.calls.imports import find_attribute
 from titan_rl.config.class_kinds import type_of
 from titan_rl.config.explain import ARGUMENTS, Origins, explain
 from titan_rl.config.functions import check_functions, named_modules
@@ -21,9 +20,10 @@ from titan_rl.config.search_path import SearchPath
 from titan_rl.config.tables import dotted
 from titan_rl.config.tasks import TaskSource
 from titan_rl.config.unset import without_unset
-from titan_rl.errors import ConfigError
+from titan_rl.core.calls.imports import find_attribute
+from titan_rl.core.errors import ConfigError
+from titan_rl.core.settings import Section
 from titan_rl.rollout.task import Task
-from titan_rl.settings import Section
 
 ConfigLike = RunConfig | str | Path | Sequence[str | Path]
 """A config, or the TOML files of one."""
@@ -112,7 +112,7 @@ def _sources(task: TaskLike) -> tuple[TaskSource, ...]:
         return tuple(task)
     if not isinstance(task, Section):
         raise ConfigError(
-            f"task = {task!r} must be a titan_rl.settings.Section, whose fields are its settings: class "
+            f"task = {task!r} must be a titan_rl.core.settings.Section, whose fields are its settings: class "
             f"{type(task).__name__}(Section)"
         )
     return (TaskSource(task=task),)

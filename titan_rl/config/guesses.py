@@ -8,7 +8,7 @@ from typing import Any
 
 from titan_rl.config.model_files import check_weights, read_header, read_json
 from titan_rl.config.speculative import SpeculativeConfig
-from titan_rl.errors import ConfigError
+from titan_rl.core.errors import ConfigError
 
 MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "mtp_config")
 """What the config of a model with heads for several tokens calls the number of them."""

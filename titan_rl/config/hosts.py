@@ -20,9 +20,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from titan_rl.errors import ConfigError
-from titan_rl.providers.settings import ON_SEVERAL_HOSTS, ProviderSettings, split_list
-from titan_rl.settings import PathText
+from titan_rl.config.providers import ON_SEVERAL_HOSTS, ProviderSettings, split_list
+from titan_rl.core.errors import ConfigError
+from titan_rl.core.settings import PathText
 
 OPEN = (
     "whoever reaches it can run programs as this user: nothing is encrypted, and nobody is asked who they are; close "

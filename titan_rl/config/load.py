@@ -22,7 +22,7 @@ from titan_rl.config.run import RunConfig
 from titan_rl.config.search_path import SearchPath
 from titan_rl.config.tables import give, read_tables
 from titan_rl.config.unset import without_unset
-from titan_rl.errors import ConfigError
+from titan_rl.core.errors import ConfigError
 
 
 def load_config(

@@ -18,7 +18,7 @@ from titan_rl.config.model_folder import (
 )
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sft import SFTConfig
-from titan_rl.errors import ConfigError
+from titan_rl.core.errors import ConfigError
 from titan_rl.training.settings import MADE_BY_SFT
 
 

@@ -9,8 +9,6 @@ from typing import Any, TypeVar, cast
 
 from pydantic import ValidationError
 
-from titan_rl.calls.threads import call_within
-from titan_rl.calls.user_code import describe
 from titan_rl.config.class_kinds import CURRICULUM, TASK, ClassKind, find_class
 from titan_rl.config.dump_tasks import task_table
 from titan_rl.config.explain import COMMAND_LINE, Origins, explain, nearest
@@ -18,9 +16,11 @@ from titan_rl.config.suites import SUITE_FIELDS, ValidationSuite
 from titan_rl.config.tables import give
 from titan_rl.config.tasks import SOURCE_FIELDS, TaskSource, is_alone
 from titan_rl.config.unset import without_unset
-from titan_rl.errors import ConfigError
+from titan_rl.core.calls.threads import call_within
+from titan_rl.core.calls.user_code import describe
+from titan_rl.core.errors import ConfigError
+from titan_rl.core.settings import INNER, Section
 from titan_rl.rollout.task import CheckedTask, Task
-from titan_rl.settings import INNER, Section
 
 S = TypeVar("S", bound=Section)
 

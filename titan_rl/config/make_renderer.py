@@ -6,8 +6,8 @@ from typing import Any
 
 from typing_extensions import get_protocol_members
 
-from titan_rl.calls.user_code import describe
-from titan_rl.errors import ConfigError, MissingExtraError, ModelError
+from titan_rl.core.calls.user_code import describe
+from titan_rl.core.errors import ConfigError, MissingExtraError, ModelError
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.renderer.registry import find_renderer
 from titan_rl.rollout.renderer.template_fit import fit_template

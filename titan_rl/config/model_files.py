@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, cast
 
-from titan_rl.calls.parsing import parse_json
-from titan_rl.errors import ModelError
+from titan_rl.core.calls.parsing import parse_json
+from titan_rl.core.errors import ModelError
 
 
 def check_weights(folder: Path) -> None:

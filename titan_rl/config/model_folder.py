@@ -13,7 +13,7 @@ from titan_rl.config.guesses import check_guesses
 from titan_rl.config.model_files import check_weights, read_header, read_json
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import GenerationConfig
-from titan_rl.errors import ConfigError, ModelError
+from titan_rl.core.errors import ConfigError, ModelError
 from titan_rl.generation.gpu_share import planned_kv_gib
 from titan_rl.training.settings import ModelConfig
 

@@ -23,10 +23,10 @@ from titan_rl.config.sections import (
 from titan_rl.config.sft import SFTConfig
 from titan_rl.config.suites import ResolvedSuite, ValidationSuite
 from titan_rl.config.tasks import TaskSource, is_alone
+from titan_rl.core.settings import PathText, Section
+from titan_rl.metrics.sinks.settings import LoggingConfig
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.scheduling.settings import SchedulingConfig
-from titan_rl.settings import PathText, Section
-from titan_rl.sinks.settings import LoggingConfig
 from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
 
 

@@ -11,10 +11,10 @@ from itertools import chain
 from pathlib import Path
 from typing import cast
 
-from titan_rl.calls.imports import search_in
 from titan_rl.config.explain import ARGUMENTS, COMMAND_LINE, Origins
 from titan_rl.config.tables import read_tables
-from titan_rl.settings import path_problem
+from titan_rl.core.calls.imports import search_in
+from titan_rl.core.settings import path_problem
 
 _NAMES_CODE = re.compile(r"([A-Za-z_]\w*(?:\.\w+)*):[A-Za-z_]\w*")
 

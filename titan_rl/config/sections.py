@@ -19,12 +19,12 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from titan_rl.config.providers import ON_SEVERAL_HOSTS
 from titan_rl.config.speculative import SpeculativeConfig
 from titan_rl.config.suites import ValidationSuite
+from titan_rl.core.settings import FunctionName, Section, TakesEffect
 from titan_rl.generation.registry import BY_NAME as ENGINES
 from titan_rl.generation.router.registry import BY_NAME as STRATEGIES
-from titan_rl.providers.settings import ON_SEVERAL_HOSTS
-from titan_rl.settings import FunctionName, Section, TakesEffect
 from titan_rl.weights.transports.registry import BY_NAME as TRANSPORTS
 
 STREAM_INTERVAL = 32

@@ -17,8 +17,8 @@ from titan_rl.config.search_path import SearchPath
 from titan_rl.config.sections import GenerationConfig, RoutingConfig
 from titan_rl.config.tables import override, read_tables
 from titan_rl.config.unset import without_unset
-from titan_rl.errors import ConfigError
-from titan_rl.settings import PathText, Section
+from titan_rl.core.errors import ConfigError
+from titan_rl.core.settings import PathText, Section
 from titan_rl.training.settings import ModelConfig
 
 

@@ -6,9 +6,9 @@ from typing import Annotated, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from titan_rl.settings import PathText, Section, TakesEffect
-from titan_rl.tiny_model.vocabulary import Level
+from titan_rl.core.settings import PathText, Section, TakesEffect
 from titan_rl.training.choices import LearningRateDecay
+from titan_rl.training.tiny_model.vocabulary import Level
 
 
 class TinyModelConfig(Section):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from titan_rl.settings import FilePath, Section, TakesEffect
+from titan_rl.core.settings import FilePath, Section, TakesEffect
 
 MOST_GUESSED = 128
 """Tokens that vLLM checks at a time, at most: MAX_SPEC_LEN of its rejection sampler."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from titan_rl.config.tasks import NAME, TaskSource
-from titan_rl.settings import Section
+from titan_rl.core.settings import Section
 
 
 class ValidationSuite(Section):

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from titan_rl.calls.parsing import parse_toml
 from titan_rl.config.explain import ARGUMENTS, COMMAND_LINE, Origins
 from titan_rl.config.tasks import tables_by_name
-from titan_rl.errors import ConfigError
+from titan_rl.core.calls.parsing import parse_toml
+from titan_rl.core.errors import ConfigError
 
 Tables = dict[str, Any]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
-from titan_rl.settings import Section
+from titan_rl.core.settings import Section
 
 UNSET = "none"
 """What an optional setting is set to for what it is by default: `--sampling.seeded none`, and `seeded = "none"`."""

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan_rl.calls.parsing import parse_json
-from titan_rl.errors import DataError
+from titan_rl.core.calls.parsing import parse_json
+from titan_rl.core.errors import DataError
 from titan_rl.evaluation.results import TaskResult
 
 RESULTS = "results.json"

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titan_rl.calls.plain import json_line
-from titan_rl.errors import GenerationError, RewardError
+from titan_rl.core.calls.plain import json_line
+from titan_rl.core.errors import GenerationError, RewardError
 from titan_rl.evaluation.results import is_fault
 from titan_rl.rollout.group.failures import ErrorCounts
 from titan_rl.rollout.group.runner import GroupRunner

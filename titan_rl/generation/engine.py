@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from titan_rl.errors import UnsupportedSamplingError
+from titan_rl.core.errors import UnsupportedSamplingError
 from titan_rl.generation.request import EngineRequest
 from titan_rl.types import EXTRA_SAMPLING, FinishReason, TopLogprobs
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from inspect import isawaitable
 from typing import Any
 
-from titan_rl.calls.plain import safe_text
-from titan_rl.calls.user_code import place_of
+from titan_rl.core.calls.plain import safe_text
+from titan_rl.core.calls.user_code import place_of
 from titan_rl.generation.types import PauseMode
 from titan_rl.types import Completion, GenerateFn, SamplingParams, VersionSpan
 

@@ -7,8 +7,8 @@ import struct
 from math import prod
 from pathlib import Path
 
-from titan_rl.calls.parsing import parse_json
-from titan_rl.errors import ModelError
+from titan_rl.core.calls.parsing import parse_json
+from titan_rl.core.errors import ModelError
 
 WORK_BYTES = 3 * 2**30
 """For the context of CUDA, captured graphs, and what is computed in a step. An estimate: a model with a large

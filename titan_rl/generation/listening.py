@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from titan_rl.arrays import TOKENS, token_array
-from titan_rl.errors import GenerationError
+from titan_rl.core.arrays import TOKENS, token_array
+from titan_rl.core.errors import GenerationError
 from titan_rl.generation.partial import tokens_between
 from titan_rl.generation.request import OnChunk
 from titan_rl.types import Completion, TokenChunk

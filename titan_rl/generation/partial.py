@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from titan_rl.arrays import LOGPROBS, TOKENS, ExpertRows, NumberArray, joined_rows, logprob_array, token_array
+from titan_rl.core.arrays import LOGPROBS, TOKENS, ExpertRows, NumberArray, joined_rows, logprob_array, token_array
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.types import Completion, FinishReason, TokenChunk, VersionSpan
 

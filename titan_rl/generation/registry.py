@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from titan_rl.calls.imports import find_function
-from titan_rl.errors import ConfigError
+from titan_rl.core.calls.imports import find_function
+from titan_rl.core.errors import ConfigError
 from titan_rl.generation.engine import Engine
 from titan_rl.generation.engine_spec import EngineSpec
 

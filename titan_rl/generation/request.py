@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from operator import index
 from typing import Any
 
-from titan_rl.arrays import LARGEST_TOKEN_ID, token_array
-from titan_rl.calls.plain import safe_text
-from titan_rl.errors import RequestError
+from titan_rl.core.arrays import LARGEST_TOKEN_ID, token_array
+from titan_rl.core.calls.plain import safe_text
+from titan_rl.core.errors import RequestError
 from titan_rl.types import Completion, GenerateFn, SamplingParams, TokenChunk
 
 

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from itertools import count
 
-from titan_rl.calls import stopwatch
-from titan_rl.calls.bounded import OutOfTimeError, bounded
-from titan_rl.errors import GenerationError
+from titan_rl.core.calls import stopwatch
+from titan_rl.core.calls.bounded import OutOfTimeError, bounded
+from titan_rl.core.errors import GenerationError
 from titan_rl.generation.listening import listener, listening, told_whole
 from titan_rl.generation.partial import Partial
 from titan_rl.generation.request import EngineRequest, OnChunk
@@ -33,7 +33,7 @@ def resume_on_abort(
 
     `min_tokens` shrinks by what exists. A seed makes the whole reproducible for the same interruptions: later
     segments draw from a seed derived from it and from the number of tokens so far, since repeating the seed would
-    repeat its draws. When the rollout's own time is up what there is comes back aborted (`titan_rl.calls.stopwatch`).
+    repeat its draws. When the rollout's own time is up what there is comes back aborted (`core/calls/stopwatch.py`).
 
     Args:
         wait_until_resumed: awaited before each further attempt.

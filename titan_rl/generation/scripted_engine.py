@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from titan_rl.errors import RequestError
+from titan_rl.core.errors import RequestError
 from titan_rl.generation.engine import HeldTensor, TokenDelta
 from titan_rl.generation.request import EngineRequest
 from titan_rl.types import FinishReason

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_rl.errors import ModelError
+from titan_rl.core.errors import ModelError
 from titan_rl.generation.engine_spec import EngineSpec
 from titan_rl.generation.gpu_share import CPU_KV_GIB, gpu_share_of, kv_bytes_of, weight_bytes
 

@@ -15,7 +15,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_xgrammar import has_xgrammar_unsupported_json_features
 from vllm.v1.worker import gpu_model_runner
 
-from titan_rl.errors import RequestError
+from titan_rl.core.errors import RequestError
 
 MOST_CHARACTERS = 1 << 17
 """Of a constraint. What a grammar costs to compile grows with its text, and requests stand still meanwhile."""

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from titan_rl.calls.imports import require
-from titan_rl.errors import ModelError, RequestError
+from titan_rl.core.calls.imports import require
+from titan_rl.core.errors import ModelError, RequestError
 from titan_rl.generation.engine import HeldTensor, TokenDelta
 from titan_rl.generation.engine_spec import EngineSpec
 from titan_rl.generation.request import EngineRequest

@@ -10,7 +10,7 @@ from vllm import SamplingParams as VLLMSamplingParams
 from vllm.sampling_params import StructuredOutputsParams, check_json_nesting
 from vllm.v1.engine import EngineCoreRequest
 
-from titan_rl.errors import RequestError
+from titan_rl.core.errors import RequestError
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.vllm_constraints import CONTINUED, check_constraint
 from titan_rl.types import SamplingParams

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_rl.calls.parsing import parse_json
+from titan_rl.core.calls.parsing import parse_json
 from titan_rl.types import Completion, GenerateFn, SamplingParams
 
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from titan_rl.calls.plain import snapshot
-from titan_rl.errors import PromptTooLongError
+from titan_rl.core.calls.plain import snapshot
+from titan_rl.core.errors import PromptTooLongError
 from titan_rl.rollout.copies import messages_of
 from titan_rl.rollout.environment.chat import ChatFn, ChatReply
 from titan_rl.rollout.environment.message_token_env import MessageTokenEnv

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import replace
 
-from titan_rl.arrays import TOKENS, NumberArray, common_length, token_array
+from titan_rl.core.arrays import TOKENS, NumberArray, common_length, token_array
 from titan_rl.rollout.types import Turn
 
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from operator import index
 from typing import Any, cast
 
-from titan_rl.arrays import LARGEST_TOKEN_ID, TOKENS, NumberArray, expert_rows, logprob_array, token_array
-from titan_rl.calls.plain import plain, safe_text, snapshot
+from titan_rl.core.arrays import LARGEST_TOKEN_ID, TOKENS, NumberArray, expert_rows, logprob_array, token_array
+from titan_rl.core.calls.plain import plain, safe_text, snapshot
 from titan_rl.rollout.types import Message, Rollout
 from titan_rl.types import Completion, float_or_none
 

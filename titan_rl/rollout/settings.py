@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from titan_rl.settings import Section, TakesEffect
+from titan_rl.core.settings import Section, TakesEffect
 
 
 class RolloutConfig(Section):

@@ -11,9 +11,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from titan_rl.calls.ctrl_c import is_ctrl_c
-from titan_rl.calls.user_code import describe, place_of, reason, stood_at
-from titan_rl.errors import DataError
+from titan_rl.core.calls.ctrl_c import is_ctrl_c
+from titan_rl.core.calls.user_code import describe, place_of, reason, stood_at
+from titan_rl.core.errors import DataError
 from titan_rl.rollout.environment.seats import SeatedEnv
 from titan_rl.rollout.environment.types import AgentEnv, TokenEnv
 from titan_rl.rollout.renderer.types import Renderer
@@ -25,7 +25,7 @@ from titan_rl.rollout.types import Message, RolloutGroup
 class Task(Protocol):
     """A dataset with its environment and rubric.
 
-    `[task] type = "module:Class"` names an implementation that is also a `titan_rl.settings.Section`;
+    `[task] type = "module:Class"` names an implementation that is also a `titan_rl.core.settings.Section`;
     the table's other keys are its fields.
     """
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from titan_rl.calls.user_code import Failure
+from titan_rl.core.calls.user_code import Failure
 from titan_rl.types import Completion, SamplingParams, require_member
 
 Message = Mapping[str, Any]

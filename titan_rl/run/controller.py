@@ -28,10 +28,11 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from titan_rl.cluster.hosts.history import HostHistory
 from titan_rl.config.changes import settings_of
 from titan_rl.config.make_filters import make_filters
 from titan_rl.config.run import RunConfig
-from titan_rl.errors import NoSpaceError
+from titan_rl.core.errors import NoSpaceError
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.rollout.group.runner import GroupRunner
 from titan_rl.rollout.group.token_records import TokenRecords
@@ -40,7 +41,6 @@ from titan_rl.run.checkpoints.run_copy import RunCopy
 from titan_rl.run.checkpoints.saver import CheckpointSaver
 from titan_rl.run.checkpoints.saving import RunSaving
 from titan_rl.run.directory import RunDirectory
-from titan_rl.run.hosts.history import HostHistory
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.journal.run_state import RunState
 from titan_rl.run.machine.disk_space import checkpoint_bytes

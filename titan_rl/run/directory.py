@@ -15,10 +15,10 @@ from typing import Any
 
 import msgspec
 
-from titan_rl.calls.parsing import parse_json
 from titan_rl.config.load import dump_config
 from titan_rl.config.run import RunConfig
-from titan_rl.errors import CheckpointError, ConfigError
+from titan_rl.core.calls.parsing import parse_json
+from titan_rl.core.errors import CheckpointError, ConfigError
 from titan_rl.run.journal.journal_state import ranges
 from titan_rl.run.journal.run_state import RunState
 from titan_rl.run.json_lines import JsonLines, cut_records, records

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 
 from titan_rl.config.run import RunConfig
-from titan_rl.errors import CheckpointError
+from titan_rl.core.errors import CheckpointError
 from titan_rl.run.checkpoints.resumption import is_finished
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.journal.journal_state import read_segments

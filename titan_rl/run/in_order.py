@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from titan_rl.actors.hosts.scratch import scratch_root
-from titan_rl.calls.first_error import FirstError
-from titan_rl.calls.user_code import describe
+from titan_rl.cluster.hosts.scratch import scratch_root
 from titan_rl.config.changes import settings_of
 from titan_rl.config.concurrency import throttles
 from titan_rl.config.model_identity import model_identity
 from titan_rl.config.run import RunConfig
-from titan_rl.errors import ConfigError, TrainingError
+from titan_rl.core.calls.first_error import FirstError
+from titan_rl.core.calls.user_code import describe
+from titan_rl.core.errors import ConfigError, TrainingError
 from titan_rl.run.checkpoints.resumption import Resumption, Standing, find_standing, resume_from_newest
 from titan_rl.run.directory import RunDirectory, check_files
 from titan_rl.run.end_messages import EndMessages

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
-from titan_rl.calls.plain import json_line
+from titan_rl.core.calls.plain import json_line
 
 T = TypeVar("T", bound=msgspec.Struct)
 

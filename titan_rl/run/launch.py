@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from titan_rl.actors.processes.garbage import settled_heap
-from titan_rl.calls.first_error import FirstError
-from titan_rl.calls.watchdog import LoopWatchdog
+from titan_rl.cluster.processes.garbage import settled_heap
 from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.make_renderer import find_token_texts, make_renderer, told_of_template
 from titan_rl.config.make_rollouter import open_rollouters
 from titan_rl.config.run import RunConfig
+from titan_rl.core.calls.first_error import FirstError
+from titan_rl.core.calls.watchdog import LoopWatchdog
 from titan_rl.rollout.group.runner import GroupRunner
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.run.beside import beside
@@ -127,7 +127,7 @@ async def _run(
 ) -> RunSummary:
     if parts.needs_processes:
         with status("loading what runs models", verbosity):
-            importlib.import_module("titan_rl.actors.run_processes")
+            importlib.import_module("titan_rl.cluster.run_processes")
     await asyncio.sleep(0)  # a signal that came until now stops the run here, before it says or starts anything
     if parts.needs_processes:
         use_monarch(config.hosts, tell_on_stderr)

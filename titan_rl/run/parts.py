@@ -10,33 +10,33 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from typing_extensions import get_protocol_members
 
-from titan_rl.calls.loopback import names_this_machine
+from titan_rl.cluster.host_tasks import hosts_watcher
+from titan_rl.cluster.hosts.history import HostHistory
+from titan_rl.cluster.hosts.provided import ProvidedHosts
+from titan_rl.cluster.hosts.requests import HostFiles
 from titan_rl.config.hosts import OPEN, HostsConfig, own_address
 from titan_rl.config.run import RunConfig
-from titan_rl.errors import ConfigError, MissingExtraError
+from titan_rl.core.calls.loopback import names_this_machine
+from titan_rl.core.errors import ConfigError, MissingExtraError
 from titan_rl.generation.registry import find_engine
 from titan_rl.generation.router.limits import Limits
 from titan_rl.generation.router.registry import make_strategy
 from titan_rl.generation.router.replica import Replica
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.generation.router.strategies import Strategy
+from titan_rl.metrics.sinks.types import MetricSink
 from titan_rl.rollout.group.runner import GroupRunner
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.run.beside import beside
 from titan_rl.run.directory import RunDirectory
-from titan_rl.run.hosts.history import HostHistory
-from titan_rl.run.hosts.provided import ProvidedHosts
-from titan_rl.run.hosts.requests import HostFiles
-from titan_rl.run.hosts.watching import hosts_watcher
 from titan_rl.run.machine.environment import process_scratch
 from titan_rl.run.recovery.trainer_group import TrainerGroup, lacks_of
 from titan_rl.scheduling.filters import GroupFilter
-from titan_rl.sinks.types import MetricSink
 from titan_rl.training.protocol import Trainer
 from titan_rl.weights.published_weights import PublishedWeights
 
 if TYPE_CHECKING:
-    from titan_rl.actors.generator_processes import GeneratorProcesses
+    from titan_rl.cluster.generator_processes import GeneratorProcesses
 
 SELDOM_ASKED = frozenset({"load", "measure"})
 """Of a trainer: for a run that is resumed, and for a supervised one."""
@@ -174,8 +174,8 @@ async def _in_this_process(
 async def _with_processes(
     config: RunConfig, parts: Parts, run_dir: RunDirectory, tell: Callable[[str], None]
 ) -> AsyncGenerator[Planes]:
-    from titan_rl.actors.generate_service import listening
-    from titan_rl.actors.run_processes import start_processes
+    from titan_rl.cluster.generate_service import listening
+    from titan_rl.cluster.run_processes import start_processes
 
     (files := HostFiles(run_dir.path)).begin()
     starting = start_processes(
@@ -204,7 +204,7 @@ def watcher(
     provided: ProvidedHosts | None = None,
 ) -> Callable[[], Coroutine[Any, Any, None]]:
     """Replaces processes that die, and takes in hosts that come."""
-    from titan_rl.actors.elastic_hosts import RoutedProcesses
+    from titan_rl.cluster.elastic_hosts import RoutedProcesses
 
     routed = RoutedProcesses(processes, router)
     watch_hosts = hosts_watcher(config.hosts, files, routed, tell, history, provided)
@@ -228,7 +228,7 @@ def use_monarch(hosts: HostsConfig, tell: Callable[[str], object]) -> None:
     Raises:
         ConfigError: `hosts` names what this machine does not have.
     """
-    from titan_rl.actors.processes.listening import listen_below, listen_on
+    from titan_rl.cluster.processes.listening import listen_below, listen_on
 
     if not hosts.elsewhere:
         listen_below(process_scratch())

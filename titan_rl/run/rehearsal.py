@@ -13,16 +13,16 @@ from itertools import groupby, islice, takewhile
 from pathlib import Path
 from typing import Any
 
-from titan_rl.calls.bounded import OutOfTimeError
-from titan_rl.calls.threads import UsersThreads, call_within, in_thread
-from titan_rl.calls.user_code import where
-from titan_rl.calls.watchdog import BLOCKED_AFTER_S, LoopWatchdog
 from titan_rl.config.make_filters import make_filters
 from titan_rl.config.make_renderer import make_renderer
 from titan_rl.config.make_rollouter import open_rollouters
 from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import TaskSource
-from titan_rl.errors import ConfigError, DataError
+from titan_rl.core.calls.bounded import OutOfTimeError
+from titan_rl.core.calls.threads import UsersThreads, call_within, in_thread
+from titan_rl.core.calls.user_code import where
+from titan_rl.core.calls.watchdog import BLOCKED_AFTER_S, LoopWatchdog
+from titan_rl.core.errors import ConfigError, DataError
 from titan_rl.generation.resume import resume_on_abort
 from titan_rl.rollout.environment.message_token_env import MessageTokenEnv
 from titan_rl.rollout.environment.seats import SeatedEnv

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, cast
 
-from titan_rl.errors import TitanRLError
+from titan_rl.core.errors import TitanRLError
 from titan_rl.run.machine.stop_signals import StopSignals
 
 logger = logging.getLogger(__name__)

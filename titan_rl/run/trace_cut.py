@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from titan_rl.calls.parsing import parse_json
+from titan_rl.core.calls.parsing import parse_json
 from titan_rl.run.json_lines import cut_records
 
 

@@ -11,15 +11,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-from titan_rl.calls.user_code import reason, where
+from titan_rl.cluster.hosts.provided import ProvidedHosts
+from titan_rl.cluster.providers.changing import ChangingWorkers
+from titan_rl.cluster.providers.registry import ProviderKind, find_provider
+from titan_rl.cluster.providers.spec import ProviderSpec
 from titan_rl.config.hosts import NOT_AN_ADDRESS, join_address, split_address
 from titan_rl.config.run import RunConfig
 from titan_rl.config.serve import ServeConfig
-from titan_rl.errors import ConfigError, ProviderError, TitanRLError
-from titan_rl.providers.changing import ChangingWorkers
-from titan_rl.providers.registry import ProviderKind, find_provider
-from titan_rl.providers.spec import ProviderSpec
-from titan_rl.run.hosts.provided import ProvidedHosts
+from titan_rl.core.calls.user_code import reason, where
+from titan_rl.core.errors import ConfigError, ProviderError, TitanRLError
 from titan_rl.run.machine.stop_signals import tell_on_stderr
 from titan_rl.run.observability.progress import Verbosity, status
 

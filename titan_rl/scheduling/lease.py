@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+from titan_rl.core.tracing.spans import Track
 from titan_rl.rollout.types import Rollout, RolloutGroup
 from titan_rl.scheduling.admission.capacity import RolloutCapacity, RolloutPermits
 from titan_rl.scheduling.admission.slots import Slot
 from titan_rl.scheduling.group_state import GroupState
 from titan_rl.scheduling.ledger import Ledger
 from titan_rl.scheduling.suspension import Suspension
-from titan_rl.tracing.spans import Track
 
 
 class Lease:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from titan_rl.calls.ctrl_c import is_ctrl_c
-from titan_rl.calls.imports import find_function
-from titan_rl.calls.user_code import describe
-from titan_rl.errors import DataError
+from titan_rl.core.calls.ctrl_c import is_ctrl_c
+from titan_rl.core.calls.imports import find_function
+from titan_rl.core.calls.user_code import describe
+from titan_rl.core.errors import DataError
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.scheduling.filters import GroupFilter, zero_variance
 

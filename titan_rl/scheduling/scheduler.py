@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequen
 from types import TracebackType
 from typing import Any, Self
 
-from titan_rl.errors import TrainingError
+from titan_rl.core.errors import TrainingError
 from titan_rl.scheduling.admission.budget import Budget
 from titan_rl.scheduling.backlog import Backlog
 from titan_rl.scheduling.batches.batch import GroupBatch, check_age, step_from

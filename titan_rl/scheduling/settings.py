@@ -7,9 +7,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from titan_rl.core.settings import FunctionName, Section, TakesEffect
 from titan_rl.scheduling.registry import BY_NAME
 from titan_rl.scheduling.tail import Tail
-from titan_rl.settings import FunctionName, Section, TakesEffect
 
 
 class SchedulingConfig(Section):

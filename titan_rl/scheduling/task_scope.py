@@ -7,8 +7,8 @@ from collections.abc import Callable, Coroutine, Generator
 from types import TracebackType
 from typing import Any
 
-from titan_rl.calls.user_code import describe
-from titan_rl.errors import StrayCancellationError, TrainingError
+from titan_rl.core.calls.user_code import describe
+from titan_rl.core.errors import StrayCancellationError, TrainingError
 
 
 class TaskScope(asyncio.TaskGroup):

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from titan_rl.errors import GenerationError, RequestError
+from titan_rl.core.errors import GenerationError, RequestError
 
 REFUSED = frozenset({400, 404, 413, 415, 422})
 """What the request itself is to blame for. A missing key, a full server and a failing one are not."""

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import httpx
 
-from titan_rl.errors import GenerationError, PromptTooLongError, RequestError
+from titan_rl.core.errors import GenerationError, PromptTooLongError, RequestError
 from titan_rl.rollout.environment.chat import ChatReply
 from titan_rl.rollout.types import Message
 from titan_rl.serving.asking import NOT_UNDERSTOOD, Asking

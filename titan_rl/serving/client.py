@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from titan_rl.errors import GenerationError, RequestError
+from titan_rl.core.errors import GenerationError, RequestError
 from titan_rl.rollout.copies import LARGEST_TOKEN_ID
 from titan_rl.serving import LEAST_LOGPROB
 from titan_rl.serving.asking import NOT_UNDERSTOOD, Asking, is_int

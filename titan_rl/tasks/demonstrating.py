@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, cast
 
-from titan_rl.calls.bounded import OutOfTimeError, bounded
-from titan_rl.calls.threads import DaemonThreads
-from titan_rl.calls.user_code import Failure, place_of, thread_place
-from titan_rl.errors import DataError, TitanRLError
+from titan_rl.core.calls.bounded import OutOfTimeError, bounded
+from titan_rl.core.calls.threads import DaemonThreads
+from titan_rl.core.calls.user_code import Failure, place_of, thread_place
+from titan_rl.core.errors import DataError, TitanRLError
 from titan_rl.rollout.environment.methods import expected
 from titan_rl.rollout.environment.types import MessageEnv, MessageObservation, MessageStep
 from titan_rl.rollout.group.boundary import EndsWith, RolloutEnded

@@ -11,14 +11,14 @@ from typing import Any
 
 from pydantic import Field
 
-from titan_rl.errors import ConfigError, DataError
+from titan_rl.core.errors import ConfigError, DataError
+from titan_rl.core.settings import Section
 from titan_rl.rollout.environment.message_token_env import MessageTokenEnv
 from titan_rl.rollout.environment.types import MessageEnv, TokenEnv
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.task import Demonstration
 from titan_rl.rollout.types import Message
-from titan_rl.settings import Section
 from titan_rl.tasks.demonstrating import Player, demonstrated
 
 MOST_DRAWS = 1000

@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
-from titan_rl.calls.plain import plain_json
+from titan_rl.core.calls.plain import plain_json
 from titan_rl.rollout.environment.types import MessageEnv
 from titan_rl.rollout.rewards.reward import Reward
 from titan_rl.rollout.rewards.rubric import Rubric

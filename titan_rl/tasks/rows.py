@@ -9,13 +9,13 @@ import string
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
-from titan_rl.calls.imports import find_function
-from titan_rl.calls.plain import plain_json
-from titan_rl.errors import ConfigError
+from titan_rl.core.calls.imports import find_function
+from titan_rl.core.calls.plain import plain_json
+from titan_rl.core.errors import ConfigError
+from titan_rl.core.settings import FilePath, FunctionName
 from titan_rl.rollout.environment.types import MessageEnv
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.types import Message
-from titan_rl.settings import FilePath, FunctionName
 from titan_rl.tasks.message_task import MessageTask
 from titan_rl.tasks.prompt_task import answer_rubric
 from titan_rl.tasks.rows_file import Row, read_rows

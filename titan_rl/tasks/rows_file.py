@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
-from titan_rl.calls.imports import require
-from titan_rl.calls.parsing import parse_json
-from titan_rl.errors import ConfigError
+from titan_rl.core.calls.imports import require
+from titan_rl.core.calls.parsing import parse_json
+from titan_rl.core.errors import ConfigError
 
 Row = dict[str, Any]
 

@@ -10,11 +10,11 @@ from typing import Any, TypeVar, cast
 
 from pydantic_core import to_json
 
-from titan_rl.calls.bounded import OutOfTimeError, bounded
-from titan_rl.calls.plain import plain_json, safe_text
-from titan_rl.calls.threads import DaemonThreads
-from titan_rl.calls.user_code import Failure
-from titan_rl.errors import TitanRLError
+from titan_rl.core.calls.bounded import OutOfTimeError, bounded
+from titan_rl.core.calls.plain import plain_json, safe_text
+from titan_rl.core.calls.threads import DaemonThreads
+from titan_rl.core.calls.user_code import Failure
+from titan_rl.core.errors import TitanRLError
 from titan_rl.rollout.environment.types import MessageObservation, MessageStep
 from titan_rl.rollout.types import Message, RolloutStatus
 from titan_rl.tasks.tools import ArgumentsError, Tool, tools_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from titan_rl.errors import RequestError
+from titan_rl.core.errors import RequestError
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from titan_rl.calls.imports import require
+from titan_rl.core.calls.imports import require
 
 _torchtitan: Any = require("torchtitan.tools.utils", "cpu")
 

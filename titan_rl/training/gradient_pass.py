@@ -10,8 +10,8 @@ from typing import NoReturn
 
 import torch
 
-from titan_rl.errors import TrainingError, UntrainableError
-from titan_rl.tracing.spans import span
+from titan_rl.core.errors import TrainingError, UntrainableError
+from titan_rl.core.tracing.spans import span
 from titan_rl.training.objective.objective import Objective
 from titan_rl.training.objective.token_stats import TokenStats
 from titan_rl.training.optimizer.gradients import average_and_clip

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from titan_rl.errors import TrainingError
+from titan_rl.core.errors import TrainingError
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.weights.types import Manifest
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from titan_rl.errors import StateDictError
-from titan_rl.tracing.spans import span
+from titan_rl.core.errors import StateDictError
+from titan_rl.core.tracing.spans import span
 from titan_rl.training.device import side_stream
 from titan_rl.training.readers import LIMIT_S
 from titan_rl.training.trainer import TrainerCore

@@ -6,7 +6,7 @@ import time
 from concurrent.futures import Future, wait
 from typing import Any
 
-from titan_rl.errors import TrainingError
+from titan_rl.core.errors import TrainingError
 
 LIMIT_S = 300.0
 """Longest wait."""

@@ -13,9 +13,9 @@ from pydantic import (
     model_validator,
 )
 
+from titan_rl.core.settings import FunctionName, PathText, Section, TakesEffect
 from titan_rl.rollout.renderer.registry import BY_NAME as RENDERERS
 from titan_rl.rollout.rewards.registry import BY_NAME as ADVANTAGES
-from titan_rl.settings import FunctionName, PathText, Section, TakesEffect
 from titan_rl.training.choices import (
     ActivationCheckpointing,
     Attention,

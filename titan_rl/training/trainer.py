@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from titan_rl.errors import CheckpointError, UntrainableError
+from titan_rl.core.errors import CheckpointError, UntrainableError
+from titan_rl.core.tracing.spans import IDLE, span
 from titan_rl.rollout.renderer.template_fit import fit_template
-from titan_rl.tracing.spans import IDLE, span
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.data.step_plan import StepPlan
 from titan_rl.training.gradient_pass import MinibatchGradient

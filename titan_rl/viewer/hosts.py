@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from titan_rl.calls.parsing import parse_json_as
+from titan_rl.core.calls.parsing import parse_json_as
 from titan_rl.viewer.files import read_file
 
 HOSTS = "hosts.json"

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import msgspec
 
-from titan_rl.calls.plain import json_line, plain_json
+from titan_rl.core.calls.plain import json_line, plain_json
 
 _STRICT = msgspec.json.Decoder()
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from titan_rl.calls.plain import printable
+from titan_rl.core.calls.plain import printable
 from titan_rl.viewer.records import as_table, read_json
 from titan_rl.viewer.rollout_query import RolloutQuery
 

@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from titan_rl.calls.parsing import parse_json_as, parse_toml
 from titan_rl.config.tasks import name_of
-from titan_rl.errors import means_no_space
+from titan_rl.core.calls.parsing import parse_json_as, parse_toml
+from titan_rl.core.errors import means_no_space
 from titan_rl.viewer.files import file_status, read_file
 from titan_rl.viewer.records import as_list, as_table, read_json
 from titan_rl.viewer.tail import last_lines

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator
 
 import uvicorn
 
-from titan_rl.errors import ConfigError
+from titan_rl.core.errors import ConfigError
 from titan_rl.viewer.app import ViewerApp
 
 HOST = "127.0.0.1"

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from titan_rl.calls.plain import plain_json
+from titan_rl.core.calls.plain import plain_json
 from titan_rl.viewer.hosts import read_hosts
 from titan_rl.viewer.metric_columns import MetricColumns
 from titan_rl.viewer.records import as_list, as_table

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from titan_rl.errors import StateDictError
+from titan_rl.core.errors import StateDictError
 from titan_rl.weights.layout import Buffer, view
 from titan_rl.weights.shards import position_of, slices_by_name
 from titan_rl.weights.types import Manifest, Shard, TensorEntry

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from titan_rl.errors import StateDictError
+from titan_rl.core.errors import StateDictError
 from titan_rl.weights.shard_files.shard_file import ALIGNMENT
 from titan_rl.weights.types import TensorEntry, TensorSlice
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import msgspec
 
-from titan_rl.errors import StateDictError
+from titan_rl.core.errors import StateDictError
 from titan_rl.weights.types import Manifest, TensorEntry
 
 _encoder = msgspec.msgpack.Encoder()

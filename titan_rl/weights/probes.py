@@ -10,7 +10,7 @@ from statistics import fmean
 import numpy as np
 from numpy.typing import NDArray
 
-from titan_rl.errors import StateDictError, VerificationError
+from titan_rl.core.errors import StateDictError, VerificationError
 from titan_rl.weights.types import Probe
 
 SIGMAS = 5.0  # of rounding, by which a right swap may miss

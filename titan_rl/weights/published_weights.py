@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from titan_rl.errors import StateDictError, UnavailableWeightsError
+from titan_rl.core.errors import StateDictError, UnavailableWeightsError
 from titan_rl.weights.types import Manifest
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from titan_rl.errors import StateDictError
+from titan_rl.core.errors import StateDictError
 from titan_rl.weights.types import Manifest, SlicePosition, TensorEntry
 
 

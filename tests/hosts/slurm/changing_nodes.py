@@ -16,9 +16,9 @@ PROJECT = Path(__file__).parents[3]
 PROGRAM = """
 import asyncio, sys
 from pathlib import Path
-from titan_rl.providers import slurm
-from titan_rl.providers.settings import ProviderSettings
-from titan_rl.providers.spec import ProviderSpec
+from titan_rl.cluster.providers import slurm
+from titan_rl.config.providers import ProviderSettings
+from titan_rl.cluster.providers.spec import ProviderSpec
 
 slurm.LOOK_S = 1.0
 

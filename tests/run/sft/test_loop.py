@@ -17,7 +17,8 @@ from titan_rl.config.changes import settings_of
 from titan_rl.config.load_sft import load_sft_config
 from titan_rl.config.make_renderer import make_renderer
 from titan_rl.config.run import RunConfig
-from titan_rl.errors import ActorDiedError, CheckpointError, ConfigError, DataError, ModelError, TrainingError
+from titan_rl.core.errors import ActorDiedError, CheckpointError, ConfigError, DataError, ModelError, TrainingError
+from titan_rl.core.tracing import spans
 from titan_rl.run.checkpoints.resumption import resume_from_newest
 from titan_rl.run.directory import RunDirectory, read_jsonl
 from titan_rl.run.in_order import open_run_dir
@@ -30,18 +31,17 @@ from titan_rl.run.sft.learned_steps import LearnedSteps
 from titan_rl.run.sft.loop import SupervisedLoop
 from titan_rl.run.sft.prepare import find_demonstrations, plan_steps
 from titan_rl.run.sft.token_source import TokenSource
-from titan_rl.tiny_model import make_tiny_model
-from titan_rl.tracing import spans
 from titan_rl.training.protocol import SkippedMinibatch, StepResult
 from titan_rl.training.state.checkpoint import step_directory, step_of
 from titan_rl.training.state.checksums import write_checksums, write_summed
+from titan_rl.training.tiny_model import make_tiny_model
 from titan_rl.viewer.trace.events import Traces
 from titan_rl.weights.published_weights import PublishedWeights
 
 TASK = """
 import random
 from titan_rl import Demonstration, MessageTokenEnv, Rubric, env_reward
-from titan_rl.settings import Section
+from titan_rl.core.settings import Section
 
 
 class Sums(Section):

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from titan_rl import Demonstration
-from titan_rl.errors import ConfigError, DataError
+from titan_rl.core.errors import ConfigError, DataError
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.run.sft.sources import best_rollouts, read_chats, task_demonstrations
 from titan_rl.tasks.demonstrating import demonstrated

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from weights.relay.hosts import Hosts, OddHost, arrived, silent
 
-from titan_rl.errors import StateDictError
+from titan_rl.core.errors import StateDictError
 from titan_rl.weights.relay import messages, pace
 from titan_rl.weights.transports.registry import TransportSpec, find_transport, make_transport
 from titan_rl.weights.transports.shared_memory import SharedMemoryTransport

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from titan_rl.calls.user_code import summary
-from titan_rl.errors import StateDictError
+from titan_rl.core.calls.user_code import summary
+from titan_rl.core.errors import StateDictError
+from titan_rl.core.tracing.spans import span
 from titan_rl.generation.engine import Engine
 from titan_rl.generation.loop.engine_rank import EngineRank, Stepping, Weights
 from titan_rl.generation.loop.engine_track import EngineTrack
@@ -18,7 +19,6 @@ from titan_rl.generation.loop.pending_pull import PendingPull
 from titan_rl.generation.loop.ranks import Ranks
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.types import KVPolicy, PullResult
-from titan_rl.tracing.spans import span
 
 logger = logging.getLogger(__name__)
 

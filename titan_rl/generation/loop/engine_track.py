@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from titan_rl.tracing.spans import Track, count
+from titan_rl.core.tracing.spans import Track, count
 
 REST_NS = 1_000_000
 """Between two steps, without one for so long, an engine rests; less belongs to its steps."""

@@ -7,8 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-from titan_rl.calls.user_code import with_cause
-from titan_rl.errors import EngineDeadError, GenerationError, StateDictError
+from titan_rl.core.calls.user_code import with_cause
+from titan_rl.core.errors import EngineDeadError, GenerationError, StateDictError
 from titan_rl.generation.engine import TokenDelta
 from titan_rl.generation.loop.loop_decision import LoopAction, LoopDecision
 from titan_rl.generation.loop.outbox import Outbox

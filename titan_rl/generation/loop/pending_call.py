@@ -6,7 +6,7 @@ import asyncio
 from array import array
 from collections.abc import Callable, Sequence
 
-from titan_rl.arrays import LOGPROBS, TOKENS, ExpertRows, NumberArray, expert_rows, joined_rows
+from titan_rl.core.arrays import LOGPROBS, TOKENS, ExpertRows, NumberArray, expert_rows, joined_rows
 from titan_rl.generation.engine import TokenDelta
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.types import Completion, FinishReason, TokenChunk, VersionSpan

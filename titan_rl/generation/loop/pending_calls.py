@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from titan_rl.errors import GenerationError, RequestError
+from titan_rl.core.errors import GenerationError, RequestError
 from titan_rl.generation.engine import TokenDelta, problem_of
 from titan_rl.generation.loop.outbox import Outbox
 from titan_rl.generation.loop.pending_call import PendingCall

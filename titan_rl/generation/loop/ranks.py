@@ -6,7 +6,7 @@ import queue
 from datetime import timedelta
 from typing import Any, Protocol
 
-from titan_rl.errors import EngineDeadError
+from titan_rl.core.errors import EngineDeadError
 from titan_rl.generation.loop.loop_decision import LoopDecision
 
 IDLE_TIMEOUT = timedelta(days=365)  # a follower of an idle replica waits; one whose leader dies is told at once

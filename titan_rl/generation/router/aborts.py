@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 
-from titan_rl.calls.bounded import limited
+from titan_rl.core.calls.bounded import limited
 from titan_rl.generation.router.background_tasks import BackgroundTasks
 from titan_rl.generation.router.pool import PooledReplica
 

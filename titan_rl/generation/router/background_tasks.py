@@ -7,8 +7,8 @@ import logging
 from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
-from titan_rl.calls.cancellation import asked_to_cancel
-from titan_rl.errors import StrayCancellationError
+from titan_rl.core.calls.cancellation import asked_to_cancel
+from titan_rl.core.errors import StrayCancellationError
 
 logger = logging.getLogger(__name__)
 

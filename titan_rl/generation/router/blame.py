@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from titan_rl.calls import stopwatch
-from titan_rl.errors import EngineDeadError, EngineStalledError, RequestError
+from titan_rl.core.calls import stopwatch
+from titan_rl.core.errors import EngineDeadError, EngineStalledError, RequestError
 from titan_rl.generation.router.health import Health
 from titan_rl.generation.router.in_flight import RequestInFlight
 from titan_rl.generation.router.pool import PooledReplica

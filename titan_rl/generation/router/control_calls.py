@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
-from titan_rl.errors import EngineDeadError
+from titan_rl.core.errors import EngineDeadError
 
 
 class ControlCalls:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from titan_rl.calls import stopwatch
-from titan_rl.calls.request_signs import moving_with_tokens
-from titan_rl.errors import EngineDeadError, EngineStalledError, GenerationError, NoReplicaError, RequestError
+from titan_rl.core.calls import stopwatch
+from titan_rl.core.calls.request_signs import moving_with_tokens
+from titan_rl.core.errors import EngineDeadError, EngineStalledError, GenerationError, NoReplicaError, RequestError
 from titan_rl.generation.partial import aborted_late, tokens_between
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.router.aborts import Aborts

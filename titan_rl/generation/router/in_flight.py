@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from titan_rl.errors import RequestError
+from titan_rl.core.errors import RequestError
 from titan_rl.generation.partial import Partial
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.router.aborts import Aborts

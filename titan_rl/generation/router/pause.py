@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from titan_rl.calls.bounded import limited
+from titan_rl.core.calls.bounded import limited
 from titan_rl.generation.router.in_flight import RequestsInFlight
 from titan_rl.generation.router.limits import Limits
 from titan_rl.generation.router.pool import Pool, PooledReplica

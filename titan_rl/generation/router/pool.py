@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
 
-from titan_rl.calls.bounded import limited
-from titan_rl.calls.user_code import reason
+from titan_rl.core.calls.bounded import limited
+from titan_rl.core.calls.user_code import reason
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.router.replica import GaugedReplica, Replica
 from titan_rl.generation.router.replica_calls import ReplicaCalls

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from titan_rl.calls.bounded import limited
-from titan_rl.errors import StateDictError, UnavailableWeightsError
+from titan_rl.core.calls.bounded import limited
+from titan_rl.core.errors import StateDictError, UnavailableWeightsError
 from titan_rl.generation.router.health import Health
 from titan_rl.generation.router.in_flight import RequestsInFlight
 from titan_rl.generation.router.limits import Limits

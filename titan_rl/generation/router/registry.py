@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from titan_rl.calls.imports import find_function
-from titan_rl.calls.user_code import describe
-from titan_rl.errors import ConfigError
+from titan_rl.core.calls.imports import find_function
+from titan_rl.core.calls.user_code import describe
+from titan_rl.core.errors import ConfigError
 from titan_rl.generation.router.affinity import ConsistentHash, GroupAffinity
 from titan_rl.generation.router.strategies import LeastLoaded, RoundRobin, StickySession, Strategy
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
-from titan_rl.calls.bounded import bounded
-from titan_rl.errors import GenerationError, StateDictError
+from titan_rl.core.calls.bounded import bounded
+from titan_rl.core.errors import GenerationError, StateDictError
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.router.replica import Replica, StreamingReplica
 from titan_rl.generation.types import PauseMode

@@ -7,8 +7,8 @@ import logging
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
-from titan_rl.calls import stopwatch
-from titan_rl.errors import EngineDeadError, EngineStalledError
+from titan_rl.core.calls import stopwatch
+from titan_rl.core.errors import EngineDeadError, EngineStalledError
 from titan_rl.generation.listening import listener
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.router.aborts import Aborts

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
-from titan_rl.errors import EngineStalledError
+from titan_rl.core.errors import EngineStalledError
 from titan_rl.generation.router.pool import PooledReplica
 
 _ROUNDING_S = 1e-6  # by which timers may come early

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from titan_rl.calls import stopwatch
-from titan_rl.calls.bounded import BoundedCall
-from titan_rl.errors import GenerationError
+from titan_rl.core.calls import stopwatch
+from titan_rl.core.calls.bounded import BoundedCall
+from titan_rl.core.errors import GenerationError
 
 T = TypeVar("T")
 

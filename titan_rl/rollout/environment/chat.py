@@ -37,9 +37,9 @@ class ChatFn(Protocol):
         sampling: its `stop_token_ids` mean nothing here.
 
     Raises:
-        titan_rl.errors.PromptTooLongError: the conversation leaves no room for an answer.
-        titan_rl.errors.RequestError: this request can never succeed.
-        titan_rl.errors.GenerationError: the infrastructure failed.
+        titan_rl.core.errors.PromptTooLongError: the conversation leaves no room for an answer.
+        titan_rl.core.errors.RequestError: this request can never succeed.
+        titan_rl.core.errors.GenerationError: the infrastructure failed.
     """
 
     async def __call__(

@@ -7,9 +7,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, cast
 
-from titan_rl.calls.plain import safe_text
-from titan_rl.calls.threads import in_thread
-from titan_rl.errors import DataError, PromptTooLongError
+from titan_rl.core.calls.plain import safe_text
+from titan_rl.core.calls.threads import in_thread
+from titan_rl.core.errors import DataError, PromptTooLongError
 from titan_rl.rollout.renderer.messages import message_of, renderable
 from titan_rl.rollout.renderer.tool_support import require_tool_support
 from titan_rl.rollout.renderer.types import Renderer

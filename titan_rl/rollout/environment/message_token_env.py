@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from titan_rl.calls.plain import snapshot
-from titan_rl.errors import PromptTooLongError
+from titan_rl.core.calls.plain import snapshot
+from titan_rl.core.errors import PromptTooLongError
 from titan_rl.rollout.environment.growing_prompt import GrowingPrompt
 from titan_rl.rollout.environment.methods import EnvMethods, require_methods
 from titan_rl.rollout.environment.types import MessageEnv, MessageObservation, MessageStep, TokenObservation, TokenStep

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from titan_rl.calls.user_code import place_of
+from titan_rl.core.calls.user_code import place_of
 from titan_rl.rollout.environment.threaded import CallsInThread, ThreadedEnv, in_env_thread
 
 T = TypeVar("T")

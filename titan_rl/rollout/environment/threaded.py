@@ -13,7 +13,7 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
-from titan_rl.calls.user_code import describe, stood_at, task_place, thread_place
+from titan_rl.core.calls.user_code import describe, stood_at, task_place, thread_place
 
 logger = logging.getLogger(__name__)
 

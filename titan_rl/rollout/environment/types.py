@@ -58,7 +58,7 @@ class TokenEnv(Protocol):
 
     async def step(self, completion: Completion) -> TokenStep:
         """The completion is the environment's own copy, without `routed_experts`: changing it changes no record. Its
-        tokens and logprobs are packed (`titan_rl.arrays`), which nobody can change; `list(...)` unpacks them."""
+        tokens and logprobs are packed (`titan_rl.core.arrays`), which nobody can change; `list(...)` unpacks them."""
         ...
 
     async def close(self) -> None:

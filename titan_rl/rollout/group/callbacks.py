@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from titan_rl.calls.ctrl_c import is_ctrl_c
-from titan_rl.calls.user_code import describe
+from titan_rl.core.calls.ctrl_c import is_ctrl_c
+from titan_rl.core.calls.user_code import describe
 
 logger = logging.getLogger(__name__)
 

@@ -11,14 +11,14 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from titan_rl.calls.ctrl_c import is_ctrl_c, passes
-from titan_rl.calls.user_code import Failure, describe, stood_at, task_place, where
-from titan_rl.errors import StrayCancellationError
+from titan_rl.core.calls.ctrl_c import is_ctrl_c, passes
+from titan_rl.core.calls.user_code import Failure, describe, stood_at, task_place, where
+from titan_rl.core.errors import StrayCancellationError
+from titan_rl.core.tracing.spans import span
 from titan_rl.rollout.environment.methods import EnvMethods
 from titan_rl.rollout.environment.seats import SeatedEnv, TokenSeat
 from titan_rl.rollout.environment.types import AgentEnv, RolloutPolicy, TokenEnv
 from titan_rl.rollout.types import Rollout
-from titan_rl.tracing.spans import span
 
 CLEANUP_S = 5.0
 """What a call that is cancelled has to end."""

@@ -7,7 +7,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
-from titan_rl.calls.stopwatch import Stopwatch
+from titan_rl.core.calls.stopwatch import Stopwatch
 from titan_rl.rollout.environment.seats import SeatOutError, TokenSeat
 from titan_rl.rollout.group.boundary import EndsWith, RolloutEnded
 from titan_rl.rollout.group.env_calls import EnvCalls

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, cast
 
-from titan_rl.calls.bounded import OutOfTimeError, limited
-from titan_rl.calls.stopwatch import Stopwatch
+from titan_rl.core.calls.bounded import OutOfTimeError, limited
+from titan_rl.core.calls.stopwatch import Stopwatch
 from titan_rl.rollout.contexts import shared
 from titan_rl.rollout.copies import token_advantages_of
 from titan_rl.rollout.environment.types import RolloutPolicy

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from titan_rl.arrays import token_array
+from titan_rl.core.arrays import token_array
 from titan_rl.rollout.types import Rollout
 from titan_rl.types import SamplingParams
 

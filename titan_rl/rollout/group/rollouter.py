@@ -8,8 +8,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-from titan_rl.calls.stopwatch import Stopwatch
-from titan_rl.calls.user_code import Failure
+from titan_rl.core.calls.stopwatch import Stopwatch
+from titan_rl.core.calls.user_code import Failure
+from titan_rl.core.tracing.spans import span
 from titan_rl.rollout.copies import completion_to_give, messages_of, token_advantages_of, token_ids_of
 from titan_rl.rollout.environment.growing_prompt import MAX_CONTEXT
 from titan_rl.rollout.environment.methods import expected
@@ -31,7 +32,6 @@ from titan_rl.rollout.rewards.judging_pause import JudgingPause
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
-from titan_rl.tracing.spans import span
 from titan_rl.types import FinishReason, GenerateFn, SamplingParams
 
 

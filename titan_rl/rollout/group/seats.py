@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final, TypeVar, cast
 
-from titan_rl.calls.bounded import OutOfTimeError, bounded
-from titan_rl.calls.plain import snapshot
-from titan_rl.calls.user_code import Failure, summary
+from titan_rl.core.calls.bounded import OutOfTimeError, bounded
+from titan_rl.core.calls.plain import snapshot
+from titan_rl.core.calls.user_code import Failure, summary
 from titan_rl.rollout.copies import completion_of, completion_to_give, messages_of, token_ids_of
 from titan_rl.rollout.environment.seats import MessagePlayer, Player, SeatOutError, TokenPlayer
 from titan_rl.rollout.group.boundary import RolloutEnded

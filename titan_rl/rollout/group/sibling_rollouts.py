@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from titan_rl.errors import StrayCancellationError
+from titan_rl.core.errors import StrayCancellationError
 from titan_rl.rollout.types import Rollout, RolloutStatus
 
 logger = logging.getLogger(__name__)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from titan_rl.calls import stopwatch
-from titan_rl.calls.bounded import BoundedCall
-from titan_rl.calls.stopwatch import Stopwatch
+from titan_rl.core.calls import stopwatch
+from titan_rl.core.calls.bounded import BoundedCall
+from titan_rl.core.calls.stopwatch import Stopwatch
+from titan_rl.core.tracing.spans import span
 from titan_rl.rollout.copies import completion_of
-from titan_rl.tracing.spans import span
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams
 
 RETURN_S = 60.0

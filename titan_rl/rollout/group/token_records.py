@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from titan_rl.arrays import token_array
+from titan_rl.core.arrays import token_array
 from titan_rl.rollout.contexts import num_shared
 from titan_rl.rollout.renderer.token_texts import TokenTexts
 from titan_rl.rollout.types import Rollout, RolloutStatus, Turn

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from titan_rl.calls.plain import plain_json
+from titan_rl.core.calls.plain import plain_json
 from titan_rl.rollout.types import Rollout
 
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from titan_rl.calls.stopwatch import Stopwatch
+from titan_rl.core.calls.stopwatch import Stopwatch
 from titan_rl.rollout.contexts import Contexts
 from titan_rl.rollout.group.boundary import EndsWith, RolloutEnded
 from titan_rl.rollout.group.rollout_ids import turn_seed

@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from titan_rl.errors import ModelError, RequestError
+from titan_rl.core.errors import ModelError, RequestError
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.rollout.renderer.types import ParsedToolCall, Tools
 from titan_rl.rollout.types import Message

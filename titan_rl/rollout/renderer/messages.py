@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, cast
 
-from titan_rl.calls.plain import snapshot
+from titan_rl.core.calls.plain import snapshot
 from titan_rl.rollout.renderer.types import ParsedResponse
 from titan_rl.rollout.types import Message
 

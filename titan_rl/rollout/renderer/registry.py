@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from titan_rl.calls.imports import find_function
+from titan_rl.core.calls.imports import find_function
 from titan_rl.rollout.renderer.auto import keeping_reasoning, suitable_renderer
 from titan_rl.rollout.renderer.chat_template import ChatTemplateRenderer
 from titan_rl.rollout.renderer.types import Renderer

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from titan_rl.calls.parsing import parse_json
-from titan_rl.errors import MissingExtraError, ModelError
+from titan_rl.core.calls.parsing import parse_json
+from titan_rl.core.errors import MissingExtraError, ModelError
 
 _TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
 """What transformers warns of once, on standard error; here model.max_context is the limit."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
-from titan_rl.errors import ModelError
+from titan_rl.core.errors import ModelError
 from titan_rl.rollout.renderer.messages import renderable
 from titan_rl.rollout.renderer.types import Renderer, Tools
 from titan_rl.rollout.types import Message

@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 
-from titan_rl.calls.ctrl_c import is_ctrl_c
-from titan_rl.calls.user_code import summary, where
-from titan_rl.errors import RewardError
+from titan_rl.core.calls.ctrl_c import is_ctrl_c
+from titan_rl.core.calls.user_code import summary, where
+from titan_rl.core.errors import RewardError
 from titan_rl.rollout.types import Rollout, RolloutGroup
 
 AdvantageFn = Callable[[Sequence[float]], Sequence[float]]

@@ -8,8 +8,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from titan_rl.calls.user_code import Failure
-from titan_rl.errors import RewardError
+from titan_rl.core.calls.user_code import Failure
+from titan_rl.core.errors import RewardError
 from titan_rl.rollout.rewards.judging_pause import JudgingPause
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus

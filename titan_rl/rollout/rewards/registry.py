@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from titan_rl.calls.imports import find_function
+from titan_rl.core.calls.imports import find_function
 from titan_rl.rollout.rewards.advantages import (
     AdvantageFn,
     batch_mean,

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Literal, TypeVar, cast
 
-from titan_rl.calls.bounded import OutOfTimeError, bounded
-from titan_rl.calls.ctrl_c import is_ctrl_c
-from titan_rl.calls.plain import safe_text, snapshot
-from titan_rl.calls.threads import DaemonThreads
-from titan_rl.calls.user_code import place_of, summary, where
-from titan_rl.errors import RewardError
+from titan_rl.core.calls.bounded import OutOfTimeError, bounded
+from titan_rl.core.calls.ctrl_c import is_ctrl_c
+from titan_rl.core.calls.plain import safe_text, snapshot
+from titan_rl.core.calls.threads import DaemonThreads
+from titan_rl.core.calls.user_code import place_of, summary, where
+from titan_rl.core.errors import RewardError
 from titan_rl.rollout.copies import completion_to_give
 from titan_rl.rollout.types import Rollout, Turn
 from titan_rl.types import float_or_none

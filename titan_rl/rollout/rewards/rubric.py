@@ -22,11 +22,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast, get_args
 
-from titan_rl.errors import RewardError
+from titan_rl.core.errors import RewardError
+from titan_rl.core.tracing.spans import span
 from titan_rl.rollout.rewards.reward import EnvReward, FunctionReward, Reward, RewardFn, WeightedReward
 from titan_rl.rollout.rewards.reward_calls import FailurePolicy, UserFunction, about, checked, copy_of, together
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
-from titan_rl.tracing.spans import span
 from titan_rl.types import float_or_none
 
 Combine = Literal["mean", "sum"]

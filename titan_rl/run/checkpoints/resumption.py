@@ -10,7 +10,7 @@ from pathlib import Path
 from titan_rl.config.changes import check_unchanged
 from titan_rl.config.model_identity import changed_parts
 from titan_rl.config.run import RunConfig
-from titan_rl.errors import CheckpointError, DamagedCheckpointError
+from titan_rl.core.errors import CheckpointError, DamagedCheckpointError
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.journal.journal_state import JournalContents, read_segments
 from titan_rl.run.journal.run_state import RunState

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from titan_rl.errors import CheckpointError
+from titan_rl.core.errors import CheckpointError
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.journal.run_state import RunState

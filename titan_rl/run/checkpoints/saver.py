@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from titan_rl.calls.threads import in_thread
 from titan_rl.config.sections import CheckpointConfig
-from titan_rl.errors import NoSpaceError
+from titan_rl.core.calls.threads import in_thread
+from titan_rl.core.errors import NoSpaceError
+from titan_rl.core.tracing.spans import span
 from titan_rl.run.checkpoints.completion import complete, is_complete
 from titan_rl.run.machine.disk_space import free_bytes, gigabytes, no_space, require_room, size_of
-from titan_rl.tracing.spans import span
 from titan_rl.training.protocol import Trainer
 from titan_rl.training.state.checkpoint import being_written, keep_last, list_checkpoints, step_directory, step_of
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from titan_rl.calls.user_code import reason
+from titan_rl.core.calls.user_code import reason
 from titan_rl.run.checkpoints.saver import CheckpointSaver
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.stages.trainer_calls import TrainerCalls

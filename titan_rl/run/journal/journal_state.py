@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from titan_rl.errors import CheckpointError
+from titan_rl.core.errors import CheckpointError
 from titan_rl.run.journal.log_format import read_log
 from titan_rl.run.journal.records import (
     AssignRecord,

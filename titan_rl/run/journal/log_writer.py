@@ -16,7 +16,7 @@ from io import FileIO
 from pathlib import Path
 from typing import TypeVar
 
-from titan_rl.errors import CheckpointError, NoSpaceError, means_no_space
+from titan_rl.core.errors import CheckpointError, NoSpaceError, means_no_space
 from titan_rl.run.journal.log_format import frame
 
 logger = logging.getLogger(__name__)

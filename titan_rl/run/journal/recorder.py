@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from titan_rl.errors import RequestError
+from titan_rl.core.errors import RequestError
 from titan_rl.generation.listening import listener, listening
 from titan_rl.generation.partial import Partial
 from titan_rl.generation.request import EngineRequest, OnChunk

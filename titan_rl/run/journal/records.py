@@ -1,7 +1,7 @@
 """What a journal holds. Encoded as MessagePack and decoded by type: reading one executes nothing.
 
 MessagePack has no word for integers beyond 64 bits and for lone surrogates. The former are an extension of it, the
-latter escaped, so that messages come back as `titan_rl.calls.plain.plain` makes them, and other text as it was.
+latter escaped, so that messages come back as `titan_rl.core.calls.plain.plain` makes them, and other text as it was.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 
-from titan_rl.arrays import token_array
-from titan_rl.calls.plain import plain
-from titan_rl.calls.user_code import Failure
+from titan_rl.core.arrays import token_array
+from titan_rl.core.calls.plain import plain
+from titan_rl.core.calls.user_code import Failure
 from titan_rl.rollout.types import Message, Rollout, RolloutGroup
 from titan_rl.run.journal.stored import (
     StoredCompletion,

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from titan_rl.calls.threads import in_thread
-from titan_rl.errors import CheckpointError, NoSpaceError, means_no_space
+from titan_rl.core.calls.threads import in_thread
+from titan_rl.core.errors import CheckpointError, NoSpaceError, means_no_space
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.run.journal.journal_state import JournalContents, read_segments
 from titan_rl.run.journal.log_writer import LogWriter, flush_entry

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titan_rl.calls.parsing import parse_json
-from titan_rl.errors import CheckpointError
+from titan_rl.core.calls.parsing import parse_json
+from titan_rl.core.errors import CheckpointError
 
 FILE = "run_state.json"
 

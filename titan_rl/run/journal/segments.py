@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from titan_rl.errors import CheckpointError
+from titan_rl.core.errors import CheckpointError
 
 SEGMENT_BYTES = 1 << 28
 

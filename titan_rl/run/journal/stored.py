@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import msgspec
 
-from titan_rl.arrays import (
+from titan_rl.core.arrays import (
     LOGPROBS,
     TOKENS,
     ExpertRows,

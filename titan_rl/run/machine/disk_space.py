@@ -8,7 +8,7 @@ from pathlib import Path
 
 from titan_rl.config.model_folder import BYTES, count_parameters
 from titan_rl.config.run import RunConfig
-from titan_rl.errors import ConfigError, NoSpaceError
+from titan_rl.core.errors import ConfigError, NoSpaceError
 
 LEFT_FREE = 1 << 24
 """Bytes that a checkpoint leaves for journal, metrics and logs, which go on when it is not written for lack of room."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from titan_rl.calls.threads import UsersThreads
+from titan_rl.core.calls.threads import UsersThreads
 
 T = TypeVar("T")
 

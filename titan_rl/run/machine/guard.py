@@ -37,7 +37,7 @@ def guarded(root: Path, run_id: str, advice: str) -> Generator[None]:
         run_id: in the names of the run's weights in shared memory.
         advice: what the user is told when the process has to be killed.
     """
-    from titan_rl.calls.plain import terminal_text
+    from titan_rl.core.calls.plain import terminal_text
 
     if not HAS_DESCRIPTORS:
         yield
@@ -120,7 +120,7 @@ def _end(process: int, advice: str) -> None:
 def _clean_up(root: Path, run_id: str) -> None:
     """The other processes of the run end with it, and only then give up the locks of their folders."""
     sys.path.append(str(Path(__file__).parents[3]))
-    from titan_rl.actors.hosts.scratch import clean_up_after_dead_runs
+    from titan_rl.cluster.hosts.scratch import clean_up_after_dead_runs
     from titan_rl.weights.shard_files.shard_folder import shard_folders
 
     deadline = time.monotonic() + CLEANING_S

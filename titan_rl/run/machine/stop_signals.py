@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Generator
 from types import FrameType, TracebackType
 
-from titan_rl.calls.plain import terminal_text
+from titan_rl.core.calls.plain import terminal_text
 from titan_rl.run.machine.guard import ONE_STOP_S, STOPS
 
 REACTION_S = 3.0

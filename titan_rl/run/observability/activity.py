@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from titan_rl.cluster.hosts.history import HostHistory
 from titan_rl.generation.router.pool import ReplicaStatus
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.generation.types import GaugeSummary
-from titan_rl.run.hosts.history import HostHistory
 from titan_rl.run.observability.peak import Peak
 from titan_rl.run.terminal.view import SLOT_STYLES, ReplicaLook, RunLook
 from titan_rl.scheduling.group_state import GroupState

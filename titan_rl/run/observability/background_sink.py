@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from titan_rl.metrics.sinks.types import MetricSink
 from titan_rl.run.observability.best_effort import BestEffort, Tell
-from titan_rl.sinks.types import MetricSink
 
 CLOSE_TIMEOUT_S = 30.0
 MAX_WAITING = 10_000  # records; a sink that is further behind loses the newest

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from titan_rl.calls.ctrl_c import is_ctrl_c
-from titan_rl.calls.user_code import summary
+from titan_rl.core.calls.ctrl_c import is_ctrl_c
+from titan_rl.core.calls.user_code import summary
 
 logger = logging.getLogger(__name__)
 

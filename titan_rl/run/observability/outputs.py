@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Generator, Mapping
 
 from titan_rl.config.run import RunConfig
+from titan_rl.metrics.sinks.types import MetricSink
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.observability.progress import Progress, Verbosity
 from titan_rl.run.observability.sinks import Sinks, open_sinks
-from titan_rl.sinks.types import MetricSink
 
 
 @contextlib.contextmanager

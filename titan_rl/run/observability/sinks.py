@@ -6,12 +6,12 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from functools import partial
 
+from titan_rl.metrics.sinks.registry import find_sink
+from titan_rl.metrics.sinks.settings import LoggingConfig
+from titan_rl.metrics.sinks.types import MetricSink, SinkSpec
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.observability.background_sink import BackgroundSink
 from titan_rl.run.observability.best_effort import BestEffort, Tell
-from titan_rl.sinks.registry import find_sink
-from titan_rl.sinks.settings import LoggingConfig
-from titan_rl.sinks.types import MetricSink, SinkSpec
 
 
 class JSONLSink:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from enum import Enum
 
-from titan_rl.tracing.spans import Track
+from titan_rl.core.tracing.spans import Track
 
 
 class Stage(Enum):

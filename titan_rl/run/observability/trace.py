@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
-from titan_rl.sinks.settings import LoggingConfig
-from titan_rl.tracing.spans import recording
+from titan_rl.core.tracing.spans import recording
+from titan_rl.metrics.sinks.settings import LoggingConfig
 
 
 def traced(

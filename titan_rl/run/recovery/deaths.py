@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from titan_rl.actors.processes.respawns import RespawnLimit, Respawns
-from titan_rl.errors import ActorDiedError
+from titan_rl.cluster.processes.respawns import RespawnLimit, Respawns
+from titan_rl.core.errors import ActorDiedError
 from titan_rl.training.data.sample import TrainingSample
 
 TRAINER = "trainer"

@@ -21,14 +21,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from titan_rl.calls.telling import logged
-from titan_rl.errors import ActorDiedError, DamagedCheckpointError, StateDictError, TrainingError
+from titan_rl.core.calls.telling import logged
+from titan_rl.core.errors import ActorDiedError, DamagedCheckpointError, StateDictError, TrainingError
+from titan_rl.core.tracing.spans import span
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.recovery.deaths import Deaths
 from titan_rl.run.recovery.trained_steps import TrainedSteps
 from titan_rl.run.recovery.trainer_group import MortalTrainer, TrainerGroup
 from titan_rl.scheduling.batches.batch import step_from
-from titan_rl.tracing.spans import span
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.protocol import StepResult
 from titan_rl.training.state.checkpoint import list_checkpoints, step_of

@@ -11,19 +11,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from titan_rl.calls.first_error import FirstError
-from titan_rl.calls.parsing import parse_json
+from titan_rl.cluster.host_tasks import hosts_watcher
+from titan_rl.cluster.hosts.history import HostHistory
+from titan_rl.cluster.hosts.requests import HostFiles
 from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.make_renderer import make_renderer, told_of_template
 from titan_rl.config.run import RunConfig
-from titan_rl.errors import CheckpointError, MissingExtraError
+from titan_rl.core.calls.first_error import FirstError
+from titan_rl.core.calls.parsing import parse_json
+from titan_rl.core.errors import CheckpointError, MissingExtraError
 from titan_rl.run.beside import beside
 from titan_rl.run.checkpoints.resumption import Resumption
 from titan_rl.run.directory import RunDirectory, run_name
 from titan_rl.run.end_messages import EndMessages
-from titan_rl.run.hosts.history import HostHistory
-from titan_rl.run.hosts.requests import HostFiles
-from titan_rl.run.hosts.watching import hosts_watcher
 from titan_rl.run.in_order import check_resumption, open_run_dir, run_in_order
 from titan_rl.run.machine.environment import file_modes
 from titan_rl.run.machine.stop_signals import StopSignals, tell_on_stderr
@@ -184,7 +184,7 @@ async def _run(
     verbosity: Verbosity,
 ) -> None:
     with status("loading what trains models", verbosity):
-        from titan_rl.actors.trainer_processes import start_trainer
+        from titan_rl.cluster.trainer_processes import start_trainer
 
     config = workers.config
     await asyncio.sleep(0)  # a signal that came during those imports stops the run here

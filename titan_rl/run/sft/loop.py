@@ -11,13 +11,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from titan_rl.calls.threads import in_thread
+from titan_rl.cluster.hosts.history import HostHistory
 from titan_rl.config.run import RunConfig
-from titan_rl.errors import NoSpaceError
+from titan_rl.core.calls.threads import in_thread
+from titan_rl.core.errors import NoSpaceError
 from titan_rl.run.checkpoints.saver import CheckpointSaver
 from titan_rl.run.checkpoints.saving import RunSaving
 from titan_rl.run.directory import RunDirectory
-from titan_rl.run.hosts.history import HostHistory
 from titan_rl.run.journal.run_state import RunState
 from titan_rl.run.machine.disk_space import checkpoint_bytes
 from titan_rl.run.observability.progress import Progress

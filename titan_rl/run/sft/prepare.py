@@ -10,15 +10,15 @@ from pathlib import Path
 from titan_rl.config.effects import reset_without_effect
 from titan_rl.config.make_renderer import make_renderer
 from titan_rl.config.run import RunConfig
-from titan_rl.errors import ConfigError, DataError
+from titan_rl.core.errors import ConfigError, DataError
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.renderer.messages import renderable
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.run.sft.batches import batches, hold_out
 from titan_rl.run.sft.sources import Found, best_rollouts, read_chats, task_demonstrations
 from titan_rl.run.sft.token_source import TokenSource
-from titan_rl.tiny_model import make_tiny_model
 from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
+from titan_rl.training.tiny_model import make_tiny_model
 
 TEXTS = 500
 """Conversations that the words of a tiny model are taken from."""

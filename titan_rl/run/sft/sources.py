@@ -9,11 +9,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
-from titan_rl.calls.bounded import OutOfTimeError
-from titan_rl.calls.parsing import parse_json
-from titan_rl.calls.threads import call_within
-from titan_rl.calls.user_code import describe
-from titan_rl.errors import ConfigError, DataError
+from titan_rl.core.calls.bounded import OutOfTimeError
+from titan_rl.core.calls.parsing import parse_json
+from titan_rl.core.calls.threads import call_within
+from titan_rl.core.calls.user_code import describe
+from titan_rl.core.errors import ConfigError, DataError
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.rollout.task import DEMONSTRATED_CALL_S, DemonstratingTask, Demonstration, Task, calling, wrong_result
 

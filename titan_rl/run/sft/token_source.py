@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from titan_rl.errors import DataError
+from titan_rl.core.errors import DataError
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.run.sft.sources import Found
 from titan_rl.training.data.demonstrations import DemonstrationTokens, encode

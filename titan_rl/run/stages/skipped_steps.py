@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from titan_rl.errors import TrainingError, listed
+from titan_rl.core.errors import TrainingError, listed
 from titan_rl.training.protocol import StepResult
 
 logger = logging.getLogger(__name__)

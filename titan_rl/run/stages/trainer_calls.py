@@ -7,7 +7,7 @@ import logging
 from collections.abc import Coroutine
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from titan_rl.calls.cancellation import stray_cancellation_fails
+from titan_rl.core.calls.cancellation import stray_cancellation_fails
 from titan_rl.training.protocol import Trainer
 
 logger = logging.getLogger(__name__)

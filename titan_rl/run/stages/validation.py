@@ -10,7 +10,7 @@ from typing import Any
 
 from titan_rl.config.run import RunConfig
 from titan_rl.config.suites import ResolvedSuite
-from titan_rl.errors import RewardError, TrainingError
+from titan_rl.core.errors import RewardError, TrainingError
 from titan_rl.rollout.group.failures import ErrorCounts
 from titan_rl.rollout.task import measured
 from titan_rl.rollout.types import RolloutGroup

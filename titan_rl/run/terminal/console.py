@@ -10,7 +10,7 @@ from typing import TextIO
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from titan_rl.calls.plain import terminal_text
+from titan_rl.core.calls.plain import terminal_text
 from titan_rl.run.terminal.standard_streams import silence
 
 logger = logging.getLogger(__name__)

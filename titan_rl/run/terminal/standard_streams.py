@@ -8,7 +8,7 @@ import shlex
 import sys
 from typing import TextIO
 
-from titan_rl.calls.plain import terminal_text
+from titan_rl.core.calls.plain import terminal_text
 
 
 class OutputError(Exception):

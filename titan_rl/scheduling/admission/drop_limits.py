@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
-from titan_rl.errors import TrainingError
+from titan_rl.core.errors import TrainingError
 from titan_rl.rollout.group.failures import ErrorCounts
 from titan_rl.rollout.types import RolloutGroup, RolloutStatus
 from titan_rl.scheduling.filters import EQUAL_REWARDS_ADVICE, LOST

@@ -11,8 +11,8 @@ from typing import Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
+from titan_rl.core.settings import Section
 from titan_rl.scheduling.mix.curriculum import CurriculumState
-from titan_rl.settings import Section
 
 
 class InOrder(Section):

@@ -13,7 +13,7 @@ them numbers, strings, lists, dicts, None."""
 @runtime_checkable
 class Curriculum(Protocol):
     """Chooses the samples of one task by their numbers. `curriculum = {type = "module:Class"}` of one of `[[tasks]]`
-    names an implementation that is also a `titan_rl.settings.Section`; the other keys are its fields.
+    names an implementation that is also a `titan_rl.core.settings.Section`; the other keys are its fields.
 
     It holds nothing itself: its methods are given a state, which the last two change in place. After a stop or a kill
     the state is what it was, without `next_sample` being asked again for the groups that there are.

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from titan_rl.errors import CheckpointError
+from titan_rl.core.errors import CheckpointError
 from titan_rl.rollout.task import calling
 from titan_rl.scheduling.mix.curriculum import CurriculumState
 from titan_rl.scheduling.mix.shares import Shares

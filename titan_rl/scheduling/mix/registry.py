@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from titan_rl.core.settings import Section
 from titan_rl.scheduling.mix.curricula import ByDifficulty, InOrder, Stages
-from titan_rl.settings import Section
 
 BY_NAME: dict[str, type[Section]] = {"in_order": InOrder, "by_difficulty": ByDifficulty, "stages": Stages}
 """Those that `curriculum = {type = ...}` names."""

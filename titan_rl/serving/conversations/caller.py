@@ -7,7 +7,7 @@ from typing import Protocol
 
 from starlette.requests import Request
 
-from titan_rl.errors import RequestError
+from titan_rl.core.errors import RequestError
 from titan_rl.rollout.renderer.types import Tools
 from titan_rl.rollout.types import Message
 from titan_rl.serving.conversations.sessions import Conversation, Conversations

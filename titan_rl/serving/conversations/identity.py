@@ -24,7 +24,7 @@ from typing import Any, cast
 
 import msgspec
 
-from titan_rl.calls.plain import plain_json
+from titan_rl.core.calls.plain import plain_json
 from titan_rl.rollout.renderer.types import Tools
 from titan_rl.rollout.types import Message
 

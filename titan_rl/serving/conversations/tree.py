@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from sys import getsizeof
 from typing import Any, cast
 
-from titan_rl.calls.plain import snapshot
-from titan_rl.calls.user_code import summary
-from titan_rl.errors import RequestError
+from titan_rl.core.calls.plain import snapshot
+from titan_rl.core.calls.user_code import summary
+from titan_rl.core.errors import RequestError
 from titan_rl.rollout.renderer.messages import renderable
 from titan_rl.rollout.renderer.types import Renderer, Tools
 from titan_rl.rollout.types import Message

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from titan_rl.calls.plain import plain_json
+from titan_rl.core.calls.plain import plain_json
 from titan_rl.rollout.types import RolloutStatus
 from titan_rl.serving.episodes.episode import Episode
 from titan_rl.serving.http.api_error import ApiError

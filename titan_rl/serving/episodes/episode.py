@@ -11,8 +11,8 @@ from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 
-from titan_rl.calls.user_code import Failure
-from titan_rl.errors import BusyError, EpisodeEndedError, RequestError
+from titan_rl.core.calls.user_code import Failure
+from titan_rl.core.errors import BusyError, EpisodeEndedError, RequestError
 from titan_rl.rollout.copies import completion_of
 from titan_rl.rollout.renderer.types import Renderer, Tools
 from titan_rl.rollout.types import Message, Rollout, RolloutStatus, Turn

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from titan_rl.errors import RequestError
+from titan_rl.core.errors import RequestError
 
 Answer = tuple[str, int]
 """What a client knows a completion by: the id of the answer, and which of its choices."""

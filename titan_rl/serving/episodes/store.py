@@ -8,7 +8,7 @@ import hmac
 import secrets
 from dataclasses import replace
 
-from titan_rl.errors import BusyError
+from titan_rl.core.errors import BusyError
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.serving.episodes.episode import Episode
 from titan_rl.serving.episodes.limits import EpisodeLimits

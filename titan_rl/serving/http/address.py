@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import socket
 
-from titan_rl.calls.loopback import names_this_machine
-from titan_rl.errors import ConfigError
+from titan_rl.core.calls.loopback import names_this_machine
+from titan_rl.core.errors import ConfigError
 from titan_rl.serving.http.keys import Keys
 
 

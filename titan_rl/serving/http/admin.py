@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from titan_rl.errors import StateDictError, UnavailableWeightsError
+from titan_rl.core.errors import StateDictError, UnavailableWeightsError
 from titan_rl.serving.http.api_error import ApiError
 from titan_rl.serving.http.body import Body, read
 from titan_rl.serving.http.keys import ADMIN_PREFIX

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from titan_rl.errors import (
+from titan_rl.core.errors import (
     ActorDiedError,
     BusyError,
     EpisodeEndedError,

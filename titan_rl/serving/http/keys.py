@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 from collections.abc import Iterable
 
-from titan_rl.errors import ConfigError
+from titan_rl.core.errors import ConfigError
 
 OPEN_PATHS = ("/health",)
 ADMIN_PREFIX = "/admin/"

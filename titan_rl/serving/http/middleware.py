@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Mapping
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from titan_rl.calls.loopback import host_of, names_this_machine
+from titan_rl.core.calls.loopback import host_of, names_this_machine
 from titan_rl.serving.http.api_error import ApiError, api_error_of
 from titan_rl.serving.http.dialect import OPENAI, Dialect
 from titan_rl.serving.http.exchange import send_error

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titan_rl.arrays import LOGPROBS, TOKENS, VERSIONS, MaskArray, NumberArray
-from titan_rl.calls.user_code import describe
-from titan_rl.errors import DataError
+from titan_rl.core.arrays import LOGPROBS, TOKENS, VERSIONS, MaskArray, NumberArray
+from titan_rl.core.calls.user_code import describe
+from titan_rl.core.errors import DataError
 from titan_rl.rollout.renderer.messages import renderable
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.task import Demonstration

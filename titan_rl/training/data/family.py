@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from titan_rl.arrays import common_length, token_array
+from titan_rl.core.arrays import common_length, token_array
 from titan_rl.training.data.sample import TrainingSample
 
 SHORTEST = 8

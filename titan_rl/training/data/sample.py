@@ -10,7 +10,7 @@ from typing import Any
 @dataclass(frozen=True, slots=True)
 class TrainingSample:
     """One token sequence of a rollout. All per-token fields have the length of `token_ids`, and are any sequences;
-    `build_samples` makes packed ones, see `titan_rl.arrays`.
+    `build_samples` makes packed ones, see `titan_rl.core.arrays`.
 
     Position t holds the values of token t itself, not of the token after it. Where `loss_mask[t]` is False
     (prompt and environment tokens) logprob, advantage and a temperature of its own are 0 and version is -1.

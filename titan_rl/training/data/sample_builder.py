@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from titan_rl.arrays import (
+from titan_rl.core.arrays import (
     LOGPROBS,
     TOKENS,
     VERSIONS,

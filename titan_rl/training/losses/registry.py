@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from titan_rl.calls.imports import find_function
+from titan_rl.core.calls.imports import find_function
 from titan_rl.training.losses.types import LossFn
 
 BY_NAME = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from titan_rl.calls.user_code import Failure
+from titan_rl.core.calls.user_code import Failure
 from titan_rl.training.losses.registry import BY_NAME, find_loss
 from titan_rl.training.losses.types import ClipRange, LossTokens, TokenLoss
 

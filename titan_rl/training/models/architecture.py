@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import titan_rl.training.device  # noqa: F401  before torchtitan
-from titan_rl.errors import ModelError
+from titan_rl.core.errors import ModelError
 from titan_rl.training.attention.document_attention import DocumentAttention
 from titan_rl.training.models.vocabulary_head import VocabularyHead
 

@@ -17,8 +17,8 @@ from typing import Any, cast
 import torch
 
 import titan_rl.training.device  # noqa: F401  before torchtitan
-from titan_rl.calls.parsing import parse_json
-from titan_rl.errors import ModelError
+from titan_rl.core.calls.parsing import parse_json
+from titan_rl.core.errors import ModelError
 from titan_rl.training.models import ARCHITECTURES, Architecture
 from titan_rl.training.models.architecture import Dimensions
 from titan_rl.training.models.hf_weights import HFWeights

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from titan_rl.errors import ModelError
+from titan_rl.core.errors import ModelError
 from titan_rl.weights.types import SlicePosition
 
 

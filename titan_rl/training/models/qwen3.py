@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import titan_rl.training.device  # noqa: F401  before torchtitan
-from titan_rl.errors import ModelError
+from titan_rl.core.errors import ModelError
 from titan_rl.training.models.architecture import KEPT, Architecture, Dimensions
 from titan_rl.training.models.experts import moe_config
 from titan_rl.training.models.rope import HalvesRoPE, rope_scaling

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import titan_rl.training.device  # noqa: F401  before torchtitan
-from titan_rl.errors import ModelError
+from titan_rl.core.errors import ModelError
 
 # isort: split
 from torchtitan.models.common import ComplexRoPE, CosSinRoPE

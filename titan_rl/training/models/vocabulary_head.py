@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 import titan_rl.training.device  # noqa: F401  before torchtitan
-from titan_rl.training.objective.selected_logprobs import VocabularyShard, selected_logprobs
+from titan_rl.training.models.selected_logprobs import VocabularyShard, selected_logprobs
 
 # isort: split
 from torchtitan.models.common.linear import Linear

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from titan_rl.errors import ConfigError
+from titan_rl.core.errors import ConfigError
 from titan_rl.training.device import local_device  # before torchtitan
 from titan_rl.training.optimizer.compact_adam import CompactAdam
 from titan_rl.training.optimizer.registry import find_optimizer

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 import titan_rl.training.device  # noqa: F401  before torchtitan
-from titan_rl.errors import ConfigError
+from titan_rl.core.errors import ConfigError
 from titan_rl.training.attention.document_attention import DocumentAttention
 
 # isort: split

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from titan_rl.errors import TitanRLError, TrainingError
+from titan_rl.core.errors import TitanRLError, TrainingError
 from titan_rl.training.attention.context import ContextRanks
 from titan_rl.training.device import local_device
 

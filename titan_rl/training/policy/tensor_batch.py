@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from titan_rl.arrays import FREE_ROW, expert_rows
+from titan_rl.core.arrays import FREE_ROW, expert_rows
 from titan_rl.training.attention.attention import Document, Layout, layout_documents
 from titan_rl.training.data.family import Family
 from titan_rl.training.data.sample import TrainingSample

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from titan_rl.errors import CheckpointError, NoSpaceError, means_no_space
+from titan_rl.core.errors import CheckpointError, NoSpaceError, means_no_space
 
 _STEP = re.compile(r"step-(\d+)")
 

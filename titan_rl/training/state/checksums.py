@@ -16,8 +16,8 @@ from io import FileIO
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-from titan_rl.calls.parsing import parse_json
-from titan_rl.errors import DamagedCheckpointError
+from titan_rl.core.calls.parsing import parse_json
+from titan_rl.core.errors import DamagedCheckpointError
 
 NAME = "checksums.json"
 BLOCK = 1 << 23  # bytes; long enough to run at the disk's speed

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from titan_rl.calls.parsing import parse_json
+from titan_rl.core.calls.parsing import parse_json
 from titan_rl.training.settings import MADE_BY_SFT
 from titan_rl.training.state.checkpoint import atomic_directory
 from titan_rl.training.state.tensor_file import write_tensors

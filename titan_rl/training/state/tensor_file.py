@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from titan_rl.calls.parsing import parse_json
-from titan_rl.errors import DamagedCheckpointError
+from titan_rl.core.calls.parsing import parse_json
+from titan_rl.core.errors import DamagedCheckpointError
 from titan_rl.training.state.checksums import FileChecksum, SummingWriter
 from titan_rl.weights.types import SlicePosition, TensorSlice
 

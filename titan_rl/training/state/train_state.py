@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
-from titan_rl.calls.parsing import parse_json
-from titan_rl.errors import CheckpointError, DamagedCheckpointError, NoSpaceError
+from titan_rl.core.calls.parsing import parse_json
+from titan_rl.core.errors import CheckpointError, DamagedCheckpointError, NoSpaceError
 from titan_rl.training.parallel.parallel import local_slice, owned_slice
 from titan_rl.training.parallel.world import World
 from titan_rl.training.state.checkpoint import atomic_directory, temporary_of, unwritten

@@ -13,7 +13,7 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from titan_rl.errors import StateDictError
+from titan_rl.core.errors import StateDictError
 
 _HEADER = struct.Struct("<BBI")  # bytes of a word, bytes of a gap, number of changed words
 _SIGNED = {2: np.int16, 4: np.int32}

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from titan_rl.errors import StateDictError
+from titan_rl.core.errors import StateDictError
 from titan_rl.weights.relay import delta
 from titan_rl.weights.relay.chain import Sender
 from titan_rl.weights.relay.messages import (

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from titan_rl.errors import StateDictError
+from titan_rl.core.errors import StateDictError
 from titan_rl.weights.relay.download import Download, Reading, is_right
 from titan_rl.weights.relay.pace import Pace
 from titan_rl.weights.relay.remote_shard import RemoteShard

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from titan_rl.errors import StateDictError
+from titan_rl.core.errors import StateDictError
 
 _LENGTH = struct.Struct("<I")
 _HEAD = struct.Struct("<BIIIq")  # kind, index, bytes, CRC, base

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from titan_rl.errors import StateDictError
+from titan_rl.core.errors import StateDictError
 from titan_rl.weights.relay.messages import SILENCE_S, ConnectionLostError, Kind, receive, send, send_chunk
 from titan_rl.weights.relay.shard_copy import ShardCopy
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from titan_rl.errors import StateDictError
+from titan_rl.core.errors import StateDictError
 
 _SMALLEST, _LARGEST = 1 << 20, 16 << 20  # bytes of a chunk
 _CHUNKS = 512  # of a shard between the two: a chain of few hosts takes hardly longer than one

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from titan_rl.errors import StateDictError
+from titan_rl.core.errors import StateDictError
 
 ALIGNMENT = 64  # bytes: a cache line, and what vector loads like best
 BLOCK_WORDS = 131072  # 1 MiB: long enough for NumPy to run at full speed, short enough to stay in the cache

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from titan_rl.errors import StateDictError
+from titan_rl.core.errors import StateDictError
 from titan_rl.weights.shard_files.shard_file import ALIGNMENT, checksum, lock_published
 
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # all page-table entries at once, twice as fast as one fault at a time

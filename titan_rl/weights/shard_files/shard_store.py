@@ -8,7 +8,7 @@ from itertools import count
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from titan_rl.errors import StateDictError
+from titan_rl.core.errors import StateDictError
 from titan_rl.weights.shard_files.owned_folder import OwnedFolder
 from titan_rl.weights.shard_files.shard_file import ShardFile
 from titan_rl.weights.shard_files.shard_folder import clean_dead_shards, shard_folder

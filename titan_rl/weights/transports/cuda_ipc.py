@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from titan_rl.errors import StateDictError
+from titan_rl.core.errors import StateDictError
 from titan_rl.weights.assembly import assemble
 from titan_rl.weights.layout import fill, lay_out, size_of
 from titan_rl.weights.shard_files.shard_file import BLOCK_WORDS, ShardFile, lock_published

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from monarch.rdma import RDMABuffer, RDMATcpFallbackWarning
 
-from titan_rl.errors import StateDictError
+from titan_rl.core.errors import StateDictError
 from titan_rl.weights.assembly import assemble
 from titan_rl.weights.layout import Buffer
 from titan_rl.weights.shard_files.shard_file import checksum

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from titan_rl.errors import StateDictError
+from titan_rl.core.errors import StateDictError
 from titan_rl.weights.assembly import assemble
 from titan_rl.weights.layout import Buffer
 from titan_rl.weights.relay.host_reader import HostReader, ReadShard, WantedShard

@@ -1,0 +1,11 @@
+"""A process that answers pings, as actor processes do: `python pulsing.py SOCKET`. It says when it has begun."""
+
+import sys
+import threading
+from pathlib import Path
+
+from titan_rl.cluster.liveness.pulse import Duty, begin_pulse
+
+begin_pulse(Path(sys.argv[1]), Duty())
+print("pulsing", flush=True)
+threading.Event().wait()

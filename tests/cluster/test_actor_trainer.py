@@ -1,0 +1,130 @@
+"""What ranks write, and when it appears: they may be cut off, and go on beside those in their place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
+
+from titan_rl.cluster.actor_trainer import ActorTrainer
+from titan_rl.cluster.processes.remote_process import RemoteProcess
+from titan_rl.core.errors import ActorDiedError
+from titan_rl.training.data.sample import TrainingSample
+from titan_rl.training.protocol import StepResult
+from titan_rl.training.settings import TrainingConfig
+from titan_rl.training.state.checkpoint import atomic_directory, being_written
+
+
+class Endpoint:
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    async def call_one(self, *args: Any) -> Any:
+        answer = self._function(*args)
+        return await answer if isinstance(answer, Awaitable) else answer
+
+
+class Rank:
+    """Writes its own name into each folder, when it is told to finish or by itself."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.directory = Path()
+        self.begin_save = Endpoint(self._begin)
+        self.finish_save = Endpoint(self.write)
+        self.export = Endpoint(self._export)
+
+    def _begin(self, directory: Path, run_state: dict[str, Any]) -> int:
+        self.directory = directory
+        return run_state["step"]
+
+    def _export(self, path: Path) -> None:
+        self.directory = path
+        self.write()
+
+    def write(self) -> None:
+        with atomic_directory(self.directory) as folder:
+            (folder / "weights").write_text(self._name)
+
+
+def trainer_of(rank: Rank) -> ActorTrainer:
+    return ActorTrainer(RemoteProcess("trainer"), [rank], TrainingConfig())
+
+
+@pytest.mark.parametrize("old_writes", ["before the other", "while the other does", "after the other"])
+async def test_a_trainer_that_is_cut_off_and_goes_on_writing_puts_nothing_in_place(tmp_path: Path, old_writes: str):
+    old, other = Rank("old"), Rank("other")
+    cut_off, in_its_place = trainer_of(old), trainer_of(other)
+    await cut_off.begin_save(tmp_path, {"step": 4})
+    cut_off.end("nothing has been heard of its host for 3 s")
+    if old_writes == "before the other":
+        old.write()
+        assert not (tmp_path / "step-000004").exists()
+    assert await in_its_place.begin_save(tmp_path, {"step": 4}) == 4
+    if old_writes == "while the other does":
+        old.write()
+    await in_its_place.finish_save()
+    if old_writes == "after the other":
+        old.write()
+    with pytest.raises(ActorDiedError):
+        await cut_off.finish_save()
+    assert (tmp_path / "step-000004" / "weights").read_text() == "other"
+
+    await in_its_place.begin_save(tmp_path, {"step": 5})
+    await in_its_place.finish_save()
+    assert sorted(os.listdir(tmp_path)) == ["step-000004", "step-000005"], "nothing is left of it"
+
+
+async def test_ranks_that_share_rows_are_sent_the_same() -> None:
+    sent: list[Any] = []
+
+    class Told(Rank):
+        def __init__(self) -> None:
+            super().__init__("told")
+            self.train = Endpoint(self._train)
+
+        def _train(self, plan: Any) -> StepResult:
+            sent.append(plan)
+            return StepResult(1, {})
+
+    settings = TrainingConfig(data_parallel=2, context_parallel=2)
+    trainer = ActorTrainer(RemoteProcess("trainer"), [Told() for _ in range(settings.num_ranks)], settings)
+    samples = [
+        TrainingSample("g", name, [1, 2], [False, True], [0.0, -1.0], [0.0, 1.0], [-1, 0], temperature=1.0)
+        for name in ("g/0", "g/1")
+    ]
+    await trainer.step(samples)
+    assert sent[0] == sent[1] != sent[2] == sent[3]
+
+
+async def test_what_is_being_written_is_seen_and_appears_whole(tmp_path: Path):
+    rank = Rank("only")
+    trainer = trainer_of(rank)
+    await trainer.begin_save(tmp_path, {"step": 1})
+    with atomic_directory(rank.directory):
+        (folder,) = being_written(tmp_path, "step-000001")
+        assert folder.name.endswith(".tmp")
+    assert [path.name for path in being_written(tmp_path)] == [rank.directory.name]
+    await trainer.finish_save()
+    assert os.listdir(tmp_path) == ["step-000001"]
+
+
+async def test_an_export_replaces_the_one_before_and_other_files_stay(tmp_path: Path):
+    (tmp_path / ".step-000001.other").mkdir()
+    for name in ("first", "second"):
+        await trainer_of(Rank(name)).export(tmp_path / "export")
+    assert (tmp_path / "export" / "weights").read_text() == "second"
+    assert sorted(os.listdir(tmp_path)) == [".step-000001.other", "export"]
+
+
+@pytest.mark.parametrize("host_is_lost", [True, False])
+async def test_the_loss_of_its_host_is_no_death_that_counts(host_is_lost: bool):
+    trainer = trainer_of(Rank("only"))
+    trainer.remote.end("nothing is heard of it", excused=host_is_lost)
+    assert await trainer.ended() == "trainer died: nothing is heard of it"
+    assert trainer.excused is host_is_lost

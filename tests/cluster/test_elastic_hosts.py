@@ -1,0 +1,326 @@
+"""Hosts that leave, or cannot be used: what the run shows of them meanwhile, and what it leaves there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
+
+from titan_rl.cluster.elastic_hosts import ElasticHosts
+from titan_rl.cluster.hosts.hosts import Hosts
+from titan_rl.cluster.hosts.preflight import HostNeeds
+from titan_rl.cluster.liveness.host_monitor import HostMonitor
+from titan_rl.cluster.liveness.reports import receive, send
+from titan_rl.cluster.processes.remote_process import RemoteProcess
+from titan_rl.config.hosts import HostsConfig
+from titan_rl.core.errors import ActorDiedError, ConfigError
+
+
+class Endpoint:
+    def __init__(self, function: Callable[..., Awaitable[Any]]) -> None:
+        self.call_one = function
+
+
+class LeavingHosts:
+    """Hosts, which take their time to leave."""
+
+    config = HostsConfig()
+
+    def __init__(self, *names: str) -> None:
+        self.hosts = {
+            name: SimpleNamespace(name=name, worker="10.0.0.2:22222", worker_id="c81e") for name in names or ("there",)
+        }
+        self.may_end = asyncio.Event()
+        self.lost: dict[str, tuple[Any, str]] = {}
+        self.leaving: dict[str, str] = {}
+        self.lost_early: dict[str, str] = {}
+        self.on_leaving: Callable[[Any, str], object] = lambda host, reason: None
+
+    def is_about_to_go(self, name: str) -> None:
+        self.leaving[name] = "its worker got SIGTERM"
+        self.on_leaving(self.hosts[name], self.leaving[name])
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.hosts)
+
+    def __iter__(self):
+        return iter(self.hosts.values())
+
+    def __getitem__(self, name: str) -> Any:
+        return self.hosts[name]
+
+    async def detach(self, name: str) -> None:
+        del self.hosts[name]
+        self.leaving.pop(name, None)
+        await self.may_end.wait()
+
+
+class Processes:
+    def __init__(self, hosts: LeavingHosts) -> None:
+        self.hosts = hosts
+
+    def names_by_host(self) -> dict[str, list[str]]:
+        return {}
+
+    async def leave(self, host: str, why: str) -> None: ...
+
+    def host_lost(self, host: Any, why: str) -> None: ...
+
+
+async def test_what_becomes_of_hosts_is_in_the_log(caplog: pytest.LogCaptureFixture):
+    hosts, told = LeavingHosts(), list[str]()
+    hosts.may_end.set()
+    elastic = ElasticHosts(Processes(hosts), told.append)  # pyright: ignore[reportArgumentType]
+    with caplog.at_level("WARNING"):
+        await elastic.drain("there", "it was asked to")
+    assert caplog.messages == told == ["host there is drained: it was asked to"]
+
+
+async def test_a_host_that_is_lost_while_it_drains_is_told_of_once():
+    hosts, told = LeavingHosts(), list[str]()
+
+    class Losing(Processes):
+        async def leave(self, host: str, why: str) -> None:
+            gone: Any = hosts.hosts.pop(host)
+            elastic._lost(gone, "it fell silent")  # pyright: ignore[reportPrivateUsage]
+
+    elastic = ElasticHosts(Losing(hosts), told.append)  # pyright: ignore[reportArgumentType]
+    await elastic.drain("there", "it was asked to")
+    assert told == ["host there is lost: it fell silent"]
+    assert [(host.name, host.state) for host in elastic.states()] == [("there", "gone")]
+
+
+@pytest.mark.parametrize(
+    ("state", "said"), [("left", "has left already: it was told to"), ("gone", "is lost already: it fell silent")]
+)
+async def test_who_has_a_host_drained_that_is_there_no_more_is_told_what_became_of_it(state: str, said: str):
+    hosts = LeavingHosts()
+    hosts.may_end.set()
+    elastic = ElasticHosts(Processes(hosts), lambda text: None)  # pyright: ignore[reportArgumentType]
+    if state == "left":
+        await elastic.drain("there", "it was told to")
+    else:
+        gone: Any = hosts.hosts.pop("there")
+        elastic._lost(gone, "it fell silent")  # pyright: ignore[reportPrivateUsage]
+    with pytest.raises(ConfigError, match=f"^host there {said}$"):
+        await elastic.drain("there", "once more")
+    with pytest.raises(ConfigError, match="there is no host 'nobody'"):
+        await elastic.drain("nobody", "why not")
+
+
+async def test_a_host_joins_until_its_processes_are_up(caplog: pytest.LogCaptureFixture):
+    class Joining(LeavingHosts):
+        config = HostsConfig(addresses=("10.0.0.2:22222",))
+
+        async def attach(self, workers: list[str]) -> list[Any]:
+            self.hosts["new"] = SimpleNamespace(name="new", worker=workers[0], worker_id="c81f")
+            return [self.hosts["new"]]
+
+    class Starting(Processes):
+        async def join(self, host: str) -> list[str]:
+            begun.set()
+            await up.wait()
+            return ["generator-7"]
+
+    begun, up, told = asyncio.Event(), asyncio.Event(), list[str]()
+    elastic = ElasticHosts(Starting(Joining()), told.append)  # pyright: ignore[reportArgumentType]
+    joining = asyncio.ensure_future(elastic.add("10.0.0.3:22222"))
+    await begun.wait()
+    states = {host.name: (host.state, host.reason) for host in elastic.states()}
+    assert states == {"there": ("in the run", ""), "new": ("joining", "its processes start")}
+    assert told == ["host new at 10.0.0.3:22222 joins, and its processes start"]
+    up.set()
+    await joining
+    assert [host.state for host in elastic.states()] == ["in the run", "in the run"]
+    assert caplog.messages == told
+    assert told[1:] == ["host new at 10.0.0.3:22222 has joined with generator-7"]
+
+
+async def test_a_host_is_known_all_the_while_that_it_leaves():
+    hosts = LeavingHosts()
+    elastic = ElasticHosts(Processes(hosts), lambda text: None)  # pyright: ignore[reportArgumentType]
+    leaving = asyncio.ensure_future(elastic.drain("there", "asked to"))
+    seen: list[str] = []
+    while hosts.names or not seen:
+        await asyncio.sleep(0)
+        ((state, address),) = [(host.state, host.address) for host in elastic.states()]  # else it would be taken in
+        assert address == "10.0.0.2:22222"
+        seen.append(state)
+    assert seen[-1] == "left"
+    hosts.may_end.set()
+    await leaving
+
+
+def test_a_host_that_was_lost_while_the_run_started_is_among_them():
+    hosts = LeavingHosts()
+    hosts.lost["other"] = SimpleNamespace(name="other", worker="10.0.0.3:22222"), "it fell silent"
+    elastic = ElasticHosts(Processes(hosts), lambda text: None)  # pyright: ignore[reportArgumentType]
+    states = [(host.name, host.address, host.state, host.reason) for host in elastic.states()]
+    assert states[1:] == [("other", "10.0.0.3:22222", "gone", "it fell silent")]
+
+
+def test_a_host_that_was_lost_before_it_had_a_name_is_among_them_by_its_address():
+    hosts = LeavingHosts()
+    hosts.lost_early["10.0.0.4:22222"] = "its worker has ended"
+    elastic = ElasticHosts(Processes(hosts), lambda text: None)  # pyright: ignore[reportArgumentType]
+    states = [(host.name, host.address, host.state, host.reason) for host in elastic.states()]
+    assert states[1:] == [("", "10.0.0.4:22222", "gone", "its worker has ended")]
+
+
+async def test_a_host_that_ends_as_it_is_taken_in_is_known_to_be_lost(tmp_path: Path):
+    async def ends(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        assert (await receive(reader))["run"]
+        send(writer, {"monarch": ""})
+        await writer.drain()
+        writer.close()
+
+    async def is_nobody(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    hosts = Hosts(Supervisor(), HostsConfig(), HostNeeds(tmp_path, tmp_path))
+    for answer, reasons in ((is_nobody, []), (ends, ["its worker has ended"])):
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as worker:
+            port = worker.sockets[0].getsockname()[1]
+            with pytest.raises(ActorDiedError):
+                await hosts.attach([f"127.0.0.1:{port}"])
+        assert list(hosts.lost_early.values()) == reasons
+
+
+async def test_each_worker_that_is_not_there_as_a_run_begins_is_named(tmp_path: Path):
+    hosts = Hosts(Supervisor(), HostsConfig(), HostNeeds(tmp_path, tmp_path))
+    with pytest.raises(ActorDiedError, match=r"no worker at 127.0.0.1:1: .*; no worker at 127.0.0.1:2: "):
+        await hosts.attach(["127.0.0.1:1", "127.0.0.1:2"], begins=True)
+
+
+async def until_drained(told: list[str], name: str) -> None:
+    async with asyncio.timeout(10):
+        while f"host {name} is drained: its worker got SIGTERM" not in told:  # noqa: ASYNC110  there is no event
+            await asyncio.sleep(0)
+
+
+async def test_a_host_that_is_about_to_go_is_drained_also_where_it_said_so_before_anybody_heard():
+    hosts, told = LeavingHosts("a", "b", "c"), list[str]()
+    hosts.may_end.set()
+    hosts.is_about_to_go("a")
+    elastic = ElasticHosts(Processes(hosts), told.append)  # pyright: ignore[reportArgumentType]
+    await until_drained(told, "a")
+    hosts.is_about_to_go("b")
+    await until_drained(told, "b")
+    assert {host.name: host.state for host in elastic.states()} == {"c": "in the run", "a": "left", "b": "left"}
+
+
+@pytest.mark.looptime
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ActorDiedError("it is gone")], ids=repr)
+async def test_a_host_that_is_about_to_go_and_cannot_be_drained_is_told_of_whatever_is_wrong(error: Exception):
+    class Failing(Processes):
+        async def leave(self, host: str, why: str) -> None:
+            raise error
+
+    hosts, told = LeavingHosts("a", "b"), list[str]()
+    elastic = ElasticHosts(Failing(hosts), told.append)  # pyright: ignore[reportArgumentType]
+    hosts.is_about_to_go("a")
+    await asyncio.sleep(1)  # virtual: all that can happen has
+    (line,) = told
+    assert line.startswith("host a says that it is about to go (its worker got SIGTERM), and cannot be drained: ")
+    assert str(error) in line
+    assert [host.state for host in elastic.states()] == ["in the run", "in the run"]
+
+
+@pytest.mark.looptime
+async def test_where_each_host_is_about_to_go_it_is_said_once_and_nothing_is_moved_any_more():
+    hosts, told, ends = LeavingHosts("a", "b", "c"), list[str](), list[str]()
+    elastic = ElasticHosts(Processes(hosts), told.append, lambda: ends.append("now"))  # pyright: ignore[reportArgumentType]
+    hosts.is_about_to_go("a")
+    while hosts.names != ["b", "c"]:  # noqa: ASYNC110  there is no event
+        await asyncio.sleep(0)
+    hosts.is_about_to_go("b")
+    assert ends == []
+    hosts.is_about_to_go("c")
+    hosts.may_end.set()
+    await asyncio.sleep(1)  # virtual: all that can happen has
+    assert ends == ["now"]
+    assert told == ["each host of the run is told to end (its worker got SIGTERM), and so the run ends"]
+    assert {host.name: host.state for host in elastic.states()} == {"b": "in the run", "c": "in the run", "a": "left"}
+
+
+async def test_where_others_may_come_hosts_that_are_all_about_to_go_are_drained():
+    hosts, told = LeavingHosts("a", "b"), list[str]()
+    hosts.may_end.set()
+    elastic = ElasticHosts(Processes(hosts), told.append)  # pyright: ignore[reportArgumentType]
+    for name in ("a", "b"):
+        hosts.is_about_to_go(name)
+    for name in ("a", "b"):
+        await until_drained(told, name)
+    assert {host.state for host in elastic.states()} == {"left"}
+
+
+class Supervisor:
+    def __init__(self) -> None:
+        self.running: set[str] = set()
+        self.scratch: set[str] = set()
+        self.attach, self.spawn = Endpoint(self._attach), Endpoint(self._spawn)
+        self.terminate, self.detach = Endpoint(self._terminate), Endpoint(self._detach)
+
+    async def _attach(self, key: str, worker: str) -> None: ...
+
+    async def _detach(self, key: str) -> None: ...
+
+    async def _spawn(self, key: str, *args: Any) -> Any:
+        self.running.add(key)
+        return SimpleNamespace(
+            enter=Endpoint(self._enter), look=Endpoint(self._refuse), clean_up=Endpoint(self._clean_up)
+        )
+
+    async def _enter(self) -> None:
+        self.scratch |= self.running
+
+    async def _refuse(self, question: object) -> None:
+        raise ActorDiedError("no room")
+
+    async def _clean_up(self) -> None:
+        assert self.running  # it is asked while it is there
+        self.scratch.clear()
+
+    async def _terminate(self, keys: tuple[str, ...]) -> None:
+        self.running.difference_update(keys)
+
+
+async def answers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """As a worker, until the run is done with it."""
+    assert (await receive(reader))["run"]
+    send(writer, {"monarch": "tcp://127.0.0.1:1"})
+    await reader.read()
+    writer.close()
+
+
+async def test_nothing_is_left_on_a_host_that_cannot_be_taken_in(tmp_path: Path):
+    supervisor = Supervisor()
+    hosts = Hosts(supervisor, HostsConfig(), HostNeeds(tmp_path, tmp_path))
+    async with await asyncio.start_server(answers, "127.0.0.1", 0) as worker:
+        port = worker.sockets[0].getsockname()[1]
+        with pytest.raises(ActorDiedError, match="no room"):
+            await hosts.attach([f"127.0.0.1:{port}"])
+    assert supervisor.running == supervisor.scratch == set()
+    assert hosts.names == []
+
+
+async def test_what_a_lost_host_had_is_excused() -> None:
+    remote = RemoteProcess("trainer")
+    with HostMonitor("127.0.0.1", silence_s=3, lease_s=15) as monitor:
+        watcher = monitor.expect(
+            "h1", on_lost=lambda reason: remote.end(reason, excused=True), on_leaving=lambda reason: None
+        )
+        remote.watch([4242], watcher)
+        watcher.lose("nothing is heard of it")
+    assert remote.reason == "nothing is heard of it"
+    assert remote.excused
+    with pytest.raises(ActorDiedError, match="trainer died: nothing is heard of it") as caught:
+        await remote.call(None)
+    assert caught.value.excused, "whoever waits for its start knows"

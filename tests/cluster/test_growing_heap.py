@@ -1,0 +1,78 @@
+"""When garbage is collected: not while a heap grows, and seldom once it has settled."""
+
+import asyncio
+import gc
+import platform
+import re
+import weakref
+from pathlib import Path
+
+import looptime
+import pytest
+
+from titan_rl.cluster.processes.garbage import LEAST_APART_S, growing_heap, return_free_memory, settled_heap
+
+
+def test_collections_rest_for_the_length_of_the_block():
+    with growing_heap():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_collections_go_on_after_a_failure():
+    with pytest.raises(OSError, match="no such model"), growing_heap():
+        raise OSError("no such model")
+    assert gc.isenabled()
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_cycles_in_a_settled_heap_are_freed_by_a_timer_alone_and_later_as_before():
+    thresholds = gc.get_threshold()
+
+    async def live() -> None:
+        with settled_heap():
+            old = weakref.ref(aged := Cycle())
+            gc.collect(1)  # it is of the oldest generation then
+            del aged
+            gc.collect(1)
+            assert old() is not None
+            await asyncio.sleep(LEAST_APART_S + 0.001)
+            assert old() is None
+
+    with asyncio.Runner(loop_factory=looptime.new_event_loop) as runner:
+        runner.run(live())
+    assert gc.get_threshold() == thresholds
+
+
+@pytest.mark.parametrize("is_settled", [False, True])
+def test_what_a_program_has_its_collections_skip_they_skip_after_a_run_too(is_settled: bool):
+    async def live() -> None:
+        with settled_heap():
+            assert gc.get_freeze_count()
+
+    gc.unfreeze()
+    if is_settled:
+        gc.freeze()
+    asyncio.run(live())
+    assert bool(gc.get_freeze_count()) is is_settled
+    gc.freeze()  # as the others have it
+
+
+def resident_kb() -> int:
+    found = re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1])
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators return free memory by themselves")
+def test_free_memory_between_what_is_in_use_is_returned() -> None:
+    blocks: list[bytes | None] = [bytes(20_000) for _ in range(5_000)]  # 100 MB
+    pages_of_all = resident_kb()
+    blocks = [block if index % 100 == 0 else None for index, block in enumerate(blocks)]
+    return_free_memory()
+    assert resident_kb() < pages_of_all - 80_000
+    assert len([block for block in blocks if block is not None]) == 50

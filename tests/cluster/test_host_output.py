@@ -1,0 +1,158 @@
+"""What another host's processes say arrives in the run's folder, whole and once."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
+
+from titan_rl.cluster.hosts.host import Host
+from titan_rl.cluster.hosts.output import REST_S, HostOutput
+from titan_rl.cluster.hosts.written_files import new_pieces
+from titan_rl.core.errors import ActorDiedError
+from titan_rl.core.tracing.trace_file import TraceFile
+
+
+class Agent:
+    """Of a host whose files are in a folder here, a few bytes an answer. Silent once its host is gone."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.is_gone = self.writes_more = False
+        self.problem: OSError | None = None
+        self.new_output = self
+
+    async def call_one(self, have: Any) -> Any:
+        await asyncio.sleep(0.01)
+        if self.is_gone:
+            raise ActorDiedError("it is gone")
+        if self.problem is not None:
+            raise self.problem
+        if self.writes_more:
+            with (self.folder / "logs" / "a.log").open("ab") as log:
+                log.write(b"more")
+        return new_pieces(self.folder, have, most_bytes=4)
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> Path:
+    (tmp_path / "there" / "logs").mkdir(parents=True)
+    return tmp_path / "there"
+
+
+def output_of(there: Path, here: Path, told: list[str]) -> tuple[Agent, HostOutput]:
+    agent = Agent(there)
+    here.mkdir(exist_ok=True)
+    return agent, HostOutput(Host("far", "10.0.0.2", agent, key="far"), here, told.append)
+
+
+@pytest.mark.looptime
+async def test_it_arrives_as_it_grows_and_the_rest_at_the_end(there: Path, tmp_path: Path) -> None:
+    _, output = output_of(there, tmp_path / "here", told := [])
+    log, copy = there / "logs" / "a.log", tmp_path / "here" / "logs" / "a.log"
+    log.write_bytes(b"0123")
+    collecting = asyncio.ensure_future(output.collect())
+    await asyncio.sleep(2)
+    assert copy.read_bytes() == b"0123"
+    log.write_bytes(b"0123456789abcdef")
+    collecting.cancel()
+    await output.take_rest()
+    assert copy.read_bytes() == b"0123456789abcdef"
+    assert told == []
+
+
+@pytest.mark.looptime
+async def test_a_disk_that_takes_nothing_is_told_of_once_and_what_is_lost_comes_when_there_is_room(
+    there: Path, tmp_path: Path
+) -> None:
+    _, output = output_of(there, tmp_path / "here", told := [])
+    (there / "logs" / "a.log").write_bytes(b"0123456789")
+    (tmp_path / "here" / "logs").write_text("in the way of a folder")
+    collecting = asyncio.ensure_future(output.collect())
+    await asyncio.sleep(5)
+    assert [text.partition(": ")[0] for text in told] == ["what host far says is not written here for now"]
+    assert not collecting.done()
+    await output.take_rest()
+    (tmp_path / "here" / "logs").unlink()
+    await asyncio.sleep(5)
+    assert (tmp_path / "here" / "logs" / "a.log").read_bytes() == b"0123456789"
+    collecting.cancel()
+
+
+@pytest.mark.looptime
+async def test_a_host_that_is_gone_ends_the_wait_for_its_rest(there: Path, tmp_path: Path) -> None:
+    agent, output = output_of(there, tmp_path / "here", told := [])
+    agent.is_gone = True
+    async with asyncio.timeout(5):
+        await output.take_rest()
+    assert told == []
+
+
+async def test_a_file_that_cannot_be_read_keeps_back_no_other(there: Path) -> None:
+    (there / "logs" / "a.log").symlink_to(there / "gone")
+    (there / "logs" / "b.log").mkdir()
+    (there / "logs" / "c.log").write_bytes(b"0123")
+    assert [piece.name for piece in new_pieces(there, {})] == ["logs/c.log"]
+
+
+@pytest.mark.looptime
+async def test_a_host_that_cannot_say_what_it_wrote_is_asked_again(there: Path, tmp_path: Path) -> None:
+    agent, output = output_of(there, tmp_path / "here", told := [])
+    (there / "logs" / "a.log").write_bytes(b"0123")
+    agent.problem = OSError("too many open files")
+    collecting = asyncio.ensure_future(output.collect())
+    await asyncio.sleep(5)
+    await output.take_rest()
+    assert [text.partition(": ")[0] for text in told] == ["what host far says is not written here for now"]
+    agent.problem = None
+    await asyncio.sleep(5)
+    collecting.cancel()
+    assert (tmp_path / "here" / "logs" / "a.log").read_bytes() == b"0123"
+
+
+@pytest.mark.looptime
+async def test_a_process_that_goes_on_writing_does_not_keep_a_run_from_its_end(there: Path, tmp_path: Path) -> None:
+    agent, output = output_of(there, tmp_path / "here", [])
+    agent.writes_more = True
+    async with asyncio.timeout(2 * REST_S):
+        await output.take_rest()
+
+
+def test_what_is_written_behind_what_was_sent_is_sent(there: Path) -> None:
+    (there / "trace").mkdir()
+    for name, text in {"logs/a.log": "0123456789", "trace/a.jsonl": "{}", "config.toml": "not this"}.items():
+        (there / name).write_text(text)
+    first = new_pieces(there, {}, most_bytes=4)
+    assert [(piece.name, piece.begin, piece.data) for piece in first] == [("logs/a.log", 0, b"0123")]
+    had = {"logs/a.log": (first[0].file, 4)}
+    rest = new_pieces(there, had, most_bytes=7)
+    assert [(piece.name, piece.begin, piece.data) for piece in rest] == [
+        ("logs/a.log", 4, b"456789"),
+        ("trace/a.jsonl", 0, b"{"),
+    ]
+    assert new_pieces(there, {piece.name: (piece.file, piece.begin + len(piece.data)) for piece in rest}, 0) == []
+
+
+@pytest.mark.looptime
+async def test_a_trace_that_is_replaced_by_a_shorter_one_is_here_as_it_is_there(there: Path, tmp_path: Path) -> None:
+    """Behind what a process of the same name wrote on another host before."""
+    _, output = output_of(there, tmp_path / "here", told := [])
+    copy = tmp_path / "here" / "trace" / "generator-0.jsonl"
+    copy.parent.mkdir()
+    copy.write_bytes(b"elsewhere\n")
+    (there / "trace").mkdir()
+    (trace := TraceFile(there / "trace" / "generator-0.jsonl", most_bytes=100)).append([])
+    collecting = asyncio.ensure_future(output.collect())
+    for number in range(20):
+        trace.append([b'{"number": %d}\n' % number])
+        (there / "trace" / "generator-0.tmp").write_bytes(b"on its way")
+        await asyncio.sleep(1)
+    collecting.cancel()
+    await output.take_rest()
+    assert copy.read_bytes() == b"elsewhere\n" + (there / "trace" / "generator-0.jsonl").read_bytes()
+    assert [path.name for path in copy.parent.iterdir()] == [copy.name]
+    assert told == []

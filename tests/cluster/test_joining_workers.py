@@ -1,0 +1,190 @@
+"""Rollout workers of hosts that join a run and leave it. No process is started, see `test_run_processes`."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
+
+from test_run_processes import Replica, Supervisor, cluster_of, host_of, lose, worker_hosts
+from test_worker_pool import answer
+
+from titan_rl import SamplingParams
+from titan_rl.cluster.processes.remote_process import RemoteProcess
+from titan_rl.cluster.processes.supervisor import ProcessFailure
+from titan_rl.cluster.run_processes import RunProcesses
+from titan_rl.cluster.worker_pool import WorkerPool
+from titan_rl.config.hosts import HostsConfig
+from titan_rl.config.sections import GenerationConfig
+from titan_rl.core.errors import ActorDiedError, ConfigError
+from titan_rl.generation.router.router import GeneratorRouter
+from titan_rl.rollout.settings import RolloutConfig
+
+ADDRESSES = ("10.0.0.1", "10.0.0.2", "10.0.0.3")
+
+pytestmark = pytest.mark.looptime
+
+
+class Cluster:
+    """A run on `trains`, `a` and `b`, whose generators are as many as they may be."""
+
+    watching: asyncio.Future[None]
+
+    def __init__(self, folder: Path, hosts: HostsConfig, num_workers: int) -> None:
+        self.supervisor = Supervisor()
+        self.told: list[str] = []
+        self.processes: RunProcesses = cluster_of(
+            folder,
+            self.supervisor,
+            self.told,
+            names=["trains", "a", "b"],
+            hosts=hosts,
+            rollout=RolloutConfig(num_workers=num_workers),
+            generation=GenerationConfig(num_generators=1, most_generators=1),
+        )
+        self.router = GeneratorRouter([Replica()])
+
+    async def join(self, name: str) -> list[str]:
+        """What it brings."""
+        self.processes.hosts.add(host_of(name))
+        return await self.processes.join(name, self.router)
+
+    async def drain(self, name: str) -> None:
+        await self.processes.leave(name, self.router, "it was asked to")
+        await self.processes.hosts.detach(name)
+
+
+@asynccontextmanager
+async def running(folder: Path, hosts: HostsConfig | None = None, num_workers: int = 4) -> AsyncGenerator[Cluster]:
+    cluster = Cluster(folder, hosts or HostsConfig(), num_workers)
+    for index in range(num_workers):
+        await cluster.processes._start_worker(f"rollout-worker-{index}")  # pyright: ignore[reportPrivateUsage]
+    await worker_hosts(cluster.supervisor, num_workers)
+    cluster.watching = asyncio.ensure_future(cluster.processes.watch(cluster.router))
+    yield cluster
+    cluster.watching.cancel()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "num_workers", "expected"),
+    [
+        ({}, 4, ["rollout-worker-4", "rollout-worker-5"]),  # a and b have two each
+        ({}, 1, ["rollout-worker-1"]),
+        ({}, 0, []),
+        ({"generate": 1, "play": 2}, 4, ["rollout-worker-4", "rollout-worker-5"]),
+        ({"generate": 2, "play": 1}, 4, []),  # not all that generate play
+    ],
+)
+async def test_a_host_that_joins_plays_where_those_that_generate_do(
+    tmp_path: Path, hosts: dict[str, Any], num_workers: int, expected: Sequence[str]
+) -> None:
+    async with running(tmp_path, HostsConfig(addresses=ADDRESSES, **hosts), num_workers) as cluster:
+        assert await cluster.join("c") == expected
+        assert await worker_hosts(cluster.supervisor, len(expected)) == ["c"] * len(expected)
+
+
+async def test_it_takes_the_place_of_one_that_played_and_is_gone(tmp_path: Path) -> None:
+    async with running(tmp_path, HostsConfig(addresses=ADDRESSES, generate=2, play=1), num_workers=2) as cluster:
+        await lose(cluster.processes, "b")
+        assert await worker_hosts(cluster.supervisor, 2) == ["a", "a"], "they are needed at once"
+        assert await cluster.join("c") == [], "one host plays"
+        for name in ("a", "c", "trains"):
+            await lose(cluster.processes, name)
+            await asyncio.sleep(1)
+        while not cluster.supervisor.started.empty():
+            cluster.supervisor.started.get_nowait()
+        assert await cluster.join("d") == ["rollout-worker-0", "rollout-worker-1"]
+
+
+@pytest.mark.parametrize("end", ["drained", "lost"])
+async def test_what_came_with_a_host_goes_with_it_and_comes_with_the_next(tmp_path: Path, end: str) -> None:
+    async with running(tmp_path) as cluster:
+        brought = await cluster.join("c")
+        await worker_hosts(cluster.supervisor, 2)
+        await (cluster.drain("c") if end == "drained" else lose(cluster.processes, "c"))
+        await asyncio.sleep(1)
+        assert cluster.supervisor.started.empty()
+        assert any(f"{brought[0]} is gone: host c is {end}: " in line for line in cluster.told)
+        assert await cluster.join("d") == brought
+        assert await worker_hosts(cluster.supervisor, 2) == ["d", "d"]
+
+
+NO_START = [ConfigError("the task cannot be imported"), OSError("no room")]
+
+
+@pytest.mark.parametrize("problem", NO_START)
+async def test_a_host_on_which_nothing_starts_ends_no_run(tmp_path: Path, problem: Exception) -> None:
+    async with running(tmp_path) as cluster:
+        cluster.supervisor.problems["c"] = problem
+        assert await cluster.join("c") == []
+        await asyncio.sleep(60)
+        assert not cluster.watching.done()
+        assert [text.partition(": ")[0] for text in cluster.told] == [
+            "rollout-worker-4 does not start on host c",
+            "rollout-worker-5 does not start on host c",
+        ]
+        assert str(problem) in cluster.told[0]
+        assert await cluster.join("d") == ["rollout-worker-4", "rollout-worker-5"]
+
+
+@pytest.mark.parametrize("problem", NO_START)
+async def test_one_in_whose_place_nothing_starts_is_tried_as_often_as_settings_say(
+    tmp_path: Path, problem: Exception
+) -> None:
+    async with running(tmp_path, num_workers=1) as cluster:
+        most = cluster.processes._config.rollout.max_respawns  # pyright: ignore[reportPrivateUsage]
+        cluster.supervisor.problems["a"] = problem
+        await cluster.processes.hosts.supervisor.failures.put(
+            ProcessFailure(next(iter(cluster.supervisor.host_of)), "was killed by SIGKILL")
+        )
+        with pytest.raises(ExceptionGroup) as caught:
+            await cluster.watching
+        (error,) = caught.value.exceptions
+        expected = rf"rollout-worker-0 died: it did not start: .*{problem}, and is not replaced: .* and {most} were"
+        assert re.match(expected, str(error)), error
+
+
+async def test_as_many_as_settings_name_stay_whoever_leaves(tmp_path: Path) -> None:
+    async with running(tmp_path) as cluster:
+        await cluster.join("c")
+        await worker_hosts(cluster.supervisor, 2)
+        await cluster.drain("a")
+        await asyncio.sleep(1)
+        assert cluster.supervisor.started.empty(), "two on b and two on c are four"
+        await cluster.drain("b")
+        assert len(await worker_hosts(cluster.supervisor, 2)) == 2
+
+
+async def test_groups_outlive_any_number_of_hosts_and_not_of_deaths() -> None:
+    """A worker whose host goes is not to blame for its group."""
+    pool = WorkerPool(max_attempts=2)
+    ends = [True, True, True, False, False]  # whether the host is to blame
+
+    class Dies:
+        def __init__(self) -> None:
+            self.remote = RemoteProcess("rollout-worker-0", lambda remote: begin())
+
+        @property
+        def run_group(self) -> Any:
+            return self
+
+        async def call_one(self, *args: Any) -> None:
+            self.remote.end("gone", excused=ends.pop(0))
+            raise ActorDiedError("rollout-worker-0 died: gone")
+
+    def begin() -> None:
+        dies = Dies()
+        pool.add(dies.remote, dies)
+
+    begin()
+    play = {"group_id": "g", "group_size": 1, "sampling": SamplingParams(max_tokens=1)}
+    with pytest.raises(ActorDiedError, match="rollout-worker-0 died: gone"):
+        await pool.of("sums").run_group(answer, {}, **play)
+    assert ends == []

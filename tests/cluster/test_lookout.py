@@ -1,0 +1,234 @@
+"""Lookouts of real processes of this host, and a controller that hears of them over a socket, or no more."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncGenerator, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan_rl.cluster.liveness.host_monitor import HostMonitor, RemoteWatcher
+from titan_rl.cluster.liveness.host_watch import HostWatch
+from titan_rl.cluster.liveness.lookout import DISMISSED, Lookout, LookoutSettings
+from titan_rl.cluster.liveness.loop_thread import LoopThread
+from titan_rl.cluster.liveness.process_tree import TreeUse
+from titan_rl.cluster.liveness.pulse import HELLO
+from titan_rl.cluster.liveness.reports import Report, send
+
+LIMIT_S = 30
+LOCALHOST = "127.0.0.1"
+
+
+@asynccontextmanager
+async def process(socket: Path) -> AsyncGenerator[asyncio.subprocess.Process]:
+    """One that has begun its pulse."""
+    program = Path(__file__).with_name("pulsing.py")
+    started = await asyncio.create_subprocess_exec(
+        sys.executable, str(program), str(socket), stdout=asyncio.subprocess.PIPE
+    )
+    assert started.stdout is not None
+    try:
+        assert await asyncio.wait_for(started.stdout.readline(), LIMIT_S) == b"pulsing\n"
+        yield started
+    finally:
+        if started.returncode is None:
+            started.kill()
+        await started.wait()
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not condition():  # noqa: ASYNC110  another process changes it
+            await asyncio.sleep(0.005)
+
+
+async def test_a_process_that_was_stopped_is_silent_until_it_goes_on(tmp_path: Path):
+    clock = count()
+    watch = HostWatch(tmp_path / "s", lambda pid, how: None, lambda: float(next(clock)), lambda pid: TreeUse({}, False))
+    running = asyncio.ensure_future(watch.run())
+    async with process(tmp_path / "s") as pulsing:
+
+        def silent_s() -> float:
+            return signs.silent_s if (signs := watch.look().get(pulsing.pid)) else -1
+
+        await until(lambda: silent_s() == 0)
+        os.kill(pulsing.pid, signal.SIGSTOP)
+        await until(lambda: silent_s() > 20)
+        os.kill(pulsing.pid, signal.SIGCONT)
+        await until(lambda: silent_s() == 0)
+    running.cancel()
+
+
+async def test_the_end_of_a_process_that_was_gone_before_it_was_known_is_told(tmp_path: Path):
+    gone = await asyncio.create_subprocess_exec("true")
+    await gone.wait()
+    ended = asyncio.Queue[str]()
+    watch = HostWatch(tmp_path / "s", lambda pid, how: ended.put_nowait(f"{pid}: {how}"))
+    running = asyncio.ensure_future(watch.run())
+    _, writer = await asyncio.open_unix_connection(str(tmp_path / "s"))
+    writer.write(HELLO.pack(gone.pid))
+    assert await told(ended) == f"{gone.pid}: process {gone.pid} ended"
+    running.cancel()
+    writer.close()
+
+
+def test_a_thread_whose_loop_cannot_begin_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch):
+    async def main() -> None: ...
+
+    def run(coroutine: Coroutine[Any, Any, None]) -> None:
+        coroutine.close()
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(asyncio, "run", run)
+    entered = ThreadPoolExecutor(1).submit(LoopThread("watching", main, print).__enter__)
+    with pytest.raises(OSError, match="too many open files"):
+        entered.result(LIMIT_S)
+
+
+async def test_a_process_ends_when_nobody_watches_it_any_more(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    watch = HostWatch(tmp_path / "s", lambda pid, how: None)
+    running = asyncio.ensure_future(watch.run())
+    async with process(tmp_path / "s") as pulsing:
+        await until(watch.look)  # it is known
+        running.cancel()
+        await asyncio.wait_for(pulsing.wait(), LIMIT_S)
+    assert not caplog.records, "that is no failure"
+
+
+class Clock:
+    """Stands still until it is let go, and then goes on by a second each time that somebody looks."""
+
+    def __init__(self) -> None:
+        self.goes = False
+        self._now = count()
+
+    def __call__(self) -> float:
+        return float(next(self._now)) if self.goes else 0.0
+
+
+class Controller:
+    """What a controller is told."""
+
+    def __init__(self, monitor: HostMonitor) -> None:
+        self.lost = asyncio.Queue[str]()
+        self.leaving = asyncio.Queue[str]()
+        self.ended = asyncio.Queue[str]()
+        self.watcher: RemoteWatcher = monitor.expect(
+            "h1", on_lost=self.lost.put_nowait, on_leaving=self.leaving.put_nowait
+        )
+
+    async def watch(self, pid: int) -> None:
+        self.handle = self.watcher.watch(pid, self.ended.put_nowait, lambda signs: None)
+
+
+async def told(queue: asyncio.Queue[str]) -> str:
+    return await asyncio.wait_for(queue.get(), LIMIT_S)
+
+
+async def test_a_death_on_another_host_is_told_with_its_signal(tmp_path: Path):
+    with HostMonitor(LOCALHOST, silence_s=LIMIT_S, lease_s=LIMIT_S) as monitor:
+        controller = Controller(monitor)
+        lookout = asyncio.ensure_future(Lookout(controller.watcher.settings, tmp_path / "s").run())
+        async with process(tmp_path / "s") as first, process(tmp_path / "s") as second:
+            await controller.watch(first.pid)
+            first.kill()
+            assert "SIGKILL" in await told(controller.ended) or first.returncode is not None
+            await controller.watch(second.pid)
+            controller.handle.kill()
+            await told(controller.ended)
+            assert await asyncio.wait_for(second.wait(), LIMIT_S) == -signal.SIGKILL
+        controller.watcher.dismiss()
+        assert await asyncio.wait_for(lookout, LIMIT_S) == DISMISSED
+
+
+async def test_a_silent_host_is_lost_with_all_its_processes_and_told_so_when_it_is_heard_again(tmp_path: Path):
+    clock = Clock()
+    with HostMonitor(LOCALHOST, silence_s=3, lease_s=LIMIT_S, clock=clock) as monitor:
+        controller = Controller(monitor)
+        lookout = asyncio.ensure_future(Lookout(controller.watcher.settings, tmp_path / "s").run())
+        async with process(tmp_path / "s") as pulsing:
+            await controller.watch(pulsing.pid)
+            lookout.cancel()  # as if its packets were lost
+            clock.goes = True
+            assert await told(controller.lost) == "nothing has been heard of it for 3 s"
+            assert await told(controller.ended) == "host h1 is lost: nothing has been heard of it for 3 s"
+        again = Lookout(controller.watcher.settings, tmp_path / "again")
+        assert await asyncio.wait_for(again.run(), LIMIT_S) == "nothing has been heard of host h1 for 3 s"
+
+
+async def test_a_host_where_nothing_can_be_started_any_more_ends_its_processes(tmp_path: Path):
+    clock = Clock()
+    with HostMonitor(LOCALHOST, silence_s=LIMIT_S, lease_s=10) as monitor:
+        controller = Controller(monitor)
+        lookout = Lookout(controller.watcher.settings, tmp_path / "s", stands_still=lambda: clock.goes, clock=clock)
+        looking = asyncio.ensure_future(lookout.run())
+        async with process(tmp_path / "s") as pulsing:
+            await asyncio.wait_for(controller.watcher.heard.wait(), LIMIT_S)
+            clock.goes = True
+            assert await asyncio.wait_for(pulsing.wait(), LIMIT_S) == -signal.SIGKILL
+        assert await asyncio.wait_for(looking, LIMIT_S) == "what starts processes here has been stopped for 10 s"
+
+
+async def test_a_host_that_cannot_reach_its_controller_ends_its_processes(tmp_path: Path):
+    silent = await asyncio.start_server(lambda reader, writer: None, LOCALHOST, 0)
+    port = silent.sockets[0].getsockname()[1]
+    clock, settings = Clock(), LookoutSettings(LOCALHOST, port, "x", 3.0)
+    lookout = asyncio.ensure_future(Lookout(settings, tmp_path / "s", clock=clock).run())
+    async with process(tmp_path / "s") as pulsing:
+        clock.goes = True
+        assert "nothing has been heard of the controller for 3 s" in await asyncio.wait_for(lookout, LIMIT_S)
+        await asyncio.wait_for(pulsing.wait(), LIMIT_S)
+    silent.close()
+
+
+async def test_a_host_whose_controller_has_ended_ends_at_once(tmp_path: Path):
+    with HostMonitor(LOCALHOST, silence_s=LIMIT_S, lease_s=10 * LIMIT_S) as monitor:
+        settings = Controller(monitor).watcher.settings
+    reason = await asyncio.wait_for(Lookout(settings, tmp_path / "s").run(), LIMIT_S)
+    assert reason.startswith("the controller has ended")
+
+
+async def test_a_host_that_is_about_to_go_says_so_once(tmp_path: Path):
+    with HostMonitor(LOCALHOST, silence_s=LIMIT_S, lease_s=LIMIT_S) as monitor:
+        controller = Controller(monitor)
+        lookout = Lookout(controller.watcher.settings, tmp_path / "s", leaving=lambda: "SIGTERM")
+        running = asyncio.ensure_future(lookout.run())
+        assert await told(controller.leaving) == "SIGTERM"
+        controller.watcher.dismiss()
+        assert await asyncio.wait_for(running, LIMIT_S) == DISMISSED
+        assert controller.leaving.empty()
+
+
+async def test_who_does_not_know_the_token_is_not_heard():
+    with HostMonitor(LOCALHOST, silence_s=LIMIT_S, lease_s=LIMIT_S) as monitor:
+        controller = Controller(monitor)
+        settings = controller.watcher.settings
+        reader, writer = await asyncio.open_connection(LOCALHOST, settings.port)
+        writer.write(b'{"token": "guess"}\n{"number": 1, "ended": {}, "signs": {}, "leaving": "now"}\n')
+        assert await asyncio.wait_for(reader.read(), LIMIT_S) == b""
+        writer.close()
+        assert controller.leaving.empty()
+
+
+if not hasattr(os, "pidfd_open"):
+    pytestmark = pytest.mark.skip("the kernel tells nothing of processes here")
+
+
+async def test_a_lookout_that_is_connected_as_the_run_ends_is_no_failure(caplog: pytest.LogCaptureFixture):
+    with HostMonitor(LOCALHOST, silence_s=LIMIT_S, lease_s=LIMIT_S) as monitor:
+        settings = Controller(monitor).watcher.settings
+        reader, writer = await asyncio.open_connection(settings.address, settings.port)
+        send(writer, {"token": settings.token})
+        send(writer, Report(0).message())
+        assert await asyncio.wait_for(reader.readline(), LIMIT_S), "it is heard"
+    assert await reader.read() == b""
+    writer.close()
+    assert not caplog.records

@@ -1,0 +1,19 @@
+"""A worker that is to be met, and is not there."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from titan_rl.cluster.hosts.meeting import meet
+from titan_rl.core.errors import ActorDiedError
+
+
+async def test_a_worker_that_is_not_there_is_named_however_it_was_asked_for() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        worker = f"127.0.0.1:{taken.getsockname()[1]}"
+    with pytest.raises(
+        ActorDiedError, match=f"^no worker at {worker}: it cannot be reached: Connection refused; start"
+    ):
+        await meet("run", worker, 1.0)

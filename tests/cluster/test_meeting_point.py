@@ -1,0 +1,128 @@
+"""Runs that meet a worker. What Monarch would be there is made up; the connections are real."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncGenerator, Callable
+
+import pytest
+
+pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
+
+from titan_rl.cluster.hosts import meeting, meeting_point
+from titan_rl.cluster.hosts.meeting import Meeting, id_of, meet
+from titan_rl.cluster.hosts.meeting_point import MeetingPoint
+from titan_rl.core.errors import ActorDiedError, ConfigError
+
+
+class Monarchs:
+    """Those that a worker has started. Each lasts until its run `ended`."""
+
+    def __init__(self) -> None:
+        self.running: list[asyncio.Event] = []
+        self.num_started = 0
+
+    @contextlib.asynccontextmanager
+    async def one(self, host: str) -> AsyncGenerator[tuple[object, str]]:
+        self.num_started += 1
+        self.running.append(ended := asyncio.Event())
+        try:
+            yield _Process(len(self.running) - 1), f"tcp://{host}:{self.num_started}"
+        finally:
+            ended.set()
+
+    async def end_of_children(self, number: int) -> None:
+        await self.running[number].wait()
+
+
+class _Process:
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+
+@pytest.fixture
+def monarchs(monkeypatch: pytest.MonkeyPatch) -> Monarchs:
+    made = Monarchs()
+    monkeypatch.setattr(meeting_point, "_monarch", made.one)
+    monkeypatch.setattr(meeting_point, "_end_of_children", made.end_of_children)
+    return made
+
+
+@contextlib.asynccontextmanager
+async def worker(tell: Callable[[str], object] = print) -> AsyncGenerator[int]:
+    """The port of one that takes runs."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    serving = asyncio.ensure_future(MeetingPoint(listener, tell).serve())
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def met(run: str, address: str) -> AsyncGenerator[Meeting]:
+    one = await meet(run, address, 30.0)
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+async def test_a_run_that_names_a_worker_twice_is_told_so_and_keeps_what_it_has(monarchs: Monarchs):
+    async with worker() as port, met("a", f"127.0.0.1:{port}") as first:
+        await first.monarch()
+        first.close()  # it is watched from here on
+        async with met("a", f"localhost:{port}") as second:
+            with pytest.raises(ConfigError, match=rf"127.0.0.1:{port} and localhost:{port} are one worker"):
+                await second.monarch()
+        assert [ended.is_set() for ended in monarchs.running] == [False]
+
+
+async def test_a_run_waits_until_the_one_before_has_ended(monarchs: Monarchs, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(meeting, "MONARCH_TIMEOUT_S", 0.5)
+    async with worker() as port, met("a", f"127.0.0.1:{port}") as first:
+        await first.monarch()
+        first.close()
+        async with met("b", f"127.0.0.1:{port}") as second:
+            with pytest.raises(ActorDiedError, match="has another run, and takes one after the other"):
+                await second.monarch()
+        assert [ended.is_set() for ended in monarchs.running] == [False]
+        monkeypatch.setattr(meeting, "MONARCH_TIMEOUT_S", 30.0)
+        async with met("c", f"127.0.0.1:{port}") as third:
+            waiting = asyncio.ensure_future(third.monarch())
+            monarchs.running[0].set()
+            assert (await waiting).startswith("tcp://127.0.0.1:")
+
+
+async def test_a_run_that_comes_again_gets_another_monarch(monarchs: Monarchs):
+    async with worker() as port, met("a", f"127.0.0.1:{port}") as first:
+        before = await first.monarch()
+        async with met("a", f"127.0.0.1:{port}") as second:
+            assert await second.monarch() != before
+        assert monarchs.running[0].is_set()
+
+
+@pytest.mark.usefixtures("monarchs")
+async def test_a_worker_that_is_started_anew_is_another():
+    async with worker() as port, met("a", f"127.0.0.1:{port}") as first:
+        await first.monarch()
+        assert await id_of(f"127.0.0.1:{port}") == await id_of(f"localhost:{port}") == first.id
+        before = first.id
+    async with worker() as port:
+        assert await id_of(f"127.0.0.1:{port}") != before
+    with pytest.raises(ActorDiedError, match="no worker at"):
+        await id_of(f"127.0.0.1:{port}")
+
+
+async def test_a_worker_says_which_run_comes_and_goes(monarchs: Monarchs):
+    told: asyncio.Queue[str] = asyncio.Queue()
+    async with worker(told.put_nowait) as port:
+        one = await meet("5f0c", f"127.0.0.1:{port}", 30.0, "alphabet")
+        assert await told.get() == "run alphabet is here, from 127.0.0.1"
+        await one.monarch()
+        one.close()
+        monarchs.running[0].set()
+        assert await told.get() == "run alphabet is gone"

@@ -1,0 +1,161 @@
+"""What a host is asked, what of its answers keeps it from taking part, and what is brought to one that lacks files."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
+
+from titan_rl.cluster.hosts.facts import HostFacts, Question, look
+from titan_rl.cluster.hosts.meeting import free_names, resolve
+from titan_rl.cluster.hosts.preflight import HostNeeds, check_hosts
+from titan_rl.cluster.hosts.sync import chunks_of, code_files
+from titan_rl.config.hosts import Roles
+from titan_rl.core.errors import ConfigError
+
+GIB = 1 << 30
+ROLES = Roles(("a",), ("b",), ("b",))
+NEEDS = HostNeeds(Path("/runs/one"), Path("/models/tiny"), ("my.task",), train_gpus=2, generate_gpus=1)
+HERE = HostFacts(
+    hostname="here",
+    executable="python",
+    versions={"python": "3.11", "torch": "2.13.0", "vllm": "not installed"},
+    model="0a",
+    model_bytes=3 * GIB,
+    missing={},
+    sees_run=True,
+    memory=64 * GIB,
+    shared_memory=32 * GIB,
+    gpus=(),
+)
+
+
+def problems(sync: bool = False, **facts: object) -> list[str]:
+    """What is said of a host b that answers otherwise than this machine."""
+    with pytest.raises(ConfigError) as caught:
+        check_hosts(HERE, {"a": HERE, "b": replace(HERE, **facts)}, NEEDS, ROLES, sync=sync)
+    title, header, *lines = str(caught.value).splitlines()
+    assert title == "hosts lack what the run needs:"
+    assert header.split() == ["host", "what", "expected", "found", "fix"]
+    return [" ".join(line.split()) for line in lines]
+
+
+def test_hosts_that_have_everything_take_part() -> None:
+    check_hosts(HERE, {"a": HERE, "b": HERE}, NEEDS, ROLES)
+    check_hosts(HERE, {"a": HERE, "b": replace(HERE, sees_run=False)}, NEEDS, ROLES)  # it does not train
+
+
+@pytest.mark.parametrize(
+    ("facts", "line"),
+    [
+        ({"versions": {**HERE.versions, "torch": "2.12.1"}}, "b torch 2.13.0 2.12.1 pip install torch==2.13.0"),
+        ({"versions": {**HERE.versions, "vllm": "0.32.0"}}, "b vllm not installed 0.32.0 pip uninstall vllm"),
+        ({"versions": {**HERE.versions, "python": "3.12"}}, "b python 3.11 3.12 run the worker there by Python 3.11"),
+        ({"model": "0b"}, "b model checksum 0a checksum 0b copy the folder there, or set hosts.sync = true"),
+        ({"model": None}, "b model checksum 0a no /models/tiny copy the folder there, or set hosts.sync = true"),
+        ({"model": ""}, "b model checksum 0a nothing of a model in /models/tiny copy the folder there, or set hosts"),
+        ({"missing": {"my.task": "no such module"}}, "b module my.task found no such module copy its folder there"),
+        ({"memory": GIB}, "b memory 3.0 GiB free 1.0 GiB free memory there"),
+        ({"shared_memory": GIB}, "b /dev/shm 6.0 GiB free 1.0 GiB mount -o remount,size=12288M /dev/shm"),
+        ({"shared_memory": 6 * GIB - 1}, "b /dev/shm 6.0 GiB free 5.9 GiB mount"),
+        ({"shared_memory": GIB - 1}, "b /dev/shm 6.0 GiB free 1023.9 MiB mount"),
+    ],
+)
+def test_a_difference_says_host_what_expected_found_and_fix(facts: dict[str, Any], line: str) -> None:
+    (found,) = problems(**facts)
+    assert found.startswith(line)
+
+
+def test_all_differences_of_all_hosts_are_in_one_error() -> None:
+    lacking = replace(HERE, model=None, sees_run=False, missing={"my.task": "no such module"})
+    with pytest.raises(ConfigError) as caught:
+        check_hosts(HERE, {"a": lacking, "b": replace(HERE, memory=1)}, NEEDS, ROLES)
+    lines = str(caught.value).splitlines()[2:]
+    assert [line.split()[:2] for line in lines] == [["a", "model"], ["a", "module"], ["a", "run_dir"], ["b", "memory"]]
+
+
+def test_files_are_no_difference_where_they_are_brought() -> None:
+    lacking = replace(HERE, model=None, missing={"my.task": "no such module"})
+    check_hosts(HERE, {"a": HERE, "b": lacking}, NEEDS, ROLES, sync=True)
+    assert problems(sync=True, model=None, memory=0)[0].startswith("b memory")
+
+
+def test_where_one_host_of_a_role_has_gpus_all_have_enough() -> None:
+    roles = Roles(("a", "b"), ("b",), ())
+    needs = replace(NEEDS, generate_gpus=0)
+    check_hosts(HERE, {name: replace(HERE, gpus=("0", "1")) for name in "ab"}, needs, roles)
+    found = {"a": replace(HERE, gpus=("0", "1")), "b": replace(HERE, gpus=("0",))}
+    with pytest.raises(ConfigError, match=r"b +GPUs, training +2 +1 "):
+        check_hosts(HERE, found, needs, roles)
+
+
+def test_each_training_host_keeps_its_part_of_a_version() -> None:
+    roles = Roles(("a", "b"), ("c",), ())
+    tight = replace(HERE, shared_memory=3 * GIB)
+    check_hosts(HERE, {"a": tight, "b": tight, "c": HERE}, NEEDS, roles)
+    with pytest.raises(ConfigError, match=r"c +/dev/shm"):
+        check_hosts(HERE, {"a": tight, "b": tight, "c": tight}, NEEDS, roles)
+
+
+def test_room_for_a_small_model_is_said_in_smaller_units() -> None:
+    small, tight = replace(HERE, model_bytes=900_000), replace(HERE, shared_memory=1 << 20, model_bytes=900_000)
+    with pytest.raises(ConfigError) as caught:
+        check_hosts(small, {"a": small, "b": tight}, NEEDS, ROLES)
+    line = " ".join(str(caught.value).splitlines()[-1].split())
+    assert line == "b /dev/shm 1.8 MiB free 1.0 MiB mount -o remount,size=4M /dev/shm"
+
+
+def test_a_host_says_what_it_has(tmp_path: Path) -> None:
+    model, run = tmp_path / "model", tmp_path / "run"
+    model.mkdir()
+    run.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"12345")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "own_task.py").write_text("raise AssertionError('nothing is imported')")
+    question = Question(run, "token", model, ("own_task", "not_there", "not_there.inner"), (str(tmp_path / "mine"),))
+    facts = look(question)
+    assert facts.model_bytes == 5
+    assert not facts.sees_run
+    assert facts.missing.keys() == {"not_there", "not_there.inner"}
+    assert facts.versions["torch"]
+    assert min(facts.memory, facts.shared_memory) > 0
+    (run / ".hosts").write_text("token")
+    (model / "config.json").write_text('{"a": 1}')
+    again = look(question)
+    assert again.sees_run
+    assert again.model != facts.model
+    assert again.versions == facts.versions
+    assert look(replace(question, model=tmp_path / "nowhere")).model is None
+    assert look(replace(question, model=tmp_path / "mine")).model == ""
+
+
+def test_code_is_what_git_has_or_else_what_is_neither_hidden_nor_an_environment(tmp_path: Path) -> None:
+    for name in ("task.py", "own/inner.py", "__pycache__/task.pyc", ".secret/key", "venv/pyvenv.cfg", "runs/log"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert [str(path.relative_to(tmp_path)) for path in code_files(tmp_path)] == ["own/inner.py", "task.py"]
+    (tmp_path / ".gitignore").write_text("own\nvenv\nruns\n.secret\n__pycache__\n")
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    assert [path.name for path in code_files(tmp_path)] == [".gitignore", "task.py"]
+
+
+def test_addresses_of_both_kinds_are_resolved() -> None:
+    assert [resolve(host) for host in ("127.0.0.1", "::1", "localhost")] == ["127.0.0.1", "::1", "127.0.0.1"]
+
+
+def test_hosts_of_one_name_get_numbers() -> None:
+    assert free_names(["a", "b", "a"], ["b"]) == ["a", "b-2", "a-2"]
+
+
+def test_a_folder_arrives_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titan_rl.cluster.hosts.sync.CHUNK", 4)
+    (tmp_path / "empty").write_bytes(b"")
+    (tmp_path / "long").write_bytes(b"123456789")
+    pieces = list(chunks_of(tmp_path, [tmp_path / "empty", tmp_path / "long"]))
+    assert pieces == [("empty", b""), ("long", b"1234"), ("long", b"5678"), ("long", b"9")]

@@ -1,0 +1,70 @@
+"""Monarch listens where this user alone may connect, and says nothing when it starts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
+
+PROGRAM = """
+import os, sys
+from pathlib import Path
+from titan_rl.cluster.processes.listening import listen_below
+from titan_rl.cluster.processes.private_sockets import has_abstract_sockets
+from monarch.actor import Actor, endpoint, this_host
+
+class Child(Actor):
+    @endpoint
+    async def listens_openly(self):
+        return has_abstract_sockets()
+
+listen_below(Path(sys.argv[1]))
+processes = this_host().spawn_procs({"procs": 2}, name="child")
+seen = [openly for _, openly in processes.spawn("child", Child).listens_openly.call().get()]
+processes.stop().get()
+print(seen, has_abstract_sockets())
+print(*sorted(os.listdir(sys.argv[1])))
+"""
+
+
+def started(tmp_path: Path, program: str) -> subprocess.CompletedProcess[str]:
+    file = tmp_path / "program.py"
+    file.write_text(program)
+    folder = tmp_path / "s"
+    folder.mkdir(mode=0o700)
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    return subprocess.run(
+        [sys.executable, str(file), str(folder)], capture_output=True, text=True, timeout=100, env=environment
+    )
+
+
+def test_no_process_listens_on_an_abstract_socket(tmp_path: Path) -> None:
+    done = started(tmp_path, PROGRAM)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == "[False, False] False"
+    sockets = [name for name in done.stdout.splitlines()[1].split() if not name.startswith(".")]
+    assert len(sockets) == 4, "the gateway, the back end, and one for the start of each child"
+    assert done.stderr == ""
+
+
+SAYS_MORE = """
+import os, sys
+from titan_rl.cluster.processes.listening import LOG_NOTICE, without_log_notice
+os.write(2, b"before\\n")
+try:
+    with without_log_notice():
+        os.write(2, LOG_NOTICE + b"/tmp\\n")
+        print("within", file=sys.stderr)
+        raise OSError("no start")
+except OSError:
+    os.write(2, b"after\\n")
+"""
+
+
+def test_what_else_is_written_while_monarch_starts_comes_out(tmp_path: Path) -> None:
+    assert started(tmp_path, SAYS_MORE).stderr == "before\nwithin\nafter\n"

@@ -1,0 +1,55 @@
+"""What the kernel says of a process that has ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from titan_rl.cluster.liveness.process_end import how_it_ended
+from titan_rl.cluster.processes.remote_process import RemoteProcess
+
+KERNEL = tuple(int(part) for part in os.uname().release.split(".")[:2])
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", "exit(int(input()))"], stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+@pytest.mark.parametrize("collected", [False, True])
+@pytest.mark.parametrize(
+    ("act", "says"),
+    [
+        (lambda process: process.send_signal(signal.SIGSEGV), "was killed by SIGSEGV"),
+        (lambda process: process.kill(), "was killed by SIGKILL"),
+        (lambda process: process.stdin.write(b"3\n"), "exited with status 3"),
+    ],
+)
+def test_the_signal_is_told_also_when_the_parent_has_collected_it(process, act, says, collected):
+    if collected and KERNEL < (6, 15):
+        pytest.skip("this kernel forgets it")
+    descriptor = os.pidfd_open(process.pid)
+    act(process)
+    process.stdin.close()
+    if collected:
+        process.wait()
+    else:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    try:
+        assert how_it_ended(descriptor) == says
+    finally:
+        os.close(descriptor)
+
+
+def test_an_end_whose_reason_names_the_process_is_told_once():
+    for reason in ("trainer died: timeout", "timeout", "it did not start: trainer died: timeout"):
+        remote = RemoteProcess("trainer")
+        remote.end(reason)
+        assert remote.reason == reason.replace("trainer died: ", "")

@@ -1,0 +1,400 @@
+"""What is told of processes that fail or die. None is started: Monarch's part is played by plain coroutines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
+
+from run.test_controller import Counting
+
+from titan_rl.cluster.actor_replica import ActorReplica
+from titan_rl.cluster.hosts.host import Host
+from titan_rl.cluster.hosts.hosts import Hosts
+from titan_rl.cluster.hosts.placement import ProcessPlace
+from titan_rl.cluster.hosts.preflight import HostNeeds
+from titan_rl.cluster.processes.process import LOOPBACK, ProcessActor
+from titan_rl.cluster.processes.remote_process import RemoteProcess
+from titan_rl.cluster.processes.supervisor import ProcessFailure
+from titan_rl.cluster.run_processes import RunProcesses
+from titan_rl.config.hosts import HostsConfig
+from titan_rl.config.run import RunConfig
+from titan_rl.config.sections import GenerationConfig
+from titan_rl.config.tasks import TaskSource
+from titan_rl.core.errors import ActorDiedError, GenerationError, NoReplicaError
+from titan_rl.generation.router.router import GeneratorRouter
+from titan_rl.rollout.settings import RolloutConfig
+from titan_rl.run.directory import RunDirectory
+from titan_rl.training.settings import ModelConfig, TrainingConfig
+from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
+from titan_rl.weights.published_weights import PublishedWeights
+
+SILENT = "nothing has been heard of it for 3 s"
+
+
+class Replica(ActorReplica):
+    """Of a process that is not there."""
+
+    def __init__(self) -> None:
+        self.name, self.remote = "generator-0", RemoteProcess("generator-0")
+
+
+class Nobody:
+    """Can tell of no process."""
+
+    def watch(self, pid: int, on_end: Any, on_signs: Any) -> None: ...
+
+
+class Endpoint:
+    def __init__(self, answer: Any) -> None:
+        self._answer = answer
+
+    async def call_one(self, *args: Any) -> Any:
+        return await self._answer(*args)
+
+
+class Supervisor:
+    """Its processes live only on paper, and die when `kill` says so."""
+
+    def __init__(self) -> None:
+        self.failures: asyncio.Queue[ProcessFailure] = asyncio.Queue()
+        self.started: asyncio.Queue[str] = asyncio.Queue()
+        self.host_of: dict[str, str] = {}
+        self.problems: dict[str, Exception] = {}  # by host, why nothing comes up there
+        self.answers = asyncio.Event()  # what is left of a process has ended
+        self.answers.set()
+        self.may_start = asyncio.Event()  # what is spawned comes up
+        self.may_start.set()
+        self.spawn = Endpoint(self._spawn)
+        self.terminate = Endpoint(self._terminate)
+        self.next_failure = Endpoint(self.failures.get)
+
+    async def _spawn(self, process_id: str, actor_class: Any, arguments: Any, rank: int, host: str, *args: Any) -> Any:
+        self.started.put_nowait(process_id)
+        self.host_of[process_id] = host
+        return Actor(self.may_start, self.problems.get(host))
+
+    async def _terminate(self, *args: Any) -> None:
+        await self.answers.wait()
+
+    async def kill_next(self) -> None:
+        self.failures.put_nowait(ProcessFailure(await self.started.get(), "was killed by SIGKILL"))
+
+
+class Actor:
+    def __init__(self, may_start: asyncio.Event, problem: Exception | None = None) -> None:
+        self._may_start = may_start
+        self._problem = problem
+        self.pid, self.start = Endpoint(self._pid), Endpoint(self._start)
+
+    async def _pid(self) -> int:
+        return 0
+
+    async def _start(self) -> None:
+        await self._may_start.wait()
+        if self._problem is not None:
+            raise self._problem
+
+
+class Agent:
+    def __init__(self) -> None:
+        self.free_port = Endpoint(self._free_port)
+
+    async def _free_port(self) -> int:
+        return 1
+
+
+def host_of(name: str) -> Host:
+    return Host(name, LOOPBACK, Agent(), key=name, watcher=Nobody())
+
+
+def cluster_of(
+    folder: Path,
+    supervisor: Any,
+    told: list[str],
+    *,
+    names: Sequence[str] = ("there",),
+    generates: bool = True,
+    **settings: Any,
+) -> RunProcesses:
+    settings.setdefault("model", ModelConfig(path="unused", max_context=256))
+    elsewhere = {"addresses": tuple(f"{name}:22222" for name in names)}
+    settings["hosts"] = settings.get("hosts", HostsConfig()).model_copy(update=elsewhere)
+    config = RunConfig(
+        tasks=[TaskSource(task=Counting())],  # pyright: ignore[reportArgumentType]
+        **settings,
+    )
+    hosts = Hosts(supervisor, config.hosts, HostNeeds(folder, folder))
+    for name in names:
+        hosts.add(host_of(name))
+    processes = RunProcesses(
+        config,
+        RunDirectory(folder),
+        PublishedWeights(),
+        hosts,
+        None,
+        told.append,
+        trains=True,
+        generates=generates,
+    )
+    processes.place()
+    return processes
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(TimeoutError(), "TimeoutError"), (GenerationError(), "GenerationError"), (GenerationError("torn"), "torn")],
+)
+async def test_a_generator_out_of_service_is_told_of_with_a_reason(tmp_path: Path, error: Exception, reason: str):
+    told: list[str] = []
+    cluster_of(tmp_path, None, told).on_replica_failed(Replica(), error)
+    assert told == [f"generator-0 is out of service until it has the current weights: {reason}"]
+
+
+@pytest.mark.parametrize("limit", [0, 2])
+async def test_a_death_past_the_limit_ends_the_run_with_setting_value_and_count(tmp_path: Path, limit: int):
+    told: list[str] = []
+    supervisor = Supervisor()
+    processes = cluster_of(
+        tmp_path,
+        supervisor,
+        told,
+        rollout=RolloutConfig(num_workers=1, max_respawns=limit),
+        generation=GenerationConfig(num_generators=1),
+    )
+    await processes._start_worker("rollout-worker-0")  # pyright: ignore[reportPrivateUsage]
+    watching = asyncio.ensure_future(processes.watch(GeneratorRouter([Replica()])))
+    for _ in range(limit + 1):
+        await supervisor.kill_next()
+    with pytest.raises(ExceptionGroup) as caught:
+        await asyncio.wait_for(watching, 20)
+    (error,) = caught.value.exceptions
+    assert isinstance(error, ActorDiedError)
+    assert f"rollout-worker-0 died: was killed by SIGKILL, and is not replaced: rollout.max_respawns = {limit}" in str(
+        error
+    )
+    assert f"and {limit} were replaced before" in str(error)
+    assert str(tmp_path / "logs" / "rollout-worker-0.log") in str(error)
+    deaths = [text for text in told if "died" in text]
+    assert deaths == [
+        f"rollout-worker-0 died: was killed by SIGKILL; starting another ({n} of rollout.max_respawns = {limit})"
+        for n in range(1, limit + 1)
+    ]
+
+
+async def lose(processes: RunProcesses, name: str) -> None:
+    host = processes.hosts[name]
+    await processes.hosts.detach(name)
+    processes.host_lost(host, SILENT)
+
+
+async def worker_hosts(supervisor: Supervisor, count: int) -> list[str]:
+    """Where the next ones start."""
+    return sorted([supervisor.host_of[await supervisor.started.get()] for _ in range(count)])
+
+
+@pytest.mark.looptime
+async def test_rollout_workers_of_a_lost_host_start_at_once_where_few_are_and_count_as_no_deaths(tmp_path: Path):
+    told: list[str] = []
+    supervisor = Supervisor()
+    processes = cluster_of(
+        tmp_path,
+        supervisor,
+        told,
+        names=["trains", "a", "b", "c"],
+        rollout=RolloutConfig(num_workers=6, max_respawns=0),
+        generation=GenerationConfig(num_generators=3),
+    )
+    for index in range(6):
+        await processes._start_worker(f"rollout-worker-{index}")  # pyright: ignore[reportPrivateUsage]
+    assert await worker_hosts(supervisor, 6) == ["a", "a", "b", "b", "c", "c"]
+    watching = asyncio.ensure_future(processes.watch(GeneratorRouter([Replica()])))
+    supervisor.answers.clear()  # nobody there answers
+    began = asyncio.get_running_loop().time()
+    await lose(processes, "b")
+    assert await worker_hosts(supervisor, 2) == ["a", "c"]
+    assert asyncio.get_running_loop().time() - began < 0.01
+    assert f"rollout-worker-1 is gone: host b is lost: {SILENT}; starting another on a" in told
+    watching.cancel()
+
+
+@pytest.mark.looptime
+async def test_where_no_host_is_left_a_rollout_worker_waits_for_one_and_says_so(tmp_path: Path):
+    told: list[str] = []
+    supervisor = Supervisor()
+    processes = cluster_of(
+        tmp_path,
+        supervisor,
+        told,
+        rollout=RolloutConfig(num_workers=1),
+        generation=GenerationConfig(num_generators=1, most_generators=1),
+    )
+    await processes._start_worker("rollout-worker-0")  # pyright: ignore[reportPrivateUsage]
+    await supervisor.started.get()
+    router = GeneratorRouter([Replica()])
+    watching = asyncio.ensure_future(processes.watch(router))
+    await lose(processes, "there")
+    await asyncio.sleep(1.0)
+    assert told == [f"rollout-worker-0 is gone: host there is lost: {SILENT}; no host that is left has room for it"]
+    processes.hosts.add(host_of("other"))
+    assert await processes.join("other", router) == ["rollout-worker-0"]
+    assert await worker_hosts(supervisor, 1) == ["other"]
+    assert supervisor.started.empty()
+    watching.cancel()
+
+
+@pytest.mark.looptime
+async def test_a_worker_that_dies_before_its_host_is_known_to_be_gone_starts_elsewhere_once_it_is(tmp_path: Path):
+    supervisor = Supervisor()
+    processes = cluster_of(tmp_path, supervisor, [], names=["trains", "a", "b"], rollout=RolloutConfig(num_workers=2))
+    await processes._start_worker("rollout-worker-0")  # pyright: ignore[reportPrivateUsage]
+    watching = asyncio.ensure_future(processes.watch(GeneratorRouter([Replica()])))
+    supervisor.answers.clear()
+    await supervisor.kill_next()
+    await asyncio.sleep(3.0)
+    assert supervisor.started.empty()
+    await lose(processes, "a")
+    async with asyncio.timeout(1.0):
+        assert await worker_hosts(supervisor, 1) == ["b"]
+    watching.cancel()
+
+
+async def start_and_lose(processes: RunProcesses, supervisor: Supervisor, name: str) -> None:
+    """Start them all, of which one host is gone before anything there is up."""
+    supervisor.may_start.clear()
+    starting = asyncio.ensure_future(processes.start())
+    await asyncio.sleep(1.0)
+    await lose(processes, name)
+    supervisor.may_start.set()
+    await starting
+
+
+@pytest.mark.looptime
+async def test_a_run_whose_only_training_host_is_lost_as_it_starts_ends_at_once_and_names_it(tmp_path: Path):
+    supervisor = Supervisor()
+    processes = cluster_of(tmp_path, supervisor, [], names=["trains", "a"], generates=False)
+    began = asyncio.get_running_loop().time()
+    with pytest.raises(ExceptionGroup) as caught:
+        await start_and_lose(processes, supervisor, "trains")
+    assert str(caught.value.exceptions[0]) == f"trainer died: host trains is lost: {SILENT}"
+    assert asyncio.get_running_loop().time() - began == pytest.approx(1.0)
+
+
+@pytest.mark.looptime
+async def test_a_run_starts_without_hosts_that_are_lost_meanwhile_if_others_can_do_what_they_were_for(tmp_path: Path):
+    told: list[str] = []
+    supervisor = Supervisor()
+    processes = cluster_of(
+        tmp_path,
+        supervisor,
+        told,
+        names=["a", "b", "c"],
+        generates=False,
+        hosts=HostsConfig(addresses=("a", "b", "c"), train=2, play=3),
+        training=TrainingConfig(data_parallel=2),
+        rollout=RolloutConfig(num_workers=3),
+    )
+    await start_and_lose(processes, supervisor, "a")
+    assert told == [
+        f"the trainer starts without a host that is lost: trainer died: host a is lost: {SILENT}",
+        f"the run starts without host a: rollout-worker-0 died: host a is lost: {SILENT}",
+    ]
+    assert processes.names_by_host()["b"] == ["rollout-worker-1", "trainer"]
+    watching = asyncio.ensure_future(processes.watch(GeneratorRouter([Replica()])))
+    await asyncio.sleep(1.0)
+    assert "rollout-worker-0 is there again after 0 s" in told
+    names = processes.names_by_host()
+    assert sorted(names["b"] + names["c"]) == [
+        "rollout-worker-0",
+        "rollout-worker-1",
+        "rollout-worker-2",
+        "trainer",
+        "trainer",
+    ]
+    watching.cancel()
+
+
+class Answers:
+    """A generator that came up on a host that joined."""
+
+    name = "generator-1"
+
+    async def generate(self, prompt_token_ids: Sequence[int], *, request_id, session_id=None, sampling) -> Completion:
+        return Completion(request_id, [1], [0.0], FinishReason.STOP, (VersionSpan(0, 1),))
+
+    async def pull(self, version: int) -> None: ...
+
+    async def pause(self, mode: str) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def abort(self, request_ids: Sequence[str]) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+@pytest.mark.looptime
+@pytest.mark.parametrize(("setting", "limit_s"), [(None, 190), (7.0, 7)])
+async def test_a_process_has_the_time_to_start_that_its_weights_take_and_the_error_names_the_setting(
+    tmp_path: Path, setting: float | None, limit_s: int
+):
+    with (tmp_path / "model.safetensors").open("wb") as weights:
+        weights.truncate(1_000_000_000)  # which takes no room on the disk
+    supervisor = Supervisor()
+    supervisor.may_start.clear()
+    model = ModelConfig(path=str(tmp_path), max_context=256)
+    generation = GenerationConfig(start_timeout_s=setting)
+    processes = cluster_of(tmp_path, supervisor, [], model=model, generation=generation)
+    began = asyncio.get_running_loop().time()
+    late = rf"^generator-0 died: it did not start within generation\.start_timeout_s = {limit_s}; raise that"
+    with pytest.raises(ActorDiedError, match=late):
+        await processes.spawn("generator-0", ProcessActor, places=[ProcessPlace("there")])
+    assert asyncio.get_running_loop().time() - began == limit_s
+
+
+@pytest.mark.looptime
+async def test_rollouts_wait_as_long_as_the_run_does_for_hosts_of_its_generators_and_it_says_so(tmp_path: Path):
+    processes = cluster_of(
+        tmp_path,
+        Supervisor(),
+        [],
+        names=["trains", "a", "b"],
+        generation=GenerationConfig(num_generators=2, start_timeout_s=180),
+    )
+    router = processes.make_router([])
+    watching = asyncio.ensure_future(processes.watch(router))
+    await lose(processes, "trains")  # a generator may come up on any host where no other is left
+    for index, host in enumerate(["a", "b"]):
+        name = f"generator-{index}"
+        await processes.spawn(name, ProcessActor, places=[ProcessPlace(host)])
+        assert f"starting, within generation.start_timeout_s = 180: {name}; " in processes.waits_for(router)
+        await lose(processes, host)
+        await asyncio.sleep(10)
+    waits_for = "waiting for a host that joins: generator-0, generator-1; rollouts wait as long as hosts.wait_s = 3600"
+    assert processes.waits_for(router) == waits_for
+    requests = [
+        asyncio.ensure_future(router.generate([1], request_id=f"r{n}", sampling=SamplingParams(max_tokens=1)))
+        for n in range(2)
+    ]
+    await asyncio.sleep(3590)
+    assert not any(request.done() for request in requests)
+    await router.add_replica(Answers())
+    assert [len((await request).token_ids) for request in requests] == [1, 1]
+    watching.cancel()
+    await router.close()
+
+
+@pytest.mark.looptime
+async def test_requests_that_nobody_served_fail_once_the_wait_for_hosts_is_over(tmp_path: Path):
+    processes = cluster_of(tmp_path, Supervisor(), [], hosts=HostsConfig(wait_s=400))
+    router = processes.make_router([])
+    began = asyncio.get_running_loop().time()
+    with pytest.raises(NoReplicaError, match="no replica served within 400 s; there is no generator"):
+        await router.generate([1], request_id="r", sampling=SamplingParams(max_tokens=1))
+    assert asyncio.get_running_loop().time() - began == pytest.approx(400)
+    await router.close()

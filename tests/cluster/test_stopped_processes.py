@@ -1,0 +1,149 @@
+"""SIGSTOP to a rank of the trainer, and to a rollout worker: real processes, looked at in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
+
+from test_worker_pool import answer
+
+from titan_rl import Rollout, RolloutGroup, SamplingParams
+from titan_rl.cluster.actor_trainer import ActorTrainer
+from titan_rl.cluster.liveness.host_watch import HostWatch
+from titan_rl.cluster.liveness.kernel_watch import CAN_WATCH, WatchedProcess
+from titan_rl.cluster.liveness.process_tree import TreeUse
+from titan_rl.cluster.liveness.watcher import OnEnd, OnSigns
+from titan_rl.cluster.processes.remote_process import RemoteProcess
+from titan_rl.cluster.worker_pool import WorkerPool
+from titan_rl.core.errors import ActorDiedError
+from titan_rl.training.settings import TrainingConfig
+
+HANG_TIMEOUT_S = 10.0
+LIMIT_S = 30
+STOPPED = "it has been stopped by a signal for 3 s"
+
+pytestmark = pytest.mark.skipif(not CAN_WATCH, reason="the kernel tells nothing of processes here")
+
+
+class Looker:
+    """A `Watcher` of processes that begin their pulse, at which a second passes with every look."""
+
+    def __init__(self, socket: Path) -> None:
+        self.socket = socket
+        clock = count()
+        self._watch = HostWatch(
+            socket, lambda pid, how: None, lambda: float(next(clock)), lambda pid: TreeUse({}, False)
+        )
+        self._on_signs: dict[int, OnSigns] = {}
+        self.run = self._watch.run
+
+    def watch(self, pid: int, on_end: OnEnd, on_signs: OnSigns) -> WatchedProcess:
+        self._on_signs[pid] = on_signs
+        return WatchedProcess(pid, on_end)
+
+    async def until(self, condition: Any) -> None:
+        async with asyncio.timeout(LIMIT_S):
+            while not condition():
+                for pid, signs in self._watch.look().items():
+                    self._on_signs[pid](signs)
+                await asyncio.sleep(0.005)  # those that live answer
+
+
+@asynccontextmanager
+async def watched(
+    folder: Path, name: str, num_processes: int
+) -> AsyncGenerator[tuple[Looker, RemoteProcess, list[Any]]]:
+    """A group of processes that answer pings."""
+    looker, remote = Looker(folder / "s"), RemoteProcess(name, hang_timeout_s=HANG_TIMEOUT_S)
+    running = asyncio.ensure_future(looker.run())
+    program = str(Path(__file__).with_name("pulsing.py"))
+    processes: list[Any] = []
+    try:
+        for _ in range(num_processes):
+            started = await asyncio.create_subprocess_exec(
+                sys.executable, program, str(looker.socket), stdout=asyncio.subprocess.PIPE
+            )
+            processes.append(started)
+            assert started.stdout is not None
+            assert await asyncio.wait_for(started.stdout.readline(), LIMIT_S) == b"pulsing\n"
+        remote.watch([process.pid for process in processes], looker)
+        yield looker, remote, processes
+    finally:
+        for process in processes:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+        running.cancel()
+
+
+class Endless:
+    """An endpoint that is at something for ever."""
+
+    def __init__(self) -> None:
+        self.called = asyncio.Event()
+
+    async def call_one(self, *args: Any) -> None:
+        self.called.set()
+        await asyncio.Event().wait()
+
+
+class Rank:
+    def __init__(self) -> None:
+        self.finish_save = Endless()
+
+
+async def test_a_rank_that_is_stopped_ends_the_whole_trainer_and_its_calls(tmp_path: Path):
+    async with watched(tmp_path, "trainer", 2) as (looker, remote, processes):
+        ranks = [Rank(), Rank()]
+        trainer = ActorTrainer(remote, ranks, TrainingConfig(data_parallel=2))
+        call, ended = asyncio.ensure_future(trainer.finish_save()), asyncio.ensure_future(trainer.ended())
+        await ranks[1].finish_save.called.wait()
+        os.kill(processes[1].pid, signal.SIGSTOP)
+        await looker.until(ended.done)
+        assert await ended == f"trainer died: {STOPPED}"
+        with pytest.raises(ActorDiedError, match=STOPPED):
+            await call
+        for process in processes:
+            assert await asyncio.wait_for(process.wait(), LIMIT_S) == -signal.SIGKILL
+
+
+class Worker:
+    def __init__(self) -> None:
+        self.run_group = Endless()
+
+
+class PromptWorker:
+    """Has every group at once."""
+
+    async def call(self, endpoint: Any, key: str, sample: Any, group_id: str, *args: Any) -> RolloutGroup:
+        return RolloutGroup(group_id, None, [Rollout(f"{group_id}/0", group_id, 0, sample)])
+
+    run_group = None
+
+
+async def test_the_group_of_a_worker_that_is_stopped_is_played_by_another(tmp_path: Path):
+    async with watched(tmp_path, "rollout-worker-0", 1) as (looker, remote, (process,)):
+        pool, worker, other = WorkerPool(), Worker(), PromptWorker()
+        pool.add(remote, worker)
+        sampling = SamplingParams(max_tokens=1)
+        playing = asyncio.ensure_future(
+            pool.of("sums").run_group(answer, {}, group_id="g", group_size=1, sampling=sampling)
+        )
+        await worker.run_group.called.wait()
+        pool.add(other, other)  # pyright: ignore
+        os.kill(process.pid, signal.SIGSTOP)
+        await looker.until(playing.done)
+        assert [rollout.rollout_id for rollout in (await playing).rollouts] == ["g/0"]
+        assert remote.reason == STOPPED
+        assert await asyncio.wait_for(process.wait(), LIMIT_S) == -signal.SIGKILL

@@ -1,0 +1,157 @@
+"""Where a trainer that died comes up again. No process is started."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
+
+from titan_rl.cluster import trainer_processes
+from titan_rl.cluster.hosts.placement import ProcessPlace, place_trainer_again
+from titan_rl.cluster.processes.remote_process import RemoteProcess
+from titan_rl.cluster.trainer_actor import ModelCheck, TrainerSettings
+from titan_rl.cluster.trainer_processes import TrainerProcesses
+from titan_rl.config.model_identity import model_identity
+from titan_rl.core.errors import ModelError, NoHostError
+from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
+
+TRAINING = TrainingConfig(data_parallel=2)
+SETTINGS = TrainerSettings(ModelConfig(path="unused", max_context=16), TRAINING, CorrectionConfig(), None, "run", 0)
+
+
+class Processes:
+    """Remembers what was asked of it, in order."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    async def spawn(self, name: str, actor_class: object, *arguments: Any, places: Sequence[ProcessPlace]) -> Any:
+        self.asked.append(f"start on {' '.join(place.host for place in places)}")
+        return RemoteProcess(name), [None for _ in places]
+
+    async def clear(self, remote: RemoteProcess, timeout_s: float) -> None:
+        self.asked.append("clear")
+
+
+def processes_on(hosts: dict[str, tuple[str, ...]], told: list[str], wait_s: float) -> tuple[Processes, Any]:
+    places = [ProcessPlace("a"), ProcessPlace("a")]
+    processes: Any = Processes()
+    again = lambda: place_trainer_again(TRAINING, places, hosts)  # noqa: E731
+    return processes, TrainerProcesses(processes, SETTINGS, again, wait_s=wait_s, tell=told.append)
+
+
+async def test_what_is_left_of_it_is_cleared_before_another_starts_on_a_host_that_is_there() -> None:
+    hosts: dict[str, tuple[str, ...]] = {"a": (), "b": ()}
+    processes, training = processes_on(hosts, [], 10.0)
+    first = await training.start()
+    del hosts["a"]
+    assert await training.restart() is training.trainer is not first
+    assert processes.asked == ["start on a a", "clear", "start on b b"]
+
+
+def settings_of_model(folder: Path, **training: float) -> TrainerSettings:
+    """Of a run that began with the model of a folder."""
+    save_file({"weight": torch.zeros(8)}, folder / "model.safetensors")
+    (folder / "tokenizer.json").write_text("{}")
+    model = ModelConfig(path=str(folder), max_context=16)
+    began_with = model_identity(folder)
+    return replace(SETTINGS, model=model, training=TrainingConfig(**training), began_with=began_with)  # pyright: ignore
+
+
+def test_a_trainer_that_starts_again_does_not_train_weights_that_took_the_models_place(tmp_path: Path) -> None:
+    settings = settings_of_model(tmp_path)
+    ModelCheck(settings, "a").check_weights()
+    save_file({"weight": torch.ones(8)}, tmp_path / "model.safetensors")
+    check = ModelCheck(settings, "b")
+    with pytest.raises(ModelError, match="on host b is not the model that the run began with: weights changed; put"):
+        check.check_weights()
+    check.checkpoint_loaded()
+    check.check_weights()
+
+
+def test_a_trainer_does_not_start_with_another_reference_or_tokenizer(tmp_path: Path) -> None:
+    settings = settings_of_model(tmp_path, kl_coef=0.1)
+    ModelCheck(settings, "a").check_weights()
+    save_file({"weight": torch.ones(8)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match="weights changed"):
+        ModelCheck(settings, "a")
+    settings = settings_of_model(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("[]")
+    with pytest.raises(ModelError, match="tokenizer changed"):
+        ModelCheck(settings, "a")
+
+
+async def test_where_no_host_is_left_it_waits_for_one_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer_processes, "LOOK_S", 0.0)
+    hosts: dict[str, tuple[str, ...]] = {"a": ()}
+    told: list[str] = []
+    processes, training = processes_on(hosts, told, 60.0)
+    await training.start()
+    hosts.clear()
+    restarting = asyncio.ensure_future(training.restart())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not restarting.done()
+    assert training.waits_for.startswith("hosts, 60 s at most: no host is left")
+    hosts["c"] = ()
+    await restarting
+    assert not training.waits_for
+    assert processes.asked[-1] == "start on c c"
+    assert told == [
+        "the trainer waits for hosts, 60 s at most: no host is left that may train, which sees the run's folder; "
+        "`titan-rl hosts RUN add ADDRESS` adds one"
+    ]
+
+
+async def test_it_waits_no_longer_than_it_may() -> None:
+    hosts: dict[str, tuple[str, ...]] = {"a": ()}
+    _, training = processes_on(hosts, [], 0.0)
+    await training.start()
+    hosts.clear()
+    with pytest.raises(NoHostError, match=r"the trainer has waited 0 s for hosts: no host is left that may train"):
+        await training.restart()
+
+
+async def test_it_is_saved_and_trains_on_until_another_host_has_places_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer_processes, "LOOK_S", 0.0)
+    hosts: dict[str, tuple[str, ...]] = {}  # that stay
+    told: list[str] = []
+    processes, training = processes_on(hosts, told, 10.0)
+    hosts["a"] = ()
+    await training.start()
+    del hosts["a"]
+    saved = asyncio.Event()
+    training.before_leaving = saved.wait
+    finishing = asyncio.ensure_future(training.finish(30.0))
+    for event in (asyncio.Event(), saved):
+        event.set()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not finishing.done()
+    assert told == [
+        "the trainer waits for hosts, 30 s at most: no host is left that may train, which sees the run's folder; "
+        "`titan-rl hosts RUN add ADDRESS` adds one"
+    ]
+    assert training.trainer.is_leaving
+    hosts["c"] = ()
+    await finishing
+    assert processes.asked == ["start on a a"]
+
+
+@pytest.mark.looptime
+async def test_one_that_cannot_be_saved_goes_when_its_time_is_over() -> None:
+    hosts: dict[str, tuple[str, ...]] = {"a": ()}
+    _, training = processes_on(hosts, [], 10.0)
+    await training.start()
+    began = asyncio.get_running_loop().time()
+    training.before_leaving = asyncio.Event().wait
+    await training.finish(30.0)
+    assert asyncio.get_running_loop().time() - began == pytest.approx(30)

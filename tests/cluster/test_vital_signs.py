@@ -1,0 +1,102 @@
+"""Which processes hang, in virtual time: looks at made-up processes."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titan_rl.cluster.liveness.contact import Contact
+from titan_rl.cluster.liveness.process_tree import TreeUse, computed_between
+from titan_rl.cluster.liveness.vital_signs import Signs, VitalSigns, hang
+
+LIMIT_S = 10.0
+
+
+def looked(*looks: tuple[bool, bool, bool], at_work: bool = True) -> Signs:
+    """The signs after looks a second apart: whether it answered, got on, and computed."""
+    signs, moves, last = VitalSigns(longest_look_s=2.0), 0, Signs()
+    for now, (answered, moved, computed) in enumerate(looks, start=1):
+        moves += moved
+        if answered:
+            signs.answered(moves, at_work=at_work)
+        last = signs.look(float(now), computed=computed)
+    return last
+
+
+def test_a_silent_process_hangs_after_the_limit_and_not_before():
+    alive = (True, True, False)
+    silent = (False, False, False)
+    assert hang([looked(alive, *[silent] * 9)], LIMIT_S) is None
+    assert hang([looked(alive, *[silent] * 10)], LIMIT_S) == ("it hangs: it has neither answered nor computed for 10 s")
+
+
+def test_a_native_call_that_holds_pythons_lock_and_computes_is_no_hang():
+    assert hang([looked((True, True, True), *[(False, False, True)] * 1000)], LIMIT_S) is None
+
+
+def test_an_idle_process_that_answers_does_not_hang():
+    assert hang([looked(*[(True, False, False)] * 1000, at_work=False)], LIMIT_S) is None
+
+
+def test_what_is_worked_at_and_does_not_get_on_hangs_though_a_thread_answers():
+    stuck = [(True, False, False)] * 11  # the first answer tells of a move
+    assert hang([looked(*stuck[:-1])], LIMIT_S) is None
+    assert "has not got on for 10 s" in (hang([looked(*stuck)], LIMIT_S) or "")
+
+
+def test_a_rank_may_wait_for_another_that_computes_or_is_done_with_nothing_at_work():
+    waits, computes, idle = Signs(0.0, 100.0), Signs(0.0, 0.0), Signs(0.0, None)
+    assert hang([waits, computes], LIMIT_S) is None
+    assert hang([waits, idle], LIMIT_S) is not None
+    assert hang([waits, waits], LIMIT_S) is not None
+    assert hang([], LIMIT_S) is None
+
+
+def test_a_process_that_a_signal_has_stopped_is_killed_after_three_seconds_whatever_the_limit():
+    signs = VitalSigns(longest_look_s=2.0)
+    signs.answered(1, at_work=False)
+    looks = [signs.look(float(now), computed=False, stopped=True) for now in range(1, 4)]
+    assert [hang([look], 3600.0) for look in looks] == [None, None, "it has been stopped by a signal for 3 s"]
+    assert signs.look(4.0, computed=False, stopped=False).stopped_s == 0.0
+
+
+def test_one_silent_rank_is_enough():
+    assert hang([Signs(0.0, 0.0), Signs(LIMIT_S, None)], LIMIT_S) is not None
+
+
+def test_when_the_looker_was_stopped_nobody_was_silent():
+    signs = VitalSigns(longest_look_s=2.0)
+    signs.answered(1, at_work=False)
+    signs.look(1.0, computed=False)
+    assert signs.look(3600.0, computed=False).silent_s == 2.0
+    contact = Contact(3.0, 0.5, now=0.0)
+    assert not contact.look(3600.0)
+
+
+@given(st.lists(st.sampled_from(["heard", "look"]), max_size=60))
+def test_a_host_is_lost_exactly_when_nothing_came_for_as_many_looks_as_its_limit_has(events: list[str]):
+    contact, now, since = Contact(3.0, 0.5, now=0.0), 0.0, 0
+    for event in events:
+        if event == "heard":
+            contact.heard()
+            since = 0
+        else:
+            now += 0.25
+            since += 1
+            assert contact.look(now) == (since >= 12)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), min_size=1, max_size=60))
+def test_silence_and_standing_still_are_counted_from_the_last_sign(looks: list[tuple[bool, bool, bool]]):
+    signs = looked(*looks, at_work=False)
+    last_sign = max((at for at, (answered, _, computed) in enumerate(looks, 1) if answered or computed), default=0)
+    assert signs.silent_s == len(looks) - last_sign
+    assert signs.still_s is None
+
+
+def test_computing_is_a_tenth_of_a_processor_a_disk_or_a_child_that_began():
+    before = TreeUse({7: 1.0, 8: 0.0}, on_disk=False)
+    assert not computed_between(before, TreeUse({7: 1.05, 8: 0.04}, on_disk=False), 1.0)
+    assert computed_between(before, TreeUse({7: 1.05, 8: 0.05}, on_disk=False), 1.0)
+    assert computed_between(before, TreeUse({7: 1.0, 8: 0.0}, on_disk=True), 1.0)
+    assert computed_between(before, TreeUse({7: 1.0, 8: 0.0, 9: 0.0}, on_disk=False), 1.0)

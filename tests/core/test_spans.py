@@ -1,0 +1,299 @@
+"""What is recorded of when things happen: lanes, tracks, files."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titan_rl.core.tracing import spans
+from titan_rl.core.tracing.spans import Track, span
+from titan_rl.core.tracing.trace_file import TraceFile
+from titan_rl.viewer.trace.events import Traces
+
+
+@pytest.fixture
+def told() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, told: list[str]) -> Iterator[Path]:
+    with spans.recording(tmp_path, "controller", 1 << 20, told.append):
+        yield tmp_path / "controller.jsonl"
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def lanes(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """The spans by the names of their lanes."""
+    events = read(path)
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    found: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            found[names[event["tid"]]].append(event)
+    return found
+
+
+def assert_nested(found: list[dict[str, Any]]) -> None:
+    """Of two spans of a lane one lies in the other, or they are apart."""
+    open_until: list[float] = []
+    for event in sorted(found, key=lambda event: (event["ts"], -event["dur"])):
+        while open_until and open_until[-1] <= event["ts"]:  # they are rounded
+            open_until.pop()
+        end = event["ts"] + event["dur"]
+        assert not open_until or end <= open_until[-1]
+        open_until.append(end)
+
+
+def test_a_span_lies_in_the_lane_of_the_one_around_it(recorded: Path):
+    with span("rollout", "environment", lane="rollout", rollout="g/0"), span("env step", "environment", fine=True):
+        pass
+    spans.flush()
+    inner, outer = lanes(recorded)["rollout"]
+    assert (inner["name"], outer["name"], outer["args"]) == ("env step", "rollout", {"rollout": "g/0"})
+    assert outer["ts"] <= inner["ts"]
+    assert inner["cat"] == "fine,environment"
+
+
+async def test_lanes_are_used_again_and_never_overlap(recorded: Path):
+    async def rollout(number: int) -> None:
+        for _ in range(3):
+            with span("rollout", "environment", lane="rollout"):
+                await asyncio.sleep(0)
+                with span("env step", "environment"):
+                    await asyncio.sleep(0)
+
+    await asyncio.gather(*(rollout(number) for number in range(64)))
+    spans.flush()
+    found = lanes(recorded)
+    assert len(found) == 64
+    assert sum(map(len, found.values())) == 64 * 3 * 2
+    for lane in found.values():
+        assert_nested(lane)
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), min_size=1, max_size=6))
+async def test_whatever_tasks_do_at_once_no_spans_of_a_lane_cross(tmp_path_factory: pytest.TempPathFactory, plan: Any):
+    """Tasks that outlive the span they were made in, and begin others in it."""
+
+    async def work(waits: list[int]) -> None:
+        with span("outer", "x", lane="pool" if len(waits) % 2 else None):
+            for wait in waits:
+                for _ in range(wait):
+                    await asyncio.sleep(0)
+                with span("inner", "x"):
+                    tasks.append(asyncio.create_task(later(wait)))
+                    await asyncio.sleep(0)
+
+    async def later(wait: int) -> None:
+        with span("later", "x"):
+            for _ in range(wait):
+                await asyncio.sleep(0)
+
+    folder = tmp_path_factory.mktemp("trace")
+    tasks: list[asyncio.Task[None]] = []
+    with spans.recording(folder, "p", 1 << 20, print):
+        await asyncio.gather(*map(work, plan))
+        await asyncio.gather(*tasks)
+    found = lanes(folder / "p.jsonl")
+    assert sum(map(len, found.values())) == sum(1 + 2 * len(waits) for waits in plan)
+    for lane in found.values():
+        assert_nested(lane)
+
+
+def test_a_track_has_no_gaps_and_its_seconds_are_those_of_its_spans(recorded: Path):
+    track = Track("engine", "generator")
+    for _ in range(3):
+        track.enter("generating", steps=2)
+        track.enter("idle", idle=True)
+    track.close()
+    seconds = track.take()
+    spans.flush()
+    found = lanes(recorded)["engine"]
+    for before, after in pairwise(found):
+        assert after["ts"] == before["ts"] + before["dur"]
+    idle = [event for event in found if event["cat"] == "generator,idle"]
+    assert sum(event["dur"] for event in idle) / 1e6 == pytest.approx(seconds["idle"], abs=3e-6)
+    assert seconds.keys() == {"generating", "idle"}
+
+
+def test_the_time_of_a_state_that_goes_on_is_counted_once():
+    now = [0]
+    track = Track("train", "trainer", clock_ns=lambda: now[0])
+    track.enter("step")
+    now[0] = 3_000_000_000
+    assert track.take() == {"step": 3.0}
+    now[0] = 4_000_000_000
+    track.enter("idle", idle=True)
+    now[0] = 6_000_000_000
+    assert track.take() == {"step": 1.0, "idle": 2.0}
+
+
+def test_what_goes_on_for_long_is_written_in_parts_that_are_read_as_one(recorded: Path):
+    track = Track("train", "trainer")
+    track.enter("wait for rollouts", idle=True)
+    with span("save", "checkpoint", lane="save", step=3):
+        for _ in range(3):
+            spans.flush()
+            seen = whole(recorded)
+            assert {lane: [name for _, _, name, _ in found] for lane, found in seen.items()} == {
+                "train": ["wait for rollouts"],
+                "save": ["save"],
+            }
+    track.enter("step", step=3)
+    track.close()
+    spans.flush()
+    read = whole(recorded)
+    assert [name for _, _, name, _ in read["train"]] == ["wait for rollouts", "step"]
+    assert read["train"][0][1] == read["train"][1][0], "without a gap"
+    assert read["train"][0][0] == seen["train"][0][0], "it began when it did"
+    assert [(name, args) for _, _, name, args in read["save"]] == [("save", {"step": 3})]
+    assert len(lanes(recorded)["save"]) == 4
+
+
+def test_what_is_open_when_recording_ends_is_recorded_up_to_then(tmp_path: Path, told: list[str]):
+    track = Track("steps", "trainer")
+    with spans.recording(tmp_path, "controller", 1 << 20, told.append):
+        track.enter("train step", step=3)
+        save = span("save", "checkpoint", lane="save").__enter__()
+        ended_us = time.time_ns() // 1000
+    track.close()
+    save.__exit__(None, None, None)
+    found = whole(tmp_path / "controller.jsonl")
+    assert [(name, args) for _, _, name, args in found["steps"]] == [("train step", {"step": 3})]
+    assert [name for _, _, name, _ in found["save"]] == ["save"]
+    assert all(end * 1e6 >= ended_us for ((_, end, _, _),) in found.values())
+
+
+def whole(path: Path) -> dict[str, list[tuple[float, float, str, dict[str, Any]]]]:
+    """What the page reads, by lane: the spans' beginnings, ends, names and args."""
+    (trace,) = Traces(path.parent).read().values()
+    return {name: [(one.start, one.end, one.name, one.args) for one in lane] for name, lane in trace.lanes.items()}
+
+
+def test_nothing_is_recorded_unless_somebody_does_and_time_is_measured_all_the_same(tmp_path: Path):
+    with span("publish", "sync", lane="sync") as took:
+        sum(range(1000))
+    assert took.seconds > 0
+    assert spans.tracing_of_children() is None
+
+
+def test_a_run_that_goes_on_adds_to_its_files(tmp_path: Path):
+    for attempt in range(2):
+        with spans.recording(tmp_path, "trainer", 1 << 20, print), span("step", "trainer", lane="train", step=attempt):
+            pass
+    assert [event["args"]["step"] for event in lanes(tmp_path / "trainer.jsonl")["train"]] == [0, 1]
+
+
+def test_processes_of_a_machine_share_one_clock(tmp_path: Path):
+    tracing = spans.Tracing.begin(tmp_path, 1 << 20)
+    ends: list[float] = []
+    for process in ("a", "b"):
+        spans.begin_recording(tracing, process)
+        with span("one after the other", "x", lane="x"):
+            pass
+        spans.end_recording()
+        (event,) = lanes(tmp_path / f"{process}.jsonl")["x"]
+        assert all(event["ts"] >= end for end in ends)
+        ends.append(event["ts"] + event["dur"])
+
+
+def test_a_process_whose_monotonic_clock_is_another_goes_by_the_time_of_day(tmp_path: Path):
+    """As in a container of the same machine, whose boot has the same name."""
+    tracing = spans.Tracing.begin(tmp_path, 1 << 20)
+    spans.begin_recording(dataclasses.replace(tracing, offset_ns=tracing.offset_ns - 500_000 * 10**9), "a")
+    with span("far off", "x", lane="x"):
+        pass
+    spans.end_recording()
+    (event,) = lanes(tmp_path / "a.jsonl")["x"]
+    assert abs(event["ts"] / 1e6 - time.time()) < 60
+
+
+def test_a_process_of_a_host_whose_clocks_are_far_off_goes_by_those_of_the_controller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    tracing = spans.Tracing.begin(tmp_path, 1 << 20)
+    began = time.time()
+    here, here_ns, steady_ns = time.time, time.time_ns, time.monotonic_ns
+    monkeypatch.setattr(time, "time_ns", lambda: here_ns() - 3600 * 10**9)
+    monkeypatch.setattr(time, "monotonic_ns", lambda: steady_ns() + 500_000 * 10**9)
+    spans.begin_recording(tracing.on_host(500_000 * 10**9), "a")
+    with span("here", "x", lane="x"):
+        pass
+    spans.end_recording()
+    (event,) = lanes(tmp_path / "a.jsonl")["x"]
+    assert began - 0.01 <= event["ts"] / 1e6 <= here() + 0.01
+
+
+def test_a_killed_process_leaves_whole_lines_that_the_next_one_adds_to(tmp_path: Path):
+    program = """
+import os, signal, sys
+from pathlib import Path
+from titan_rl.core.tracing import spans
+spans.begin_recording(spans.Tracing.begin(Path(sys.argv[1]), 1 << 20), "trainer")
+with spans.span("step", "trainer", lane="train"):
+    pass
+spans.flush()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    ended = subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
+    assert ended.returncode == -signal.SIGKILL
+    path = tmp_path / "trainer.jsonl"
+    assert len(lanes(path)["train"]) == 1
+    with path.open("a") as file:
+        file.write('{"ph":"X","na')
+    with spans.recording(tmp_path, "trainer", 1 << 20, print), span("step", "trainer", lane="train"):
+        pass
+    lines = path.read_text().splitlines()
+    assert sum('"step"' in line for line in lines) == 2
+    assert sum(line.endswith("}") for line in lines) == len(lines) - 1
+
+
+def test_a_full_disk_costs_the_trace_and_not_the_run(tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch):
+    def full(self: TraceFile, lines: object) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(TraceFile, "append", full)
+    with spans.recording(tmp_path, "controller", 1 << 20, told.append):
+        for _ in range(2):
+            with span("step", "trainer", lane="train") as took:
+                pass
+            spans.flush()
+    assert took.seconds > 0
+    (text,) = told
+    assert text.startswith("the trace of controller ends here, and the run goes on without it: ")
+
+
+def test_the_oldest_fine_spans_go_first_and_the_file_stays_below_its_size(tmp_path: Path):
+    path = tmp_path / "controller.jsonl"
+    file = TraceFile(path, 20_000)
+    file.append([b'{"ph":"M","name":"process_name"}\n'])
+    for step in range(100):
+        file.append([b'{"cat":"trainer","step":%d}\n' % step])
+        file.append([b'{"cat":"fine,environment","step":%d,"call":%d}\n' % (step, call) for call in range(20)])
+        assert path.stat().st_size <= 20_000
+    file.close()
+    events = read(path)
+    assert events[0] == {"ph": "M", "name": "process_name"}
+    assert [event["step"] for event in events if event.get("cat") == "trainer"] == list(range(100))
+    fine = [event["step"] for event in events if event.get("cat") == "fine,environment"]
+    assert fine == sorted(fine)
+    assert fine[-20:] == [99] * 20

@@ -1,0 +1,201 @@
+"""Threads of their own for blocking functions: how many, what a lost one costs, and that the exit waits for none."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from titan_rl.core.calls.bounded import OutOfTimeError
+from titan_rl.core.calls.threads import DaemonThreads, UsersThreads
+from titan_rl.rollout.rewards.reward import Reward
+from titan_rl.rollout.rewards.rubric import Rubric
+from titan_rl.rollout.types import Rollout
+
+LONG_S = 20.0
+
+
+class Held:
+    """A function that waits to be released, and how many of it run at once."""
+
+    def __init__(self) -> None:
+        self.began = threading.Semaphore(0)
+        self.ended = threading.Semaphore(0)
+        self.release = threading.Event()
+        self.lock = threading.Lock()
+        self.running = self.most = self.calls = 0
+
+    def __call__(self) -> int:
+        with self.lock:
+            self.calls += 1
+            self.running += 1
+            self.most = max(self.most, self.running)
+        self.began.release()
+        self.release.wait(LONG_S)
+        with self.lock:
+            self.running -= 1
+        self.ended.release()
+        return self.calls
+
+
+async def until(semaphore: threading.Semaphore, count: int = 1) -> None:
+    for _ in range(count):
+        assert await asyncio.to_thread(semaphore.acquire, timeout=LONG_S)
+
+
+async def test_no_more_run_at_once_than_there_are_threads_and_all_run() -> None:
+    threads, held = DaemonThreads(3, "judge"), Held()
+    calls = [asyncio.ensure_future(threads.run(held)) for _ in range(10)]
+    await until(held.began, 3)
+    held.release.set()
+    assert len(await asyncio.gather(*calls)) == 10
+    assert held.calls == 10
+    assert held.most == 3
+
+
+async def test_one_that_never_returns_costs_its_caller_a_time_limit_and_others_nothing() -> None:
+    threads, held = DaemonThreads(1, "judge"), Held()
+    lost = asyncio.ensure_future(threads.run(held, timeout_s=0.05))
+    waiting = asyncio.ensure_future(threads.run(lambda: "served", timeout_s=LONG_S))
+    with pytest.raises(OutOfTimeError, match=r"it took longer than 0.05 s"):
+        await lost
+    assert await waiting == "served"
+    held.release.set()
+    await until(held.ended)
+    after = Held()
+    calls = [asyncio.ensure_future(threads.run(after)) for _ in range(3)]
+    await until(after.began)
+    after.release.set()
+    await asyncio.gather(*calls)
+    assert after.most == 1  # the lost one came back, and took no place again
+
+
+async def test_the_time_of_a_call_counts_from_when_a_thread_begins_with_it() -> None:
+    threads, held = DaemonThreads(1, "judge"), Held()
+    first = asyncio.ensure_future(threads.run(held))
+    second = asyncio.ensure_future(threads.run(lambda: "in time", timeout_s=0.05))
+    await asyncio.wait({second}, timeout=0.2)
+    assert not second.done()
+    held.release.set()
+    await first
+    assert await second == "in time"
+
+
+async def test_a_caller_that_is_cancelled_leaves_at_once_and_what_had_not_begun_never_runs() -> None:
+    threads, held, late = DaemonThreads(1, "judge"), Held(), Held()
+    first, second = asyncio.ensure_future(threads.run(held)), asyncio.ensure_future(threads.run(late))
+    await until(held.began)
+    first.cancel()
+    second.cancel()
+    await asyncio.wait({first, second}, timeout=LONG_S)
+    assert first.cancelled()
+    third = asyncio.ensure_future(threads.run(lambda: "served"))
+    held.release.set()
+    assert await third == "served"
+    assert late.calls == 0
+
+
+@pytest.mark.parametrize("error", [ValueError("wrong"), StopIteration("over"), SystemExit(3)], ids=repr)
+async def test_what_it_raises_reaches_the_caller(error: BaseException) -> None:
+    def fails() -> None:
+        raise error
+
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        await DaemonThreads(1, "judge").run(fails)
+    assert error in (caught.value, caught.value.__cause__)
+
+
+async def test_it_runs_in_the_context_of_its_caller() -> None:
+    group: contextvars.ContextVar[str] = contextvars.ContextVar("group")
+    group.set("g17")
+    assert await DaemonThreads(1, "judge").run(group.get) == "g17"
+
+
+async def test_a_pool_serves_one_event_loop_after_another() -> None:
+    threads = DaemonThreads(1, "judge")
+
+    def elsewhere() -> list[int]:
+        async def both() -> list[int]:
+            return list(await asyncio.gather(threads.run(lambda: 1), threads.run(lambda: 2)))
+
+        return asyncio.run(both())
+
+    assert await asyncio.to_thread(elsewhere) == [1, 2]
+    assert await threads.run(lambda: 3) == 3
+
+
+def test_a_pool_without_threads_is_refused() -> None:
+    with pytest.raises(ValueError, match="size is 0"):
+        DaemonThreads(0, "judge")
+    with pytest.raises(ValueError, match="max_threads 0"):
+        Reward(lambda rollout: 1.0, name="judge", in_thread=True, max_threads=0)
+
+
+async def test_slow_judges_leave_the_threads_of_asyncio_free() -> None:
+    release = threading.Event()
+
+    def slow(rollout: Rollout) -> float:
+        release.wait(LONG_S)
+        return 1.0
+
+    rollouts = [Rollout(f"g/{i}", "g", i, None) for i in range(64)]  # more than asyncio has on any machine
+    scoring = asyncio.ensure_future(Rubric([Reward(slow, in_thread=True, max_threads=64)]).score(rollouts))
+    await asyncio.sleep(0)
+    assert await asyncio.wait_for(asyncio.to_thread(lambda: "plan"), LONG_S) == "plan"
+    release.set()
+    await scoring
+    assert [rollout.reward for rollout in rollouts] == [1.0] * 64
+
+
+HANGING = """
+import asyncio, time
+from titan_rl.rollout.types import Rollout
+from titan_rl.rollout.rewards.reward import Reward
+from titan_rl.rollout.rewards.rubric import Rubric
+
+def hangs(rollout):
+    while True:
+        time.sleep(1.0)
+
+async def main():
+    try:
+        await Rubric([Reward(hangs, in_thread=True, timeout_s=0.1)]).score([Rollout("g/0", "g", 0, None)])
+    except Exception as error:
+        print(error, flush=True)
+
+asyncio.run(main())
+print("ended", flush=True)
+"""
+
+
+def test_a_judge_that_never_returns_does_not_hold_up_the_exit() -> None:
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("reward 'hangs' took longer than 0.1 s on rollout 'g/0'")
+    assert done.stdout.endswith("ended\n")
+    assert time.monotonic() - began < 50
+
+
+def test_users_threads_give_what_functions_give_in_order_and_take_none_after_the_end() -> None:
+    threads, order, held = UsersThreads(1), list[int](), Held()
+    first = threads.submit(held)
+    others = [threads.submit(order.append, number) for number in range(5)]
+    given_up = threads.submit(order.append, 99)
+    assert given_up.cancel()
+    failing = threads.submit(lambda: 1 / 0)
+    held.release.set()
+    assert first.result(LONG_S) == 1
+    assert isinstance(failing.exception(LONG_S), ZeroDivisionError)
+    assert all(other.done() for other in others)
+    assert order == [0, 1, 2, 3, 4]
+    hanging = threads.submit(Held())
+    threads.shutdown()
+    assert not hanging.done()
+    with pytest.raises(RuntimeError, match="no more"):
+        threads.submit(len, "")

@@ -1,0 +1,150 @@
+"""What is told of an exception in a user's code."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from titan_rl.core.calls.user_code import Failure, describe, place_of, reason, summary, where
+from titan_rl.core.errors import StateDictError
+
+
+def caught(act: Callable[[], object]) -> BaseException:
+    try:
+        act()
+    except BaseException as error:
+        return error
+    raise AssertionError("it did not raise")
+
+
+def look_up() -> object:
+    return {}["answer"]
+
+
+def parse() -> object:
+    return json.loads("{")
+
+
+def line_of(function: Callable[[], object]) -> int:
+    return function.__code__.co_firstlineno + 1
+
+
+def test_an_exception_is_told_with_its_type_text_file_and_line(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(Path(__file__).parent)
+    assert describe(caught(look_up)) == f"KeyError: 'answer' (test_user_code.py:{line_of(look_up)} in look_up)"
+
+
+def test_the_place_is_the_users_own_line_and_not_that_of_a_library_it_called():
+    assert (where(caught(parse)) or "").endswith(f"test_user_code.py:{line_of(parse)} in parse")
+
+
+def test_an_exception_of_titan_rl_is_placed_where_its_cause_was():
+    def wrapped() -> None:
+        try:
+            look_up()
+        except KeyError as error:
+            raise compile_elsewhere(error) from error
+
+    def compile_elsewhere(error: KeyError) -> ValueError:
+        return ValueError(f"a reward failed: {error}")
+
+    error = caught(wrapped)
+    error.__traceback__ = None  # raised where no line is the user's
+    assert (where(error) or "").endswith("in look_up")
+
+
+async def test_a_time_limit_is_placed_where_the_users_code_hung():
+    async def hang() -> None:
+        await asyncio.Event().wait()
+
+    async def limited() -> None:
+        async with asyncio.timeout(0):
+            await hang()
+
+    with pytest.raises(TimeoutError) as late:
+        await limited()
+    late.value.__traceback__ = None
+    assert (where(late.value) or "").endswith("in hang")
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, SystemExit])
+def test_an_exception_that_cannot_say_what_it_is_does_no_harm(kind: type[BaseException]):
+    class Broken(Exception):
+        def __str__(self) -> str:
+            raise kind("no text")
+
+    def fail() -> None:
+        raise Broken
+
+    assert describe(caught(fail)).startswith(f"Broken: (its text cannot be had: {kind.__name__}) (")
+
+
+def test_an_exception_without_a_traceback_has_no_place():
+    assert describe(ValueError("never raised")) == "ValueError: never raised"
+
+
+def test_failures_of_one_line_are_of_one_kind_whatever_they_say():
+    def fail(number: int) -> Callable[[], object]:
+        def act() -> object:
+            raise ValueError(f"row {number}: bad")
+
+        return act
+
+    first, second = (Failure.of(caught(fail(number))) for number in (1, 2))
+    assert first.kind == second.kind
+    assert first.error != second.error
+    assert Failure.of(caught(look_up)).kind != first.kind
+    assert "Traceback" in first.traceback
+    assert "ValueError: row 1: bad" in first.traceback
+    assert pickle.loads(pickle.dumps(first)) == first
+
+
+class Judge:
+    def __call__(self) -> float:
+        return 1.0
+
+    def method(self) -> float:
+        return 1.0
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (look_up, "look_up"),
+        (functools.partial(look_up), "look_up"),
+        (functools.cache(look_up), "look_up"),
+        (Judge(), "__call__"),
+        (Judge().method, "method"),
+    ],
+    ids=["function", "partial", "wrapped", "object", "method"],
+)
+def test_a_function_that_hung_is_known_by_where_it_is_defined(function: Callable[..., object], name: str) -> None:
+    place = place_of(function)
+    assert place is not None
+    file, _, rest = place.partition(":")
+    assert (file, rest.partition(" in ")[2]) == ("tests/core/test_user_code.py", name)
+
+
+def test_a_function_that_is_not_python_has_no_place():
+    assert place_of(len) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (TimeoutError(), "TimeoutError"),
+        (ValueError(" "), "ValueError"),
+        (StateDictError(), "StateDictError"),
+        (StateDictError("torn"), "torn"),
+        (KeyError("answer"), "KeyError: 'answer'"),
+    ],
+)
+def test_a_reason_is_never_empty(error: Exception, told: str):
+    assert reason(error) == told
+    assert not summary(error).rstrip().endswith(":")

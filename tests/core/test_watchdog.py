@@ -1,0 +1,95 @@
+"""The watchdog names the call that blocks the event loop, and keeps silent else."""
+
+import asyncio
+import logging
+import threading
+from typing import Any
+
+import pytest
+
+from titan_rl.core.calls.watchdog import LoopWatchdog
+
+
+class Listener:
+    """Takes messages from the watching thread; one that comes frees what blocks."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.heard = threading.Event()
+
+    def __call__(self, text: str) -> None:
+        self.told.append(text)
+        self.heard.set()
+
+
+async def blocks(listener: Listener, watchdog: LoopWatchdog) -> str | None:
+    assert listener.heard.wait(30)  # as a time.sleep does
+    return watchdog.blocker
+
+
+async def test_the_call_that_blocks_is_named_while_it_does(caplog: pytest.LogCaptureFixture) -> None:
+    listener, went_on = Listener(), threading.Event()
+
+    def tell(text: str) -> None:
+        listener(text)
+        if "goes on" in text:
+            went_on.set()
+
+    with caplog.at_level(logging.WARNING), LoopWatchdog(tell, blocked_after_s=0.05) as watchdog:
+        blocker = await blocks(listener, watchdog)
+        assert await asyncio.to_thread(went_on.wait, 30)
+        assert watchdog.blocker is None
+    assert blocker is not None
+    assert "in blocks" in blocker
+    assert blocker.startswith("tests/core/test_watchdog.py:") or "/test_watchdog.py:" in blocker
+    assert blocker in listener.told[0]
+    assert "asyncio.to_thread" in listener.told[0]
+    assert "goes on after" in listener.told[-1]
+    assert "listener.heard.wait(30)" in caplog.text  # the stack
+
+
+async def test_a_loop_that_turns_is_left_alone() -> None:
+    listener = Listener()
+    with LoopWatchdog(listener, blocked_after_s=5.0) as watchdog:
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert watchdog.blocker is None
+    assert listener.told == []
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf"), None])
+def test_a_time_that_is_none_is_refused(seconds: Any) -> None:
+    with pytest.raises(ValueError, match="blocked_after_s"):
+        LoopWatchdog(blocked_after_s=seconds)
+
+
+@pytest.mark.parametrize("error", [OSError("no screen"), SystemExit(1)])
+async def test_a_message_that_cannot_be_shown_does_not_end_the_watch(error: BaseException) -> None:
+    heard: list[str] = []
+    second = threading.Event()
+
+    def tell(text: str) -> None:
+        heard.append(text)
+        if len(heard) == 2:
+            second.set()
+        raise error
+
+    with LoopWatchdog(tell, blocked_after_s=0.05):
+        assert second.wait(30)
+    assert heard[0].startswith("the event loop has stood still for 0 s")
+
+
+def test_a_watchdog_outlived_by_its_loop_ends(caplog: Any) -> None:
+    watchdog = LoopWatchdog(blocked_after_s=0.05)
+
+    async def enter() -> None:
+        watchdog.__enter__()
+
+    asyncio.run(enter())
+    watchdog.__exit__(None, None, None)
+
+
+async def test_a_block_that_ends_at_any_moment_ends_the_watch() -> None:
+    for _ in range(300):
+        with LoopWatchdog(blocked_after_s=0.0001):
+            await asyncio.sleep(0)

@@ -1,5 +1,0 @@
-"""Training agents that are programs of their own: `AgentTask` plays each rollout with one."""
-
-from titan_rl.agents.task import AgentTask
-
-__all__ = ["AgentTask"]

@@ -1,0 +1,223 @@
+"""`titan_rl.train` and `titan_rl.evaluate`: runs and evaluations from Python, with every part replaceable.
+
+They block, also in a notebook, whose event loop goes on waiting: the program runs in a thread then. What belongs to an
+event loop of yours, such as an engine loop that you have started, is evaluated with `await evaluate_async(...)` in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from titan_rl.config.evaluation import EvalConfig, make_eval_config
+from titan_rl.config.given import ConfigLike, TaskLike, given_config
+from titan_rl.config.make_renderer import make_renderer
+from titan_rl.config.run import RunConfig
+from titan_rl.core.errors import ConfigError
+from titan_rl.evaluation.evaluate import EvaluationRun
+from titan_rl.evaluation.evaluation import Evaluation
+from titan_rl.evaluation.files import EvaluationFiles, folder_name
+from titan_rl.evaluation.policies.opened import (
+    OpenedPolicy,
+    needs_engine,
+    open_policy,
+    require_engine,
+    speaks_no_tokens,
+)
+from titan_rl.generation.function_replica import FunctionReplica
+from titan_rl.generation.router.replica import Replica
+from titan_rl.generation.router.strategies import Strategy
+from titan_rl.generation.vocabulary import within_vocabulary
+from titan_rl.metrics.sinks.types import MetricSink
+from titan_rl.rollout.environment.chat import ChatFn
+from titan_rl.rollout.renderer import Renderer
+from titan_rl.run.machine.environment import run_environment
+from titan_rl.run.machine.event_loop import run_to_its_end
+from titan_rl.run.observability.progress import Progress
+from titan_rl.run.observability.summary import RunSummary, show_summary
+from titan_rl.run.parts import Parts
+from titan_rl.run.terminal.standard_streams import tell
+from titan_rl.scheduling.filters import GroupFilter
+from titan_rl.training.protocol import Trainer
+from titan_rl.types import GenerateFn
+from titan_rl.weights.published_weights import PublishedWeights
+
+Function = Callable[..., Any] | str
+"""A function of a module, or its name as in settings: "grpo", "my_losses:mine"."""
+
+
+def train(
+    config: ConfigLike,
+    *,
+    overrides: Mapping[str, object] | None = None,
+    task: TaskLike | None = None,
+    loss: Function | None = None,
+    advantage: Function | None = None,
+    optimizer: Function | None = None,
+    engine: Function | None = None,
+    transport: Function | None = None,
+    renderer: Renderer | None = None,
+    strategy: Strategy | None = None,
+    filters: Sequence[GroupFilter] | None = None,
+    trainer: Trainer | None = None,
+    generate: GenerateFn | None = None,
+    replicas: Sequence[Replica] | None = None,
+    published: PublishedWeights | None = None,
+    sinks: Mapping[str, MetricSink] | None = None,
+    name: str | None = None,
+    resume: str | Path | None = None,
+) -> RunSummary:
+    """Run a config to its end, as `titan-rl train` does. Whatever is given takes the place of what the settings name.
+
+    Example:
+
+        summary = titan_rl.train("sums.toml", overrides={"training.steps": 20}, loss=my_losses.clipped)
+        summary.reward_before, summary.reward_after, summary.rewards, summary.run_dir
+
+    Args:
+        config: a TOML file, several of them, or a `RunConfig`.
+        overrides: settings by their dotted names, those of tasks too: "task.largest", "tasks.sums.weight".
+        task: an object, or several as `TaskSource`s with their shares.
+        loss, advantage, optimizer, engine, transport: functions of a module, or their names, as settings name them.
+        renderer: of the environments in this process; `rollout.num_workers` is 0 then.
+        strategy: how a request finds its replica; made for this run alone.
+        filters: which groups are not trained on.
+        trainer: in the place of the trainer's processes. It is not closed.
+        generate: in the place of the generators: a function that knows nothing of weights.
+        replicas: in the place of the generators, with weights of their own; they are closed at the end.
+        published: where `replicas` find the manifests of what the trainer publishes.
+        sinks: take the metrics of every step, too.
+        name: of the run's folder, behind the time.
+        resume: the folder of an earlier run with this config, which goes on.
+
+    With both `trainer` and `generate` or `replicas` nothing runs in other processes, and neither torch nor Monarch need
+    be installed.
+
+    Raises:
+        ConfigError: a setting is wrong, or parts do not go together.
+        KeyboardInterrupt: Ctrl-C stopped the run in order; what is trained is saved.
+        TitanRLError: what ended the run.
+    """
+    from titan_rl.run.launch import run_training
+
+    if generate is not None:
+        if replicas is not None:
+            raise ConfigError("give generate or replicas, not both")
+        if not callable(generate):
+            raise ConfigError(f"generate = {generate!r} must be an async function, a GenerateFn")
+        replicas = []
+    parts = Parts(
+        trainer=trainer,
+        replicas=replicas,
+        published=published or PublishedWeights(),
+        strategy=strategy,
+        renderer=renderer,
+        filters=filters,
+        sinks=dict(sinks or {}),
+    )
+    functions = {
+        "training.loss": loss,
+        "training.advantage": advantage,
+        "training.optimizer": optimizer,
+        "generation.engine": engine,
+        "statedict.transport": transport,
+    }
+    made = given_config(config, task=task, functions=functions, overrides=overrides, check_files=parts.needs_processes)
+    if generate is not None:
+        parts = replace(parts, replicas=[FunctionReplica(within_vocabulary(generate, made.model.path))])
+    folder = None if resume is None else Path(resume).resolve()
+    end = run_training(made, folder, parts=parts, name=name, begun_by="titan_rl.train(...)")
+    if end.summary is None:
+        raise KeyboardInterrupt(f"the run was stopped; titan_rl.train(config, resume={str(end.run_dir)!r}) goes on")
+    show_summary(end.summary, sys.stderr)
+    return end.summary
+
+
+def evaluate(
+    config: ConfigLike,
+    policy: str | Path | GenerateFn | ChatFn,
+    *,
+    task: TaskLike | None = None,
+    renderer: Renderer | None = None,
+    overrides: Mapping[str, object] | None = None,
+    out: str | Path | None = None,
+    **options: Any,
+) -> Evaluation:
+    """How good a policy is on the held-out prompts of a config's tasks, as `titan-rl eval` says it.
+
+    Example:
+
+        before = titan_rl.evaluate("sums.toml", "base", num_prompts=64, samples=4)
+        after = titan_rl.evaluate("sums.toml", "runs/latest", num_prompts=64, samples=4)
+        print(titan_rl.table([before, after]))
+
+    Args:
+        config: a TOML file, several of them, or a `RunConfig`.
+        policy: a run's folder, a checkpoint's, a model's, the URL of an endpoint, or a function: a `GenerateFn`, or a
+            `ChatFn`, which is one with a parameter `messages`.
+        task: in the place of those of the config.
+        renderer: of a `GenerateFn`; by default that of the config's model.
+        overrides: settings by their dotted names, those of tasks too.
+        out: a folder that keeps transcripts and results, and in which one that was stopped goes on.
+        options: those of `EvalConfig`: num_prompts, samples, temperature, max_tokens, top_p, tasks, success, in_flight,
+            and of endpoints model, api, key_env, body.
+
+    Raises:
+        ConfigError: a setting or an option is wrong, or there is no such policy.
+        TitanRLError: what ended it.
+    """
+    return run_to_its_end(
+        evaluate_async(config, policy, task=task, renderer=renderer, overrides=overrides, out=out, **options)
+    )
+
+
+async def evaluate_async(
+    config: ConfigLike,
+    policy: str | Path | GenerateFn | ChatFn,
+    *,
+    task: TaskLike | None = None,
+    renderer: Renderer | None = None,
+    overrides: Mapping[str, object] | None = None,
+    out: str | Path | None = None,
+    **options: Any,
+) -> Evaluation:
+    """As `evaluate`, in the running event loop."""
+    if not isinstance(policy, str | Path) and not callable(policy):
+        raise ConfigError(
+            f"policy = {policy!r} must be the folder of a run, a checkpoint or a model, the URL of an endpoint, or an "
+            "async function: a GenerateFn, or a ChatFn"
+        )
+    settings = make_eval_config(options)
+    made = given_config(config, task=task, functions={}, overrides=overrides, check_files=False)
+    if not isinstance(policy, str | Path):
+        opened = _of_function(policy, made, renderer)
+        return await _evaluate(made, settings, opened, None if out is None else Path(out))
+    async with contextlib.AsyncExitStack() as resources:
+        if needs_engine([str(policy)]):
+            require_engine(made)
+            resources.enter_context(run_environment(made.pythonpath))
+        logs = Path(out) / "logs" if out else Path(resources.enter_context(tempfile.TemporaryDirectory())) / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        files = EvaluationFiles(f"eval-{time.time_ns():x}", logs.absolute())
+        opened = await resources.enter_async_context(open_policy(str(policy), made, settings, files, tell))
+        return await _evaluate(made, settings, opened, Path(out) / folder_name(opened.name, set()) if out else None)
+
+
+async def _evaluate(config: RunConfig, settings: EvalConfig, policy: OpenedPolicy, out: Path | None) -> Evaluation:
+    with Progress(0, sys.stderr, unit="sample", vanish=True) as progress:
+        return await EvaluationRun(config, settings, policy, out, progress).run()
+
+
+def _of_function(policy: Any, config: RunConfig, renderer: Renderer | None) -> OpenedPolicy:
+    name = getattr(policy, "__qualname__", type(policy).__name__)
+    if "messages" in inspect.signature(policy).parameters:
+        return OpenedPolicy(name, speaks_no_tokens, chat=policy)
+    generate = within_vocabulary(policy, config.model.path)
+    return OpenedPolicy(name, generate, renderer or make_renderer(config.model))

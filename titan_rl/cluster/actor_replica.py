@@ -1,0 +1,84 @@
+"""A generator actor as the router sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from titan_rl.cluster.processes.remote_process import RemoteProcess
+from titan_rl.cluster.request_stream import RequestClient
+from titan_rl.core.errors import ActorDiedError, GenerationError
+from titan_rl.generation.request import EngineRequest, OnChunk
+from titan_rl.generation.types import GaugeSummary, PauseMode
+from titan_rl.types import Completion, SamplingParams
+from titan_rl.weights.layouts import pack
+from titan_rl.weights.published_weights import PublishedWeights
+
+
+class ActorReplica:
+    """The `StreamingReplica` of one `GeneratorActor`.
+
+    It finds manifests in `published`, and notes there what a pull measured. It serves from `connect` to `disconnect`.
+    """
+
+    def __init__(self, remote: RemoteProcess, actor: Any, published: PublishedWeights) -> None:
+        self.name = remote.name
+        self.remote = remote
+        self._client = RequestClient(remote, actor.generate.broadcast)
+        self._receiving: asyncio.Task[None] | None = None
+        self._actor = actor
+        self._published = published
+        self._known_layouts: frozenset[str] = frozenset()  # digests of those that the actor was told
+        self.gauges: GaugeSummary | None = None
+
+    async def connect(self) -> None:
+        """Have the actor send its completions here."""
+        await self._call(self._actor.reply_to, self._client.port)
+        self._receiving = asyncio.ensure_future(self._client.run())
+
+    def disconnect(self) -> None:
+        """Requests that have no completion yet fail."""
+        if self._receiving is not None:
+            self._receiving.cancel()
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        request_id: str,
+        session_id: str | None = None,
+        sampling: SamplingParams,
+    ) -> Completion:
+        return await self._client.generate(EngineRequest(request_id, prompt_token_ids, sampling, session_id))
+
+    async def stream(self, request: EngineRequest, on_chunk: OnChunk) -> Completion:
+        return await self._client.generate(request, on_chunk)
+
+    async def pull(self, version: int) -> int:
+        packed = pack(self._published.manifest_of(version), self._known_layouts)
+        self._known_layouts = frozenset()  # of a pull that fails nobody knows how far it came
+        loaded, figures, gauges = await self._call(self._actor.pull, packed)
+        self._known_layouts = frozenset(packed.digests)
+        self.gauges = gauges or self.gauges
+        if loaded == version:
+            self._published.note_pull(self.name, figures)
+        return loaded
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._call(self._actor.pause, mode)
+
+    async def resume(self) -> None:
+        await self._call(self._actor.resume)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        await self._call(self._actor.abort, list(request_ids))
+
+    async def close(self) -> None:
+        await self._call(self._actor.close)
+
+    async def _call(self, endpoint: Any, *args: Any) -> Any:
+        try:
+            return await self.remote.call(endpoint, *args)
+        except ActorDiedError as error:
+            raise GenerationError(str(error)) from error

@@ -1,0 +1,207 @@
+"""One generator: an engine loop in a process of its own, or in as many as the model is split over."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from monarch.actor import Port, concurrent_endpoint
+
+from titan_rl.cluster.processes.garbage import growing_heap, settle_heap
+from titan_rl.cluster.processes.process import ProcessActor, ProcessSpec
+from titan_rl.cluster.request_stream import RequestServer
+from titan_rl.cluster.weight_transport import transport_of
+from titan_rl.cluster.wire import Packed
+from titan_rl.config.sections import STREAM_INTERVAL, GenerationConfig, StateDictConfig
+from titan_rl.core.arrays.tensor_checksum import TensorChecksum
+from titan_rl.core.calls.cancellation import stray_cancellation_fails
+from titan_rl.core.calls.threads import in_thread
+from titan_rl.core.tracing.spans import flush
+from titan_rl.generation.engine import Engine
+from titan_rl.generation.engine_spec import EngineSpec
+from titan_rl.generation.loop.engine_loop import EngineLoop
+from titan_rl.generation.loop.engine_rank import Items, Weights, follow_leader
+from titan_rl.generation.loop.ranks import GlooRanks, OneRank
+from titan_rl.generation.readback import describe
+from titan_rl.generation.registry import make_engine
+from titan_rl.generation.request import EngineRequest
+from titan_rl.generation.types import GaugeSummary, KVPolicy, PauseMode, PullResult
+from titan_rl.weights.layouts import KnownLayouts, PackedManifest
+from titan_rl.weights.probes import NOTICED, ProbeFigures, SwapCheck
+from titan_rl.weights.types import Manifest, MeasuredTransport, StateDictTransport
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorSettings:
+    """Everything a generator process needs."""
+
+    engine: EngineSpec
+    generation: GenerationConfig
+    statedict: StateDictConfig
+    run_id: str
+    version: int = 0  # of the weights in the model's folder
+
+
+class GeneratorActor(ProcessActor):
+    """Generates, and pulls weights between two engine steps. Of several ranks the first is called, and the others do
+    what its loop decides."""
+
+    def __init__(self, spec: ProcessSpec, settings: GeneratorSettings) -> None:
+        super().__init__(spec)
+        self._settings = settings
+        generation = settings.generation
+        self._kv_policy = KVPolicy(generation.running_kv, generation.reset_prefix_cache)
+        self._loop = EngineLoop(
+            self._make_engine,
+            version=settings.version,
+            kv_policy=self._kv_policy,
+            stream_interval=generation.stream_interval or STREAM_INTERVAL,
+            routed_experts=generation.return_routed_experts,
+            make_ranks=GlooRanks if generation.tensor_parallel_size > 1 else OneRank,
+            stepping=self.duty.going_on,
+        )
+        self._layouts = KnownLayouts()
+        self._swaps = SwapCheck()
+        self._server: RequestServer
+        self._requests: set[asyncio.Task[None]] = set()
+
+    def _make_engine(self) -> Engine:
+        with growing_heap():
+            return make_engine(self._settings.generation.engine, self._settings.engine)
+
+    @concurrent_endpoint
+    async def start(self) -> None:
+        """Called on every rank. Returns once the engine can serve, on ranks that follow at once."""
+        if self._spec.rank == 0:
+            await self._loop.start()
+            settle_heap()
+        else:
+            threading.Thread(target=self._follow, name="engine-loop", daemon=True).start()
+
+    def _follow(self) -> None:
+        try:
+            follow_leader(self._make_engine, GlooRanks, self._open, self._kv_policy, self.duty.going_on)
+        except BaseException:
+            # The first rank waits for this one inside a collective: only the end of the process tells it.
+            logger.exception("rank %d cannot go on", self._spec.rank)
+            os._exit(1)
+
+    @concurrent_endpoint
+    async def reply_to(self, port: Port[list[Packed]]) -> None:
+        """Completions are sent there, and ahead of them a chunk every `generation.stream_interval` tokens."""
+        self._server = RequestServer(port)
+
+    @concurrent_endpoint
+    async def generate(self, requests: Sequence[EngineRequest]) -> None:
+        """Returns at once."""
+        for request in requests:
+            task = asyncio.ensure_future(self._generate(request))
+            self._requests.add(task)
+            task.add_done_callback(self._requests.discard)
+
+    async def _generate(self, request: EngineRequest) -> None:
+        try:
+            with stray_cancellation_fails(f"request {request.request_id!r}"):
+                self._server.send(await self._loop.stream(request, self._server.send))
+        except Exception as error:
+            self._server.fail(request.request_id, error)
+
+    @concurrent_endpoint
+    async def pull(self, packed: PackedManifest) -> tuple[int, dict[str, float], GaugeSummary | None]:
+        """Load a published version and check it against the trainer's logprobs of the manifest's probes.
+
+        Returns:
+            The version that is loaded then, this or a newer one.
+            load_s, readback_s, verify_s, stall_s (how long the engine did not step), probe_diff and unverified_share;
+            probe_margin and probe_missed from the second on, in which a version is compared with the one before; and
+            what the transport measured.
+            What the engine said of itself since the pull before.
+        """
+        (manifest,) = self._layouts.unpack([packed])
+        probes: list[ProbeFigures] = []
+
+        def check(engine: Engine) -> None:
+            probes.append(self._verify(manifest, engine))
+
+        result = await self._loop.pull(
+            manifest.version,
+            lambda: self._items(manifest),
+            check,
+            manifest=manifest,
+            published=await in_thread(_checksums_of, manifest),
+        )
+        figures = {
+            "load_s": result.load_s,
+            "readback_s": result.readback_s,
+            "verify_s": result.verify_s,
+            "stall_s": result.stall_s,
+            "probe_diff": max((each.diff for each in probes), default=0.0),
+        }
+        if probes:  # else another pull has loaded this version, and tells of it
+            figures["unverified_share"] = self._unverified_share(result, probes[-1])
+        if probes and not math.isnan(probes[-1].margin):
+            figures |= {"probe_margin": probes[-1].margin, "probe_missed": probes[-1].missed}
+        if isinstance(self._transport, MeasuredTransport):
+            figures |= self._transport.pull_figures()
+        return result.version, figures, result.gauges
+
+    def _unverified_share(self, result: PullResult, probes: ProbeFigures) -> float:
+        """The part of the weights that nothing has shown to be loaded: 0 where all were read back, or where the probes
+        could tell this version from the one before."""
+        share = 1.0 if result.readback is None else result.readback.unread_share
+        if share and not probes.margin <= NOTICED:
+            why = "the engine cannot be read back" if result.readback is None else describe(result.readback)
+            logger.warning(
+                "version %d is unverified: %s, and the probes' margin is %.2g, where %g or less would tell it from the "
+                "version before",
+                *(result.version, why, probes.margin, NOTICED),
+            )
+            return share
+        return 0.0
+
+    def _open(self, manifest: Manifest) -> Weights:
+        return Weights(self._items(manifest), lambda engine: self._verify(manifest, engine), _checksums_of(manifest))
+
+    def _verify(self, manifest: Manifest, engine: Engine) -> ProbeFigures:
+        """Compare the engine with what the trainer measured."""
+        return self._swaps.verify(manifest.probes, engine.score, manifest.tolerance, version=manifest.version)
+
+    def _items(self, manifest: Manifest) -> Items:
+        """Reads and verifies every byte before the first pair: not for the event loop."""
+        return self._transport.pull(manifest)
+
+    @cached_property
+    def _transport(self) -> StateDictTransport:
+        return transport_of(self._spec, self._settings.run_id, self._settings.statedict)
+
+    @concurrent_endpoint
+    async def pause(self, mode: PauseMode) -> None:
+        await self._loop.set_paused(mode)
+
+    @concurrent_endpoint
+    async def resume(self) -> None:
+        await self._loop.set_paused(None)
+
+    @concurrent_endpoint
+    async def abort(self, request_ids: Sequence[str] | None) -> None:
+        await self._loop.abort(request_ids)
+
+    @concurrent_endpoint
+    async def close(self) -> None:
+        await self._loop.close()
+        await in_thread(flush)
+
+
+def _checksums_of(manifest: Manifest) -> dict[str, TensorChecksum]:
+    """See `published_checksums`, whose module imports torch: the controller, which imports this one, does without."""
+    from titan_rl.weights.checksums import published_checksums
+
+    return published_checksums(manifest)

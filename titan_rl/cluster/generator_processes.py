@@ -1,0 +1,296 @@
+"""Generators in processes of their own: started together, replaced when they die, and ended on every way out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from titan_rl.cluster.actor_replica import ActorReplica
+from titan_rl.cluster.generator_actor import GeneratorActor
+from titan_rl.cluster.generator_places import GENERATOR, GeneratorPlaces, number_of
+from titan_rl.cluster.generator_plan import GeneratorPlan
+from titan_rl.cluster.hosts.hosts import Hosts
+from titan_rl.cluster.hosts.placement import ProcessPlace
+from titan_rl.cluster.hosts.start_losses import StartLosses
+from titan_rl.cluster.processes.process import ProcessFiles
+from titan_rl.cluster.processes.remote_process import RemoteProcess, call
+from titan_rl.cluster.processes.respawns import RespawnLimit, Respawns
+from titan_rl.cluster.processes.supervisor import ProcessFailure
+from titan_rl.cluster.supervised import SupervisedProcesses
+from titan_rl.config.hosts import Roles
+from titan_rl.config.model_folder import start_limit_s
+from titan_rl.config.sections import GenerationConfig, RoutingConfig, StateDictConfig
+from titan_rl.core.calls.telling import logged
+from titan_rl.core.calls.user_code import reason
+from titan_rl.core.errors import ActorDiedError, EngineDeadError, EngineStalledError, TitanRLError
+from titan_rl.generation.router.limits import Limits
+from titan_rl.generation.router.registry import make_strategy
+from titan_rl.generation.router.replica import Replica
+from titan_rl.generation.router.router import GeneratorRouter
+from titan_rl.generation.router.strategies import Strategy
+from titan_rl.training.settings import ModelConfig
+from titan_rl.weights.published_weights import PublishedWeights
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.2
+"""How often a host is looked at that has to end what is left of a process."""
+
+
+class GeneratorProcesses(SupervisedProcesses):
+    """The generators that settings describe, each an actor in a process of its own. Made by `start_generators` of
+    `server_processes`, or as part of `RunProcesses`.
+
+    Args:
+        version: of the weights in the model's folder.
+        max_running: most requests one engine advances at a time.
+        sleeps: engines give their memory to a trainer at times.
+        tell: shows a person which processes die and are there again.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        generation: GenerationConfig,
+        routing: RoutingConfig,
+        statedict: StateDictConfig,
+        *,
+        seed: int,
+        version: int = 0,
+        max_running: int,
+        files: ProcessFiles,
+        published: PublishedWeights,
+        hosts: Hosts,
+        tell: Callable[[str], object],
+        sleeps: bool = False,
+    ) -> None:
+        self.replicas: list[ActorReplica]
+        self._places = GeneratorPlaces(generation)
+        self._lost: set[str] = set()  # names of processes that are without a place
+        self._joining: set[str] = set()  # names of processes that start on a host that has joined
+        self._losses = StartLosses(hosts)
+        self._generation = generation
+        self._routing = routing
+        self._statedict = statedict
+        self._plan = GeneratorPlan(model, generation, statedict, files.run_id, seed, version, max_running, sleeps)
+        super().__init__(files, hosts, start_limit_s(model, generation))
+        self._published = published
+        self._tell = logged(tell, logger)
+        self._respawns = Respawns(self._respawn_limits())
+        self._ended: asyncio.Queue[RemoteProcess] = asyncio.Queue()
+        self.opened: list[ActorReplica] = []
+
+    def _respawn_limits(self) -> dict[str, RespawnLimit]:
+        return {GENERATOR: RespawnLimit("generation.max_respawns", self._generation.max_respawns)}
+
+    def place(self) -> None:
+        """Choose where processes go."""
+        generate = Roles.of(self.hosts.config, self.hosts.names).generate
+        self._places.begin(generate, self.hosts.gpus)
+
+    async def start(self) -> None:
+        """Start all at once. What a host has that is lost meanwhile is left to `watch`, if the rest is enough.
+
+        Raises:
+            ConfigError: there are too few GPUs.
+            ActorDiedError: one did not start in time.
+        """
+        self.place()
+        async with asyncio.TaskGroup() as starting:
+            generators = [
+                starting.create_task(self._losses.unless_lost(self._host_of(name), self._start_generator(name)))
+                for name in self._generator_names()
+            ]
+            for other in self._start_others():
+                starting.create_task(other)
+        self.replicas = [replica for task in generators if (replica := task.result()) is not None]
+        self._losses.check(len(self.replicas), min(self._generation.least_generators, len(generators)), self._tell)
+
+    def _generator_names(self) -> Sequence[str]:
+        """Of those that are started."""
+        return [f"{GENERATOR}{index}" for index in range(self._generation.num_generators)]
+
+    def _start_others(self) -> Sequence[Coroutine[Any, Any, None]]:
+        """What is started beside the generators."""
+        return ()
+
+    def make_router(
+        self, replicas: Sequence[Replica] | None = None, strategy: Strategy | None = None
+    ) -> GeneratorRouter:
+        """
+        Args:
+            replicas: by default the generators that have been started.
+            strategy: by default the one that settings name.
+        """
+        return GeneratorRouter(
+            self.replicas if replicas is None else replicas,
+            strategy or make_strategy(self._routing.strategy, self._routing.max_sessions),
+            stall_timeout_s=self._generation.stall_timeout_s,
+            on_replica_failed=self.on_replica_failed,
+            limits=Limits(pull_s=self._statedict.pull_timeout_s, no_replica_s=self.hosts.config.wait_s),
+            least_replicas=self._generation.least_generators,
+            move_below=self._routing.move_below,
+        )
+
+    def waits_for(self, router: GeneratorRouter) -> str:
+        """What generators that do not serve are at, with the settings that limit it."""
+        lost = sorted(name for name in self._lost if name.startswith(GENERATOR))
+        names = {remote.name for remote in self._remotes.values() if remote.name.startswith(GENERATOR)}
+        starting = sorted(name for name in names if not router.has_replica(name))
+        parts = [f"waiting for a host that joins: {', '.join(lost)}"] if lost else []
+        if starting:
+            limit = f"generation.start_timeout_s = {self._start_timeout_s:g}"
+            parts.append(f"starting, within {limit}: {', '.join(starting)}")
+        return "; ".join([*parts, f"rollouts wait as long as hosts.wait_s = {self.hosts.config.wait_s:g}"])
+
+    def on_replica_failed(self, replica: Replica, error: Exception) -> None:
+        """For the router: an engine that has ended or hangs does not come back, though its process lives."""
+        if not isinstance(replica, ActorReplica) or replica.remote.reason is not None:
+            return
+        if isinstance(error, EngineDeadError | EngineStalledError):
+            replica.remote.end(reason(error))
+        else:
+            self._tell(f"{replica.name} is out of service until it has the current weights: {reason(error)}")
+
+    async def watch(self, router: GeneratorRouter) -> None:
+        """Replace processes that die, until cancelled. The router has the requests of a dead generator go on elsewhere
+        meanwhile.
+
+        Raises:
+            ActorDiedError: one died that is not replaced, or one more than its setting allows.
+        """
+        async with asyncio.TaskGroup() as background:
+
+            async def listen() -> None:
+                while True:
+                    failure: ProcessFailure = await call(self._supervisor.next_failure, who="supervisor")
+                    if (remote := self._remotes.get(failure.process_id)) is not None:
+                        remote.end(failure.reason)
+
+            background.create_task(listen())
+            while True:
+                remote = await self._ended.get()
+                if self._takes(self._host_of(remote.name)):
+                    self._count_death(remote)
+                self._forget(remote, router)
+                background.create_task(self._bring_back(remote, router, background))
+
+    async def _bring_back(self, gone: RemoteProcess, router: GeneratorRouter, background: asyncio.TaskGroup) -> None:
+        """Start another in the place of one that ended, or on another host where its own is gone."""
+        name, clock = gone.name, asyncio.get_running_loop().time
+        began, host = clock(), self._host_of(name)
+        clearing = background.create_task(self.clear(gone))
+        while not clearing.done() and self._takes(host):  # one that is gone does not answer
+            await asyncio.wait([clearing], timeout=LOOK_S)
+        if not self._place(name):
+            self._lost.add(name)
+            self._tell(f"{name} is gone: {gone.reason}; no host that is left has room for it")
+            return
+        if self._host_of(name) != host:
+            self._tell(f"{name} is gone: {gone.reason}; starting another on {self._host_of(name)}")
+        with contextlib.suppress(TitanRLError):  # it ended in turn, and its end is queued
+            if await self._restart(name, router):
+                self._tell(f"{name} is there again after {clock() - began:.0f} s")
+
+    def _count_death(self, remote: RemoteProcess) -> None:
+        """
+        Raises:
+            ActorDiedError: it is one more than its setting allows.
+        """
+        replaced, count = self._respawns.take(remote.name)
+        if not replaced:
+            log = self._files.logs / f"{remote.name}.log"
+            raise ActorDiedError(f"{remote.name} died: {remote.reason}{count}; its log is {log}")
+        self._tell(f"{remote.name} died: {remote.reason}; starting another{count}")
+
+    def _forget(self, remote: RemoteProcess, router: GeneratorRouter) -> None:
+        if router.has_replica(remote.name):  # else it died while it started
+            router.remove_replica(remote.name)
+
+    def _host_of(self, name: str) -> str:
+        return self._places[number_of(name)][0].host
+
+    def _place(self, name: str) -> bool:
+        """Whether there is a place for a process that ended: its own, or another where its host is gone."""
+        if self._takes(self._host_of(name)):
+            return True
+        gpus = {host: own for host, own in self.hosts.gpus.items() if self._takes(host)}
+        return self._places.move(number_of(name), gpus, self._places_of_trainer())
+
+    def _places_of_trainer(self) -> Sequence[ProcessPlace]:
+        return ()
+
+    async def join(self, host: str, router: GeneratorRouter) -> list[str]:
+        """Start the processes of a host that has joined: those that are without a place, and then further ones.
+
+        Returns:
+            the names of those that serve.
+        """
+        lost = sorted(number_of(name) for name in self._lost if name.startswith(GENERATOR))
+        chosen = self._places.join(host, self.hosts[host].gpus, lost)
+        names = [*[f"{GENERATOR}{index}" for index in chosen], *self._others_of(host)]
+        self._lost.difference_update(names)
+        serve = await asyncio.gather(*[self._bring(name, host, router) for name in names])
+        return [name for name, serves in zip(names, serve, strict=True) if serves]
+
+    async def _bring(self, name: str, host: str, router: GeneratorRouter) -> bool:
+        """Start what a host that has joined brings. Where that cannot be, the run is as it was without the host."""
+        if host not in self.hosts.names:
+            self._lost.add(name)
+            return False
+        self._joining.add(name)
+        try:
+            return await self._restart(name, router)
+        except TitanRLError as error:
+            self._tell(f"{name} does not start on host {host}: {reason(error)}")
+            return False
+        finally:
+            self._joining.discard(name)
+
+    def _others_of(self, host: str) -> Sequence[str]:
+        """What a host that has joined has beside generators, each with its place."""
+        return ()
+
+    async def leave(self, host: str, router: GeneratorRouter, why: str) -> None:
+        """End what runs on a host, once it has finished what it is at, or `hosts.drain_s` have passed."""
+        limit_s = self.hosts.config.drain_s
+        await self._leave(host, why, lambda remote: self._finish(remote, router, limit_s))
+
+    async def _finish(self, remote: RemoteProcess, router: GeneratorRouter, limit_s: float) -> None:
+        if router.has_replica(remote.name):
+            await router.retire_replica(remote.name, limit_s)
+
+    async def _restart(self, name: str, router: GeneratorRouter) -> bool:
+        """Whether another is there in the place of the one that died."""
+        replica = await self._start_generator(name)
+        return replica.remote.reason is None and await router.add_replica(replica)
+
+    async def _start_generator(self, name: str) -> ActorReplica:
+        places = self._places[number_of(name)]
+        model = self.hosts[places[0].host].path(self._plan.model.path)
+        index = number_of(name)
+        settings = self._plan.settings_of(
+            index,
+            str(model),
+            neighbours=self._places.neighbours(index),
+            beside_trainer=self._places.shares(index, self._places_of_trainer()),
+        )
+        remote, ranks = await self.spawn(name, GeneratorActor, settings, places=places)
+        replica = ActorReplica(remote, ranks[0], self._published)
+        self.opened.append(replica)
+        await replica.connect()
+        return replica
+
+    def _note_end(self, remote: RemoteProcess) -> None:
+        super()._note_end(remote)
+        if remote.name in self._joining and not remote.has_started:
+            self._lost.add(remote.name)
+        else:
+            self._ended.put_nowait(remote)
+
+    def _disconnect(self) -> None:
+        for replica in self.opened:
+            replica.disconnect()

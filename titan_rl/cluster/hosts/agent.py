@@ -1,0 +1,183 @@
+"""The one process of a run on each host that is the host's own: it says what is there, makes the folders of the run,
+and sends what the run's processes write."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from monarch.actor import concurrent_endpoint
+
+from titan_rl.cluster.hosts.clocks import Clocks
+from titan_rl.cluster.hosts.facts import HostFacts, Question, look
+from titan_rl.cluster.hosts.scratch import clean_up_after_dead_runs, make_scratch, remove_monarch_logs, scratch_root
+from titan_rl.cluster.hosts.written_files import Had, Piece, new_pieces
+from titan_rl.cluster.liveness.lookout import DISMISSED, Lookout, LookoutSettings
+from titan_rl.cluster.liveness.loop_thread import LoopThread
+from titan_rl.cluster.liveness.process_tree import is_stopped
+from titan_rl.cluster.liveness.worker_signs import leaving
+from titan_rl.cluster.processes.answers import AnsweringActor
+from titan_rl.cluster.processes.process import enter_actor_process
+from titan_rl.core.calls.threads import in_thread
+from titan_rl.core.errors import DataError
+from titan_rl.weights.shard_files.owned_folder import OwnedFolder
+
+logger = logging.getLogger(__name__)
+
+IP_S = 5.0  # longest wait for a list of the network's interfaces
+
+
+@dataclass(frozen=True, slots=True)
+class RunOnHost:
+    """The run's folders on a host.
+
+    Attributes:
+        run_dir: the run's own folder where the host sees it, else one in its place.
+        scratch: for temporary files.
+        interface: the name of the network interface that has the host's address.
+    """
+
+    run_dir: Path
+    scratch: Path
+    interface: str | None
+
+
+class HostAgent(AnsweringActor):
+    """On this machine it lives in the controller's process, on others in one of its own, whose end gives back the
+    host's folders at the latest when another agent starts there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._scratch: OwnedFolder | None = None
+        self._copy: Path | None = None
+
+    @concurrent_endpoint
+    async def enter(self) -> int:
+        """Called first where the agent has a process of its own. Returns its id."""
+        clean_up_after_dead_runs(scratch_root())
+        self._scratch = make_scratch()
+        self._copy = self._scratch.path / "run"
+        (self._copy / "logs").mkdir(parents=True)
+        enter_actor_process(self._copy / "logs" / f"host-{socket.gethostname()}.log")
+        return os.getpid()
+
+    @concurrent_endpoint
+    async def look(self, question: Question) -> HostFacts:
+        facts = await in_thread(look, question)
+        logger.info("this host has %s", facts)
+        return facts
+
+    @concurrent_endpoint
+    async def clocks(self) -> Clocks:
+        return Clocks.now()
+
+    @concurrent_endpoint
+    async def prepare(self, run_dir: Path | None, files: Mapping[str, bytes], address: str) -> RunOnHost:
+        """Make the folders of the run.
+
+        Args:
+            run_dir: where the host sees the run's own.
+            files: of the run's folder, for the one in its place.
+        """
+        assert self._scratch is not None
+        assert self._copy is not None
+        temporary = self._scratch.path / "tmp"
+        temporary.mkdir()
+        if run_dir is None:
+            for name, data in files.items():
+                (self._copy / name).write_bytes(data)
+        return RunOnHost(run_dir or self._copy, temporary, await in_thread(_interface_of, address))
+
+    @concurrent_endpoint
+    async def begin_watch(self, settings: LookoutSettings) -> Path:
+        """Report to the controller, and end the run's processes here when it cannot be reached.
+
+        Returns:
+            the socket where processes answer pings.
+        """
+        assert self._scratch is not None
+        path = self._scratch.path / "pulse"
+        lookout = Lookout(settings, path, leaving, lambda: is_stopped(os.getppid()))
+        LoopThread("lookout", lambda: self._look_out(lookout), _exit).__enter__()  # as long as the process
+        return path
+
+    async def _look_out(self, lookout: Lookout) -> None:
+        if (reason := await lookout.run()) != DISMISSED:
+            logger.warning("the processes of this host are ended: %s", reason)
+            self._give_back()
+            _exit()
+
+    @concurrent_endpoint
+    async def receive(self, number: int, name: str, data: bytes) -> Path:
+        """Write a piece of a file behind those before.
+
+        Args:
+            number: of the folder.
+            name: of the file, below it.
+
+        Returns:
+            the folder.
+        """
+        assert self._scratch is not None
+        folder = self._scratch.path / f"copy-{number}"
+        path = folder / name
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise DataError(f"{name} is not below its folder")
+
+        def write() -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("ab") as file:
+                file.write(data)
+
+        await in_thread(write)
+        return folder
+
+    @concurrent_endpoint
+    async def free_port(self) -> int:
+        """One that nobody listens on."""
+        with socket.socket() as listener:
+            listener.bind(("", 0))
+            return listener.getsockname()[1]
+
+    @concurrent_endpoint
+    async def new_output(self, had: Had) -> list[Piece]:
+        """As `new_pieces`; at most some megabytes."""
+        assert self._copy is not None
+        return await in_thread(new_pieces, self._copy, had)
+
+    @concurrent_endpoint
+    async def clean_up(self) -> None:
+        """Give everything back."""
+        self._give_back()
+
+    def _give_back(self) -> None:
+        if self._scratch is not None:
+            remove_monarch_logs(self._scratch.path.name)
+            self._scratch.remove()
+            self._scratch = None
+        clean_up_after_dead_runs(scratch_root())
+
+
+def _exit(error: BaseException | None = None) -> None:
+    """End this process. Those that it watched then end, too."""
+    if error is not None:
+        logger.error("the lookout failed", exc_info=error)
+    os._exit(1)
+
+
+def _interface_of(address: str) -> str | None:
+    """The name of the interface with an IPv4 address; None where none is found."""
+    if shutil.which("ip") is None:
+        return None
+    import subprocess
+
+    try:
+        found = subprocess.run(["ip", "-o", "addr"], capture_output=True, text=True, check=False, timeout=IP_S).stdout
+    except subprocess.TimeoutExpired:
+        return None
+    return next((line.split()[1] for line in found.splitlines() if f" {address}/" in line), None)

@@ -1,0 +1,304 @@
+"""The hosts of a run, as its controller sees them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+from monarch.actor import this_proc
+
+from titan_rl.cluster.hosts.agent import HostAgent
+from titan_rl.cluster.hosts.arrival import CLOSE_TIMEOUT_S, Arrival
+from titan_rl.cluster.hosts.facts import HostFacts, Question, look
+from titan_rl.cluster.hosts.host import Host
+from titan_rl.cluster.hosts.meeting import all_of, free_names
+from titan_rl.cluster.hosts.output import HostOutput
+from titan_rl.cluster.hosts.preflight import HostNeeds, check_hosts
+from titan_rl.cluster.hosts.run_token import RunToken
+from titan_rl.cluster.liveness.host_monitor import HostMonitor, RemoteWatcher
+from titan_rl.cluster.liveness.local_lookout import LocalLookout
+from titan_rl.cluster.processes.answers import ActorHandle
+from titan_rl.cluster.processes.gpus import visible_gpus
+from titan_rl.cluster.processes.process import LOOPBACK
+from titan_rl.cluster.processes.remote_process import call
+from titan_rl.config.hosts import HostsConfig, own_address
+from titan_rl.core.calls.telling import logged
+from titan_rl.core.calls.threads import in_thread
+from titan_rl.core.calls.user_code import summary
+from titan_rl.core.errors import ActorDiedError
+
+logger = logging.getLogger(__name__)
+
+
+class Hosts:
+    """Made by `open_hosts`. Processes go by the names of these hosts.
+
+    Attributes:
+        on_lost: called with a host that is silent, and the reason, once it is no more among these.
+        on_leaving: called with a host that says that it is about to go, and its reason.
+        config: the table [hosts].
+        lost: each of those, with its reason, by name; so that who comes later knows of them, too.
+        lost_early: why each is gone that was lost before it was among these, by its worker, until it is.
+        leaving: why hosts that are here are about to go, by name; for the same.
+
+    Args:
+        monitor: hears of the hosts that are attached.
+    """
+
+    def __init__(
+        self,
+        supervisor: Any,
+        config: HostsConfig,
+        needs: HostNeeds,
+        tell: Callable[[str], object] = logger.info,
+        monitor: HostMonitor | None = None,
+    ) -> None:
+        self.supervisor = supervisor
+        self.on_lost: Callable[[Host, str], object] = lambda host, reason: None
+        self.on_leaving: Callable[[Host, str], object] = lambda host, reason: None
+        self.lost: dict[str, tuple[Host, str]] = {}
+        self.lost_early: dict[str, str] = {}
+        self.leaving: dict[str, str] = {}
+        self.config = config
+        self._monitor = monitor
+        self._needs = needs
+        self._tell = tell
+        self._hosts: dict[str, Host] = {}
+        self._coming: set[str] = set()  # names of those that are being taken in
+        self._token = RunToken(needs.run_dir)
+        self._expected: HostFacts
+        self._outputs: dict[str, HostOutput] = {}
+        self._collecting: dict[str, asyncio.Task[None]] = {}
+        self._giving_up: set[asyncio.Task[None]] = set()
+        self._numbers = count()
+
+    def __getitem__(self, name: str) -> Host:
+        """
+        Raises:
+            ActorDiedError: there is no such host any more.
+        """
+        if name not in self._hosts:
+            raise ActorDiedError(f"host {name} is gone")
+        return self._hosts[name]
+
+    def __iter__(self) -> Iterator[Host]:
+        return iter(list(self._hosts.values()))
+
+    def __len__(self) -> int:
+        return len(self._hosts)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._hosts)
+
+    @property
+    def gpus(self) -> dict[str, tuple[str, ...]]:
+        return {host.name: host.gpus for host in self}
+
+    def add(self, host: Host) -> None:
+        """Take in a host that needs no preparing."""
+        self._hosts[host.name] = host
+
+    async def attach(self, workers: Sequence[str], *, begins: bool = False) -> list[Host]:
+        """Take in hosts, which are as this machine in what a run needs.
+
+        Args:
+            begins: the run starts with them, and without those that are lost meanwhile, if the others are enough.
+
+        Raises:
+            ActorDiedError: a worker did not answer, or a host was lost that the run needs.
+            ConfigError: a host differs; all that do are named.
+        """
+        silence_s = self.config.silence_s
+        arrivals = [Arrival(self.supervisor, f"agent-{next(self._numbers)}", each, silence_s) for each in workers]
+        try:
+            hosts = await self._take_in(arrivals, begins)
+        finally:
+            known = {host.worker for host, _ in self.lost.values()}
+            lost = [each for each in arrivals if each.was_there and each.lost and each.worker not in known]
+            self.lost_early |= {each.worker: each.lost for each in lost}
+            self._coming.difference_update(arrival.name for arrival in arrivals)
+            taken = {host.key for host in self}
+            await asyncio.gather(*[arrival.give_back() for arrival in arrivals if arrival.key not in taken])
+        for host in hosts:
+            self.lost_early.pop(host.worker, None)
+        return hosts
+
+    async def _take_in(self, arrivals: Sequence[Arrival], begins: bool) -> list[Host]:
+        lost: dict[str, str] = {}  # why, by worker
+        question = self._question()
+
+        async def all_there(step: Callable[[Arrival], Coroutine[Any, Any, None]]) -> list[Arrival]:
+            failed: dict[str, str] = {}  # by worker; all are named, so that one start tells of each
+
+            async def one(arrival: Arrival) -> None:
+                try:
+                    await step(arrival)
+                except ActorDiedError as error:
+                    if begins and await arrival.is_lost():
+                        lost[arrival.worker] = str(error)
+                    else:
+                        failed[arrival.worker] = str(error)
+                except OSError as error:
+                    raise ActorDiedError(f"host at {arrival.worker}: {summary(error)}") from error
+
+            await all_of([one(arrival) for arrival in arrivals if arrival.worker not in lost])
+            if failed:
+                raise ActorDiedError("; ".join(failed[each.worker] for each in arrivals if each.worker in failed))
+            for arrival in arrivals:
+                if arrival.lost:
+                    lost.setdefault(arrival.worker, f"host at {arrival.worker} is gone: {arrival.lost}")
+            if lost and not begins:
+                raise ActorDiedError("; ".join(lost.values()))
+            self._check_enough(lost, [arrival.worker for arrival in arrivals])
+            return [arrival for arrival in arrivals if arrival.worker not in lost]
+
+        with self._token.shown():
+            self._expected = await in_thread(look, question)
+            met = await all_there(lambda arrival: arrival.look(question))
+        names = free_names([arrival.facts.hostname for arrival in met], [*self.names, *self._coming])
+        self._coming.update(names)
+        for arrival, name in zip(met, names, strict=True):
+            arrival.become(name)
+        roles = self._needs.roles(self.config, [*self.names, *names], begins=begins)
+        found = {arrival.host.name: arrival.facts for arrival in met}
+        check_hosts(self._expected, found, self._needs, roles, sync=self.config.sync)
+        for arrival in met:
+            self._compare_clocks(arrival)
+        prepared = await all_there(self._prepare)
+        for worker, reason in lost.items():
+            logged(self._tell, logger)(f"the run starts without the host at {worker}: {reason}; it may join later")
+        for arrival in prepared:  # their order says who trains, whichever was ready first
+            self._hosts[arrival.host.name] = self._hosts.pop(arrival.host.name)
+        return [arrival.host for arrival in prepared]
+
+    def _compare_clocks(self, arrival: Arrival) -> None:
+        name, clocks = arrival.host.name, arrival.clocks
+        logger.info("the clock of host %s is %s", name, clocks)
+        if clocks.matters:
+            logged(self._tell, logger)(
+                f"the clock of host {name} is {clocks}: what its logs say happened when is so far off, and nothing "
+                "else is; have NTP set it"
+            )
+
+    def _check_enough(self, lost: Mapping[str, str], workers: Sequence[str]) -> None:
+        """
+        Args:
+            lost: why, by worker.
+            workers: with which the run was to start.
+
+        Raises:
+            ActorDiedError: it cannot start without those that were lost.
+        """
+        if not lost:
+            return
+        lost = {worker: lost[worker] for worker in workers if worker in lost}  # in the order of the settings
+        problems = [*self.config.too_few_of(len(workers) - len(lost))]
+        if self._needs.trains and lost.keys() >= {*workers[: self.config.train]}:
+            problems.append("no host is left of those that were to train")
+        if problems:
+            raise ActorDiedError("; ".join([*lost.values(), *problems]))
+
+    async def detach(self, name: str) -> None:
+        """Take the rest of a host's output, give back what the run has there, and go on without it."""
+        output, host = self._outputs.get(name), self._forget(name)
+        if output is not None:
+            await output.take_rest()
+        if isinstance(host.watcher, RemoteWatcher):
+            with contextlib.suppress(ActorDiedError):
+                await host.link.call(host.agent.clean_up, timeout_s=CLOSE_TIMEOUT_S)
+            host.watcher.dismiss()
+            with contextlib.suppress(ActorDiedError):
+                await host.link.call(self.supervisor.terminate, (host.key,), timeout_s=CLOSE_TIMEOUT_S)
+
+    def _forget(self, name: str) -> Host:
+        if (task := self._collecting.pop(name, None)) is not None:
+            task.cancel()
+        self._outputs.pop(name, None)
+        self.leaving.pop(name, None)
+        return self._hosts.pop(name)
+
+    def _leaves(self, host: Host, reason: str) -> None:
+        self.leaving[host.name] = reason
+        self.on_leaving(host, reason)
+
+    def _lose(self, host: Host, reason: str) -> None:
+        host.link.end(reason)
+        task = asyncio.ensure_future(self._give_up(host))
+        self._giving_up.add(task)
+        task.add_done_callback(self._giving_up.discard)
+        if self._hosts.get(host.name) is host:
+            self.lost[host.name] = self._forget(host.name), reason
+            self.on_lost(*self.lost[host.name])
+
+    async def _give_up(self, host: Host) -> None:
+        """Have nobody wait until the processes of a host that is gone have stopped."""
+        with contextlib.suppress(ActorDiedError):
+            await call(self.supervisor.detach, host.key, who="supervisor", timeout_s=CLOSE_TIMEOUT_S)
+
+    async def close(self) -> None:
+        """Let go of all that are elsewhere."""
+        await all_of([self._leave(host) for host in self if not host.is_here])
+        await asyncio.gather(*self._giving_up)
+
+    async def _leave(self, host: Host) -> None:
+        if host.name in self._hosts:  # else it was lost meanwhile
+            await self.detach(host.name)
+
+    def _question(self) -> Question:
+        needs = self._needs
+        folders = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+        return Question(needs.run_dir, self._token.text, needs.model, needs.modules, tuple(folders))
+
+    async def _prepare(self, arrival: Arrival) -> None:
+        run_dir, host = self._needs.run_dir, arrival.host
+        await arrival.prepare(run_dir)
+        if self._monitor is not None:
+            watcher = self._monitor.expect(
+                host.name,
+                on_lost=lambda reason: self._lose(host, reason),
+                on_leaving=lambda reason: self._leaves(host, reason),
+            )
+            await arrival.watch(watcher)
+        if self.config.sync:
+            await arrival.bring(self._question(), self._expected, self._tell)
+        self._hosts[host.name] = host
+        if arrival.lost:
+            self._lose(host, arrival.lost)
+            raise ActorDiedError(f"host {host.name} was lost as it joined: {arrival.lost}")
+        output = self._outputs[host.name] = HostOutput(host, run_dir, self._tell)
+        self._collecting[host.name] = asyncio.ensure_future(output.collect())
+
+
+@contextlib.asynccontextmanager
+async def open_hosts(
+    config: HostsConfig, supervisor: Any, needs: HostNeeds, tell: Callable[[str], object] = logger.info
+) -> AsyncGenerator[Hosts]:
+    """The hosts that settings name, by default this machine. What the run has there goes with the block.
+
+    Raises:
+        ActorDiedError: a worker did not answer.
+        ConfigError: hosts differ from this machine.
+    """
+    async with contextlib.AsyncExitStack() as opened:
+        if not config.elsewhere:
+            hosts = Hosts(supervisor, config, needs, tell)
+            agent, lookout = (
+                ActorHandle(this_proc().spawn("host_agent", HostAgent)),
+                opened.enter_context(LocalLookout()),
+            )
+            here = Host(socket.gethostname(), LOOPBACK, agent, visible_gpus(), watcher=lookout, pulse=lookout.path)
+            hosts.add(here)
+        else:
+            address = own_address(config)
+            monitor = HostMonitor(address, silence_s=config.silence_s, lease_s=config.lease_s)
+            hosts = Hosts(supervisor, config, needs, tell, opened.enter_context(monitor))
+            opened.push_async_callback(hosts.close)
+            await hosts.attach(config.addresses, begins=True)
+        yield hosts

@@ -1,0 +1,220 @@
+"""Where runs find a worker. Each that comes is given a Monarch of its own there, at an address that nobody has used:
+Monarch keeps a connection by its address, and makes none again to one that it has lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import sys
+import tempfile
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncGenerator, Callable, Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titan_rl.cluster.hosts.monarch_host import READY
+from titan_rl.cluster.hosts.scratch import remove_monarch_logs
+from titan_rl.cluster.liveness.lookout import BEAT_S
+from titan_rl.cluster.liveness.process_tree import CAN_LIST, children_of
+from titan_rl.cluster.liveness.reports import receive, send
+from titan_rl.cluster.liveness.worker_signs import FOLDER
+from titan_rl.config.hosts import join_address
+from titan_rl.core.calls.plain import printable
+
+logger = logging.getLogger(__name__)
+
+HELLO_S = 5.0
+START_S = 30.0
+MEETING_S = 600.0
+"""Longest time in which a run takes the host in. A folder that is copied there takes its time."""
+LOOK_S = 0.1
+LONGEST_NAME = 80
+FAREWELL_S = 2.0
+"""In which Monarch tells the run that the last of its processes has ended; one that is not told waits for long."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Guest:
+    """
+    Args:
+        run: what it calls itself.
+        worker: the address by which it knows this worker.
+        name: what people call it.
+    """
+
+    run: str
+    worker: str
+    name: str
+
+
+class MeetingPoint:
+    """Answers runs, as lines of JSON:
+
+        run       {"run": "5f0c", "name": "alphabet", "worker": "10.0.0.2:22222"}, which is unlike any other run, what
+                  people call it, and where it knows the worker
+        worker    {"id": "c81e", "monarch": ""}, again and again, as a sign that it is there
+                  {"id": "c81e", "monarch": "", "busy": true}, while another run is here, which is to end first
+                  {"id": "c81e", "monarch": "tcp://10.0.0.2:40123"}, once Monarch listens there for this run
+                  {"id": "c81e", "known": "gpu-1:22222"}, if it is here already by another address
+
+    until the run closes the connection, and has what watches the host from then on. Monarch there ends with the last of
+    the run's processes, or when the run comes again: it has given the host up before, which may not have noticed. Who
+    does not name a run is told the id alone.
+
+    Args:
+        listener: a socket, bound.
+        tell: shows a person which run comes and goes.
+    """
+
+    def __init__(self, listener: socket.socket, tell: Callable[[str], object] = logger.info) -> None:
+        self._listener = listener
+        self._tell = tell
+        self._id = secrets.token_hex(8)
+        self._runs: dict[asyncio.Task[None], _Guest] = {}  # in the order in which they came
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a run is here; also for other threads."""
+        return bool(self._runs)
+
+    async def serve(self) -> None:
+        """Until it is cancelled; what runs have here ends then."""
+        try:
+            async with await asyncio.start_server(self._answer, sock=self._listener) as server:
+                await server.serve_forever()
+        finally:
+            for run in self._runs:
+                run.cancel()
+            await asyncio.gather(*self._runs, return_exceptions=True)
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(HELLO_S):
+                hello = await receive(reader)
+            name = printable(str(hello.get("name", "")))[:LONGEST_NAME]
+            guest = _Guest(str(hello.get("run", "")), str(hello.get("worker", "")), name)
+            mine = {run: other for run, other in self._runs.items() if other.run == guest.run}
+            known = next((other.worker for other in mine.values() if other.worker != guest.worker), None)
+            if not guest.run or known is not None:
+                send(writer, {"id": self._id} | ({} if known is None else {"known": known}))
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(HELLO_S):
+                        await reader.read(1)  # until it has read that
+                return
+            others = [run for run in self._runs if run not in mine]
+            run = asyncio.ensure_future(self._take(guest, [*mine], others, reader, writer))
+            self._runs[run] = guest
+            run.add_done_callback(self._runs.pop)
+            with contextlib.suppress(asyncio.CancelledError):
+                await run
+        except OSError as error:
+            logger.info("a meeting ended: %r", error)
+        finally:
+            writer.close()
+
+    async def _take(
+        self,
+        guest: _Guest,
+        earlier: list[asyncio.Task[None]],
+        others: list[asyncio.Task[None]],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        """
+        Args:
+            earlier: the same run.
+            others: runs that came before, and are to end first.
+        """
+        says: dict[str, Any] = {"id": self._id, "monarch": ""}
+        if others:
+            says["busy"] = True
+        beating = asyncio.ensure_future(_beat(writer, says))
+        try:
+            for run in earlier:
+                run.cancel()
+            await asyncio.gather(*earlier, return_exceptions=True)
+            if others and not await _end_before(others, reader):
+                return
+            says.pop("busy", None)
+            async with _monarch(writer.get_extra_info("sockname")[0]) as (process, address):
+                says["monarch"] = address
+                with self._told_of(guest, writer.get_extra_info("peername")[0]):
+                    with contextlib.suppress(TimeoutError, ConnectionError):
+                        async with asyncio.timeout(MEETING_S):
+                            while not beating.done() and await reader.read(1):
+                                pass
+                    beating.cancel()
+                    writer.close()
+                    await _end_of_children(process.pid)
+        finally:
+            beating.cancel()
+
+    @contextlib.contextmanager
+    def _told_of(self, guest: _Guest, controller: str) -> Generator[None]:
+        self._tell(f"run {guest.name} is here, from {controller}")
+        try:
+            yield
+        finally:
+            self._tell(f"run {guest.name} is gone")
+
+
+async def _end_before(others: list[asyncio.Task[None]], reader: asyncio.StreamReader) -> bool:
+    """Whether the others have ended before whoever waits for that is gone."""
+    gone = asyncio.ensure_future(reader.read(1))  # a run says no more
+    try:
+        waits: set[asyncio.Future[Any]] = {*others}
+        while waits and not gone.done():
+            done, _ = await asyncio.wait({*waits, gone}, return_when=asyncio.FIRST_COMPLETED)
+            waits -= done
+        return not gone.done()
+    finally:
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+
+
+async def _beat(writer: asyncio.StreamWriter, says: dict[str, Any]) -> None:
+    while not writer.is_closing():
+        send(writer, says)
+        await asyncio.sleep(BEAT_S)
+
+
+async def _end_of_children(pid: int) -> None:
+    none_for_s = 0.0
+    while none_for_s < FAREWELL_S:
+        await asyncio.sleep(LOOK_S)
+        none_for_s = 0.0 if children_of(pid) or not CAN_LIST else none_for_s + LOOK_S
+
+
+@contextlib.asynccontextmanager
+async def _monarch(host: str) -> AsyncGenerator[tuple[Process, str]]:
+    """One that listens on an address of this machine, for the length of the block: its process, and where it does."""
+    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
+        address = f"tcp://{join_address(host, free.getsockname()[1])}"
+    command = [sys.executable, "-m", "titan_rl.cluster.hosts.monarch_host", address]
+    # It makes sockets in a folder that it never removes, and a log, which both go with the run.
+    with tempfile.TemporaryDirectory(
+        prefix="monarch-", dir=os.environ.get(FOLDER), ignore_cleanup_errors=True
+    ) as temporary:
+        folder = Path(temporary)
+        suffix = f"{folder.parent.name}-{folder.name}"  # who clears up after a dead worker knows the first part
+        environment = {**os.environ, "TMPDIR": temporary, "MONARCH_LOG_SUFFIX": suffix}
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=PIPE, stdout=PIPE, start_new_session=True, env=environment
+        )
+        try:
+            assert process.stdout is not None
+            async with asyncio.timeout(START_S):
+                while (line := await process.stdout.readline()) != f"{READY}\n".encode():
+                    if not line:
+                        raise ConnectionError("Monarch did not start; the worker's output says why")
+            yield process, address
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+            remove_monarch_logs(suffix)

@@ -1,0 +1,54 @@
+"""Monarch as one run uses it on another machine, in a process of its own: `python -m ... tcp://ADDRESS:PORT`.
+
+It says `READY` once it listens, and ends with its standard input, that is with the worker that started it; what was
+spawned by it ends then, too."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+READY = "ready"
+SETTLE_S = 0.2
+LOOK_S = 0.01
+
+
+def main(address: str) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: None)  # as the run's other processes there
+    before = os.umask(0o077)  # Monarch begins its log, for this user alone
+    from monarch.actor import start_worker_loop_forever
+
+    from titan_rl.cluster.processes.listening import without_log_notice
+    from titan_rl.cluster.processes.private_sockets import bind_below
+
+    os.umask(before)
+    bind_below(Path(tempfile.gettempdir()))
+    with without_log_notice():
+        serving = start_worker_loop_forever(ca="trust_all_connections", address=address)
+        _wait_until_it_listens(address)
+    print(READY, flush=True)
+    os.dup2(2, 1)
+    os.read(0, 1)  # nothing is ever written there
+    del serving
+    os._exit(0)
+
+
+def _wait_until_it_listens(address: str) -> None:
+    """It does so in a thread, and knows its own agent a moment later: a message that arrives in between cannot be
+    delivered, which ends whoever sent it."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    while True:
+        with contextlib.suppress(ConnectionError), socket.create_connection((host.strip("[]"), int(port))):
+            break
+        time.sleep(LOOK_S)
+    time.sleep(SETTLE_S)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,209 @@
+"""Which process goes to which host, and which GPUs it sees there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan_rl.config.hosts import Roles
+from titan_rl.config.model_folder import BYTES, count_parameters
+from titan_rl.config.run import RunConfig
+from titan_rl.config.sections import GenerationConfig
+from titan_rl.core.errors import ConfigError
+from titan_rl.training.settings import TrainingConfig
+from titan_rl.weights.transports.registry import TransportKind
+from titan_rl.weights.types import NUM_KEPT
+
+_COUNTS = "training.data_parallel x training.context_parallel x training.tensor_parallel"
+
+GPUs = Mapping[str, Sequence[str]]
+"""Of each host by its name, by what CUDA_VISIBLE_DEVICES calls them; none where a host has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessPlace:
+    """Where one process goes. It sees these GPUs, and the one that is its own is `local_rank` among them."""
+
+    host: str
+    gpus: tuple[str, ...] = ()
+    local_rank: int = 0
+
+
+def place_trainer(training: TrainingConfig, hosts: Sequence[str], gpus: GPUs) -> tuple[ProcessPlace, ...]:
+    """A place for each rank: the first ranks are on the first host, on its first GPUs. A rank that sees one GPU cannot
+    take another's: torch's current device is each thread's own.
+
+    Raises:
+        ConfigError: the ranks cannot be shared out evenly, ranks of one tensor would be on several hosts, or a host
+            has fewer GPUs than ranks.
+    """
+    num_ranks = training.num_ranks
+    if num_ranks % len(hosts) or num_ranks // len(hosts) % training.tensor_parallel:
+        raise ConfigError(
+            f"hosts.train is {len(hosts)}, and {_COUNTS} is {training.data_parallel} x {training.context_parallel} x "
+            f"{training.tensor_parallel}: each host has as many ranks as the others, and those that share a tensor; "
+            f"set training.data_parallel to a multiple of {len(hosts)}, or hosts.train to 1"
+        )
+    a_host = num_ranks // len(hosts)
+    places: list[ProcessPlace] = []
+    for host in hosts:
+        if gpus[host]:
+            _check(_COUNTS, a_host, host, gpus[host])
+        places += [ProcessPlace(host, tuple(gpus[host][rank : rank + 1])) for rank in range(a_host)]
+    return tuple(places)
+
+
+def place_trainer_again(
+    training: TrainingConfig, before: Sequence[ProcessPlace], gpus: GPUs, taken: Collection[tuple[str, str]] = ()
+) -> tuple[ProcessPlace, ...]:
+    """A place for each rank of a trainer that died: as before where its hosts are still there. For one that is gone
+    another takes its ranks, before all one with GPUs that nobody has; where there are too few hosts, each has more
+    ranks.
+
+    Args:
+        gpus: of the hosts that are there.
+        taken: hosts and GPUs that others have.
+
+    Raises:
+        ConfigError: the hosts that are there cannot take the ranks.
+    """
+    hosts = list(dict.fromkeys(place.host for place in before))
+    there = [host for host in hosts if host in gpus]
+    if there == hosts:
+        return tuple(before)
+    free = {host: [gpu for gpu in own if (host, gpu) not in taken] for host, own in gpus.items()}
+    others = sorted((host for host in gpus if host not in there), key=lambda host: -len(free[host]))
+    candidates = [*there, *others][: len(hosts)]
+    for count in range(len(candidates), 0, -1):
+        num_ranks, a_host = len(before), len(before) // count
+        if num_ranks % count == 0 and a_host % training.tensor_parallel == 0:
+            chosen = candidates[:count]
+            room = {host: free[host] if len(free[host]) >= a_host else gpus[host] for host in chosen}
+            return place_trainer(training, chosen, room)
+    raise ConfigError(
+        "no host is left that may train, which sees the run's folder; `titan-rl hosts RUN add ADDRESS` adds one"
+    )
+
+
+def place_generators(
+    generation: GenerationConfig, hosts: Sequence[str], gpus: GPUs, trainer: Sequence[ProcessPlace] = ()
+) -> tuple[tuple[ProcessPlace, ...], ...]:
+    """Places of the ranks of each generator. Generators go to the hosts in turn, each whole to one; there they take in
+    turn what the trainer leaves of the GPUs. Where it leaves too little for one, they share its GPUs.
+
+    Example: on one host with GPUs 0 to 3 and a trainer of two ranks, three generators have 2, 3 and 2.
+
+    Raises:
+        ConfigError: a generator has more ranks than its host has GPUs.
+    """
+    size = generation.tensor_parallel_size
+    taken = {(place.host, gpu) for place in trainer for gpu in place.gpus}
+    placed: list[tuple[ProcessPlace, ...]] = []
+    for index in range(generation.num_generators):
+        host, on_host = hosts[index % len(hosts)], index // len(hosts)
+        if there := gpus[host]:
+            _check("generation.tensor_parallel_size", size, host, there)
+        left = [gpu for gpu in there if (host, gpu) not in taken]
+        free = left if len(left) >= size else there
+        own = tuple(free[at % len(free)] for at in range(on_host * size, (on_host + 1) * size)) if free else ()
+        placed.append(tuple(ProcessPlace(host, own, rank) for rank in range(size)))  # ranks look at each other's
+    return tuple(placed)
+
+
+def place_generator_again(
+    index: int,
+    generators: Sequence[Sequence[ProcessPlace]],
+    gpus: GPUs,
+    a_host: int,
+    trainer: Sequence[ProcessPlace] = (),
+) -> tuple[ProcessPlace, ...]:
+    """Places of the ranks of a generator whose host is gone, on one that has room; none where no host has.
+
+    Args:
+        index: of the generator.
+        generators: places of all.
+        gpus: of the hosts that are there.
+        a_host: generators for which a host without GPUs has room, where it has one at least or no other has.
+    """
+    size = len(generators[index])
+    others = [place for ranks in generators for place in ranks]
+    taken = {(place.host, gpu) for place in (*others, *trainer) for gpu in place.gpus}
+    generate, train = {place.host for place in others} & gpus.keys(), {place.host for place in trainer}
+    for host, own in sorted(gpus.items(), key=lambda each: each[0] in train):
+        free = tuple(gpu for gpu in own if (host, gpu) not in taken)
+        here = sum(place.host == host for place in others)
+        if len(free) >= size if own else here < a_host * size and (here or not generate):
+            return tuple(ProcessPlace(host, free[:size], rank) for rank in range(size))
+    return ()
+
+
+def place_workers(num_workers: int, hosts: Sequence[str]) -> tuple[ProcessPlace, ...]:
+    """A place for each rollout worker, on the hosts in turn."""
+    return tuple(ProcessPlace(hosts[index % len(hosts)]) for index in range(num_workers))
+
+
+def check_transport(name: str, kind: TransportKind, roles: Roles, gpus: GPUs) -> None:
+    """
+    Raises:
+        ConfigError: `statedict.transport` needs GPUs where there are none, or reaches one host where there are several.
+    """
+    hosts = list(dict.fromkeys((*roles.train, *roles.generate)))
+    without = [host for host in hosts if not gpus[host]]
+    if kind.needs_gpus and without:
+        raise ConfigError(f"statedict.transport is {name!r} and {without[0]} has no GPU; choose 'auto'")
+    if not kind.spans_hosts and len(hosts) > 1:
+        raise ConfigError(
+            f"statedict.transport is {name!r}, which reaches one host, and {', '.join(hosts)} train and generate; "
+            "choose 'auto'"
+        )
+
+
+TRAINED_BYTES = 16
+"""Memory of one parameter while it is trained: itself, its gradient and two moments in float32."""
+
+ROOM = 0.5
+"""Of a GPU's memory, what parameters and published versions may take for `choose_transport` to leave activations room
+enough."""
+
+
+def choose_transport(
+    config: RunConfig,
+    trainer: Sequence[ProcessPlace],
+    generators: Sequence[Sequence[ProcessPlace]],
+    gpu_bytes: Callable[[], int | None],
+) -> tuple[str, str]:
+    """The transport that `statedict.transport = "auto"` stands for, and the reason.
+
+    Args:
+        trainer, generators: the places of their ranks.
+        gpu_bytes: gives the memory of the smallest GPU, None if unknown. Called if nothing else decides.
+
+    Example: `("cuda_ipc", "trainer and generators have GPUs of one host, with room for ...")`.
+    """
+    others = [place for ranks in generators for place in ranks]
+    if config.hosts.elsewhere:
+        return "tcp", "processes may be on several hosts"
+    if not all(place.gpus for place in (*trainer, *others)):
+        return "shared_memory", "trainer and generators are on one host, not all on GPUs"
+    if config.generation.engine != "vllm":
+        return "shared_memory", "an engine other than vllm may not read weights that are in GPU memory"
+    if not {gpu for place in trainer for gpu in place.gpus}.isdisjoint(gpu for place in others for gpu in place.gpus):
+        return "shared_memory", "trainer and generators share a GPU, which has no room to spare for two more versions"
+    total = gpu_bytes()
+    if total is None:
+        return "shared_memory", "nvidia-smi does not say whether the trainer's GPU has room for two more versions"
+    each = TRAINED_BYTES + NUM_KEPT * BYTES[config.model.dtype]
+    need = each * count_parameters(Path(config.model.path)) / config.training.num_ranks
+    told = f"{need / 2**30:.1f} GiB of parameters and published versions on a trainer's GPU of {total / 2**30:.0f}"
+    if need > ROOM * total:
+        return "shared_memory", f"{told} leave activations too little"
+    return "cuda_ipc", f"trainer and generators have GPUs of one host, with room: {told}"
+
+
+def _check(field: str, num_ranks: int, host: str, gpus: Sequence[str]) -> None:
+    if num_ranks > len(gpus):
+        raise ConfigError(
+            f"{field} is {num_ranks} on a host and each rank needs a GPU of its own; set it to {len(gpus)} or less, as "
+            f"{host} has no more"
+        )

@@ -1,0 +1,229 @@
+"""What is asked of a run about its hosts, and what it says of them: files in its folder, which say who may."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import stat
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from titan_rl.cluster.liveness.host_state import HostState
+from titan_rl.config.hosts import split_address
+from titan_rl.core.calls.parsing import parse_json_as
+from titan_rl.core.errors import ConfigError, TitanRLError
+from titan_rl.viewer.files import read_file
+from titan_rl.viewer.hosts import HOSTS, HostEvent
+from titan_rl.viewer.run_status import read_status
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.1
+PROMISE_S = 1.0
+"""What a run refuses it mostly refuses sooner."""
+
+ENDED = {"finished": "it finished", "stopped": "it was stopped", "failed": "it failed"}
+"""By the state of a run, for a person."""
+
+Wish = Literal["add", "drain"]
+
+
+class HostRequest(msgspec.Struct, frozen=True):
+    """
+    Args:
+        id: by which the answer is found.
+        what: the address of a worker that is added; the name of a host that is drained.
+    """
+
+    id: str
+    do: Wish
+    what: str
+
+
+class HostStates(msgspec.Struct):
+    """What a run says of its hosts.
+
+    Args:
+        answers: by the ids of requests; "" where all went well.
+        events, counts: see `HostHistory`.
+    """
+
+    hosts: list[HostState] = msgspec.field(default_factory=list[HostState])
+    answers: dict[str, str] = msgspec.field(default_factory=dict[str, str])
+    events: list[HostEvent] = msgspec.field(default_factory=list[HostEvent])
+    counts: dict[str, int] = msgspec.field(default_factory=dict[str, int])
+
+
+class HostFiles:
+    """`hosts.jsonl`, in which others ask, a line each, and `hosts.json`, in which the run answers."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._asked = run_dir / "hosts.jsonl"
+        self._states = run_dir / HOSTS
+        self._read = self._asked.stat().st_size if self._asked.exists() else 0
+
+    def begin(self) -> None:
+        """Take back what an earlier process of this run said. What is asked from now on is answered once it is up."""
+        self._states.unlink(missing_ok=True)
+
+    def new_requests(self) -> list[HostRequest]:
+        """Those since this was last called, or made."""
+        try:
+            with self._asked.open("rb") as file:
+                file.seek(self._read)
+                lines = file.read().splitlines(keepends=True)
+        except OSError:  # nobody has asked; or it cannot be read now
+            return []
+        requests: list[HostRequest] = []
+        for line in lines:
+            if not line.endswith(b"\n"):  # it is being written
+                break
+            self._read += len(line)
+            try:
+                requests.append(parse_json_as(line, HostRequest))
+            except msgspec.MsgspecError:
+                continue
+        return requests
+
+    def write(self, states: HostStates) -> None:
+        fresh = self._states.with_name(f".{self._states.name}-{os.getpid()}")
+        fresh.write_bytes(msgspec.json.encode(states))
+        fresh.replace(self._states)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run does."""
+        return read_status(self._run_dir).state == "running"
+
+    def states(self, wait_s: float = 0.0, waits: Callable[[], object] = lambda: None) -> HostStates:
+        """As they are, or as they were when the run ended.
+
+        Args:
+            wait_s: for the processes of a run that goes on, where they still start.
+            waits: called where that is waited for.
+
+        Raises:
+            ConfigError: its processes are not up yet, or were not when it ended.
+        """
+        until = time.monotonic() + wait_s
+        if wait_s and self._said() is None and self.goes_on:
+            waits()
+        while time.monotonic() < until and self._said() is None and self.goes_on:
+            time.sleep(POLL_S)
+        if (states := self._said()) is None:
+            raise ConfigError(
+                f"the run in {self._run_dir} says nothing of hosts: they are listed once its processes have started, "
+                "and never where it has none"
+            )
+        return states
+
+    def ask(
+        self,
+        do: Wish,
+        what: str,
+        wait_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        asked: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Ask the run, and wait until it has done so. One whose processes still start answers after that.
+
+        Args:
+            asked: called where the run has not answered at once. It will do so, whether or not anybody waits.
+
+        Raises:
+            ConfigError: the run has ended, or says why not.
+            TitanRLError: it has not answered in time.
+        """
+        self._check_goes_on()
+        request = HostRequest(secrets.token_hex(8), do, what)
+        allowed = stat.S_IMODE(self._run_dir.stat().st_mode) & 0o666  # whoever may read the folder
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+        try:
+            with open(os.open(self._asked, flags, allowed), "ab") as file:
+                file.write(msgspec.json.encode(request) + b"\n")
+        except OSError as error:
+            raise ConfigError(
+                f"{self._asked} cannot be written: {error.strerror}; it must be a file that you may write to, no link"
+            ) from None
+        began, promised = clock(), False
+        while (waited := clock() - began) < wait_s:
+            if waited >= PROMISE_S and not promised:
+                promised = True
+                asked()
+            time.sleep(POLL_S)
+            answer = None if (said := self._said()) is None else said.answers.get(request.id)
+            if answer:
+                raise ConfigError(answer)
+            if answer == "":
+                return
+            self._check_goes_on()
+        raise TitanRLError(f"the run has been asked to {do} {what}, and has not answered within {wait_s:g} s")
+
+    def _check_goes_on(self) -> None:
+        if (state := read_status(self._run_dir).state) == "running":
+            return
+        how, command = ENDED[state], "sft" if (self._run_dir / "supervised.json").exists() else "train"
+        again = "" if state == "finished" else f"; titan-rl {command} --resume {self._run_dir} goes on with it"
+        raise ConfigError(f"the run in {self._run_dir} has ended: {how}{again}")
+
+    def _said(self) -> HostStates | None:
+        try:
+            return parse_json_as(read_file(self._states), HostStates)
+        except (OSError, msgspec.MsgspecError):
+            return None
+
+
+def describe(states: HostStates) -> str:
+    """A table.
+
+    Example:
+
+        host  address        state       processes
+        h1    10.0.0.1:22222  in the run  trainer, generator-0
+        since the run began: 1 joined, 0 left, 1 lost
+    """
+    rows = [("host", "address", "state", "processes")]
+    for host in states.hosts:
+        state = f"{host.state}: {host.reason}" if host.reason else host.state
+        rows.append((host.name or "-", host.address, state, ", ".join(host.processes)))
+    counted = ", ".join(f"{count} {what}" for what, count in states.counts.items())
+    became = [f"since the run began: {counted}"] if any(states.counts.values()) else []
+    return "".join(f"{line}\n" for line in [*_aligned(rows), *became])
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+class AddressFile:
+    """Addresses of workers, one a line; what is behind a # is for people."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read: tuple[int, frozenset[str]] = 0, frozenset()
+
+    def read(self) -> frozenset[str]:
+        """What it says; while it cannot be read, what it said before."""
+        try:
+            written = self._path.stat().st_mtime_ns
+            if written != self._read[0]:
+                lines = (line.partition("#")[0].strip() for line in self._path.read_text().splitlines())
+                self._read = written, frozenset(filter(self._is_address, filter(None, lines)))
+        except OSError as error:
+            logger.warning("the addresses in %s cannot be read: %s", self._path, error)
+        return self._read[1]
+
+    def _is_address(self, line: str) -> bool:
+        try:
+            split_address(line)
+        except ValueError as error:
+            logger.warning("a line of %s names no worker: %s", self._path, error)
+            return False
+        return True

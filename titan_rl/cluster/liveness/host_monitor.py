@@ -1,0 +1,235 @@
+"""The controller's end of the lookouts of other hosts: it answers them, and notices which of them fall silent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from titan_rl.cluster.liveness.contact import Contact
+from titan_rl.cluster.liveness.lookout import BEAT_S, DISMISSED, LookoutSettings
+from titan_rl.cluster.liveness.loop_thread import LoopThread
+from titan_rl.cluster.liveness.reports import LONGEST_LINE, Report, receive, send
+from titan_rl.cluster.liveness.vital_signs import Signs
+from titan_rl.cluster.liveness.watcher import OnEnd, OnSigns
+
+logger = logging.getLogger(__name__)
+
+HELLO_S = 5.0
+GREETING_S = 30.0
+"""How long a host that has been let in may take until its lookout is heard for the first time."""
+
+
+@dataclass(slots=True)
+class _Host:
+    """In the thread."""
+
+    name: str
+    contact: Contact
+    tell: Callable[[Report], None]
+    lost: Callable[[str], None]
+    over: str = ""  # why it is given up
+    writer: asyncio.StreamWriter | None = None
+    kill: set[int] = field(default_factory=set[int])
+
+
+class HostMonitor:
+    """Listens for lookouts, in a thread of its own, so that a busy controller is not taken for a dead one. A context
+    manager, for the length of a run.
+
+    Args:
+        address: where it listens: that of this host by which the others reach it.
+        silence_s: a host of which nothing is heard for so long is gone, for good: what it had has been given up.
+        lease_s: told to lookouts.
+    """
+
+    def __init__(
+        self, address: str, *, silence_s: float, lease_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._address = address
+        self._silence_s = silence_s
+        self._lease_s = lease_s
+        self._clock = clock
+        self._hosts: dict[str, _Host] = {}  # by token; those that are gone stay, to be told so
+
+    def __enter__(self) -> HostMonitor:
+        self._socket = socket.create_server((self._address, 0), family=_family(self._address))
+        self._thread = LoopThread("host-monitor", self._serve, partial(logger.error, "the monitor ended: %r"))
+        self._thread.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.__exit__()
+
+    def expect(
+        self,
+        name: str,
+        *,
+        on_lost: Callable[[str], object],
+        on_leaving: Callable[[str], object],
+    ) -> RemoteWatcher:
+        """From now on a host of that name has to be heard of. Called in the event loop in which what follows is told.
+
+        Args:
+            on_lost: called once, with the reason, when the host is silent.
+            on_leaving: called once, with the reason, when the host says that it is about to go.
+        """
+        token = secrets.token_hex(16)
+        loop = asyncio.get_running_loop()
+        settings = LookoutSettings(self._address, self._socket.getsockname()[1], token, self._lease_s)
+        contact = Contact(self._silence_s, 2 * BEAT_S, self._clock())
+        command = partial(self._thread.soon, self._command, token)
+        watcher = RemoteWatcher(name, settings, command, on_lost, on_leaving, contact.take_longest)
+        host = _Host(
+            name,
+            contact,
+            lambda report: _in_loop(loop, watcher.receive, report),
+            lambda reason: _in_loop(loop, watcher.lose, reason),
+        )
+        host.contact.silent_s = self._silence_s - GREETING_S
+        self._thread.soon(self._hosts.__setitem__, token, host)
+        return watcher
+
+    # In the thread.
+
+    async def _serve(self) -> None:
+        async with await asyncio.start_server(self._accept, sock=self._socket, limit=LONGEST_LINE):
+            while True:
+                await asyncio.sleep(BEAT_S)
+                self._look()
+
+    def _look(self) -> None:
+        now = self._clock()
+        for host in self._hosts.values():
+            if not host.over and host.contact.look(now):
+                host.over = f"nothing has been heard of host {host.name} for {self._silence_s:g} s"
+                host.lost(f"nothing has been heard of it for {self._silence_s:g} s")
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(HELLO_S):
+                hello = await receive(reader)
+            host = self._hosts.get(str(hello.get("token")))
+            if host is None:
+                return
+            if host.writer is not None:
+                host.writer.close()
+            host.writer = writer
+            while True:
+                report = Report.of(await receive(reader))
+                answer: dict[str, Any] = {"known": report.number, "kill": sorted(host.kill), "over": host.over}
+                send(writer, answer)
+                host.kill -= report.ended.keys()
+                if not host.over:
+                    host.contact.heard()
+                    host.tell(report)
+        except (ConnectionError, TimeoutError, KeyError, TypeError, ValueError):
+            pass  # the lookout connects again
+        except asyncio.CancelledError:
+            pass  # the run ends; asyncio logs a handler that is cancelled as a failure
+        finally:
+            writer.close()
+
+    def _command(self, token: str, pids: set[int], over: str) -> None:
+        host = self._hosts[token]
+        host.kill |= pids
+        host.over = host.over or over
+        if host.writer is not None:
+            send(host.writer, {"kill": sorted(host.kill), "over": host.over})
+
+
+class RemoteWatcher:
+    """The `Watcher` of the processes of one other host, in the controller's event loop. Made by `HostMonitor.expect`.
+
+    Attributes:
+        name: of the host.
+        settings: for the lookout there.
+        reason: why the host is gone; None while it is not.
+        heard: set once the host has been heard of.
+        take_silence: the longest time, in seconds, for which nothing was heard of it since this was last called.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        settings: LookoutSettings,
+        command: Callable[[set[int], str], None],
+        on_lost: Callable[[str], object],
+        on_leaving: Callable[[str], object],
+        take_silence: Callable[[], float] = float,
+    ) -> None:
+        self.name = name
+        self.settings = settings
+        self.take_silence = take_silence
+        self.reason: str | None = None
+        self.heard = asyncio.Event()
+        self._command = command
+        self._on_lost = on_lost
+        self._on_leaving: Callable[[str], object] | None = on_leaving
+        self._watched: dict[int, _RemoteProcessWatch] = {}  # by pid
+        self._ended: dict[int, str] = {}  # of processes that nobody had asked for yet
+
+    def watch(self, pid: int, on_end: OnEnd, on_signs: OnSigns) -> _RemoteProcessWatch:
+        if self.reason is not None or pid in self._ended:
+            raise ProcessLookupError(self._ended.pop(pid, self.reason))
+        watched = self._watched[pid] = _RemoteProcessWatch(
+            lambda: self._command({pid}, ""), lambda: self._forget(pid), on_end, on_signs
+        )
+        return watched
+
+    def dismiss(self) -> None:
+        """The host is of no more use to the run: its lookout ends, with all that is left of its processes."""
+        self.reason = self.reason or DISMISSED
+        self._command(set(), DISMISSED)
+
+    def receive(self, report: Report) -> None:
+        self.heard.set()
+        for pid, how in report.ended.items():
+            watched = self._watched.pop(pid, None)
+            if watched is None:
+                self._ended[pid] = how
+            else:
+                watched.on_end(f"{how} on host {self.name}")
+        for pid, watched in list(self._watched.items()):
+            watched.on_signs(report.signs.get(pid, _LIVELY))
+        if report.leaving and self._on_leaving is not None:
+            on_leaving, self._on_leaving = self._on_leaving, None
+            on_leaving(report.leaving)
+
+    def lose(self, reason: str) -> None:
+        if self.reason is None:
+            self.reason = reason
+            watched, self._watched = self._watched, {}
+            self._on_lost(reason)  # first: it knows what that excuses
+            for one in watched.values():
+                one.on_end(f"host {self.name} is lost: {reason}")
+
+    def _forget(self, pid: int) -> None:
+        self._watched.pop(pid, None)
+
+
+@dataclass(frozen=True, slots=True)
+class _RemoteProcessWatch:
+    kill: Callable[[], None]
+    close: Callable[[], None]
+    on_end: OnEnd
+    on_signs: OnSigns
+
+
+_LIVELY = Signs()
+
+
+def _in_loop(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # it is closed
+        loop.call_soon_threadsafe(function, *args)
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -1,0 +1,147 @@
+"""What every actor process does first."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from monarch.actor import concurrent_endpoint
+from monarch.config import configure
+
+from titan_rl.cluster.liveness.pulse import Duty, begin_pulse
+from titan_rl.cluster.processes.answers import AnsweringActor
+from titan_rl.cluster.processes.garbage import begin_returning_memory
+from titan_rl.core.tracing import spans
+from titan_rl.core.tracing.recorder import Tracing
+
+LOOPBACK = "127.0.0.1"
+
+
+class ProcessFiles(Protocol):
+    """Where processes find and leave what outlives them."""
+
+    @property
+    def run_id(self) -> str:
+        """In the names of what they share."""
+        ...
+
+    @property
+    def logs(self) -> Path:
+        """The folder of a log for each process."""
+        ...
+
+
+class RunFiles(ProcessFiles, Protocol):
+    """What a run's processes know of its folder."""
+
+    @property
+    def path(self) -> Path:
+        """The folder itself."""
+        ...
+
+    @property
+    def config(self) -> Path:
+        """The resolved settings."""
+        ...
+
+    @property
+    def model(self) -> Mapping[str, str]:
+        """The `model_identity` that the run began with; empty where it is not known."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """What a process is told of itself.
+
+    Args:
+        name: of its group, unique among those that live.
+        host: the name of the host on which it runs. Processes of one host share memory.
+        address: by which other hosts reach it.
+        logs: folder of its log, there.
+        rank: its number in the group.
+        tracing: what is recorded of it, under the name of its log; None records nothing.
+        pulse: the socket there where it answers pings; None where nobody watches.
+    """
+
+    name: str
+    host: str
+    address: str
+    logs: Path
+    rank: int = 0
+    tracing: Tracing | None = None
+    pulse: Path | None = None
+
+    @property
+    def log(self) -> Path:
+        """Where its output goes; that of the first of a group has the group's own name."""
+        return self.logs / f"{self.name}{f'-rank{self.rank}' if self.rank else ''}.log"
+
+
+class ProcessActor(AnsweringActor):
+    """The one actor of a process. Of a group that lives and dies together each has one.
+
+    Attributes:
+        duty: what it is here for, which has to get on.
+    """
+
+    def __init__(self, spec: ProcessSpec) -> None:
+        super().__init__()
+        self._spec = spec
+        self.duty = Duty()
+        enter_actor_process(spec.log)
+        if spec.address != LOOPBACK:  # else what it opens to others would have the controller's address
+            configure(default_transport=f"tcp://{spec.address}:0")
+        if spec.pulse is not None:
+            begin_pulse(spec.pulse, self.duty)
+        begin_returning_memory()
+        spans.begin_recording(spec.tracing, spec.log.stem, host=spec.host)
+
+    @concurrent_endpoint
+    async def pid(self) -> int:
+        return os.getpid()
+
+
+def enter_actor_process(log_path: str | Path) -> None:
+    """Detach this process from the terminal: its output goes to a file, and Ctrl-C reaches the controller alone,
+    which then stops it in order. So with SIGTERM, which schedulers send to every process of a job. The kernel still
+    ends it when the controller dies. What it writes is for whoever the log's folder is for, however its worker was
+    started."""
+    os.setpgid(0, 0)
+    _outlive_sigterm()
+    os.umask(os.umask(0o077) | 0o077 & ~Path(log_path).parent.stat().st_mode)
+    _point(1, log_path)
+    _point(2, log_path)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+def _outlive_sigterm() -> None:
+    """By a handler that does nothing. To ignore the signal would have programs that an environment starts ignore it,
+    too; and Python's own handlers are set in the main thread, which is Monarch's."""
+    faulthandler.register(signal.SIGTERM, os.open(os.devnull, os.O_WRONLY), all_threads=False)
+    os.register_at_fork(after_in_child=lambda: faulthandler.unregister(signal.SIGTERM))
+
+
+@contextlib.contextmanager
+def stderr_into(log_path: str | Path) -> Iterator[None]:
+    """Send what native code writes to standard error to a file instead, for the length of the block."""
+    saved = os.dup(2)
+    _point(2, log_path)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+
+
+def _point(descriptor: int, log_path: str | Path) -> None:
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)  # less the umask
+    os.dup2(log, descriptor)
+    os.close(log)

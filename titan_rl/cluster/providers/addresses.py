@@ -1,0 +1,72 @@
+"""At which address a host listens, so that the others reach it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+
+from titan_rl.core.calls.loopback import names_this_machine
+from titan_rl.core.errors import ProviderError
+
+
+def addresses_of(
+    names: Sequence[str], said: Mapping[str, str] | None = None, *, fix: str = "mend DNS or /etc/hosts"
+) -> dict[str, str]:
+    """An IP address for each host by its name.
+
+    This host's own name often means a loopback address, which no other host reaches; what stands in its place is the
+    address from which this host reaches the first of the others.
+
+    Args:
+        said: addresses that are known.
+        fix: of a name that means nothing.
+
+    Raises:
+        ProviderError: a name means nothing here.
+    """
+    found = {name: (said or {}).get(name) or _resolved(name, fix) for name in names}
+    elsewhere = next((address for address in found.values() if not names_this_machine(address)), None)
+    if elsewhere is not None:
+        own = source_towards(elsewhere)
+        found = {name: own if names_this_machine(address) else address for name, address in found.items()}
+    return found
+
+
+def all_addresses_of(name: str, like: str) -> list[str]:
+    """Every IP address that a name stands for now, of the kind of another.
+
+    Args:
+        like: an IPv4 address, or an IPv6 one.
+
+    Raises:
+        OSError: it stands for none, or that cannot be known now.
+    """
+    family = socket.AF_INET6 if ":" in like else socket.AF_INET
+    found = socket.getaddrinfo(name, None, family, socket.SOCK_STREAM)
+    return sorted({str(entry[4][0]) for entry in found})
+
+
+def source_towards(address: str) -> str:
+    """The address of this host's interface by which it reaches another. Nothing is sent."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))
+        except OSError as error:
+            raise ProviderError(f"{address} cannot be reached from this host: {error.strerror}") from None
+        return probe.getsockname()[0]
+
+
+def with_port(address: str, port: int) -> str:
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def _resolved(name: str, fix: str) -> str:
+    """IPv4 before IPv6, as most private networks are."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except (OSError, ValueError) as error:  # the latter of what can be no name
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ProviderError(f"{name} has no address here: {why}; {fix}") from None
+    addresses = [str(entry[4][0]) for entry in sorted(found, key=lambda entry: entry[0] != socket.AF_INET)]
+    return addresses[0]

@@ -1,0 +1,162 @@
+"""Hosts of Kubernetes: the pods of a StatefulSet, with a worker in each; and the job that is their controller."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import shlex
+import socket
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import PurePath
+
+from titan_rl.cluster.providers.addresses import all_addresses_of, with_port
+from titan_rl.cluster.providers.spec import ProviderSpec, Submission, worker_command
+from titan_rl.cluster.providers.templates import rendered
+from titan_rl.cluster.providers.tools import run_tool
+from titan_rl.config.providers import ProviderSettings
+from titan_rl.core.errors import ConfigError, ProviderError
+
+WORKERS = "TITAN_RL_WORKERS"
+"""In the environment of the controller's pod: the names of the workers' pods, with spaces between."""
+
+LONGEST_NAME = 50
+"""A StatefulSet's pods carry its name with ten characters more in a label, which has 63 at most."""
+
+OWNED = ("statefulset", "service", "configmap", "networkpolicy")
+"""What is to go with the job."""
+
+LOOK_S = 1.0
+CONNECT_S = 5.0
+
+
+@contextlib.asynccontextmanager
+async def workers(spec: ProviderSpec) -> AsyncGenerator[Iterable[str]]:
+    """The workers that were started beside this pod, once all listen. They stay for the pod that goes on with the run
+    if this one dies. Others come and go as the StatefulSet is scaled."""
+    names = os.environ.get(WORKERS, "").split()
+    if not names:
+        raise ConfigError(
+            'hosts.provider = "kubernetes" takes the workers that titan-rl launch CONFIG makes, and here are none '
+            f"({WORKERS} is not set): begin the run with that"
+        )
+    port = spec.settings.port
+    addresses = await found_by(partial(_reached, port=port), names, spec.wait_s)
+    yield Pods(names[0].partition(".")[2], addresses, port)
+
+
+class Pods:
+    """The workers that a run begins with, and those that there are later, which are all pods of a headless service.
+
+    Args:
+        service: its name in DNS.
+        addresses: of the pods that the run begins with.
+        find: gives the addresses of a name that are like another.
+    """
+
+    def __init__(
+        self,
+        service: str,
+        addresses: Sequence[str],
+        port: int,
+        find: Callable[[str, str], Sequence[str]] = all_addresses_of,
+    ) -> None:
+        self._service = service
+        self._addresses = addresses
+        self._port = port
+        self._find = find
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([with_port(address, self._port) for address in self._addresses])
+
+    async def current(self) -> list[str]:
+        found = await asyncio.to_thread(self._find, self._service, self._addresses[0])
+        return [with_port(address, self._port) for address in found]
+
+
+def _reached(name: str, port: int) -> str:
+    """The address of a pod, which DNS has once it is placed, and whose worker listens some time after that."""
+    with socket.create_connection((name, port), timeout=CONNECT_S) as connection:
+        return connection.getpeername()[0]
+
+
+async def found_by(find: Callable[[str], str], names: Sequence[str], wait_s: float) -> list[str]:
+    """What `find` gives for each name, asked again where it raises OSError.
+
+    Raises:
+        ProviderError: it does so for too long.
+    """
+    found = dict[str, str]()
+    try:
+        async with asyncio.timeout(wait_s):
+            while missing := [name for name in names if name not in found]:
+                for name in missing:
+                    with contextlib.suppress(OSError):
+                        found[name] = await asyncio.to_thread(find, name)
+                if len(found) < len(names):
+                    await asyncio.sleep(LOOK_S)
+    except TimeoutError:
+        missing = [name for name in names if name not in found]
+        raise ProviderError(
+            f"{', '.join(missing)}: no worker listens there after {wait_s:g} s; kubectl describe pod says what keeps it"
+        ) from None
+    return [found[name] for name in names]
+
+
+def folder_there(settings: ProviderSettings) -> str:
+    """The current one of the pods."""
+    return settings.kubernetes.folder
+
+
+def render(submission: Submission) -> str:
+    """The manifests of a run: its settings, its workers with their names in DNS, who may reach them, its controller."""
+    settings = submission.settings
+    in_pods = settings.model_copy(update={"command": settings.command or "titan-rl"})
+    name = object_name(submission.name, submission.time)
+    tomls = {f"{index}-{PurePath(toml).name}": text for index, (toml, text) in enumerate(submission.tomls.items())}
+    given = [f"/etc/titan_rl/{toml}" for toml in tomls]
+    options = [f"--{key}={value}" for key, value in submission.overrides]
+    return rendered(
+        "kubernetes.yaml.jinja",
+        kubernetes=settings.kubernetes,
+        name=name,
+        tomls=tomls,
+        port=settings.port,
+        command=in_pods.command,
+        worker=worker_command(in_pods, f"[$(POD_IP)]:{settings.port}"),
+        drain_s=settings.worker_drain_s,
+        which_run=rendered(
+            "which_run.sh.jinja", run_dir=submission.run_dir, settings=shlex.join([*given, *options])
+        ).rstrip(),
+        variable=WORKERS,
+        pods=" ".join(f"{name}-{index}.{name}" for index in range(settings.kubernetes.workers)),
+    )
+
+
+def submit(submission: Submission, manifests: str) -> str:
+    """Give the manifests to the cluster, and all but the job to the job: whoever deletes that deletes them."""
+    kubernetes = submission.settings.kubernetes
+    kubectl = [*shlex.split(kubernetes.kubectl), "--namespace", kubernetes.namespace]
+    name = object_name(submission.name, submission.time)
+    run_tool([*kubectl, "create", "--filename", "-"], manifests)
+    uid = run_tool([*kubectl, "get", "job", name, "--output", "jsonpath={.metadata.uid}"]).strip()
+    owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": uid}
+    patch = json.dumps({"metadata": {"ownerReferences": [owner]}})
+    for kind in OWNED:
+        run_tool([*kubectl, "patch", kind, name, "--type", "merge", "--patch", patch])
+    shown = shlex.join(kubectl)
+    shows, ends = f"{shown} logs --follow job/{name}", f"{shown} delete job {name}"
+    return f"job {name} is submitted; {shows} shows it, {ends} ends it in order"
+
+
+def object_name(run: str, time: str) -> str:
+    """The run's name as Kubernetes takes names, and when it was submitted.
+
+    >>> object_name("Word_sort-lr=1e-3", "1122-180501")
+    'word-sort-lr-1e-3-1122-180501'
+    """
+    plain = re.sub(r"[^a-z0-9]+", "-", f"run-{run}".lower() if not run[:1].isalpha() else run.lower())
+    return f"{plain[: LONGEST_NAME - 1 - len(time)].strip('-')}-{time}"

@@ -1,0 +1,65 @@
+"""What providers are given: of a run that begins, and of one that is to be submitted."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from titan_rl.config.providers import WORKER_DRAIN_S, ProviderSettings
+
+
+@dataclass(frozen=True, slots=True)
+class ProviderSpec:
+    """What a provider starts workers with.
+
+    Args:
+        settings: what [hosts] says of it.
+        logs: a folder that is there; what a worker says goes into a file of its own there.
+        tell: shows a person a line.
+        wait_s: longest wait for all workers.
+    """
+
+    settings: ProviderSettings
+    logs: Path
+    tell: Callable[[str], object] = lambda text: None
+    wait_s: float = 180.0
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A run that a provider is to begin.
+
+    Args:
+        name: of the run, letters, digits and `-_.+=`.
+        config: all settings as TOML, files found.
+        tomls: the files as they were given, by name, in their order.
+        overrides: dotted settings and their values, which replace what the files say.
+        run_dir: in which the run makes its folder.
+        folder: the current one.
+        time: tells it from another of its name.
+    """
+
+    settings: ProviderSettings
+    name: str
+    config: str
+    tomls: Mapping[str, str]
+    overrides: Sequence[tuple[str, str]] = ()
+    run_dir: str = "runs"
+    folder: Path = field(default_factory=Path.cwd)
+    time: str = field(default_factory=lambda: time.strftime("%m%d-%H%M%S"))
+
+
+def worker_command(settings: ProviderSettings, address: str) -> list[str]:
+    """As `command`, of a worker."""
+    drain = settings.worker_drain_s
+    options = [] if drain == WORKER_DRAIN_S else ["--drain-s", str(drain)]
+    return [*command(settings), "worker", "--listen", address, *options]
+
+
+def command(settings: ProviderSettings) -> list[str]:
+    """The words that run titan-rl on hosts whose files are where they are here."""
+    return shlex.split(settings.command) if settings.command else [sys.executable, "-m", "titan_rl.cli.main"]

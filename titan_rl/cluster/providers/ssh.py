@@ -1,0 +1,85 @@
+"""Hosts over ssh: a worker on each for as long as the run, ended when the connection is, and started again on a host
+that can be reached again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shlex
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from pathlib import Path
+
+from titan_rl.cluster.providers.addresses import addresses_of, with_port
+from titan_rl.cluster.providers.kept_workers import kept_workers
+from titan_rl.cluster.providers.spec import ProviderSpec, Submission, worker_command
+from titan_rl.cluster.providers.tools import said_by
+from titan_rl.cluster.providers.worker_process import tethered
+from titan_rl.config.providers import ProviderSettings, SSHConfig
+from titan_rl.core.errors import ProviderError
+
+DEFAULTS = (
+    *("-o", "BatchMode=yes"),  # a question would wait for ever
+    *("-o", "ConnectTimeout=15"),
+    *("-o", "ServerAliveInterval=15"),
+    *("-o", "ServerAliveCountMax=4"),
+)
+"""Of ssh, which takes the first value that it is given: a user's options stand before them."""
+
+FIX = 'mend DNS or /etc/hosts, or say by host where its worker listens: hosts.ssh.addresses = { "HOST" = "10.0.0.2" }'
+
+
+@contextlib.asynccontextmanager
+async def workers(spec: ProviderSpec) -> AsyncGenerator[Iterable[str]]:
+    """A worker on each host of `hosts.ssh.hosts`, which ssh starts, now or once the host can be reached."""
+    addresses = await _addresses(spec.settings.ssh, spec.settings.ssh.hosts)
+    async with kept_workers(commands(spec.settings, addresses), spec.logs, spec.tell, spec.wait_s) as kept:
+        yield kept
+
+
+def commands(settings: ProviderSettings, addresses: dict[str, str]) -> list[tuple[str, list[str]]]:
+    """(host, what starts its worker) of each host with its address."""
+    return [
+        (host, ["ssh", *settings.ssh.options, *DEFAULTS, host, _remote(settings, address)])
+        for host, address in addresses.items()
+    ]
+
+
+def render(submission: Submission) -> str:
+    """The commands that a run starts, a line each. ADDRESS_OF_HOST stands for an address that is not known here."""
+    settings, ssh = submission.settings, submission.settings.ssh
+    try:
+        addresses = asyncio.run(_addresses(ssh, ssh.hosts))
+    except ProviderError:
+        addresses = {host: _shown_address(ssh, host) for host in ssh.hosts}
+    return "".join(f"{shlex.join(words)}\n" for _, words in commands(settings, addresses))
+
+
+def _remote(settings: ProviderSettings, address: str) -> str:
+    """For whichever shell the user has there. It begins in this folder where that is there, too."""
+    words = worker_command(settings, with_port(address, settings.port))
+    return shlex.join(tethered(words, str(Path.cwd())))
+
+
+def _shown_address(ssh: SSHConfig, host: str) -> str:
+    try:
+        return ssh.addresses.get(host) or asyncio.run(_addresses(ssh, [host]))[host]
+    except ProviderError:
+        return f"ADDRESS_OF_{host}"
+
+
+async def _addresses(ssh: SSHConfig, hosts: Sequence[str]) -> dict[str, str]:
+    """At which the workers of these hosts listen."""
+    names = {host: await _name(host, ssh.options) for host in hosts}
+    known = {names[host]: address for host, address in ssh.addresses.items() if host in names}
+    by_name = await asyncio.to_thread(addresses_of, list(names.values()), known, fix=FIX)
+    return {host: by_name[name] for host, name in names.items()}
+
+
+async def _name(host: str, options: Sequence[str]) -> str:
+    """What ssh connects to, which `~/.ssh/config` may know by another name."""
+    known = await said_by(["ssh", *options, "-G", host])
+    for line in known.splitlines():
+        key, _, value = line.partition(" ")
+        if key == "hostname" and value:
+            return value
+    raise ProviderError(f"ssh -G {host} says no hostname; see what ~/.ssh/config says of {host}, and which ssh is here")

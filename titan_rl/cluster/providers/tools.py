@@ -1,0 +1,38 @@
+"""Asking the commands of a scheduler or a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from collections.abc import Sequence
+
+from titan_rl.core.errors import ProviderError
+
+ANSWER_S = 60.0
+
+
+async def said_by(words: Sequence[str]) -> str:
+    """As `run_tool`, in a thread."""
+    return await asyncio.to_thread(run_tool, words)
+
+
+def run_tool(words: Sequence[str], given: str = "") -> str:
+    """What a command says on standard output.
+
+    Args:
+        given: on its standard input.
+
+    Raises:
+        ProviderError: it is not there, fails, or does not come back; with what it says.
+    """
+    try:
+        done = subprocess.run(words, input=given, capture_output=True, text=True, timeout=ANSWER_S)
+    except OSError as error:
+        raise ProviderError(f"{words[0]} cannot be run: {error.strerror}; is it on PATH?") from None
+    except ValueError as error:  # of what can be no argument, such as a NUL character
+        raise ProviderError(f"{words[0]} cannot be run with {' '.join(words[1:])!r}: {error}") from None
+    except subprocess.TimeoutExpired:
+        raise ProviderError(f"{' '.join(words[:2])} has not answered in {ANSWER_S:g} s") from None
+    if done.returncode:
+        raise ProviderError(f"{' '.join(words)} failed with code {done.returncode}: {done.stderr.strip()}")
+    return done.stdout

@@ -1,0 +1,166 @@
+"""Requests on their way to a generator's process, and chunks and completions on their way back. What is sent during one
+turn of the event loop travels as one message, because a message costs more than what is in it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import pickle
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from monarch.actor import Channel, Port
+
+from titan_rl.cluster.processes.remote_process import RemoteProcess
+from titan_rl.cluster.wire import FromGenerator, Packed, RequestFailed, pack, unpack
+from titan_rl.core.calls.user_code import summary
+from titan_rl.core.errors import ActorDiedError, GenerationError, RequestError, TitanRLError
+from titan_rl.generation.request import EngineRequest, OnChunk
+from titan_rl.types import Completion, TokenChunk
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class SendBuffer(Generic[T]):
+    """What is added during one turn of the event loop, sent at its end."""
+
+    def __init__(self, send: Callable[[list[T]], None]) -> None:
+        self._send = send
+        self._items: list[T] = []
+
+    def add(self, item: T) -> None:
+        if not self._items:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._items.append(item)
+
+    def _flush(self) -> None:
+        items, self._items = self._items, []
+        self._send(items)
+
+
+class RequestServer:
+    """The generator's end."""
+
+    def __init__(self, port: Port[list[Packed]]) -> None:
+        self._port = port
+        self._buffer = SendBuffer(self._send)
+
+    def send(self, message: FromGenerator) -> None:
+        """A chunk of a request or, as the last of it, its completion."""
+        self._buffer.add(message)
+
+    def fail(self, request_id: str, error: Exception) -> None:
+        """A request has ended without a completion."""
+        sendable = error if isinstance(error, TitanRLError) else GenerationError(summary(error))
+        self._buffer.add(RequestFailed(request_id, sendable))
+
+    def _send(self, messages: list[FromGenerator]) -> None:
+        try:
+            self._port.send([pack(message) for message in messages])
+        except Exception as error:
+            if len(messages) > 1:  # it may be the fault of one
+                for message in messages:
+                    self._send([message])
+                return
+            request_id = messages[0].request_id
+            logger.exception("what came of request %r could not be sent", request_id)
+            # else its caller would wait for a completion that has been sent
+            problem = GenerationError(f"its answer could not be sent: {error!r}")
+            self._port.send([pack(RequestFailed(request_id, problem))])
+
+
+class RequestClient:
+    """The controller's end. Completions arrive while `run` runs.
+
+    Args:
+        remote: whose end fails every request.
+        send: passes requests on to the generator.
+    """
+
+    def __init__(self, remote: RemoteProcess, send: Callable[[list[EngineRequest]], None]) -> None:
+        self.port: Port[list[Packed]]
+        self._receiver: Any
+        self.port, self._receiver = Channel[list[Packed]].open()
+        self._remote = remote
+        self._pass_on = send
+        self._buffer = SendBuffer(self._send)
+        self._in_flight: dict[str, tuple[asyncio.Future[Completion], OnChunk | None]] = {}
+        self._ended: str | None = None  # why no completion comes any more
+
+    async def generate(self, request: EngineRequest, on_chunk: OnChunk | None = None) -> Completion:
+        """The completion. What comes after the caller was cancelled is dropped.
+
+        Raises:
+            RequestError: this request can never succeed, or its id is in use.
+            GenerationError: the generator failed, its process ended, or `run` has.
+        """
+        if request.request_id in self._in_flight:
+            raise RequestError(f"request id {request.request_id!r} is in use; ids must be unique")
+        if self._ended is not None:
+            raise GenerationError(self._ended)
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._in_flight[request.request_id] = future, on_chunk
+        self._buffer.add(request)
+        try:
+            return await future
+        finally:
+            del self._in_flight[request.request_id]
+
+    async def run(self) -> None:
+        """Receive what the generator sends, until it ends or this is cancelled."""
+        reason = f"nobody listens to {self._remote.name} any more"
+        try:
+            while True:
+                for packed in await self._remote.until_end(self._receiver.recv):
+                    self._receive(unpack(packed))
+        except ActorDiedError as error:
+            reason = str(error)
+        except Exception as error:
+            logger.exception("what %s sends cannot be read", self._remote.name)
+            self._remote.end(f"what it sends cannot be read: {error!r}")
+            reason = f"{self._remote.name} died: {self._remote.reason}"
+        finally:
+            self._ended = reason
+            for request_id in self._in_flight:
+                self._resolve(request_id, GenerationError(reason))
+
+    def _receive(self, message: FromGenerator) -> None:
+        match message:
+            case TokenChunk():
+                _, on_chunk = self._in_flight.get(message.request_id, (None, None))
+                if on_chunk is not None:
+                    on_chunk(message)
+            case Completion():
+                self._resolve(message.request_id, message)
+            case RequestFailed():
+                self._resolve(message.request_id, message.error)
+
+    def _send(self, requests: list[EngineRequest]) -> None:
+        wanted = [request for request in requests if self._is_wanted(request)]
+        if not wanted:
+            return
+        try:
+            self._pass_on(wanted)
+        except Exception as error:
+            if len(wanted) > 1:  # it may be the fault of one
+                for request in wanted:
+                    self._send([request])
+                return
+            unsendable = isinstance(error, (TypeError, AttributeError, pickle.PicklingError))
+            problem = f"request {wanted[0].request_id!r} could not be sent to {self._remote.name}: {error!r}"
+            self._resolve(wanted[0].request_id, RequestError(problem) if unsendable else GenerationError(problem))
+
+    def _is_wanted(self, request: EngineRequest) -> bool:
+        future, _ = self._in_flight.get(request.request_id, (None, None))
+        return future is not None and not future.done()
+
+    def _resolve(self, request_id: str, outcome: Completion | TitanRLError) -> None:
+        future, _ = self._in_flight.get(request_id, (None, None))
+        if future is None or future.done():
+            return
+        if isinstance(outcome, Completion):
+            future.set_result(outcome)
+        else:
+            future.set_exception(outcome)

@@ -1,0 +1,254 @@
+"""The processes of one run: a trainer, generators and rollout workers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any
+
+from monarch.actor import this_proc
+
+from titan_rl.cluster.generate_service import GenerateService
+from titan_rl.cluster.generator_places import GENERATOR
+from titan_rl.cluster.generator_processes import GeneratorProcesses
+from titan_rl.cluster.hosts.hosts import Hosts
+from titan_rl.cluster.hosts.placement import (
+    ProcessPlace,
+    check_transport,
+    choose_transport,
+    place_trainer,
+    place_trainer_again,
+    place_workers,
+)
+from titan_rl.cluster.processes.gpus import least_gpu_bytes
+from titan_rl.cluster.processes.process import RunFiles
+from titan_rl.cluster.processes.remote_process import RemoteProcess
+from titan_rl.cluster.processes.respawns import RespawnLimit
+from titan_rl.cluster.rollout_worker import RolloutWorkerActor, RolloutWorkerSettings
+from titan_rl.cluster.supervised import SupervisedProcesses, started
+from titan_rl.cluster.trainer_actor import TrainerSettings
+from titan_rl.cluster.trainer_processes import TRAINER, TrainerProcesses, may_train, needs_of
+from titan_rl.cluster.worker_pool import WorkerPool
+from titan_rl.config.concurrency import Concurrency
+from titan_rl.config.hosts import Roles
+from titan_rl.config.run import RunConfig
+from titan_rl.core.errors import ActorDiedError, ConfigError
+from titan_rl.generation.router.router import GeneratorRouter
+from titan_rl.weights.published_weights import PublishedWeights
+from titan_rl.weights.transports.registry import find_transport
+
+logger = logging.getLogger(__name__)
+
+WORKER = "rollout-worker-"
+
+
+class RunProcesses(GeneratorProcesses):
+    """One trainer, its generators and rollout workers, each an actor in a process of its own. Made by
+    `start_processes`.
+
+    Args:
+        trains, generates: whether there is a trainer, and generators.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        files: RunFiles,
+        published: PublishedWeights,
+        hosts: Hosts,
+        service: Any,
+        tell: Callable[[str], object],
+        *,
+        trains: bool,
+        generates: bool,
+    ) -> None:
+        self._config = config
+        self._trains, self._generates = trains, generates
+        super().__init__(
+            config.model,
+            config.generation,
+            config.routing,
+            config.statedict,
+            seed=config.seed,
+            max_running=Concurrency.of(config).max_running,
+            files=files,
+            published=published,
+            hosts=hosts,
+            tell=tell,
+            sleeps=config.scheduling.on_batch_ready == "sleep",
+        )
+        self.training: TrainerProcesses
+        self.workers = WorkerPool(wait_s=config.hosts.wait_s)
+        self._config_path = files.config
+        self._began_with = files.model
+        self._service = service
+        self._trainer_places: tuple[ProcessPlace, ...]
+        self._worker_places: list[ProcessPlace]
+        self._roles: Roles
+
+    def _respawn_limits(self) -> dict[str, RespawnLimit]:
+        workers = RespawnLimit("rollout.max_respawns", self._config.rollout.max_respawns)
+        return {**super()._respawn_limits(), WORKER: workers}
+
+    def place(self) -> None:
+        config, gpus = self._config, self.hosts.gpus
+        roles = self._roles = Roles.of(config.hosts, self.hosts.names)
+        transport = config.statedict.transport
+        check_transport(transport, find_transport(transport), roles, gpus)
+        self._trainer_places = place_trainer(config.training, roles.train, gpus)
+        self._places.begin(roles.generate, gpus, self._trainer_places)
+        self._worker_places = [*place_workers(config.rollout.num_workers, roles.play)]
+        if transport == "auto" and self._trains:
+            chosen, why = choose_transport(config, self._trainer_places, [*self._places], least_gpu_bytes)
+            logger.info("statedict.transport is %s: %s", chosen, why)
+            self._statedict = config.statedict.model_copy(update={"transport": chosen})
+            self._plan = replace(self._plan, statedict=self._statedict)
+
+    def _start_others(self) -> Sequence[Coroutine[Any, Any, None]]:
+        names = [f"{WORKER}{index}" for index in range(self._config.rollout.num_workers)]
+        workers = [self._losses.unless_lost(self._host_of(name), self._start_worker(name)) for name in names]
+        return [*([self._start_trainer()] if self._trains else []), *workers]
+
+    def _generator_names(self) -> Sequence[str]:
+        return super()._generator_names() if self._generates else ()
+
+    def _note_end(self, remote: RemoteProcess) -> None:
+        if remote.name == TRAINER:  # its owner starts another, see `TrainerProcesses.restart`
+            SupervisedProcesses._note_end(self, remote)
+        else:
+            super()._note_end(remote)
+
+    def _forget(self, remote: RemoteProcess, router: GeneratorRouter) -> None:
+        self.workers.remove(remote)
+        super()._forget(remote, router)
+
+    async def _restart(self, name: str, router: GeneratorRouter) -> bool:
+        if name.startswith(GENERATOR):
+            return await super()._restart(name, router)
+        await self._start_worker(name)
+        return True
+
+    async def _start_trainer(self) -> None:
+        config = self._config
+        settings = TrainerSettings(
+            config.model,
+            config.training,
+            config.correction,
+            self._statedict,
+            self._files.run_id,
+            config.seed,
+            lends_memory=self._plan.sleeps,
+            began_with=self._began_with,
+        )
+        self.training = TrainerProcesses(
+            self, settings, self._place_trainer, wait_s=config.hosts.wait_s, tell=self._tell
+        )
+        while True:
+            hosts = {place.host for place in self._trainer_places}
+            try:
+                await self.training.start()
+            except ActorDiedError as error:
+                if not hosts - {*self.hosts.names} or not hosts & {*self.hosts.names}:
+                    raise
+                self._tell(f"the trainer starts without a host that is lost: {error}")
+            else:
+                return
+
+    def _places_of_trainer(self) -> Sequence[ProcessPlace]:
+        if not self._trains:
+            return ()
+        with contextlib.suppress(ConfigError):  # those that it had
+            self._place_trainer()
+        return self._trainer_places
+
+    def _place_trainer(self) -> Sequence[ProcessPlace]:
+        there = [host for host in self.hosts if self._takes(host.name) and may_train(host, self._config_path)]
+        gpus = {host.name: host.gpus for host in there}
+        self._trainer_places = place_trainer_again(self._config.training, self._trainer_places, gpus, self._places.gpus)
+        return self._trainer_places
+
+    def _host_of(self, name: str) -> str:
+        return self._worker_places[_worker(name)].host if name.startswith(WORKER) else super()._host_of(name)
+
+    def _place(self, name: str) -> bool:
+        """Rollout workers need nothing but a host: one that does not train, before others, and has few of them. Those
+        that came with a host, beyond as many as settings name, go with it."""
+        if not name.startswith(WORKER) or self._takes(self._host_of(name)):
+            return super()._place(name)
+        there = [host for host in self.hosts.names if self._takes(host)] if self._num_lacking() else []
+        trains = {place.host for place in self._trainer_places}
+        busy = Counter(place.host for place in self._worker_places)
+        for host in sorted(there, key=lambda host: (host in trains, busy[host]))[:1]:
+            self._worker_places[_worker(name)] = ProcessPlace(host)
+        return bool(there)
+
+    def _num_lacking(self) -> int:
+        """Rollout workers that settings name and no host has."""
+        names = [f"{WORKER}{index}" for index in range(len(self._worker_places))]
+        here = sum(name not in self._lost and self._takes(self._host_of(name)) for name in names)
+        return max(0, self._config.rollout.num_workers - here)
+
+    def _others_of(self, host: str) -> Sequence[str]:
+        """Rollout workers: those that the run lacks; and as many as another host has that plays, where all that
+        generate do, or fewer hosts play now than `hosts.play`."""
+        players, a_host = self._roles.play, -(-self._config.rollout.num_workers // len(self._roles.play))
+        playing = {place.host for place in self._worker_places if self._takes(place.host)}
+        plays = {*self._roles.generate} <= {*players} or len(playing) < len(players)
+        lost = sorted((name for name in self._lost if name.startswith(WORKER)), key=_worker)
+        further = [f"{WORKER}{len(self._worker_places) + index}" for index in range(a_host)]
+        names = [*lost, *further][: max(a_host if plays else 0, min(self._num_lacking(), len(lost)))]
+        for name in names:
+            self._worker_places[_worker(name) : _worker(name) + 1] = [ProcessPlace(host)]
+        return names
+
+    async def _finish(self, remote: RemoteProcess, router: GeneratorRouter, limit_s: float) -> None:
+        if remote.name == TRAINER:
+            await self.training.finish(limit_s)
+        else:
+            await asyncio.gather(super()._finish(remote, router, limit_s), self.workers.retire(remote, limit_s))
+
+    async def _start_worker(self, name: str) -> None:
+        place = self._worker_places[_worker(name)]
+        host = self.hosts[place.host]
+        settings = RolloutWorkerSettings(host.path(self._config_path), host.path(self._config.model.path))
+        remote, (worker,) = await self.spawn(name, RolloutWorkerActor, settings, self._service, places=[place])
+        self.workers.add(remote, worker)
+
+
+def _worker(name: str) -> int:
+    """`_worker("rollout-worker-3")` is 3."""
+    return int(name.removeprefix(WORKER))
+
+
+@contextlib.asynccontextmanager
+async def start_processes(
+    config: RunConfig,
+    files: RunFiles,
+    published: PublishedWeights,
+    tell: Callable[[str], object] = logger.info,
+    *,
+    trains: bool = True,
+    generates: bool = True,
+) -> AsyncGenerator[RunProcesses]:
+    """The processes of a run, which end with the block.
+
+    Args:
+        trains, generates: whether there is a trainer, and generators.
+        tell: shows a person which processes die and are there again.
+
+    Raises:
+        ActorDiedError: a process did not start in time.
+    """
+
+    def make(hosts: Hosts) -> RunProcesses:
+        service = this_proc().spawn("generate_service", GenerateService)
+        return RunProcesses(config, files, published, hosts, service, tell, trains=trains, generates=generates)
+
+    async with started(
+        files, config.hosts, needs_of(config, files, trains=trains, generates=generates), tell, make
+    ) as processes:
+        yield processes

@@ -1,0 +1,223 @@
+"""Processes with an actor each, which a supervisor spawns and which end on every way out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from monarch.actor import this_proc
+
+from titan_rl.cluster.hosts.host import Host
+from titan_rl.cluster.hosts.hosts import Hosts, open_hosts
+from titan_rl.cluster.hosts.placement import ProcessPlace
+from titan_rl.cluster.hosts.preflight import HostNeeds
+from titan_rl.cluster.processes.process import LOOPBACK, ProcessActor, ProcessFiles, ProcessSpec, stderr_into
+from titan_rl.cluster.processes.remote_process import NoAnswerError, RemoteProcess, call
+from titan_rl.cluster.processes.supervisor import Supervisor
+from titan_rl.config.hosts import HostsConfig
+from titan_rl.core.calls.user_code import reason
+from titan_rl.core.errors import ActorDiedError, TitanRLError
+from titan_rl.core.tracing.spans import tracing_of_children
+
+STOP_TIMEOUT_S = 30.0
+
+
+class SupervisedProcesses:
+    """Spawns processes on the hosts of a run and ends them.
+
+    Attributes:
+        hosts: of the run.
+
+    Args:
+        start_timeout_s: longest wait for one to start.
+    """
+
+    def __init__(self, files: ProcessFiles, hosts: Hosts, start_timeout_s: float) -> None:
+        self._files = files
+        self.hosts = hosts
+        self._supervisor = hosts.supervisor
+        self._start_timeout_s = start_timeout_s
+        self._remotes: dict[str, RemoteProcess] = {}  # by id, of those not known to have ended
+        self._spawned: list[str] = []  # ids
+        self._hang_timeout_s = hosts.config.hang_timeout_s
+        self._places_of: dict[str, frozenset[str]] = {}  # names of the hosts of each, by id
+        self._leaving: set[str] = set()  # names of hosts that get nothing more to do
+        hosts.on_lost = self.host_lost
+
+    async def spawn(
+        self, name: str, actor_class: type[ProcessActor], *arguments: Any, places: Sequence[ProcessPlace]
+    ) -> tuple[RemoteProcess, list[Any]]:
+        """A process in each of these places, which live and die together.
+
+        Args:
+            arguments: of each actor, behind its `ProcessSpec`.
+
+        Returns:
+            handles of the actors, which have started, by their ranks.
+
+        Raises:
+            ActorDiedError: one did not start in time, or for a reason that is none of titan_rl's.
+            TitanRLError: why one did not start. However that was, the process has ended.
+        """
+        remote = RemoteProcess(name, self._note_end, self._hang_timeout_s)
+        self._places_of[remote.id] = frozenset(place.host for place in places)
+        self._remotes[remote.id] = remote
+        self._spawned.append(remote.id)
+        limit_s = self._start_timeout_s
+        try:
+            group = await self._rendezvous(remote, places)
+            spawn = partial(self._spawn_rank, remote, group, actor_class, arguments)
+            ranks = await asyncio.gather(*[spawn(rank, place) for rank, place in enumerate(places)])
+            pids = await remote.call_all([rank.pid for rank in ranks], timeout_s=limit_s)
+            for pid, place in zip(pids, places, strict=True):
+                remote.watch([pid], self.hosts[place.host].watcher)
+            await remote.call_all([rank.start for rank in ranks], timeout_s=limit_s)
+        except NoAnswerError as error:
+            late = f"it did not start within generation.start_timeout_s = {limit_s:g}; raise that if it still loads"
+            remote.end(late)
+            await self.clear(remote)
+            raise ActorDiedError(f"{name} died: {late}", excused=remote.excused) from error
+        except Exception as error:
+            remote.end(f"it did not start: {reason(error)}")
+            await self.clear(remote)
+            if isinstance(error, TitanRLError):
+                raise
+            raise ActorDiedError(f"{name} died: {remote.reason}", excused=remote.excused) from error
+        remote.has_started = True
+        return remote, ranks
+
+    async def clear(self, remote: RemoteProcess, timeout_s: float = STOP_TIMEOUT_S) -> None:
+        """End what is left of a process, or of its group, after its end. That goes on where it takes longer."""
+        with contextlib.suppress(ActorDiedError):
+            await call(self._supervisor.terminate, (remote.id,), who="supervisor", timeout_s=timeout_s)
+
+    async def _spawn_rank(
+        self,
+        remote: RemoteProcess,
+        group: Mapping[str, str],
+        actor_class: type[ProcessActor],
+        arguments: tuple[Any, ...],
+        rank: int,
+        place: ProcessPlace,
+    ) -> Any:
+        host = self.hosts[place.host]
+        tracing = tracing_of_children()
+        if tracing is not None:
+            tracing = replace(tracing, folder=str(host.path(tracing.folder)))
+            if host.clocks is not None:
+                tracing = tracing.on_host(host.clocks.steady_ns)
+        spec = ProcessSpec(remote.name, host.name, host.address, host.path(self._files.logs), rank, tracing, host.pulse)
+        environment = {**host.environment, **group, **_variables_of(place)}
+        if group:
+            environment["RANK"] = str(rank)
+        order = (remote.id, actor_class, (spec, *arguments), rank, host.key, environment)
+        return await remote.call(self._supervisor.spawn, *order, timeout_s=self._start_timeout_s)
+
+    async def _rendezvous(self, remote: RemoteProcess, places: Sequence[ProcessPlace]) -> dict[str, str]:
+        """Where the ranks of a torch.distributed world meet; nothing for one alone."""
+        if len(places) == 1:
+            return {}
+        first = self.hosts[places[0].host]
+        address = first.address if len({place.host for place in places}) > 1 else LOOPBACK
+        port = await remote.call(first.agent.free_port, timeout_s=self._start_timeout_s)
+        return {"MASTER_ADDR": address, "MASTER_PORT": str(port), "WORLD_SIZE": str(len(places))}
+
+    async def close(self) -> None:
+        """End every process."""
+        for remote in self._remotes.values():
+            remote.close()
+        self._disconnect()
+        with contextlib.suppress(ActorDiedError):
+            ids = tuple(self._spawned)
+            await call(self._supervisor.terminate, ids, who="supervisor", timeout_s=STOP_TIMEOUT_S)
+
+    def names_by_host(self) -> dict[str, list[str]]:
+        """Of the processes that are on each host that has any, sorted."""
+        names: defaultdict[str, list[str]] = defaultdict(list)
+        for remote in self._remotes.values():
+            for host in self._places_of[remote.id]:
+                names[host].append(remote.name)
+        return {host: sorted(there) for host, there in names.items()}
+
+    def _remotes_on(self, host: str) -> list[RemoteProcess]:
+        return [remote for remote in self._remotes.values() if host in self._places_of[remote.id]]
+
+    def _takes(self, host: str) -> bool:
+        return host in self.hosts.names and host not in self._leaving
+
+    async def _leave(self, host: str, why: str, finish: Callable[[RemoteProcess], Awaitable[object]]) -> None:
+        """End what runs on a host, once each process has finished what it is at. It gets nothing more to do."""
+        self._leaving.add(host)
+        try:
+            leaving = self._remotes_on(host)
+            await asyncio.gather(*[finish(remote) for remote in leaving])
+            for remote in leaving:
+                remote.end(f"host {host} is drained: {why}", excused=True)
+                await self.clear(remote)
+        finally:
+            self._leaving.discard(host)
+
+    def host_lost(self, host: Host, reason: str) -> None:
+        """A host is gone, with all that it had. What still starts there ends, too."""
+        for remote in self._remotes_on(host.name):
+            remote.end(f"host {host.name} is lost: {reason}", excused=True)
+
+    def _disconnect(self) -> None:
+        """Let go of what is held towards the processes, before they are ended."""
+
+    def _note_end(self, remote: RemoteProcess) -> None:
+        del self._remotes[remote.id]
+        self._places_of.pop(remote.id, None)
+
+
+class Startable(Protocol):
+    """What `started` starts."""
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+P = TypeVar("P", bound=Startable)
+
+
+def _variables_of(place: ProcessPlace) -> dict[str, str]:
+    gpus = {"CUDA_VISIBLE_DEVICES": ",".join(place.gpus)} if place.gpus else {}
+    return {**gpus, "LOCAL_RANK": str(place.local_rank)}
+
+
+@contextlib.asynccontextmanager
+async def started(
+    files: ProcessFiles,
+    config: HostsConfig,
+    needs: HostNeeds,
+    tell: Callable[[str], object],
+    make: Callable[[Hosts], P],
+) -> AsyncGenerator[P]:
+    """Started processes, which end with the block.
+
+    Args:
+        make: of the hosts on which they are.
+
+    Raises:
+        ActorDiedError: a process did not start in time, or the worker of a host did not answer.
+        ConfigError: hosts differ.
+    """
+    with stderr_into(files.logs / "monarch.log"):  # it greets its user there when it is first used
+        supervisor = this_proc().spawn("supervisor", Supervisor)
+    try:
+        async with open_hosts(config, supervisor, needs, tell) as hosts:
+            processes = make(hosts)
+            try:
+                await processes.start()
+                yield processes
+            finally:
+                await processes.close()
+    finally:
+        with contextlib.suppress(ActorDiedError):
+            await call(supervisor.terminate, who="supervisor", timeout_s=STOP_TIMEOUT_S)

@@ -1,0 +1,216 @@
+"""The ranks of a trainer, each in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import json
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from monarch.actor import concurrent_endpoint
+
+from titan_rl.cluster.processes.garbage import growing_heap
+from titan_rl.cluster.processes.process import ProcessActor, ProcessSpec
+from titan_rl.cluster.weight_transport import transport_of
+from titan_rl.config.model_identity import changed_parts
+from titan_rl.config.sections import StateDictConfig
+from titan_rl.core.calls.threads import in_thread
+from titan_rl.core.errors import CheckpointError, ModelError
+from titan_rl.core.tracing.spans import Track, flush, span
+from titan_rl.training.data.step_plan import StepPlan
+from titan_rl.training.protocol import StepResult
+from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
+from titan_rl.weights.layouts import PackedManifest, pack
+
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerSettings:
+    """Everything the trainer process needs."""
+
+    model: ModelConfig
+    training: TrainingConfig
+    correction: CorrectionConfig
+    statedict: StateDictConfig | None  # None publishes nothing
+    run_id: str
+    seed: int
+    lends_memory: bool = False  # engines on its GPUs have what it does not hold between two steps
+    began_with: Mapping[str, str] = field(default_factory=dict[str, str])  # `model_identity` of the run's model
+
+
+class ModelCheck:
+    """Compares a model folder, as a trainer's host has it, with the model that the run began with.
+
+    Other weights are refused once they are used: a checkpoint that is loaded replaces them, but not in the reference
+    that `kl_coef` holds the policy to.
+
+    Raises:
+        ModelError: something else of the model has changed, or the weights are those of a reference.
+    """
+
+    def __init__(self, settings: TrainerSettings, host: str) -> None:
+        path = settings.model.path
+        self._complaint: str | None = None
+        if changed := changed_parts(Path(path), settings.began_with):
+            self._complaint = (
+                f"model.path = {path!r} on host {host} is not the model that the run began with: {', '.join(changed)} "
+                "changed; put that model back, and go on with --resume"
+            )
+            if changed != ["weights"] or settings.training.kl_coef:
+                raise ModelError(self._complaint)
+
+    def checkpoint_loaded(self) -> None:
+        """The weights of the folder are in use no more."""
+        self._complaint = None
+
+    def check_weights(self) -> None:
+        """
+        Raises:
+            ModelError: the weights are neither of a checkpoint nor those that the run began with.
+        """
+        if self._complaint is not None:
+            raise ModelError(self._complaint)
+
+
+class TrainerActor(ProcessActor):
+    """One rank: steps the optimizer and publishes the weights. Its calls run one at a time, in the order they come, and
+    go to all ranks alike."""
+
+    def __init__(self, spec: ProcessSpec, settings: TrainerSettings) -> None:
+        super().__init__(spec)
+        self._settings = settings
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
+        self._track = Track("train", "trainer")  # of that thread
+        self._has_stepped = False
+        self._model: ModelCheck
+
+    async def _run(self, name: str, function: Callable[..., R], *args: Any) -> R:
+        # Monarch keeps the actor that calls in the context.
+        work = partial(contextvars.copy_context().run, self._do, name, function, *args)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def _worked_at(self, function: Callable[..., R], *args: Any) -> R:
+        """Ranks meet in it, and one that hangs holds up all."""
+        with self.duty.going_on():
+            return function(*args)
+
+    def _do(self, name: str, function: Callable[..., R], *args: Any) -> R:
+        self._track.enter(name)
+        try:
+            return _outcome(function, *args)
+        finally:
+            self._track.enter("idle", idle=True)
+
+    @concurrent_endpoint
+    async def start(self) -> None:
+        """Returns once the model is loaded.
+
+        Raises:
+            ModelError: the model folder cannot be used.
+        """
+        await self._run("load", self._load)
+
+    def _load(self) -> None:
+        settings, statedict = self._settings, self._settings.statedict
+        with growing_heap():
+            from titan_rl.training.publishing import WeightPublisher
+            from titan_rl.training.trainer import TrainerCore
+
+            self._trainer = TrainerCore(settings.model, settings.training, settings.correction, seed=settings.seed)
+        if statedict is not None:
+            self._publisher = WeightPublisher(
+                self._trainer,
+                transport_of(self._spec, settings.run_id, statedict),
+                num_probes=statedict.num_probes,
+                tolerance=statedict.tolerance,
+                seed=settings.seed,
+            )
+        self._model = ModelCheck(settings, self._spec.host)
+        logger.info("training the model of %s", settings.model.path)
+
+    @concurrent_endpoint
+    async def train(self, plan: StepPlan) -> StepResult:
+        """Run `TrainerCore.train`, which skips what cannot be trained on, with idle_s among the metrics: how long this
+        rank had nothing to do since the end of the step before; 0 in its first."""
+        return await self._run("step", self._worked_at, self._train, plan)
+
+    def _train(self, plan: StepPlan) -> StepResult:
+        self._track.note(step=self._trainer.version + 1)
+        if not self._has_stepped:
+            self._track.take()
+            self._has_stepped = True
+        self._model.check_weights()
+        result = self._trainer.train(plan, skip=True)
+        return replace(result, metrics={**result.metrics, "idle_s": self._track.take().get("idle", 0.0)})
+
+    @concurrent_endpoint
+    async def measure(self, plan: StepPlan) -> float:
+        return await self._run("measure", self._worked_at, self._trainer.measure_plan, plan)
+
+    @concurrent_endpoint
+    async def begin_publish(self) -> None:
+        await self._run("publish", self._begin_publish)
+
+    def _begin_publish(self) -> None:
+        self._model.check_weights()
+        self._publisher.begin()
+        if self._settings.lends_memory:
+            import torch
+
+            torch.accelerator.empty_cache()  # what a step computed with is the engines' until the next one
+
+    @concurrent_endpoint
+    async def finish_publish(self, known: frozenset[str]) -> PackedManifest:
+        """This rank's part, for who knows the layouts of these digests."""
+        return pack(await in_thread(self._publisher.finish), known)
+
+    @concurrent_endpoint
+    async def begin_save(self, directory: Path, run_state: dict[str, Any]) -> int:
+        return await self._run("save", self._begin_save, directory, run_state)
+
+    def _begin_save(self, directory: Path, run_state: dict[str, Any]) -> int:
+        version = self._trainer.version
+        if run_state["step"] != version:
+            raise CheckpointError(
+                f"the trainer has version {version}, and the run's state is that of version {run_state['step']}: "
+                "they are not saved together"
+            )
+        self._trainer.begin_save(directory, {"run_state.json": json.dumps(run_state)})
+        return version
+
+    @concurrent_endpoint
+    async def finish_save(self) -> None:
+        with span("checkpoint", "checkpoint", lane="save"):
+            await in_thread(self._trainer.finish_save)
+
+    @concurrent_endpoint
+    async def load(self, checkpoint: Path) -> int:
+        await self._run("load", self._trainer.load, checkpoint)
+        self._model.checkpoint_loaded()
+        return self._trainer.version
+
+    @concurrent_endpoint
+    async def close(self) -> None:
+        if self._settings.statedict is not None:
+            await self._run("close", self._publisher.close)
+        await in_thread(flush)
+
+    @concurrent_endpoint
+    async def export(self, path: Path) -> None:
+        await self._run("export", self._trainer.export_hf, path)
+
+
+def _outcome(function: Callable[..., R], *args: Any) -> R:
+    try:
+        return function(*args)
+    except StopIteration as error:  # of a user's loss, say: no future takes it, and its caller would wait for ever
+        raise RuntimeError(f"StopIteration: {error}") from error

@@ -1,0 +1,198 @@
+"""Awaiting what a user's code does, for a limited time and however it takes being cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import asynccontextmanager
+from typing import Any, Generic, TypeVar
+
+from titan_rl.core.calls.ctrl_c import passes
+from titan_rl.core.calls.user_code import stood_at, summary, task_place
+from titan_rl.core.errors import StrayCancellationError
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+class OutOfTimeError(TimeoutError):
+    """A call took longer than it may: this limit's own error, not one that the called code raised."""
+
+
+_left_behind: set[asyncio.Task[Any]] = set()  # asyncio itself holds tasks weakly
+
+
+class BoundedCall(Generic[T]):
+    """What `work` gives, from a task of its own that begins at once, for a time that may be set anew meanwhile.
+
+    When its time is up, or whoever awaits `result` is cancelled, it is cancelled and has `cleanup_s` seconds to end.
+    One that does not is left behind with a warning, so that nothing waits for it.
+
+    Args:
+        what: names it in messages.
+        error_type: raised in the place of what is no `Exception`, as SystemExit or a panic of native code, and would
+            end the caller or the event loop; that is the cause.
+        late: the message of `OutOfTimeError`.
+    """
+
+    def __init__(
+        self,
+        work: Awaitable[T],
+        what: str,
+        *,
+        cleanup_s: float = 5.0,
+        error_type: type[Exception] = RuntimeError,
+        late: str = "it took too long",
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._work = work
+        self._task = self._loop.create_task(_awaited(work, error_type))
+        self._what = what
+        self._cleanup_s = cleanup_s
+        self._late = late
+        self._timer: asyncio.TimerHandle | None = None
+        self._expired = False
+        self._stood_at: str | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def when(self) -> float | None:
+        """When its time is up, by the event loop's clock; None sets no limit."""
+        return None if self._timer is None else self._timer.when()
+
+    def reschedule(self, when: float | None) -> None:
+        """Does nothing for one whose time is up."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if when is None else self._loop.call_at(when, self._expire)
+
+    def expired(self) -> bool:
+        """Whether its time was up before it ended."""
+        return self._expired
+
+    async def result(self) -> T:
+        """Awaited once.
+
+        Raises:
+            OutOfTimeError: it took longer. Names the line of the user's code at which it waited.
+            StrayCancellationError: it ended as cancelled, and nobody had cancelled it here.
+            Exception: what it raised, or an `error_type`.
+        """
+        task = self._task
+        try:
+            if not self._expired:
+                self._waiter = self._loop.create_future()
+                task.add_done_callback(self._wake)
+                await self._waiter
+        except asyncio.CancelledError:
+            await self._end()
+            raise
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+        if self._expired:
+            if (cancelled := await self._end()) is not None:
+                raise cancelled
+            late = OutOfTimeError(self._late)
+            stood_at(late, self._stood_at)
+            raise late
+        try:
+            return task.result()
+        except asyncio.CancelledError as error:
+            self._close_what_never_began()
+            raise StrayCancellationError(f"{self._what} was cancelled, though nobody had asked for that") from error
+
+    def _expire(self) -> None:
+        if not self._task.done():
+            self._expired = True
+            self._stood_at = task_place(self._task)
+            self._wake()
+
+    def _wake(self, _: object = None) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _end(self) -> asyncio.CancelledError | None:
+        """Cancel the task and wait for it, also if the caller is cancelled meanwhile: that is returned. What the task
+        ends with is of no use any more."""
+        task, loop = self._task, self._loop
+        _left_behind.add(task)
+        task.add_done_callback(_forget)
+        task.cancel()
+        deadline, cancelled = loop.time() + self._cleanup_s, None
+        while not task.done() and (left_s := deadline - loop.time()) > 0:
+            try:
+                await asyncio.wait({task}, timeout=left_s)
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if task.done():
+            self._close_what_never_began()
+        else:
+            seconds = f"{self._cleanup_s:g} s"
+            logger.warning("%s does not end %s after it was cancelled, and is left behind", self._what, seconds)
+        return cancelled
+
+    def _close_what_never_began(self) -> None:
+        """A coroutine whose task was cancelled before its first turn. Any other has ended."""
+        if inspect.iscoroutine(self._work):
+            self._work.close()
+
+
+async def bounded(
+    work: Awaitable[T],
+    timeout_s: float | None,
+    what: str,
+    *,
+    cleanup_s: float = 5.0,
+    error_type: type[Exception] = RuntimeError,
+) -> T:
+    """What `work` gives, within `timeout_s` seconds; see `BoundedCall`.
+
+    Raises:
+        Exception: what `BoundedCall.result` raises.
+    """
+    late = "" if timeout_s is None else f"it took longer than {timeout_s:g} s"
+    call = BoundedCall(work, what, cleanup_s=cleanup_s, error_type=error_type, late=late)
+    if timeout_s is not None:
+        call.reschedule(asyncio.get_running_loop().time() + timeout_s)
+    return await call.result()
+
+
+async def _awaited(work: Awaitable[T], error_type: type[Exception]) -> T:
+    task = asyncio.current_task()
+    try:
+        return await work
+    except (Exception, asyncio.CancelledError):
+        raise
+    except BaseException as error:
+        if passes(error, task):
+            raise
+        raise error_type(summary(error)) from error
+
+
+@asynccontextmanager
+async def limited(seconds: float, what: str) -> AsyncGenerator[None]:
+    """As `asyncio.timeout`, with an error that can be told: it says what took how long.
+
+    Args:
+        what: "the pull of version 7".
+
+    Raises:
+        OutOfTimeError: the block took longer.
+    """
+    scope = asyncio.timeout(seconds)
+    try:
+        async with scope:
+            yield
+    except TimeoutError as error:
+        if not scope.expired():
+            raise
+        raise OutOfTimeError(f"{what} took longer than {seconds:g} s") from error
+
+
+def _forget(task: asyncio.Task[Any]) -> None:
+    _left_behind.discard(task)
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.debug("a call that was cancelled ended with %r", error)

@@ -1,0 +1,113 @@
+"""What is imported when it is asked for: objects that a config names, one of the library's by its name or the user's
+as "module:name"; and optional dependencies."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from types import ModuleType
+from typing import Any, TypeVar
+
+from titan_rl.core.calls.user_code import describe
+from titan_rl.core.errors import ConfigError, MissingExtraError
+
+T = TypeVar("T")
+
+
+def search_in(folders: Iterable[str]) -> None:
+    """Find modules in these folders, too, behind the current one and before what is installed."""
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    place = sys.path.index(here) + 1
+    sys.path[place:place] = [folder for folder in dict.fromkeys(folders) if folder not in sys.path]
+
+
+def import_module(name: str) -> ModuleType:
+    """The module, which may also lie in the current directory, as for `python -m`, or in a folder of `search_in`.
+
+    Raises:
+        ConfigError: there is none, or importing it failed.
+    """
+    search_in(())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise ConfigError(f"importing {name} failed: {error}") from error
+        raise ConfigError(f"there is no module {error.name}; looked in {', '.join(_searched())}") from None
+    except (Exception, SystemExit) as error:  # also of a script that ends by sys.exit
+        raise ConfigError(f"importing {name} failed: {describe(error)}") from error
+
+
+def find_attribute(module: ModuleType, name: str) -> Any:
+    """What a module has under a name; None where it has nothing.
+
+    Raises:
+        ConfigError: the module's own `__getattr__` failed.
+    """
+    try:
+        return getattr(module, name, None)
+    except Exception as error:
+        raise ConfigError(f"{module.__name__}.{name} cannot be had: {type(error).__name__}: {error}") from error
+
+
+def find_function(setting: str, name: str, known: Mapping[str, T]) -> T:
+    """The function of `known` with that name, or the one that "module:function" names.
+
+    Args:
+        setting: the field, for the error.
+
+    Raises:
+        ConfigError: neither is there.
+    """
+    if name in known:
+        return known[name]
+    module_name, _, attribute = name.partition(":")
+    if not attribute:
+        raise ConfigError(f'{setting} = {name!r} is none of {", ".join(known)}, nor "module:function"')
+    try:
+        found = find_attribute(import_module(module_name), attribute)
+    except ConfigError as error:
+        raise ConfigError(f"{setting} = {name!r}: {error}") from error.__cause__
+    if not callable(found):
+        there = ", ".join(_functions(import_module(module_name))) or "none"
+        raise ConfigError(f"{setting} = {name!r}: {module_name} has no function {attribute}; it has: {there}")
+    return found  # pyright: ignore[reportReturnType]
+
+
+def require(module: str, extra: str) -> ModuleType:
+    """Import `module`, which the optional dependencies `extra` bring.
+
+    Example: `torch = require("torch", "cpu")`.
+
+    Raises:
+        MissingExtraError: it is not installed; the message names the extra. A module that is installed and fails
+            while it is imported raises its own error.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        # `import torchtitan.models.qwen3` fails with the name of the first package that is absent. Anything else
+        # that is absent was wanted by the module itself, and hiding that name would mislead.
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise MissingExtraError(error.name, extra) from error
+
+
+def _searched() -> list[str]:
+    """The folders in which modules of the user's are found, which are those of no installation."""
+    installed = (sys.prefix, sys.base_prefix)
+    folders = [path for path in dict.fromkeys(sys.path) if os.path.isabs(path)]  # others stand for import hooks
+    return [folder for folder in folders if not folder.startswith(installed)]
+
+
+def _functions(module: ModuleType) -> list[str]:
+    """Public ones that are defined there."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and callable(value) and getattr(value, "__module__", None) == module.__name__
+    ]

@@ -1,0 +1,260 @@
+"""Blocking functions in threads that nothing waits for: those of users, and ours out of the way of theirs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import Any, ParamSpec, TypeVar, cast
+
+from titan_rl.core.calls.bounded import OutOfTimeError
+from titan_rl.core.calls.user_code import stood_at, thread_place
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+logger = logging.getLogger(__name__)
+
+
+async def in_thread(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """`asyncio.to_thread` in a thread of its own, so that no user's function that hangs in asyncio's can hold it up.
+
+    Raises:
+        RuntimeError: as `DaemonThreads.run`.
+    """
+    return await DaemonThreads(1, "titan_rl").run(partial(fn, *args, **kwargs))
+
+
+def call_within(
+    fn: Callable[[], T], limit_s: float, what: str, *, progress: Callable[[], object] | None = None, advice: str = ""
+) -> T:
+    """What `fn()` gives or raises, called in a thread that nothing waits for once its time is up. Ctrl-C and other
+    signals end the wait meanwhile.
+
+    Args:
+        limit_s: longest time without progress.
+        what: begins the message.
+        progress: differs once there is some; by default there is none before the end.
+        advice: ends the message.
+
+    Raises:
+        OutOfTimeError: it took longer. Names the line of the user's code at which it stands.
+    """
+    outcome: Future[T] = Future()
+    context = contextvars.copy_context()
+
+    def work() -> None:
+        try:
+            outcome.set_result(context.run(fn))
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=work, name="user-call", daemon=True)
+    thread.start()
+    began, seen = time.monotonic(), progress and progress()
+    while not outcome.done():
+        with suppress(TimeoutError):
+            outcome.exception(max(0.0, min(LOOK_S, began + limit_s - time.monotonic())))
+        if progress is not None and (now := progress()) != seen:
+            began, seen = time.monotonic(), now
+        elif not outcome.done() and time.monotonic() - began >= limit_s:
+            place = thread_place(thread.ident)
+            late = OutOfTimeError(f"{what} took longer than {limit_s:g} s{advice and '; '}{advice}")
+            stood_at(late, place)
+            raise late
+    return outcome.result()
+
+
+LOOK_S = 0.5
+"""At least so often it is looked whether there is progress."""
+
+
+class UsersThreads(ThreadPoolExecutor):
+    """The default executor of a run's event loop, where users' `asyncio.to_thread` and `run_in_executor` run.
+
+    One whose function hangs is a thread lost, not a process that never ends: `shutdown` waits for none, nor does the
+    interpreter. Requests to servers wait rather than compute, so there may be more of them than processors.
+    """
+
+    def __init__(self, size: int = 256) -> None:
+        super().__init__(size)
+        self._size = size
+        self._lock = threading.Lock()
+        self._running = 0
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._closed = False
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future: Future[T] = Future()
+
+        def work() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = fn(*args, **kwargs)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the run's event loop takes no more work for threads")
+            if self._running == self._size:
+                self._waiting.append(work)
+                return future
+            self._running += 1
+        try:
+            threading.Thread(target=self._work, args=(work,), name="user-thread", daemon=True).start()
+        except RuntimeError:  # the system has no more threads
+            with self._lock:
+                self._running -= 1
+            raise
+        return future
+
+    def _work(self, work: Callable[[], None] | None) -> None:
+        while work is not None:
+            work()
+            with self._lock:
+                work = self._waiting.popleft() if self._waiting else None
+                self._running -= work is None
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        with self._lock:
+            self._closed = True
+
+
+class DaemonThreads:
+    """Runs functions in threads of its own, at most `size` at once; others wait in the order they came.
+
+    asyncio's own threads are few, and the process waits for them when it exits. A function that never returns would
+    hold up all that share them, and the exit. Here it costs a thread: once its time is up another takes its place, and
+    the process ends without it.
+
+    Args:
+        size: most functions at once, but for those that were given up and have not returned.
+        name: begins the threads' names.
+
+    Raises:
+        ValueError: `size` is less than 1.
+    """
+
+    def __init__(self, size: int, name: str) -> None:
+        if size < 1:
+            raise ValueError(f"DaemonThreads size is {size}; it must be at least 1")
+        self._size = size
+        self._name = name
+        self._lock = threading.Lock()
+        self._threads = 0  # that may take another job
+        self._queue: deque[_Job] = deque()
+
+    async def run(self, fn: Callable[[], T], timeout_s: float | None = None) -> T:
+        """What `fn()` returns or raises, called in a copy of the current context.
+
+        A cancellation leaves the function running; a thread is busy until it returns or its time is up.
+
+        Args:
+            timeout_s: counts from when a thread begins with it.
+
+        Raises:
+            OutOfTimeError: it took longer than `timeout_s`. Names the line of the user's code at which it stands.
+            RuntimeError: it raised what asyncio cannot carry: StopIteration, SystemExit; that is the cause.
+        """
+        job = _Job(fn, timeout_s, self._give_up)
+        with self._lock:
+            if self._threads < self._size:
+                self._start(job)
+            else:
+                self._queue.append(job)
+        value, error = await job.outcome
+        if error is None:
+            return cast("T", value)
+        if isinstance(error, StopIteration) or not isinstance(error, Exception):
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        raise error
+
+    def _start(self, job: _Job) -> None:
+        threading.Thread(target=self._work, args=(job,), name=f"{self._name}-thread", daemon=True).start()
+        self._threads += 1  # under the lock, so that the thread cannot be done before
+
+    def _work(self, job: _Job | None) -> None:
+        while job is not None:
+            job.run()
+            with self._lock:
+                if job.given_up:
+                    return
+                job.finished = True
+                job = self._next()
+                self._threads -= job is None
+
+    def _next(self) -> _Job | None:
+        while self._queue:
+            job = self._queue.popleft()
+            if not job.outcome.cancelled():
+                return job
+        return None
+
+    def _give_up(self, job: _Job) -> None:
+        with self._lock:
+            if job.finished:
+                return
+            job.given_up = True
+            self._threads -= 1
+            if (waiting := self._next()) is not None:
+                self._start(waiting)
+        logger.warning("%s has not returned in %g s; its thread is left to itself", self._name, job.timeout_s)
+
+
+class _Job:
+    """One function, and the event loop that waits for it. `finished` and `given_up` belong to the pool's lock."""
+
+    def __init__(self, fn: Callable[[], object], timeout_s: float | None, on_timeout: Callable[[_Job], None]) -> None:
+        self.timeout_s = timeout_s
+        self.finished = self.given_up = False
+        self._thread_id: int | None = None
+        self._fn = fn
+        self._on_timeout = on_timeout
+        self._loop = asyncio.get_running_loop()
+        self._context = contextvars.copy_context()
+        self._timer: asyncio.TimerHandle | None = None
+        self.outcome: asyncio.Future[tuple[Any, BaseException | None]] = self._loop.create_future()
+
+    def run(self) -> None:
+        """In a thread."""
+        self._thread_id = threading.get_ident()
+        self._tell(self._began)
+        try:
+            outcome = (self._context.run(self._fn), None)
+        except BaseException as error:
+            outcome = (None, error)
+        self._tell(self._ended, outcome)
+
+    def _tell(self, callback: Callable[..., None], *args: Any) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            logger.debug("%s ended after its event loop", self._fn)
+
+    def _began(self) -> None:
+        if self.timeout_s is not None:
+            self._timer = self._loop.call_later(self.timeout_s, self._late)
+
+    def _ended(self, outcome: tuple[Any, BaseException | None]) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if not self.outcome.done():
+            self.outcome.set_result(outcome)
+
+    def _late(self) -> None:
+        self._on_timeout(self)
+        if not self.outcome.done():
+            late = OutOfTimeError(f"it took longer than {self.timeout_s:g} s")
+            stood_at(late, thread_place(self._thread_id))
+            self.outcome.set_exception(late)

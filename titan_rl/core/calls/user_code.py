@@ -1,0 +1,191 @@
+"""Exceptions of code that is not titan_rl's: what they say, and where in that code they come from.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
+from typing import Any, TypeVar
+
+from titan_rl.core.calls.plain import terminal_text
+from titan_rl.core.errors import TitanRLError
+
+ErrorT = TypeVar("ErrorT", bound=Exception)
+
+_OWN = str(Path(__file__).parents[2])
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_MAX_TRACEBACK = 16_000  # characters kept
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What an exception said, for people to read and programs to count. It outlives the exception's process.
+
+    Example: `Failure("KeyError: 'answer'", "env.py:17 in step", "Traceback (most recent call last): ...")`
+    """
+
+    error: str  # "KeyError: 'answer'"
+    where: str | None  # the innermost line of the user's code, "env.py:17 in step"; None where there is none
+    traceback: str
+
+    @classmethod
+    def of(cls, error: BaseException, text: str | None = None) -> Failure:
+        """
+        Args:
+            text: what to say in the place of the exception's own type and text.
+        """
+        lines = terminal_text("".join(traceback.format_exception(error)))
+        return cls(text or summary(error), where(error), lines[-_MAX_TRACEBACK:])
+
+    @property
+    def kind(self) -> str:
+        """Equal for exceptions of one type from one line, whatever their texts: "KeyError at env.py:17 in step"."""
+        name = self.error.partition(":")[0]
+        return f"{name} at {self.where}" if self.where else name
+
+    def __str__(self) -> str:
+        return f"{self.error} ({self.where})" if self.where else self.error
+
+
+def describe(error: BaseException) -> str:
+    """Type, text and place: `KeyError: 'answer' (env.py:17 in step)`."""
+    place = where(error)
+    return summary(error) + (f" ({place})" if place else "")
+
+
+def summary(error: BaseException) -> str:
+    """Type and text: `KeyError: 'answer'`, and the type alone of one without a text. An exception that cannot say what
+    it is does no harm."""
+    kind = type(error).__name__
+    try:
+        text = terminal_text(str(error))
+    except BaseException as broken:  # it is not the program's own end that is meant
+        text = f"(its text cannot be had: {type(broken).__name__})"
+    return f"{kind}: {text}" if text.strip() else kind
+
+
+def reason(error: BaseException) -> str:
+    """What went wrong, for a message that names who failed; never empty. The text of titan_rl's own errors stands for
+    itself, others are told with their type."""
+    own = str(error) if isinstance(error, TitanRLError) else ""
+    return own if own.strip() else summary(error)
+
+
+def where(error: BaseException) -> str | None:
+    """The innermost line of the user's own code that an exception came through, as `env.py:17 in step`.
+
+    Code of the user is neither titan_rl's nor in an installed package. Where the exception came through none, as a
+    time limit's does, those that caused it are asked.
+
+    The path is relative to the current directory where it lies below it.
+    """
+    for one in _chain(error):
+        place = innermost(traceback.extract_tb(one.__traceback__)) or getattr(one, _STOOD_AT, None)
+        if place is not None:
+            return place
+    return None
+
+
+def stood_at(error: BaseException, place: str | None) -> None:
+    """Have `where` say this of an exception that came through no line of the user's: a call was given up there."""
+    if place is not None:
+        setattr(error, _STOOD_AT, place)
+
+
+def thread_place(thread_id: int | None) -> str | None:
+    """The innermost line of the user's own code that a thread is at now."""
+    frame = None if thread_id is None else sys._current_frames().get(thread_id)  # pyright: ignore[reportPrivateUsage]
+    return None if frame is None else innermost(traceback.extract_stack(frame))
+
+
+def task_place(task: asyncio.Task[Any]) -> str | None:
+    """The innermost line of the user's own code that a task waits at now."""
+    frames: list[traceback.FrameSummary] = []
+    waits: Any = task.get_coro()
+    while waits is not None:
+        if (frame := _first(waits, "cr_frame", "gi_frame", "ag_frame")) is not None:
+            frames.append(traceback.FrameSummary(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        waits = _first(waits, "cr_await", "gi_yieldfrom", "ag_await")
+    return innermost(frames)
+
+
+def _first(owner: Any, *names: str) -> Any:
+    """The first of these attributes that it has."""
+    return next((found for name in names if (found := getattr(owner, name, None)) is not None), None)
+
+
+def with_cause(error: ErrorT, cause: BaseException | None) -> ErrorT:
+    """`error` as `raise error from cause` would have it."""
+    error.__cause__ = cause
+    return error
+
+
+def innermost(frames: Sequence[traceback.FrameSummary]) -> str | None:
+    """The last of these frames that is the user's own code, as `env.py:17 in step`."""
+    for frame in reversed(frames):
+        if not _is_library(frame.filename):
+            return f"{_short(frame.filename)}:{frame.lineno} in {frame.name}"
+    return None
+
+
+def callers(frames: Sequence[traceback.FrameSummary]) -> Iterator[tuple[str, str]]:
+    """Which code of titan_rl has called the innermost line of the user's own, the nearest first: module and function,
+    such as `("rollout/group/env_calls.py", "make")`. Nothing where no line is the user's."""
+    is_below = False
+    for frame in reversed(frames):
+        if is_below and frame.filename.startswith(_OWN + os.sep):
+            yield Path(frame.filename).relative_to(_OWN).as_posix(), frame.name
+        is_below = is_below or not _is_library(frame.filename)
+
+
+_STOOD_AT = "_titan_rl_stood_at"
+
+
+def place_of(function: Callable[..., object]) -> str | None:
+    """Where a function is defined, as `env.py:17 in step`; None of one that is not written in Python.
+
+    For an error that no line of it can be found for: it hung.
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    for one in (function, inspect.getattr_static(function, "__call__", None)):
+        if isinstance(code := getattr(one, "__code__", None), CodeType):
+            return f"{_short(code.co_filename)}:{code.co_firstlineno} in {code.co_name}"
+    return None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The exception, then what caused it."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        implicit = None if current.__suppress_context__ else current.__context__
+        current = current.__cause__ or implicit
+
+
+def _is_library(filename: str) -> bool:
+    return filename.startswith("<") or any(
+        filename.startswith(folder + os.sep) for folder in (_OWN, *_LIBRARIES) if folder
+    )
+
+
+def _short(filename: str) -> str:
+    try:
+        path, here = Path(filename), Path.cwd()
+    except OSError:  # the current directory is gone
+        return filename
+    return str(path.relative_to(here)) if path.is_relative_to(here) else filename

@@ -1,0 +1,148 @@
+"""Notices that the event loop stands still, and says which call it is that blocks it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType, TracebackType
+
+from titan_rl.core.calls.user_code import callers, innermost
+
+logger = logging.getLogger(__name__)
+
+BLOCKED_AFTER_S = 5.0
+_TICKS = 10  # looks in that time
+
+_ADVICE = {
+    "environment": "Await instead, or let environments run in threads: rollout.env_in_thread = true",
+    "reward": "Await instead, or let this reward run in threads: in_thread=True",
+    "task": "A task's functions are called on the event loop, and cannot await: load and prepare data when the task is "
+    "made, so that they only pick from it",
+    "advantage": "An advantage function is called on the event loop, and is only to compute: wait in a reward",
+    "filter": "A filter is called on the event loop, and is only to look at its group: wait in a reward",
+    "other": "Await instead, or let it run in a thread, as by asyncio.to_thread",
+}
+_CALLERS = {  # module and function of titan_rl that call code of each kind
+    ("rollout/group/env_calls.py", "make"): "environment",
+    ("rollout/group/rollouter.py", "made"): "environment",
+    ("rollout/rewards/reward_calls.py", "call"): "reward",
+    ("rollout/rewards/reward_calls.py", "_awaited"): "reward",
+    ("run/stages/rollout_stage.py", "train_sample"): "task",
+    ("run/stages/rollout_stage.py", "validation_samples"): "task",
+    ("rollout/task.py", "drop_reason"): "task",
+    ("rollout/rewards/advantages.py", "compare"): "advantage",
+    ("scheduling/registry.py", "_reason"): "filter",
+    ("rollout/group/callbacks.py", "call"): "other",
+}
+
+Tell = Callable[[str], object]
+
+
+class LoopWatchdog:
+    """A thread that watches the event loop which enters its block.
+
+    Where the loop has not turned for `blocked_after_s`, what its thread is at is told, and again after twice the time
+    and so on; then that it goes on. The stack is in the log. Nothing else runs meanwhile, time limits included.
+
+    Example of what is told:
+
+        the event loop has stood still for 5 s: envs.py:17 in step blocks it. ...
+
+    Args:
+        tell: called from the watching thread with each message, which is logged besides.
+    """
+
+    def __init__(self, tell: Tell | None = None, blocked_after_s: float = BLOCKED_AFTER_S) -> None:
+        self._tell = tell
+        if not (isinstance(blocked_after_s, int | float) and 0 < blocked_after_s < math.inf):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"LoopWatchdog blocked_after_s is {blocked_after_s!r}; it must be positive and finite")
+        self._blocked_after_s = blocked_after_s
+        self._turned = threading.Event()
+        self._ended = threading.Event()
+        self._blocker: str | None = None
+
+    @property
+    def blocker(self) -> str | None:
+        """What blocks the loop now, as "envs.py:17 in step"; None while it turns. From any thread."""
+        return self._blocker
+
+    def __enter__(self) -> LoopWatchdog:
+        self._loop = asyncio.get_running_loop()
+        self._thread_id = threading.get_ident()
+        self._thread = threading.Thread(target=self._watch, name="loop-watchdog", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._turned.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        tick = self._blocked_after_s / _TICKS
+        while not self._ended.wait(tick):
+            self._turned.clear()
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._turned.set)
+                self._wait_for_turn(tick)
+
+    def _wait_for_turn(self, tick: float) -> None:
+        began, ticks, told_at = time.monotonic(), 0, 0
+        while not self._turned.wait(tick):
+            if self._ended.is_set():  # the loop's thread waits for this one
+                return
+            ticks += 1  # not seconds: a process that was stopped has not been blocked
+            if ticks >= max(_TICKS, 2 * told_at):
+                told_at = ticks
+                self._say_what_blocks(ticks * tick)
+        took = time.monotonic() - began
+        if told_at:
+            self._blocker = None
+            self._say(f"the event loop goes on after {took:.0f} s")
+        elif took >= self._blocked_after_s:  # this thread could not run either
+            self._say(
+                f"the event loop has stood still for {took:.0f} s, and so have all threads: the process was stopped, "
+                "or a call held Python's lock, as a slow regular expression does"
+            )
+
+    def _say_what_blocks(self, seconds: float) -> None:
+        frame = sys._current_frames().get(self._thread_id)  # pyright: ignore[reportPrivateUsage]
+        if frame is None:
+            return
+        stack = traceback.extract_stack(frame)
+        callback = _callback(frame)
+        self._blocker = innermost(callback) or f"{stack[-1].filename}:{stack[-1].lineno} in {stack[-1].name}"
+        logger.warning("what blocks the event loop:\n%s", "".join(traceback.format_list(stack)))
+        self._say(
+            f"the event loop has stood still for {seconds:.0f} s: {self._blocker} blocks it, and nothing else runs. "
+            f"{_advice(callback)}"
+        )
+
+    def _say(self, text: str) -> None:
+        logger.warning("%s", text)
+        if self._tell is not None:
+            try:
+                self._tell(text)
+            except BaseException as error:  # the watch goes on, whatever the listener raises
+                logger.warning("the message was not shown: %r", error)
+
+
+def _advice(callback: list[traceback.FrameSummary]) -> str:
+    kinds = (_CALLERS[caller] for caller in callers(callback) if caller in _CALLERS)
+    return _ADVICE[next(kinds, "other")]
+
+
+def _callback(frame: FrameType) -> list[traceback.FrameSummary]:
+    """The frames of what the event loop has called, outermost first."""
+    frames = traceback.extract_stack(frame)
+    starts = [i for i, one in enumerate(frames) if one.name == "_run" and one.filename == asyncio.events.__file__]
+    return frames[starts[-1] + 1 :] if starts else frames

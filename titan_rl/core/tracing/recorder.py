@@ -1,0 +1,255 @@
+"""Takes what happens in one process, and writes it in batches from a thread of its own."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+from zlib import crc32
+
+from titan_rl.core.tracing.lane_numbers import LaneNumbers
+from titan_rl.core.tracing.trace_file import TraceFile
+
+logger = logging.getLogger(__name__)
+
+FLUSH_S = 0.5
+PART_S = 2.0
+"""What goes on for longer is written in parts: who looks at a run that goes on, or at a process that was killed, sees
+what it was at."""
+GOES_ON = "goes_on"
+"""In the args of a part of a span: the next part follows."""
+ONE_CLOCK_S = 60.0
+"""A container may have a monotonic clock of its own. What the time of day is set by is less, or seen all the same."""
+MOST_WAITING = 200_000
+"""Events that are not written yet; where the disk is that slow, the oldest are lost."""
+MOST_BEGINNINGS = 10_000
+"""Beginnings of lines that are remembered."""
+
+_ENDED = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Tracing:
+    """What the processes of a run record alike. It pickles.
+
+    Args:
+        folder: of the files, one a process.
+        most_bytes: of a file.
+        boot: of the machine whose monotonic clock `offset_ns` belongs to.
+        offset_ns: from that clock to the time since 1970.
+        there_ns: the same from the monotonic clock of another host, where processes of that record; None where it was
+            not compared with this one's.
+    """
+
+    folder: str
+    most_bytes: int
+    boot: str
+    offset_ns: int
+    there_ns: int | None = None
+
+    @classmethod
+    def begin(cls, folder: Path, most_bytes: int) -> Tracing:
+        """Of the process that starts the others. All on its machine then share one clock, which never steps."""
+        return cls(str(folder), most_bytes, _boot(), _offset_ns())
+
+    def on_host(self, ahead_ns: int) -> Tracing:
+        """The same for a host whose monotonic clock is so far ahead of this one's: what happens there is recorded by
+        the time that it is here."""
+        return replace(self, there_ns=self.offset_ns - ahead_ns)
+
+
+class OpenSpan(Protocol):
+    """A span that has not ended.
+
+    Attributes:
+        written_ns: up to when it is written.
+        within: the span around it.
+    """
+
+    name: str
+    kind: str
+    args: dict[str, Any]
+    fine: bool
+    written_ns: int
+
+    @property
+    def within(self) -> OpenSpan | None: ...
+
+
+class OpenLane(Protocol):
+    """A lane that somebody has."""
+
+    name: str
+
+    @property
+    def top(self) -> OpenSpan | None:
+        """The innermost span that is open."""
+        ...
+
+
+class TraceRecorder:
+    """The events of one process, of any of its threads.
+
+    Args:
+        process: its name, and that of its file.
+        host: on which it runs; by default the name of this machine.
+        tell: called with why nothing is recorded any more: what a trace costs is never the run.
+    """
+
+    def __init__(
+        self, tracing: Tracing, process: str, tell: Callable[[str], object] = logger.warning, host: str = ""
+    ) -> None:
+        self.tracing = tracing
+        own = _offset_ns()
+        is_same_clock = tracing.boot == _boot() and abs(own - tracing.offset_ns) < ONE_CLOCK_S * 1e9
+        elsewhere = own if tracing.there_ns is None else tracing.there_ns
+        self._offset_ns = tracing.offset_ns if is_same_clock else elsewhere
+        self._process = process
+        self._pid = _number(process)
+        self._tell = tell
+        self._path = Path(tracing.folder) / f"{process}.jsonl"
+        self._file = TraceFile(self._path, tracing.most_bytes)
+        self._events: deque[tuple[Any, ...]] = deque(maxlen=MOST_WAITING)
+        self._lanes = LaneNumbers()
+        self._open: dict[str, OpenLane] = {}
+        self._ending = threading.Lock()
+        self._named: set[str] = set()
+        self._beginnings: dict[tuple[str, str, str, str], str] = {}
+        self._failed = False
+        self._writing = threading.Lock()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="trace", daemon=True)
+        self._add("M", "process_name", "", 0, 0, {"name": process, "host": host or socket.gethostname()})
+        self._thread.start()
+
+    def take_lane(self, pool: str) -> str:
+        """A lane that nobody else has: the pool's name, with a number from the second on, the smallest that is free."""
+        number = self._lanes.take(pool)
+        lane = pool if number == 1 else f"{pool} {number}"
+        if lane not in self._named:
+            self._named.add(lane)
+            self._add("M", "thread_name", lane, 0, 0, {"name": lane})
+        return lane
+
+    def watch(self, lane: OpenLane) -> None:
+        """Write what is open there for long in parts, until the lane is given back."""
+        self._open[lane.name] = lane
+
+    def give_back(self, lane: str, pool: str) -> None:
+        self._open.pop(lane, None)
+        self._lanes.give_back(pool, 1 if lane == pool else int(lane.removeprefix(pool)))
+
+    def end(self, span: OpenSpan, lane: str, end_ns: int) -> None:
+        """The lane did this until then, by `time.monotonic_ns`."""
+        with self._ending:
+            end_ns = max(end_ns, span.written_ns)
+            self._add("f" if span.fine else "X", span.name, lane, span.written_ns, end_ns, span.args, span.kind)
+            span.written_ns = _ENDED
+
+    def count(self, name: str, kind: str, values: Mapping[str, float]) -> None:
+        """How much there is of something from now on."""
+        now = time.monotonic_ns()
+        self._add("C", name, "", now, now, values, kind)
+
+    def flush(self) -> None:
+        """Write what there is. Any thread may call this."""
+        with self._writing:
+            events: list[bytes] = []
+            while self._events:
+                events.append(self._line(*self._events.popleft()))
+            if not events or self._failed:
+                return
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file.append(events)
+            except OSError as error:
+                self._failed = True
+                reason = f"the trace of {self._process} ends here, and the run goes on without it: {error}"
+                logger.warning("%s", reason)
+                if self._tell is not logger.warning:
+                    self._tell(reason)
+
+    def close(self) -> None:
+        """Write the rest, and of what is open what there is."""
+        self._ended.set()
+        self._thread.join(10.0)
+        self.add_parts(0.0)
+        self.flush()
+        with self._writing:
+            self._file.close()
+
+    def add_parts(self, least_s: float) -> None:
+        """Of what is open, and was not written for so long."""
+        now_ns = time.monotonic_ns()
+        for lane in [*self._open.values()]:
+            for span in _open_spans(lane):
+                if now_ns - span.written_ns >= least_s * 1e9:
+                    self._end_part(span, lane.name, now_ns)
+
+    def _end_part(self, span: OpenSpan, lane: str, now_ns: int) -> None:
+        with self._ending:
+            if span.written_ns < now_ns:  # it may have ended since
+                args = {**span.args, GOES_ON: True}
+                self._add("f" if span.fine else "X", span.name, lane, span.written_ns, now_ns, args, span.kind)
+                span.written_ns = now_ns
+
+    def _run(self) -> None:
+        while not self._ended.wait(FLUSH_S):
+            self.add_parts(PART_S)
+            self.flush()
+
+    def _add(
+        self, ph: str, name: str, lane: str, begin_ns: int, end_ns: int, args: Mapping[str, Any], kind: str = ""
+    ) -> None:
+        self._events.append((ph, name, kind, lane, begin_ns, end_ns, args))
+
+    def _line(
+        self, ph: str, name: str, kind: str, lane: str, begin_ns: int, end_ns: int, args: Mapping[str, Any]
+    ) -> bytes:
+        if ph == "M":
+            line = (
+                f'{{"ph":"M","name":{_compact(name)},"pid":{self._pid},"tid":{_number(lane)},"args":{_compact(args)}}}'
+            )
+            return f"{line}\n".encode()
+        begin = self._beginnings.get((ph, name, kind, lane))  # the same of thousands of spans
+        if begin is None:
+            begin = f'{{"cat":{_compact(f"fine,{kind}" if ph == "f" else kind)},"ph":"{"C" if ph == "C" else "X"}",'
+            begin += f'"name":{_compact(name)},"pid":{self._pid},"tid":{_number(lane)},"ts":'
+            if len(self._beginnings) < MOST_BEGINNINGS:
+                self._beginnings[ph, name, kind, lane] = begin
+        start, end = (begin_ns + self._offset_ns) // 1000, (end_ns + self._offset_ns) // 1000
+        duration = "" if ph == "C" else f',"dur":{end - start}'
+        return f'{begin}{start}{duration},"args":{_compact(args) if args else "{}"}}}\n'.encode()
+
+
+def _open_spans(lane: OpenLane) -> Iterator[OpenSpan]:
+    span = lane.top
+    while span is not None:
+        yield span
+        span = span.within
+
+
+_compact = json.JSONEncoder(separators=(",", ":"), default=str).encode
+
+
+def _number(name: str) -> int:
+    """The same in each process that goes on with a file; 0 of no name."""
+    return crc32(name.encode()) & 0x7FFFFFFF
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _offset_ns() -> int:
+    return time.time_ns() - time.monotonic_ns()

@@ -1,0 +1,280 @@
+"""Says what happens when. Where nobody records it costs next to nothing, and the time is measured all the same.
+
+A span lies in the lane of the span around it, or, by the name of a pool, in one of its lanes that is free:
+
+    with span("rollout", "environment", lane="rollout", rollout="g3/1"):
+        with span("env step", "environment", fine=True) as took:
+            ...
+    took.seconds
+
+A `Track` is a lane that is always in one state, and adds up for how long: what is recorded of its idle time and what
+metrics say of it is then the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Generator
+from contextvars import ContextVar, Token
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from titan_rl.core.tracing.recorder import TraceRecorder, Tracing
+
+logger = logging.getLogger(__name__)
+
+IDLE = "idle"
+"""In a span's categories: the lane has nothing to do and waits."""
+
+_recorder: TraceRecorder | None = None
+_around: ContextVar[Span | None] = ContextVar("span", default=None)
+
+
+@contextlib.contextmanager
+def recording(folder: Path, process: str, most_bytes: int, tell: Callable[[str], object]) -> Generator[None]:
+    """Record what this process does within the block, and have the processes that it starts do likewise."""
+    begin_recording(Tracing.begin(folder, most_bytes), process, tell)
+    try:
+        yield
+    finally:
+        end_recording()
+
+
+def begin_recording(
+    tracing: Tracing | None, process: str, tell: Callable[[str], object] | None = None, host: str = ""
+) -> None:
+    """From now on; with None nothing is recorded.
+
+    Args:
+        host: on which this process runs; by default the name of this machine.
+    """
+    global _recorder
+    end_recording()
+    if tracing is not None:
+        _recorder = TraceRecorder(tracing, process, tell or logger.warning, host)
+
+
+def end_recording() -> None:
+    """Write the rest."""
+    global _recorder
+    recorder, _recorder = _recorder, None
+    if recorder is not None:
+        recorder.close()
+
+
+def flush() -> None:
+    """Write what there is: this process may be killed next."""
+    if _recorder is not None:
+        _recorder.add_parts(0.0)
+        _recorder.flush()
+
+
+def tracing_of_children() -> Tracing | None:
+    """What a process that this one starts is to record by."""
+    return None if _recorder is None else _recorder.tracing
+
+
+def count(name: str, kind: str, **values: float) -> None:
+    """How much there is of something from now on."""
+    if _recorder is not None:
+        _recorder.count(name, kind, values)
+
+
+def span(name: str, kind: str, *, lane: str | None = None, fine: bool = False, **args: Any) -> Span:
+    """A context manager for what is done within its block.
+
+    Args:
+        kind: the part of the run that it belongs to, a category of the trace.
+        lane: a pool of lanes of which it takes one that is free. By default that of the span around it; where another
+            task has a span open there, one of the pool `kind`.
+        fine: one of many within a rollout: the first to be left out where a trace gets too large.
+        args: small, told with it.
+    """
+    return Span(name, kind, lane, fine, args)
+
+
+class Span:
+    """
+    Attributes:
+        seconds: that the block took, once it has ended.
+    """
+
+    __slots__ = (
+        "args",
+        "begin_ns",
+        "cut_ns",
+        "fine",
+        "kind",
+        "lane",
+        "name",
+        "pool",
+        "recorder",
+        "seconds",
+        "token",
+        "within",
+        "written_ns",
+    )
+
+    def __init__(self, name: str, kind: str, pool: str | None, fine: bool, args: dict[str, Any]) -> None:
+        self.name, self.kind, self.args = name, kind, args
+        self.seconds = 0.0
+        self.pool, self.fine = pool, fine
+        self.recorder: TraceRecorder | None = None
+        self.lane: _Lane | None = None
+        self.within: Span | None = None
+        self.cut_ns: int | None = None
+        self.token: Token[Span | None] | None = None
+        self.begin_ns = self.written_ns = 0
+
+    def __enter__(self) -> Span:
+        self.begin_ns = self.written_ns = time.monotonic_ns()
+        if _recorder is not None:
+            self._open(_recorder)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        now = time.monotonic_ns()
+        self.seconds = (now - self.begin_ns) / 1e9
+        if self.recorder is not None:
+            self._close(self.recorder, now)
+
+    def _open(self, recorder: TraceRecorder) -> None:
+        around = _around.get()
+        lane = None if around is None or self.pool is not None else around.lane
+        if lane is None or lane.top is not around or lane.recorder is not recorder:
+            lane = _Lane(recorder, self.pool or self.kind)
+        self.recorder, self.lane, self.within = recorder, lane, lane.top
+        lane.top = self
+        self.token = _around.set(self)
+
+    def _close(self, recorder: TraceRecorder, now: int) -> None:
+        lane, token = self.lane, self.token
+        assert lane is not None
+        if token is not None:
+            with contextlib.suppress(ValueError):  # left in another task than it was entered in
+                _around.reset(token)
+        if self.cut_ns is None:
+            while lane.top is not self:  # of another task, which goes on longer
+                assert lane.top is not None
+                lane.top.cut_ns = now
+                lane.top = lane.top.within
+            lane.top = self.within
+        end = now if self.cut_ns is None else self.cut_ns
+        recorder.end(self, lane.name, end)
+        if lane.top is None and self.cut_ns is None:
+            lane.give_back()
+
+
+class _Lane:
+    """One line of a timeline, as long as something is open in it.
+
+    Attributes:
+        top: the innermost span that is open.
+    """
+
+    __slots__ = ("name", "pool", "recorder", "top")
+
+    def __init__(self, recorder: TraceRecorder, pool: str) -> None:
+        self.recorder = recorder
+        self.pool = pool
+        self.name = recorder.take_lane(pool)
+        self.top: Span | None = None
+        recorder.watch(self)
+
+    def give_back(self) -> None:
+        self.recorder.give_back(self.name, self.pool)
+
+
+class Track:
+    """A lane that is in one state at a time, with no gaps, and knows for how long it was in each. Not thread-safe.
+
+    Example:
+
+        track = Track("engine", "generator")
+        track.enter("generating")
+        track.enter("idle", idle=True)
+        track.take()  # {"generating": 1.25, "idle": 0.5}
+
+    Args:
+        lane: a pool of lanes, of which it has one until it is closed.
+        kind: of its states, where they say no other.
+    """
+
+    def __init__(self, lane: str, kind: str, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self._pool = lane
+        self._kind = kind
+        self._clock_ns = clock_ns
+        self._lane: _Lane | None = None
+        self._state: Span | None = None
+        self._counted_ns = 0  # up to then the state is in the sums
+        self._ns: defaultdict[str, int] = defaultdict(int)
+
+    @property
+    def state(self) -> str | None:
+        """Its name; None before the first."""
+        return None if self._state is None else self._state.name
+
+    def enter(
+        self, name: str, *, kind: str | None = None, idle: bool = False, at_ns: int | None = None, **args: Any
+    ) -> None:
+        """From now on, or from then, this is what it does. Spans within the same task lie in it.
+
+        Args:
+            idle: it waits for others.
+        """
+        now = self._clock_ns() if at_ns is None else at_ns
+        self._end(now)
+        kind = kind or self._kind
+        state = self._state = Span(name, f"{kind},{IDLE}" if idle else kind, self._pool, False, args)
+        state.begin_ns = state.written_ns = self._counted_ns = now
+        self._place(state)
+
+    def note(self, **args: Any) -> None:
+        """More to tell of the state."""
+        if self._state is not None:
+            self._state.args |= args
+
+    def close(self) -> None:
+        self._end(self._clock_ns())
+        self._state = None
+        if self._lane is not None:
+            self._lane.give_back()
+            self._lane = None
+
+    def take(self) -> dict[str, float]:
+        """Seconds by state since this was last called."""
+        self._add_up(self._clock_ns())
+        taken = {name: ns / 1e9 for name, ns in self._ns.items()}
+        self._ns.clear()
+        return taken
+
+    def _place(self, state: Span) -> None:
+        recorder = _recorder
+        if recorder is None:
+            return
+        if self._lane is None or self._lane.recorder is not recorder:
+            self._lane = _Lane(recorder, self._pool)
+        self._lane.top = state
+        state.recorder, state.lane = recorder, self._lane
+        _around.set(state)
+
+    def _end(self, now: int) -> None:
+        self._add_up(now)
+        state = self._state
+        if state is None or state.recorder is None or state.lane is None:
+            return
+        while (inner := state.lane.top) is not None and inner is not state:
+            inner.cut_ns = now
+            state.lane.top = inner.within
+        state.recorder.end(state, state.lane.name, now)
+
+    def _add_up(self, now: int) -> None:
+        if self._state is not None:
+            self._ns[self._state.name] += now - self._counted_ns
+            self._counted_ns = now

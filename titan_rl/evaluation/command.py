@@ -1,0 +1,107 @@
+"""The story of `titan-rl eval`, from checked settings to its results.
+
+run_evaluations   what the policies need is there; signals, guard and environment are set where engines are started
+_evaluate_all     one policy after the other is opened, evaluated and closed
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+
+from titan_rl.cluster.hosts.scratch import scratch_root
+from titan_rl.config.evaluation import EvalConfig
+from titan_rl.config.hosts import check_own_machine
+from titan_rl.config.run import RunConfig
+from titan_rl.evaluation.evaluate import EvaluationRun
+from titan_rl.evaluation.evaluation import Evaluation
+from titan_rl.evaluation.files import EvaluationFiles, folder_name
+from titan_rl.evaluation.policies.opened import needs_engine, open_policy, require_engine
+from titan_rl.evaluation.policies.source import find_policy
+from titan_rl.evaluation.suites import chosen_suites
+from titan_rl.run.machine.environment import file_modes, run_environment
+from titan_rl.run.machine.event_loop import run_to_its_end
+from titan_rl.run.machine.guard import guarded
+from titan_rl.run.machine.log_file import log_to
+from titan_rl.run.machine.stop_signals import StopSignals
+from titan_rl.run.observability.progress import Progress
+from titan_rl.run.stopping import run_until_signal
+
+STOPPING = "stopping: what is done so far is shown; once more ends it at once"
+
+
+def run_evaluations(
+    config: RunConfig,
+    settings: EvalConfig,
+    policies: Sequence[str],
+    out: Path,
+    evaluations: list[Evaluation],
+    progress: Progress,
+) -> int:
+    """Evaluate one policy after the other.
+
+    Args:
+        policies: folders and URLs.
+        out: gets a folder for each.
+        progress: shows how far it is.
+        evaluations: gets what is done, also of a policy whose evaluation is stopped or fails.
+
+    Returns:
+        exit code: 0, or 128 + the number of the signal that ended it in order.
+
+    Raises:
+        TitanRLError: what ended it, or kept it from starting.
+    """
+    chosen_suites(config, settings)
+    if needs_engine(policies):
+        require_engine(config)
+        check_own_machine(config.hosts)
+    for given in policies:
+        if needs_engine([given]):
+            find_policy(given)
+    with file_modes(share=config.share_run_dir), _files(out) as files, contextlib.ExitStack() as resources:
+        ended = f"ended at once; {out} has what was done, and the same command with --out {out} goes on"
+        signals = resources.enter_context(StopSignals(STOPPING, ended))
+        resources.enter_context(guarded(scratch_root(), files.run_id, ended))
+        resources.enter_context(run_environment(config.pythonpath))
+        signals.tell = progress.end_with
+        log_to(files.logs / "evaluation.log")
+        program = _evaluate_all(config, settings, policies, out, evaluations, files, progress)
+        return run_to_its_end(run_until_signal(program, signals, lambda: f"logs and transcripts are in {out}"))
+
+
+@contextlib.contextmanager
+def _files(out: Path) -> Generator[EvaluationFiles]:
+    logs = out.absolute() / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    yield EvaluationFiles(f"eval-{out.name}", logs)
+
+
+async def _evaluate_all(
+    config: RunConfig,
+    settings: EvalConfig,
+    policies: Sequence[str],
+    out: Path,
+    evaluations: list[Evaluation],
+    files: EvaluationFiles,
+    progress: Progress,
+) -> None:
+    taken: set[str] = set()
+    for given in policies:
+        async with contextlib.AsyncExitStack() as opened:
+            tell, warn = (_named(show) for show in (progress.message, progress.warning))
+            opening = open_policy(given, config, settings, files, tell, warn)
+            with progress.working(f"loading {given}"):
+                policy = await opened.enter_async_context(opening)
+            run = EvaluationRun(config, settings, policy, out / folder_name(policy.name, taken), progress)
+            try:
+                with progress.working(f"playing {policy.name}", progress.counted):
+                    await run.run()
+            finally:
+                if (evaluation := run.evaluation()).tasks:  # else nothing of it could be opened
+                    evaluations.append(evaluation)
+
+
+def _named(show: Callable[[str], object]) -> Callable[[str], object]:
+    return lambda text: show(f"titan-rl: {text}")

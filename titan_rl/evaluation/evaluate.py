@@ -1,0 +1,166 @@
+"""One policy evaluated, from its prompts to its results."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from titan_rl.config.evaluation import EvalConfig
+from titan_rl.config.run import RunConfig
+from titan_rl.core.calls.watchdog import LoopWatchdog
+from titan_rl.evaluation.evaluation import Evaluation
+from titan_rl.evaluation.folder import EvaluationFolder
+from titan_rl.evaluation.playing import Suite, play_suites
+from titan_rl.evaluation.policies.opened import OpenedPolicy
+from titan_rl.evaluation.results import task_result
+from titan_rl.evaluation.suites import open_suites
+from titan_rl.rollout.types import RolloutGroup
+from titan_rl.run.observability.progress import Progress
+from titan_rl.run.stopping import first_cause
+
+
+@dataclass(frozen=True, slots=True)
+class SampledShown:
+    """How far an evaluation is, as the display shows it."""
+
+    step: int  # samples
+    seconds: float  # for each of the last
+    reward: float  # mean so far
+
+    @property
+    def curve(self) -> tuple[str, float, str]:
+        return "reward", self.reward, " so far"
+
+    @property
+    def figures(self) -> Mapping[str, str]:
+        return {}
+
+
+class EvaluationRun:
+    """One policy on the tasks of a config. What is done is there whenever it is asked for, also after a stop.
+
+    Args:
+        folder: that keeps it; prompts that are finished there are not played again. None keeps nothing.
+        progress: shows a person how far it is.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        settings: EvalConfig,
+        policy: OpenedPolicy,
+        folder: Path | None,
+        progress: Progress,
+    ) -> None:
+        self._config = config
+        self._settings = settings
+        self._policy = policy
+        self._folder = None if folder is None else EvaluationFolder(folder)
+        self._progress = progress
+        self._lines: list[Mapping[str, Any]] = []
+        self._groups: dict[str, list[RolloutGroup]] = {}  # of tasks that measure them, by how their ids begin
+        self._suites: list[Suite] = []
+        self._is_complete = False
+        self._began = time.monotonic()
+        self._told = self._began
+        self._seconds = 0.0
+        self._measures: dict[str, dict[str, float]] = {}
+
+    async def run(self) -> Evaluation:
+        """Play what is not done yet.
+
+        Raises:
+            ConfigError: the folder has an evaluation with other settings.
+            TitanRLError: what ended it.
+        """
+        tell = self._progress.message
+        opening = open_suites(self._config, self._settings, self._policy, self._place, tell)
+        async with opening as self._suites:
+            if self._folder is not None:
+                self._lines = self._folder.begin(self._made_with(), self._suites)
+            if self._lines:
+                tell(f"{self._policy.name}: {len(self._lines)} samples are there already, in {self._place}")
+            self._progress.count(sum(len(suite.prompts) * suite.samples_per_prompt for suite in self._suites))
+            try:
+                with LoopWatchdog(self._progress.warning):
+                    await play_suites(
+                        self._suites,
+                        self._policy.generate,
+                        version=self._policy.version,
+                        in_flight=self._settings.in_flight,
+                        max_lost=self._config.scheduling.max_failed_groups,
+                        done=tuple(self._lines),
+                        on_prompt=self._note,
+                    )
+                self._measure()
+                self._is_complete = True
+            except BaseExceptionGroup as group:
+                error = first_cause(group)
+                raise error from error.__cause__
+            finally:
+                self._seconds = round(time.monotonic() - self._began, 3)
+                self.evaluation().write()
+                if self._folder is not None:
+                    self._folder.close()
+        return self.evaluation()
+
+    def evaluation(self) -> Evaluation:
+        """What is known so far."""
+        results = {
+            suite.name: task_result(
+                [line for line in self._lines if line["task"] == suite.name],
+                samples_per_prompt=suite.samples_per_prompt,
+                success=self._settings.success,
+                measures=self._measures.get(suite.name),
+            )
+            for suite in self._suites
+        }
+        policy, folder = self._policy, None if self._folder is None else self._folder.path
+        return Evaluation(policy.name, policy.version, results, self._seconds, self._is_complete, folder)
+
+    @property
+    def _place(self) -> Path:
+        return Path() if self._folder is None else self._folder.path
+
+    def _measure(self) -> None:
+        """Nothing, where some of the groups were played by an evaluation that was stopped."""
+        for suite in self._suites:
+            groups = self._groups.get(suite.group_ids, [])
+            if suite.measure is not None and len(groups) == len(suite.prompts):
+                self._measures[suite.name] = suite.measure([group for group in groups if group.failure is None])
+
+    def _note(self, group: RolloutGroup, lines: Sequence[dict[str, Any]]) -> None:
+        ids = group.group_id.rpartition("-")[0]
+        if any(suite.group_ids == ids and suite.measure is not None for suite in self._suites):
+            self._groups.setdefault(ids, []).append(group)
+        if self._folder is not None:
+            self._folder.append(lines)
+        self._lines += ({name: value for name, value in line.items() if name != "messages"} for line in lines)
+        now = time.monotonic()
+        self._progress.reached(_sampled(len(self._lines), self._lines, (now - self._told) / max(len(lines), 1)))
+        self._told = now
+
+    def _made_with(self) -> dict[str, Any]:
+        """Number and places of the prompts may differ from one half of an evaluation to the other."""
+        played = [
+            {
+                "task": suite.name,
+                "samples": suite.samples_per_prompt,
+                "max_tokens": suite.sampling.max_tokens,
+                "temperature": suite.sampling.temperature,
+                "top_p": suite.sampling.top_p,
+            }
+            for suite in self._suites
+        ]
+        settings = self._config.model_dump(mode="json", include={"seed", "tasks", "rollout"})
+        return {"policy": self._policy.name, "played": played, "settings": settings}
+
+
+def _sampled(count: int, lines: Sequence[Mapping[str, Any]], seconds: float) -> SampledShown:
+    rewards = [line["reward"] for line in lines if line["reward"] is not None]
+    return SampledShown(count, seconds, fmean(rewards) if rewards else math.nan)

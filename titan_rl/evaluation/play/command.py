@@ -1,0 +1,228 @@
+"""The story of `titan-rl play`: samples of a task, played by a person or by a policy that a person watches."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from titan_rl.config.evaluation import EvalConfig
+from titan_rl.config.make_renderer import make_renderer
+from titan_rl.config.make_rollouter import make_rollouter
+from titan_rl.config.model_folder import find_model_folder
+from titan_rl.config.run import RunConfig
+from titan_rl.config.tasks import TaskSource
+from titan_rl.core.calls.watchdog import LoopWatchdog
+from titan_rl.core.errors import ConfigError
+from titan_rl.evaluation.files import EvaluationFiles
+from titan_rl.evaluation.play.person import HELP, Person
+from titan_rl.evaluation.play.screen import Say, Screen
+from titan_rl.evaluation.play.shown_envs import ShownGame, ShownMessageEnv, ShownTokenEnv
+from titan_rl.evaluation.policies.opened import (
+    OpenedPolicy,
+    needs_engine,
+    open_policy,
+    require_engine,
+    speaks_no_tokens,
+)
+from titan_rl.evaluation.suites import play_by_chat
+from titan_rl.rollout.chat_env import NoTokens
+from titan_rl.rollout.environment.seats import SeatedEnv
+from titan_rl.rollout.environment.types import AgentEnv
+from titan_rl.rollout.group.rollouter import Rollouter
+from titan_rl.rollout.renderer import Renderer
+from titan_rl.rollout.renderer.tokenizer import load_tokenizer
+from titan_rl.rollout.task import RunContext, calling, held_out_samples, opened
+from titan_rl.run.machine.environment import run_environment
+from titan_rl.types import GenerateFn, SamplingParams
+
+PATIENCE_S = 1e6
+"""That a person may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What is played.
+
+    Args:
+        task: its name; None for the first.
+        first: place of the first sample.
+        count: samples.
+        held_out: the samples are those of validation.
+    """
+
+    task: str | None = None
+    first: int = 0
+    count: int = 1
+    held_out: bool = False
+
+
+async def play(
+    config: RunConfig,
+    scene: Scene,
+    settings: EvalConfig,
+    policy: str | None,
+    *,
+    say: Say,
+    tell: Callable[[str], object],
+    lines: TextIO,
+    is_terminal: bool,
+) -> None:
+    """
+    Args:
+        policy: that is watched: a folder or a URL, as for `titan-rl eval`. None: a person types.
+        say: takes what is shown.
+        tell: takes what is told about the command.
+        lines: what the person types.
+        is_terminal: the person is to be asked.
+
+    Raises:
+        ConfigError: there is no such task, sample or policy.
+    """
+    source = _source(config, scene.task)
+    async with contextlib.AsyncExitStack() as resources:
+        if policy is None:
+            game = _played_by_person(config, source, say, tell, lines, is_terminal=is_terminal)
+        else:
+            watched = await resources.enter_async_context(_watched(policy, config, settings, tell))
+            game = _played_by_policy(config, source, say, watched)
+        resources.enter_context(LoopWatchdog(tell))
+        folder = resources.enter_context(tempfile.TemporaryDirectory(prefix="titan_rl-play-"))
+        run = RunContext(config.model.path, game.renderer, config.model.max_context, Path(folder), tell)
+        await resources.enter_async_context(opened(source.task, run))
+        for place in range(scene.first, scene.first + scene.count):
+            say(f"--- {'held-out' if scene.held_out else 'training'} sample {place} of {source.name}")
+            group = await game.rollouter.run_group(
+                game.generate,
+                _sample(config, source, place, held_out=scene.held_out),
+                group_id=f"play-{place}",
+                group_size=1,
+                sampling=_sampling(config, source, settings, game.renderer),
+            )
+            game.screen.group(group)
+            if game.player is not None and game.player.has_quit:
+                return
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """A task with who plays it, and where that is shown."""
+
+    rollouter: Rollouter
+    generate: GenerateFn
+    renderer: Renderer
+    screen: Screen
+    player: Person | None = None
+
+
+def _played_by_person(
+    config: RunConfig,
+    source: TaskSource,
+    say: Say,
+    tell: Callable[[str], object],
+    lines: TextIO,
+    *,
+    is_terminal: bool,
+) -> Cast:
+    """In tokens where the model's tokenizer is there, else in messages."""
+    has_model = find_model_folder(config.model.path, [Path()]) is not None
+    tokenizer = load_tokenizer(config.model.path) if has_model else None
+    renderer = make_renderer(config.model) if has_model else NoTokens()
+    screen = Screen(say, None if tokenizer is None else tokenizer.decode)
+    rollouter = _patient(make_rollouter(config, source, renderer))
+
+    def encode(text: str) -> Sequence[int]:
+        assert tokenizer is not None
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    tell(HELP)
+    player = Person(screen, lines, renderer, encode, tell, is_terminal=is_terminal)
+    if has_model:
+        _show(rollouter, screen, player)
+        return Cast(rollouter, player.generate, renderer, screen, player)
+    tell(f"model.path = {config.model.path!r} is not there, so this is played in messages, without tokens")
+    play_by_chat(rollouter, player.chat, lambda env: ShownMessageEnv(env, screen))
+    return Cast(rollouter, speaks_no_tokens, renderer, screen, player)
+
+
+def _played_by_policy(config: RunConfig, source: TaskSource, say: Say, policy: OpenedPolicy) -> Cast:
+    screen, renderer = Screen(say), policy.renderer or NoTokens()
+    rollouter = make_rollouter(config, source, renderer)
+    rollouter.finish_session = policy.finish_session
+    if policy.chat is None:
+        _show(rollouter, screen, None)
+    else:
+        play_by_chat(rollouter, policy.chat, lambda env: ShownMessageEnv(env, screen))
+    return Cast(rollouter, policy.generate, renderer, screen)
+
+
+@contextlib.asynccontextmanager
+async def _watched(
+    policy: str, config: RunConfig, settings: EvalConfig, tell: Callable[[str], object]
+) -> AsyncGenerator[OpenedPolicy]:
+    """The policy, and what it needs of the machine."""
+    with contextlib.ExitStack() as resources:
+        if needs_engine([policy]):
+            require_engine(config)
+            resources.enter_context(run_environment(config.pythonpath))
+        logs = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="titan_rl-play-")))
+        async with open_policy(policy, config, settings, EvaluationFiles(logs.name, logs), tell) as opened_policy:
+            yield opened_policy
+
+
+def _show(rollouter: Rollouter, screen: Screen, player: Person | None) -> None:
+    """Have each environment of tokens, and each seat of a game, show what happens in it. Of agents, which play by
+    themselves, a person is shown what they ask."""
+    make_env = rollouter.make_env
+
+    def make_shown_env(sample: Any) -> Any:
+        env = make_env(sample)
+        if isinstance(env, AgentEnv):
+            return env
+        if isinstance(env, SeatedEnv):
+            return ShownGame(env, screen)
+        shown = ShownTokenEnv(env, screen)
+        if player is not None:
+            player.tools = lambda: shown.tools
+        return shown
+
+    rollouter.make_env = make_shown_env
+
+
+def _patient(rollouter: Rollouter) -> Rollouter:
+    patience = {"rollout_timeout_s": PATIENCE_S, "generate_timeout_s": PATIENCE_S}
+    rollouter.limits = rollouter.limits.model_copy(update=patience)
+    return rollouter
+
+
+def _source(config: RunConfig, name: str | None) -> TaskSource:
+    if name is None:
+        return config.tasks[0]
+    for source in config.tasks:
+        if source.name == name:
+            return source
+    raise ConfigError(f"--task {name}: the config has {', '.join(source.name for source in config.tasks)}")
+
+
+def _sample(config: RunConfig, source: TaskSource, place: int, *, held_out: bool) -> Any:
+    if not held_out:
+        with calling(f"train_sample({config.seed}, {place})"):
+            return source.task.train_sample(config.seed, place)
+    samples = held_out_samples(source.task, place + 1)
+    if place >= len(samples):
+        raise ConfigError(f"--sample {place}: {source.name} has {len(samples)} held-out samples")
+    return samples[place]
+
+
+def _sampling(config: RunConfig, source: TaskSource, settings: EvalConfig, renderer: Renderer) -> SamplingParams:
+    of_task = config.sampling_of(source)
+    return SamplingParams(
+        max_tokens=settings.max_tokens or of_task.max_tokens,
+        temperature=of_task.temperature if settings.temperature is None else settings.temperature,
+        top_p=settings.top_p,
+        seed=config.seed,
+        stop_token_ids=tuple(renderer.get_stop_token_ids()),
+    )

@@ -1,0 +1,194 @@
+"""A person as the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from titan_rl.core.calls.parsing import parse_json
+from titan_rl.core.calls.plain import printable
+from titan_rl.core.calls.threads import in_thread
+from titan_rl.evaluation.play.screen import Screen
+from titan_rl.rollout.environment.chat import ChatReply
+from titan_rl.rollout.renderer import Renderer
+from titan_rl.rollout.types import Message
+from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
+
+HELP = '''what may be typed:
+    a line is a reply; a line of """ begins one of several lines, and another ends it
+    /call NAME {"argument": 1}   call a tool
+    /tokens                      the tokens of the prompt, and of the last reply
+    /help                        this
+    /quit                        end; so does the end of the input'''
+
+QUOTES = '"""'
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool that was typed."""
+
+    name: str
+    arguments: Any
+
+    @property
+    def message(self) -> dict[str, Any]:
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"type": "function", "id": "call_0", "function": function}
+
+
+class Person:
+    """Types what a policy would write.
+
+    `generate` is a `GenerateFn`: what is typed goes the way of a model's completion, becomes tokens, and is parsed. Its
+    logprobs are 0: a person is sure. `chat` is a `ChatFn`, for a task whose model is not there yet.
+
+    Args:
+        encode: the tokens of a text.
+        tell: takes what is told about the commands.
+        is_terminal: ask for what is to be typed.
+
+    Attributes:
+        tools: gives those of the environment that is played.
+        has_quit: the person wants no more; what is played ends as aborted.
+    """
+
+    def __init__(
+        self,
+        screen: Screen,
+        lines: TextIO,
+        renderer: Renderer,
+        encode: Callable[[str], Sequence[int]],
+        tell: Callable[[str], object],
+        *,
+        is_terminal: bool,
+    ) -> None:
+        self.tools: Callable[[], Sequence[Mapping[str, object]] | None] = lambda: None
+        self.has_quit = False
+        self._screen = screen
+        self._lines = lines
+        self._renderer = renderer
+        self._encode = encode
+        self._tell = tell
+        self._is_terminal = is_terminal
+        self._last: Completion | None = None
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        request_id: str,
+        session_id: str | None = None,
+        sampling: SamplingParams,
+    ) -> Completion:
+        by_text = self._screen.has_shown
+        if not self._screen.has_shown:
+            self._screen.prompt(prompt_token_ids)
+        self._screen.has_shown = False
+        tokens: list[int] | None = None
+        while tokens is None:
+            typed = await self._type("reply> " if by_text else "tokens> ", prompt_token_ids)
+            if typed is None:
+                return Completion(request_id, (), (), FinishReason.ABORT, ())
+            if isinstance(typed, ToolCall):
+                tokens = self._call(typed)
+            else:
+                tokens = [*self._encode(typed), *self._stop()] if by_text else self._typed_tokens(typed)
+        cut = tokens[: sampling.max_tokens]
+        if len(tokens) > len(cut):
+            self._tell(f"the reply has {len(tokens)} tokens, and sampling.max_tokens is {sampling.max_tokens}")
+        ended = FinishReason.STOP if len(cut) == len(tokens) else FinishReason.LENGTH
+        self._last = Completion(request_id, cut, [0.0] * len(cut), ended, (VersionSpan(0, len(cut)),))
+        return self._last
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        request_id: str,
+        session_id: str | None = None,
+        sampling: SamplingParams,
+    ) -> ChatReply:
+        typed = await self._type("reply> ", None)
+        if typed is None:
+            return ChatReply({"role": "assistant", "content": ""}, FinishReason.ABORT)
+        if isinstance(typed, ToolCall):
+            return ChatReply({"role": "assistant", "content": "", "tool_calls": [typed.message]})
+        return ChatReply({"role": "assistant", "content": typed})
+
+    async def _type(self, question: str, prompt_token_ids: Sequence[int] | None) -> str | ToolCall | None:
+        """A reply or a call of a tool, whatever commands come before; None at the end."""
+        while True:
+            text = await self._read(question)
+            command, _, rest = (text or "").partition(" ")
+            if text is None or command == "/quit":
+                self.has_quit = True
+                return None
+            if command == "/call":
+                if (call := self._parsed_call(rest)) is not None:
+                    return call
+            elif command == "/help":
+                self._tell(HELP)
+            elif command == "/tokens" and prompt_token_ids is not None:
+                self._screen.tokens(prompt_token_ids, self._last)
+            elif command == "/tokens":
+                self._tell("there are none without the model's tokenizer")
+            elif command.startswith("/"):
+                self._tell(f"there is no {command}; /help says what there is")
+            else:
+                return text
+
+    def _parsed_call(self, text: str) -> ToolCall | None:
+        name, _, given = text.strip().partition(" ")
+        try:
+            arguments: Any = parse_json(given or "{}")
+        except ValueError as error:
+            self._tell(f"{given!r} is no JSON: {error}")
+            return None
+        return ToolCall(name, arguments)
+
+    def _typed_tokens(self, text: str) -> list[int] | None:
+        try:
+            return [int(piece) for piece in text.replace(",", " ").split()]
+        except ValueError:
+            self._tell("type token ids, such as: 5 9 2")
+            return None
+
+    def _call(self, call: ToolCall) -> list[int] | None:
+        """What a model would write to call a tool: what the renderer makes of such a message."""
+        tools, question = self.tools(), {"role": "user", "content": "1"}
+        answer: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call.message]}
+        offered = None if tools is None else list(tools)
+        before = list(self._renderer.render_ids([question], tools=offered, add_generation_prompt=True))
+        whole = list(self._renderer.render_ids([question, answer], tools=offered))
+        stops = set(self._renderer.get_stop_token_ids())
+        written = whole[len(before) :]
+        end = next((place for place, token in enumerate(written) if token in stops), None)
+        if whole[: len(before)] != before or end is None:
+            self._tell("this renderer writes no calls; type the call as the model would")
+            return None
+        return written[: end + 1]
+
+    def _stop(self) -> list[int]:
+        return self._renderer.get_stop_token_ids()[:1]
+
+    async def _read(self, prompt: str) -> str | None:
+        """One reply or command; None at the end of the input."""
+        line = await self._line(prompt)
+        if line is None or line.strip() != QUOTES:
+            return line
+        lines: list[str] = []
+        while (line := await self._line("... ")) is not None and line.strip() != QUOTES:
+            lines.append(line)
+        if line is None:
+            self._tell(f"the input ends within {QUOTES}: that is no reply")
+            return None
+        return "\n".join(lines)
+
+    async def _line(self, prompt: str) -> str | None:
+        if self._is_terminal:
+            self._screen.say(prompt)
+        line = await in_thread(self._lines.readline)
+        return printable(line).rstrip("\r\n") if line else None

@@ -1,0 +1,103 @@
+"""What `titan-rl play` shows of a rollout, as text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from titan_rl.core.calls.plain import printable
+from titan_rl.core.calls.user_code import Failure
+from titan_rl.rollout.group.failures import error_text
+from titan_rl.rollout.types import Message, Rollout, RolloutGroup, RolloutStatus
+from titan_rl.types import Completion
+
+Say = Callable[[str], object]
+
+
+class Screen:
+    """
+    Args:
+        say: takes the text, a line or more at a time.
+        decode: the text of tokens, special ones included; None where no tokenizer is known.
+    """
+
+    def __init__(self, say: Say, decode: Callable[[Sequence[int]], str] | None = None) -> None:
+        self.say = say
+        self._decode = decode
+        self.has_shown = False  # what the next request of the policy is about
+
+    def messages(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            self.say(shown_message(message))
+        self.has_shown = self.has_shown or bool(messages)
+
+    def tools(self, tools: Sequence[Mapping[str, Any]] | None) -> None:
+        for tool in tools or ():
+            function = tool.get("function", tool)
+            arguments = ", ".join(
+                f"{name}: {kind.get('type', 'any')}"
+                for name, kind in function.get("parameters", {}).get("properties", {}).items()
+            )
+            self.say(f"[tool] {function.get('name')}({arguments})  {function.get('description', '')}".rstrip())
+
+    def rewards(self, rewards: Mapping[str, float]) -> None:
+        for name, reward in rewards.items():
+            self.say(f"    reward {name} = {reward:g}")
+
+    def prompt(self, token_ids: Sequence[int]) -> None:
+        """Of a policy that no messages were shown to."""
+        self.say(f"[prompt, {len(token_ids)} tokens] {self.text(token_ids)}")
+
+    def tokens(self, prompt_token_ids: Sequence[int], completion: Completion | None) -> None:
+        """Each token with its text."""
+        self.say(f"    prompt: {self._pieces(prompt_token_ids)}")
+        if completion is not None:
+            self.say(f"    reply: {self._pieces(completion.token_ids)}")
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        return " ".join(map(str, token_ids)) if self._decode is None else repr(self._decode(list(token_ids)))
+
+    def _pieces(self, token_ids: Sequence[int]) -> str:
+        if self._decode is None:
+            return " ".join(map(str, token_ids))
+        return " ".join(f"{token}:{self._decode([token])!r}" for token in token_ids)
+
+    def group(self, group: RolloutGroup) -> None:
+        for rollout in group.rollouts:
+            self.say(shown_end(rollout, group.failure))
+            if rollout.status is RolloutStatus.ERROR_PARSE and rollout.turns:
+                self.say(f"    what could not be parsed: {self.text(rollout.turns[-1].completion.token_ids)}")
+        if group.failure is not None:
+            self.say(f"the rubric failed: {group.failure}")
+
+
+def shown_message(message: Message) -> str:
+    """Example: `[assistant] Let me see.` and below it `    calls look {"at": 1}`."""
+    content: Any = message.get("content")
+    text = content if isinstance(content, str) else "" if content is None else json.dumps(content, default=str)
+    lines = [f"[{message.get('role', '?')}] {text}".rstrip()]
+    if reasoning := message.get("reasoning_content"):
+        lines.insert(0, f"[{message.get('role', '?')}, thinking] {reasoning}")
+    for call in message.get("tool_calls") or ():
+        function: Any = cast("Mapping[str, Any]", call).get("function", {})
+        arguments = function.get("arguments")
+        told = arguments if isinstance(arguments, str) else json.dumps(arguments, default=str)
+        lines.append(f"    calls {function.get('name')} {told}")
+    return printable("\n".join(lines))
+
+
+def shown_end(rollout: Rollout, told: Failure | None = None) -> str:
+    """Summary of how a rollout ended and of its reward.
+
+    Args:
+        told: the group's failure, which is shown once for all of its rollouts and not again with each.
+    """
+    reward = "no reward" if rollout.reward is None else f"reward {rollout.reward:.4g}"
+    parts = ", ".join(f"{name} {value:.4g}" for name, value in rollout.reward_breakdown.items())
+    turns = f"{len(rollout.turns)} turn{'' if len(rollout.turns) == 1 else 's'}"
+    tokens = rollout.metrics.get("completion_tokens", float(rollout.num_completion_tokens))
+    lines = [f"=== {rollout.status}: {reward}{f' ({parts})' if parts else ''}; {turns}, {tokens:.0f} tokens written"]
+    if rollout.error is not None and (told is None or rollout.failure is not told):
+        lines.append(f"    {error_text(rollout)}")
+    return printable("\n".join(lines))

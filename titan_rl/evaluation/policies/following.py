@@ -1,0 +1,176 @@
+"""A served policy that follows the newer versions of its run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from titan_rl.core.calls.threads import in_thread
+from titan_rl.core.calls.user_code import reason
+from titan_rl.core.errors import TitanRLError
+from titan_rl.evaluation.policies.source import PolicySource, export, newest_checkpoint
+from titan_rl.generation.router.router import GeneratorRouter
+from titan_rl.training.settings import ModelConfig
+from titan_rl.weights.published_weights import PublishedWeights
+from titan_rl.weights.types import Manifest, StateDictTransport
+
+logger = logging.getLogger(__name__)
+
+MAX_WAIT_S = 3600.0
+"""Longest wait before a checkpoint that could not be served is tried again."""
+
+
+class Publisher(Protocol):
+    """Makes a checkpoint available to generators."""
+
+    async def publish(self, source: PolicySource) -> None:
+        """
+        Raises:
+            TitanRLError: it cannot be read, or there is no room for it. Nothing of it is available then.
+        """
+        ...
+
+    def keep_only(self, version: int) -> None:
+        """Give back what older versions take: no generator pulls them any more."""
+        ...
+
+
+@dataclass(slots=True)
+class CheckpointPublisher:
+    """Publishes checkpoints as the trainer publishes its versions, with the checksums by which generators read back
+    what they have loaded.
+
+    Args:
+        model: the settings of the run's model.
+        transport: to the generators. Whoever gives it closes it.
+        published: where the generators find manifests.
+        log: what reading a checkpoint writes.
+    """
+
+    model: ModelConfig
+    transport: StateDictTransport
+    published: PublishedWeights
+    log: Path
+    _available: tuple[int, ...] = ()
+
+    async def publish(self, source: PolicySource) -> None:
+        """Read a checkpoint in a process of its own, which verifies every byte, and publish its weights."""
+        assert source.checkpoint is not None
+        folder = Path(tempfile.mkdtemp(prefix="policy-"))
+        try:
+            model = await export(self.model, source.checkpoint, folder / "policy", self.log)
+            manifest = await in_thread(self._write, Path(model.path) / "model.safetensors", source.version)
+        finally:
+            await in_thread(shutil.rmtree, folder, ignore_errors=True)
+        self._available = (*self._available, source.version)
+        self.published.announce(manifest)
+
+    def _write(self, weights: Path, version: int) -> Manifest:
+        from safetensors import safe_open
+
+        from titan_rl.weights.checksums import with_checksums
+
+        self.transport.release(version)  # of an attempt that failed behind it
+        with safe_open(weights, framework="pt") as file:
+            named = [(name, file.get_tensor(name)) for name in file.keys()]  # noqa: SIM118 - it is no mapping
+        return with_checksums(self.transport.publish(version, named), named)
+
+    def keep_only(self, version: int) -> None:
+        """As of `Publisher`."""
+        for older in self._available:
+            if older != version:
+                self.transport.release(older)
+        self._available = tuple(each for each in self._available if each == version)
+
+
+class RunFollower:
+    """Brings the generators of a server to each newer checkpoint of a run, while requests go on.
+
+    Checkpoints that appear while one is loaded are passed over for the newest, and so is one that the run deletes. One
+    that cannot be served is reported, and what was served is served on; it is tried again after `every_s`, then twice
+    as long, and so on, and the next one at once.
+
+    Attributes:
+        version: that the generators are at.
+
+    Args:
+        run: the run's folder, in which somebody may be training or not.
+        name: of the run, for people.
+        version: that the generators begin with.
+        every_s: between looks at the folder.
+        tell: shows a person what is served, and what cannot be.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        name: str,
+        publisher: Publisher,
+        router: GeneratorRouter,
+        *,
+        version: int,
+        every_s: float,
+        tell: Callable[[str], object],
+    ) -> None:
+        self.version = version
+        self._run = run
+        self._name = name
+        self._publisher = publisher
+        self._router = router
+        self._every_s = every_s
+        self._tell = tell
+        self._published = version
+        self._failed = version  # of the newest that could not be served
+        self._wait_s = 0.0  # before that one is tried again
+        self._again_at = 0.0
+
+    async def follow(self) -> None:
+        """Look for newer checkpoints until cancelled."""
+        while True:
+            await asyncio.sleep(self._every_s)
+            await self.look()
+
+    async def look(self) -> None:
+        """Serve the newest checkpoint, if it is newer than what is served."""
+        clock = asyncio.get_running_loop().time
+        try:
+            source = await in_thread(newest_checkpoint, self._run)
+        except OSError as error:
+            logger.warning("%s cannot be looked at: %s", self._run, error)
+            return
+        if source is None or source.version <= self.version:
+            return
+        if source.version == self._failed and clock() < self._again_at:
+            return
+        source = replace(source, name=f"step {source.version} of {self._name}")
+        try:
+            await self._serve(source)
+        except Exception as error:
+            assert source.checkpoint is not None
+            if not await in_thread(source.checkpoint.exists):
+                logger.info("%s was deleted while it was read; there is a newer one", source.name)
+                return
+            if not isinstance(error, TitanRLError):
+                logger.exception("%s cannot be served", source.name)
+            self._wait_s = min(self._wait_s * 2, MAX_WAIT_S) if source.version == self._failed else self._every_s
+            self._failed, self._again_at = source.version, clock() + self._wait_s
+            instead = self._router.trouble() or f"version {self.version} is served on"
+            self._tell(
+                f"{source.name} cannot be served: {reason(error)}; {instead}; it is tried again in {self._wait_s:g} s"
+            )
+
+    async def _serve(self, source: PolicySource) -> None:
+        if self._published < source.version:
+            await self._publisher.publish(source)
+            self._published = source.version
+        report = await self._router.pull_state_dict(source.version)
+        self.version = source.version
+        self._publisher.keep_only(source.version)
+        late = f", but by {', '.join(sorted(report.failed))}, which try again" if report.failed else ""
+        self._tell(f"{source.name} is served{late}")

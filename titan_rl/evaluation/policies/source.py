@@ -1,0 +1,135 @@
+"""A policy as somebody names it, by a run, a checkpoint, a model or a file of settings: which one that is."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan_rl.config.hosts import HostsConfig
+from titan_rl.core.errors import CheckpointError, ConfigError
+from titan_rl.training.settings import ModelConfig
+from titan_rl.training.state.checkpoint import latest, step_of
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySource:
+    """
+    Attributes:
+        name: what it is, for people: "step 80 of runs/latest".
+        toml: its settings, if it has any.
+        folder: of the model; None where the settings name it.
+        checkpoint: of a run, whose weights take the place of the model's own.
+        version: of the policy: the steps that a run has trained it.
+        run: the folder of the run whose newest policy it is, which may get newer ones; links followed.
+    """
+
+    name: str
+    toml: Path | None = None
+    folder: Path | None = None
+    checkpoint: Path | None = None
+    version: int = 0
+    run: Path | None = None
+
+
+def find_policy(given: str) -> PolicySource:
+    """The newest policy of a run's folder, that of one of its checkpoints, a Hugging Face folder, or the policy that a
+    TOML file names.
+
+    Raises:
+        ConfigError: it is none of them. Says what is wrong with it.
+    """
+    path = Path(given)
+    if path.is_file():
+        if path.suffix != ".toml":
+            raise ConfigError(f"{given} is a file; name a run's folder, a model's folder or a TOML file")
+        return PolicySource(f"the model of {given}", toml=path)
+    if (path / "config.toml").is_file():
+        return _newest_of_run(path)
+    if (path / "run_state.json").is_file():
+        return _of_checkpoint(path)
+    if (path / "config.json").is_file():
+        return PolicySource(f"the model {given}", folder=path.resolve())
+    if not path.exists():
+        kind = "file" if path.suffix == ".toml" else "folder"
+        raise ConfigError(
+            f"{given}: there is no such {kind}; name a run's folder such as runs/latest, a model's folder, or a TOML "
+            "file. From the Hugging Face hub: hf download ORGANIZATION/NAME --local-dir FOLDER"
+        )
+    raise ConfigError(
+        f"{given} is neither a run's folder, which has a config.toml, nor a model's, which has a config.json, nor a "
+        "checkpoint's, which has a run_state.json"
+        + (f"; {path / 'latest'} is a run's" if (path / "latest" / "config.toml").is_file() else "")
+    )
+
+
+def _newest_of_run(run: Path) -> PolicySource:
+    toml, export, checkpoint = run / "config.toml", run / "export", latest(run / "checkpoints")
+    if checkpoint is None and not export.is_dir():
+        name = f"the model that {run} starts from, of which no step is saved yet"
+        return PolicySource(name, toml=toml, run=run.resolve())
+    step = 0 if checkpoint is None else step_of(checkpoint)
+    if checkpoint is None or (export.is_dir() and export.stat().st_mtime >= checkpoint.stat().st_mtime):
+        name = f"the exported policy of {run}"
+        return PolicySource(name, toml=toml, folder=export.resolve(), version=step, run=run.resolve())
+    name = f"step {step} of {run}"
+    return PolicySource(name, toml=toml, checkpoint=checkpoint.resolve(), version=step, run=run.resolve())
+
+
+def newest_checkpoint(run: Path) -> PolicySource | None:
+    """The policy of a run's newest checkpoint; None where it has none."""
+    checkpoint = latest(run / "checkpoints")
+    if checkpoint is None:
+        return None
+    step = step_of(checkpoint)
+    return PolicySource(f"step {step} of {run}", run / "config.toml", None, checkpoint.resolve(), step)
+
+
+def _of_checkpoint(checkpoint: Path) -> PolicySource:
+    """It needs the settings of its run, which lie two folders above it."""
+    run = checkpoint.resolve().parents[1]
+    if not (run / "config.toml").is_file():
+        raise ConfigError(
+            f"{checkpoint} is a checkpoint outside its run; put it into RUN/checkpoints of a run's folder"
+        )
+    step = step_of(checkpoint.resolve())
+    return PolicySource(f"step {step} of {run.name}", run / "config.toml", None, checkpoint.resolve(), step)
+
+
+async def export(model: ModelConfig, checkpoint: Path, directory: Path, log: Path) -> ModelConfig:
+    """The model with the checkpoint's weights. They are written to a folder by a process of its own, which needs no
+    GPU and is killed when this is cancelled.
+
+    Raises:
+        CheckpointError: it cannot be had, and why.
+    """
+    with log.open("wb") as output:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "titan_rl.training.export"),
+            *(model.path, str(checkpoint), str(directory), model.dtype, model.renderer),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+            start_new_session=True,  # Ctrl-C is for the server, which kills it
+        )
+    try:
+        code = await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if code:
+        raise CheckpointError(f"{checkpoint} cannot be read: {_last_line(log) or f'exit code {code}'}; see {log}")
+    return model.model_copy(update={"path": str(directory)})
+
+
+def with_copies(hosts: HostsConfig) -> HostsConfig:
+    """The same, which bring hosts what they lack: an exported policy lies in a temporary folder of this machine."""
+    return hosts.model_copy(update={"sync": True})
+
+
+def _last_line(log: Path) -> str:
+    return log.read_text(errors="replace").strip().rpartition("\n")[2]

@@ -1,0 +1,214 @@
+"""The story of a server, from checked settings to its end.
+
+run_server     what it needs is installed, and it has a folder for logs; signals, guard and environment are set
+_serve         the policy is there, generators are started behind a router, and clients are answered until a signal
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import shutil
+import tempfile
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titan_rl.cluster.hosts.scratch import scratch_root
+from titan_rl.config.concurrency import places_of
+from titan_rl.config.hosts import check_own_machine
+from titan_rl.config.make_renderer import make_renderer
+from titan_rl.config.sections import GenerationConfig
+from titan_rl.config.serve import ServeConfig
+from titan_rl.core.calls.user_code import reason
+from titan_rl.core.errors import MissingExtraError, ModelError
+from titan_rl.evaluation.policies.following import CheckpointPublisher, RunFollower
+from titan_rl.evaluation.policies.source import PolicySource, export, with_copies
+from titan_rl.evaluation.server_keys import API_KEY, take_keys
+from titan_rl.generation.registry import find_engine
+from titan_rl.rollout.renderer import Renderer
+from titan_rl.rollout.renderer.tokenizer import load_tokenizer
+from titan_rl.run.machine.environment import file_modes, run_environment
+from titan_rl.run.machine.event_loop import run_to_its_end
+from titan_rl.run.machine.guard import guarded
+from titan_rl.run.machine.log_file import log_to
+from titan_rl.run.machine.stop_signals import StopSignals, tell_on_stderr
+from titan_rl.run.observability.progress import Verbosity, status
+from titan_rl.run.parts import use_monarch
+from titan_rl.run.stopping import run_until_signal
+from titan_rl.run.terminal.standard_streams import OutputError, say, tell
+from titan_rl.run.workers import workers_started
+from titan_rl.serving.app import make_app
+from titan_rl.serving.http.keys import Keys
+from titan_rl.serving.http.limits import ServerLimits
+from titan_rl.serving.server import seen_from_elsewhere, serve
+from titan_rl.weights.published_weights import PublishedWeights
+
+MAX_RUNNING = 64
+"""Requests that one engine advances at a time, if its KV cache holds so many and no setting says otherwise."""
+
+STOPPING = "stopping: requests under way end with a 503; once more ends it at once"
+ENDED = "ended at once"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFiles:
+    """What a server leaves on the disk while it runs. A server that fails leaves its logs."""
+
+    run_id: str
+    logs: Path
+
+
+def run_server(config: ServeConfig, source: PolicySource, verbosity: Verbosity = Verbosity.NORMAL) -> int:
+    """Serve a policy until a signal.
+
+    Args:
+        verbosity: of what is shown until it serves.
+
+    Returns:
+        exit code: 128 + the number of the signal that ended it in order.
+
+    Raises:
+        TitanRLError: what ended it, or kept it from starting.
+    """
+    modules = ("torch", "monarch", "transformers", "starlette", "uvicorn", "prometheus_client")
+    for module in (*modules, *find_engine(config.generation.engine).modules):
+        if importlib.util.find_spec(module) is None:
+            raise MissingExtraError(module, "cpu")
+    keys = take_keys(config.server)
+    check_own_machine(config.hosts)
+    with (
+        file_modes(share=False),
+        _files() as files,
+        StopSignals(STOPPING, ENDED) as signals,
+        guarded(scratch_root(), files.run_id, ENDED),
+        run_environment(config.pythonpath),
+    ):
+        log_to(files.logs / "server.log")
+        program = _serve_on_hosts(config, source, keys, files, verbosity)
+        return run_to_its_end(run_until_signal(program, signals, lambda: f"its logs are in {files.logs}"))
+
+
+@contextlib.contextmanager
+def _files() -> Generator[ServerFiles]:
+    folder = Path(tempfile.mkdtemp(prefix="titan_rl-serve-"))
+    (logs := folder / "logs").mkdir()
+    yield ServerFiles(folder.name, logs)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _serve_on_hosts(config: ServeConfig, *given: Any) -> None:
+    _, _, files, verbosity = given
+    async with workers_started(config, files.logs, verbosity) as started:
+        await _serve(started.config, *given)
+
+
+async def _serve(
+    config: ServeConfig, source: PolicySource, keys: Keys, files: ServerFiles, verbosity: Verbosity
+) -> None:
+    # Monarch writes to the terminal when it is first used.
+    from titan_rl.cluster.processes.garbage import settled_heap
+    from titan_rl.cluster.server_processes import open_transport, start_generators
+
+    await asyncio.sleep(0)  # a signal that came during those imports stops it here
+    use_monarch(config.hosts, tell_on_stderr)
+    model, server = config.model, config.server
+    if source.checkpoint is not None:
+        tell(f"titan-rl: reading {source.name}")
+        model = await export(
+            model, source.checkpoint, Path(tempfile.gettempdir()) / "policy", files.logs / "export.log"
+        )
+        config = config.model_copy(update={"hosts": with_copies(config.hosts)})
+    renderer = _renderer(config)
+    published = PublishedWeights()
+    max_running = places_of(model, config.generation, MAX_RUNNING)
+    num_generators = config.generation.num_generators
+    if verbosity is not Verbosity.QUIET:
+        tell(f"titan-rl: starting {num_generators} generator{'' if num_generators == 1 else 's'}; logs: {files.logs}")
+    starting = start_generators(
+        config.model_copy(update={"model": model, "generation": streaming(config.generation)}),
+        version=source.version,
+        max_running=max_running,
+        files=files,
+        tell=_tell,
+        published=published,
+    )
+    async with contextlib.AsyncExitStack() as opened:
+        with status("starting to serve", verbosity):
+            processes = await opened.enter_async_context(starting)
+        router = processes.make_router()
+        follower = None
+        if source.run is not None and server.follow_s is not None:
+            transport = opened.enter_context(open_transport(config.hosts, files.run_id))
+            publisher = CheckpointPublisher(config.model, transport, published, files.logs / "export.log")
+            follower = RunFollower(
+                source.run,
+                str(source.toml and source.toml.parent),
+                publisher,
+                router,
+                version=source.version,
+                every_s=server.follow_s,
+                tell=_tell,
+            )
+        app = make_app(
+            router.stream,
+            model=server.model,
+            max_context=model.max_context,
+            tokenizer=load_tokenizer(model.path),
+            renderer=renderer,
+            keys=keys,
+            limits=ServerLimits(num_places=server.num_places, request_s=server.request_s),
+            wait_until_resumed=router.wait_resumed,
+            control=router,
+            trouble=router.trouble,
+            version=lambda: source.version if follower is None else follower.version,
+            any_model=server.any_model,
+        )
+        with settled_heap():
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(processes.watch(router), name="watch")
+                if follower is not None:
+                    tasks.create_task(follower.follow(), name="follow")
+                async with serve(app, host=server.host, port=server.port) as url:
+                    with contextlib.suppress(OSError, OutputError):
+                        shown = seen_from_elsewhere(url)
+                        say(greeting(source.name, shown, server.model, chat=renderer is not None, keyed=keys.required))
+                    await asyncio.Event().wait()  # for the end, by a signal or because no generator is left
+
+
+def _tell(text: str) -> None:
+    tell(f"titan-rl: {text}")
+
+
+def streaming(generation: GenerationConfig) -> GenerationConfig:
+    """Settings of generators that stream each token as it is sampled, unless they say otherwise."""
+    return generation.model_copy(update={"stream_interval": generation.stream_interval or 1})
+
+
+def _renderer(config: ServeConfig) -> Renderer | None:
+    """None where the model has no chat template that can be used, and no other renderer is asked for."""
+    try:
+        return make_renderer(config.model)
+    except ModelError as error:
+        if config.model.renderer not in ("auto", "chat_template"):
+            raise
+        tell(f"titan-rl: warning: there is no chat, only completions: {reason(error)}; or set model.renderer")
+        return None
+
+
+def greeting(name: str, url: str, model: str, *, chat: bool, keyed: bool) -> str:
+    """What is served where, what clients of OpenAI and Anthropic need, and a command to try it with."""
+    path = "chat/completions" if chat else "completions"
+    asked = {"messages": [{"role": "user", "content": "Hello"}]} if chat else {"prompt": "Hello"}
+    key = f' -H "authorization: Bearer ${API_KEY}"' if keyed else ""
+    own = f'"${API_KEY}"' if keyed else "none"
+    body = json.dumps({"model": model, **asked, "max_tokens": 32})
+    return (
+        f"serving {name}\n"
+        f"    export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={own}\n"
+        f"    export ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={own}\n"
+        f"    curl {url}/v1/{path}{key} -H 'content-type: application/json' -d '{body}'\n"
+    )

@@ -1,1 +1,0 @@
-"""`titan-rl eval`: policies of all kinds on the held-out prompts of a config's tasks."""

@@ -1,1 +1,0 @@
-"""Hosts come to a run and leave it while it goes on."""

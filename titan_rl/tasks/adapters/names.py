@@ -1,0 +1,26 @@
+"""Names that another library lists: of games, data sets, settings."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from difflib import get_close_matches
+
+from titan_rl.core.errors import ConfigError
+
+
+def check_name(setting: str, name: str, known: Collection[str], what: str) -> None:
+    """
+    Args:
+        what: they are the names of, in the plural.
+
+    Raises:
+        ConfigError: the name is none of them; lists the nearest, or all where they are few.
+    """
+    if name in known:
+        return
+    nearest = get_close_matches(name.lower(), sorted(known), n=8, cutoff=0.5)
+    if nearest and len(known) > 20:
+        told = f"the nearest are {', '.join(nearest)}"
+    else:
+        told = f"there are {', '.join(sorted(known)) or 'none'}"
+    raise ConfigError(f"{setting} = {name!r} is none of the {len(known)} {what}; {told}")

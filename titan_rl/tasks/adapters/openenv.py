@@ -1,0 +1,240 @@
+"""Environments behind OpenEnv's wire protocol, on whatever server they run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, cast
+
+from pydantic import Field, PositiveFloat, field_validator
+from pydantic_core import to_json
+
+from titan_rl.core.calls.imports import find_function, require
+from titan_rl.core.settings import FunctionName, Section
+from titan_rl.rollout.environment.message_token_env import MessageTokenEnv
+from titan_rl.rollout.environment.types import MessageEnv, MessageObservation, MessageStep, TokenEnv
+from titan_rl.rollout.renderer.types import Renderer
+from titan_rl.rollout.rewards.reward import env_reward
+from titan_rl.rollout.rewards.rubric import Rubric
+from titan_rl.rollout.types import Message, RolloutStatus
+from titan_rl.tasks.adapters.openenv_session import Observed, OpenEnvError, Session, socket_url
+from titan_rl.tasks.adapters.seeds import train_seed, validation_seed
+
+ToAction = Callable[[Message], Mapping[str, Any]]
+"""The action that a message of the policy is. A ValueError says that it is none."""
+ToText = Callable[[Mapping[str, Any]], str]
+"""What the policy is told of an observation."""
+
+
+class OpenEnv(Section):
+    """An environment that an OpenEnv server plays. Each rollout has a session of its own.
+
+    Example:
+
+        [task]
+        type = "titan_rl.tasks.adapters.openenv:OpenEnv"
+        url = "http://localhost:8000"
+        action = "actions:of_message"       # def of_message(message): return {"guess": int(message["content"])}
+        observation = "actions:as_text"     # def as_text(observation): return observation["hint"]
+
+    Samples are the arguments of `reset`: those of the setting, and a seed, which is even for training and odd for
+    validation. What of them an environment does not take, the server leaves out.
+    """
+
+    url: str
+    """Of the server."""
+    reset: Mapping[str, Any] = Field(default_factory=dict[str, Any])
+    """Arguments of each reset."""
+    prompt: str = ""
+    """What the user says first, before the first observation."""
+    system: str = ""
+    """The system's message before that, if any."""
+    action: Annotated[str, FunctionName(("text", "json", "tools"))] = "text"
+    """What the policy's messages are as actions: text is the field action_field, json an object that the message is,
+    tools calls of the environment's own tools (MCP); or your function from a message to the action."""
+    action_field: str = "message"
+    """Where the text goes."""
+    observation: Annotated[str, FunctionName(("json",))] = "json"
+    """How observations are told: as JSON, or as your function says."""
+    max_invalid_actions: int = Field(default=3, ge=0)
+    """Actions that the environment does not take, each of which the policy is told; one more ends the rollout."""
+    open_timeout_s: PositiveFloat = 20.0
+    """For the connection, and a place on a server that is full."""
+    answer_timeout_s: PositiveFloat = 50.0
+    """For each answer of the server."""
+    error_reward: float = 0.0
+    """Of an answer that cannot be parsed."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_address(cls, url: str) -> str:
+        socket_url(url)
+        return url
+
+    def check_settings(self) -> None:
+        """
+        Raises:
+            ConfigError: a function is not there.
+            MissingExtraError: websockets is not installed.
+        """
+        require("websockets.asyncio.client", "openenv")
+        self.env(self.train_sample(0, 0))
+
+    def train_sample(self, seed: int, index: int) -> dict[str, Any]:
+        return {"seed": train_seed(seed, index), **self.reset}
+
+    def validation_samples(self, count: int) -> list[dict[str, Any]]:
+        return [{"seed": validation_seed(index), **self.reset} for index in range(count)]
+
+    def env(self, sample: Mapping[str, Any]) -> MessageEnv:
+        session = Session(self.url, open_timeout_s=self.open_timeout_s, answer_timeout_s=self.answer_timeout_s)
+        to_text = find_function("task.observation", self.observation, {"json": as_json})
+        opening = [{"role": "system", "content": self.system}] if self.system else []
+        if self.action == "tools":
+            return _ToolsEnv(session, sample, opening, self.prompt, to_text, None, self.max_invalid_actions)
+        known: dict[str, ToAction] = {"text": lambda message: {self.action_field: text_of(message)}, "json": object_of}
+        to_action = find_function("task.action", self.action, known)
+        return _OpenEnvEnv(session, sample, opening, self.prompt, to_text, to_action, self.max_invalid_actions)
+
+    def make_env(self, sample: Mapping[str, Any], renderer: Renderer) -> TokenEnv:
+        return MessageTokenEnv(self.env(sample), renderer)
+
+    def rubric(self) -> Rubric:
+        """The rewards of all steps together; how many actions were invalid is recorded beside it."""
+        return Rubric([env_reward("reward"), env_reward("invalid_actions", 0.0)], error_reward=self.error_reward)
+
+
+class _OpenEnvEnv:
+    """A `MessageEnv` whose steps are those of a session."""
+
+    def __init__(
+        self,
+        session: Session,
+        arguments: Mapping[str, Any],
+        opening: Sequence[Message],
+        prompt: str,
+        to_text: ToText,
+        to_action: ToAction | None,
+        max_invalid_actions: int,
+    ) -> None:
+        self._session = session
+        self._arguments = arguments
+        self._opening = opening
+        self._prompt = prompt
+        self._to_text = to_text
+        self._to_action = to_action
+        self._invalid_left = max_invalid_actions
+
+    async def reset(self) -> MessageObservation:
+        observed = await self._session.open(**self._arguments)
+        if observed.done:
+            raise OpenEnvError(f"{self._session.url} says of an episode that it is done when it begins")
+        return await self._begun(observed)
+
+    async def step(self, message: Message) -> MessageStep:
+        assert self._to_action is not None
+        try:
+            action = self._to_action(message)
+        except ValueError as error:
+            return self._refused(_user(f"That is no action: {error}"))
+        try:
+            observed = await self._session.step(action)
+        except OpenEnvError as error:
+            if error.code != "VALIDATION_ERROR":
+                raise
+            return self._refused(_user(f"That is no action: {error}"))
+        return _step_of(observed, [_user(self._to_text(observed.observation))])
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def _begun(self, observed: Observed) -> MessageObservation:
+        said = [text for text in (self._prompt, self._to_text(observed.observation)) if text]
+        return MessageObservation([*self._opening, _user("\n\n".join(said))])
+
+    def _refused(self, told: Message) -> MessageStep:
+        rewards = {"invalid_actions": 1.0, "reward": 0.0}
+        self._invalid_left -= 1
+        if self._invalid_left < 0:
+            return MessageStep([told], status=RolloutStatus.COMPLETED, rewards=rewards)
+        return MessageStep([told], rewards=rewards)
+
+
+class _ToolsEnv(_OpenEnvEnv):
+    """The same of an environment that acts by tools, as OpenEnv's MCP environments do."""
+
+    async def step(self, message: Message) -> MessageStep:
+        calls = cast("Sequence[Mapping[str, Any]]", message.get("tool_calls") or ())
+        if not calls:
+            return MessageStep(status=RolloutStatus.COMPLETED, rewards={"reward": 0.0, "invalid_actions": 0.0})
+        answers: list[Message] = []
+        reward = invalid = 0.0
+        for call in calls:
+            name: str = call["function"]["name"]
+            arguments: Any = call["function"].get("arguments") or {}
+            observed = await self._session.step({"type": "call_tool", "tool_name": name, "arguments": arguments})
+            error = cast("Mapping[str, Any] | None", observed.observation.get("error"))
+            text = f"Error: {error.get('message')}" if error else result_text(observed.observation.get("result"))
+            answer = {"role": "tool", "name": name, "content": text}
+            answers.append(answer if call.get("id") is None else {**answer, "tool_call_id": call["id"]})
+            reward += observed.reward or 0.0
+            invalid += bool(error)
+            if observed.done:
+                break
+        else:
+            return MessageStep(answers, rewards={"reward": reward, "invalid_actions": invalid})
+        return MessageStep(
+            answers, status=RolloutStatus.COMPLETED, rewards={"reward": reward, "invalid_actions": invalid}
+        )
+
+    async def _begun(self, observed: Observed) -> MessageObservation:
+        begun = await super()._begun(observed)
+        listed = (await self._session.step({"type": "list_tools"})).observation.get("tools")
+        if not isinstance(listed, list) or not listed:
+            raise OpenEnvError(f'{self._session.url} lists no tools; set task.action to "text", "json" or a function')
+        return MessageObservation(begun.messages, [_schema(tool) for tool in cast("list[dict[str, Any]]", listed)])
+
+
+def text_of(message: Message) -> str:
+    return str(message.get("content") or "").strip()
+
+
+def object_of(message: Message) -> Mapping[str, Any]:
+    """
+    Raises:
+        ValueError: the message is no JSON object.
+    """
+    action: Any = json.loads(text_of(message))
+    if not isinstance(action, dict):
+        raise ValueError("it is no JSON object")
+    return cast("dict[str, Any]", action)
+
+
+def as_json(observation: Mapping[str, Any]) -> str:
+    return to_json(dict(observation)).decode()
+
+
+def result_text(result: Any) -> str:
+    """What a tool gave, as text: of what MCP's clients give, the data, or the texts of its parts."""
+    if isinstance(result, dict):
+        given = cast("dict[str, Any]", result)
+        if given.get("data") is not None and "content" in given:
+            return result_text(given["data"])
+        parts = given.get("content")
+        if isinstance(parts, list):
+            return "\n".join(str(part.get("text", "")) for part in cast("list[dict[str, Any]]", parts))
+    return result if isinstance(result, str) else to_json(result).decode()
+
+
+def _schema(tool: Mapping[str, Any]) -> dict[str, Any]:
+    described = {"name": tool["name"], "description": tool.get("description") or "", "parameters": tool["input_schema"]}
+    return {"type": "function", "function": described}
+
+
+def _step_of(observed: Observed, told: Sequence[Message]) -> MessageStep:
+    rewards = {"reward": observed.reward or 0.0, "invalid_actions": 0.0}
+    return MessageStep(told, status=RolloutStatus.COMPLETED if observed.done else None, rewards=rewards)
+
+
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}

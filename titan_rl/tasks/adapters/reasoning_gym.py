@@ -1,0 +1,220 @@
+"""The data sets of `reasoning-gym` as tasks: endless questions, and a scorer for each."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields
+from functools import lru_cache
+from typing import Any, cast
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PrivateAttr, field_validator
+
+from titan_rl.core.calls.imports import require
+from titan_rl.core.calls.parsing import parse_json
+from titan_rl.core.calls.threads import DaemonThreads
+from titan_rl.core.errors import ConfigError, DataError
+from titan_rl.rollout.rewards.reward import Reward
+from titan_rl.rollout.rewards.rubric import Rubric
+from titan_rl.rollout.types import Message, Rollout
+from titan_rl.tasks import PromptTask, answer_of
+from titan_rl.tasks.adapters.names import check_name
+
+SAMPLES_PER_DATASET = 64  # made with one seed: some data sets take a second to be made
+ITEMS_PER_DATASET = 1024  # what is held out is passed over, so there are more than samples
+MOST_DATASETS = 64  # for one sample on the wanted side of the partition
+
+_threads = DaemonThreads(4, "reasoning_gym")
+
+Item = dict[str, Any]
+"""As reasoning-gym has it: "question", "answer", and "metadata", which the scorer reads."""
+
+
+class ReasoningGym(PromptTask):
+    """Questions of one data set of reasoning-gym, or of several, scored by the data set itself.
+
+    Example:
+
+        [task]
+        type = "titan_rl.tasks.adapters.reasoning_gym:ReasoningGym"
+        dataset = "leg_counting"
+        config = { min_animals = 2, max_animals = 3 }
+
+    and of several, drawn by their weights:
+
+        dataset = "composite"
+        config.datasets = [{ name = "leg_counting", weight = 2 }, { name = "chain_sum", config = { max_terms = 3 } }]
+
+    Samples are reasoning-gym's items. Each is made of the run's seed and its index alone. Held out are questions, by
+    their text, so that none is ever trained on, however few different ones a data set has.
+    """
+
+    dataset: str
+    """Its name in reasoning-gym."""
+    config: Mapping[str, Any] = Field(default_factory=dict[str, Any])
+    """The data set's own settings, but for seed and size."""
+    system: str = ""
+    """The system's message, if any."""
+    prompt_template: str = "{question}\n\nGive the final answer, and nothing else, between <{tag}> and </{tag}>."
+    """What the user says."""
+    tag: str = Field(default="answer", min_length=1)
+    """What stands in the last <tag> ... </tag> is scored; without one the score is 0."""
+    format_weight: NonNegativeFloat = 0.0
+    """Weight of the reward `answered`, which is 1 for whatever stands in the tags, beside the score's 1."""
+    demonstrated_right: float = Field(default=0.5, ge=0, le=1)
+    """Share of right answers in what `titan-rl sft` teaches; the others are those of other questions."""
+    score_timeout_s: PositiveFloat = 10.0
+    """What one call of the scorer may take; an answer that it cannot read, or not in that time, is worth 0."""
+
+    _held_out: list[Item] = PrivateAttr(default_factory=list[Item])  # those made so far: some take long to make
+
+    @field_validator("prompt_template")
+    @classmethod
+    def _has_a_question(cls, template: str) -> str:
+        if "{question}" not in template:
+            raise ValueError("must have {question} in it")
+        return template
+
+    def check_settings(self) -> None:
+        """
+        Raises:
+            ConfigError: there is no such data set, or it takes no such settings.
+            MissingExtraError: reasoning-gym is not installed.
+        """
+        self._dataset("check")
+        self.validation_samples(1)
+
+    def train_sample(self, seed: int, index: int) -> Item:
+        return self._nth(f"train/{seed}", index, held_out=False)
+
+    def validation_samples(self, count: int) -> list[Item]:
+        while len(self._held_out) < count:
+            self._held_out.append(self._nth("validation", len(self._held_out), held_out=True))
+        return self._held_out[:count]
+
+    def sample(self, rng: random.Random) -> Item:
+        return self._dataset(f"drawn/{rng.randrange(16)}")[rng.randrange(ITEMS_PER_DATASET)]
+
+    def demonstrate(self, sample: Item, messages: Sequence[Message], rng: random.Random) -> str:
+        """The right answer between the tags, or that of another question.
+
+        Raises:
+            ConfigError: the data set names no right answers.
+        """
+        shown = sample if rng.random() < self.demonstrated_right else self.sample(rng)
+        if shown["answer"] is None:
+            raise ConfigError(f"task.dataset = {self.dataset!r} names no right answers, so it has no demonstrations")
+        return f"<{self.tag}>{shown['answer']}</{self.tag}>"
+
+    def key(self, sample: Item) -> str:
+        return sample["question"]
+
+    def prompt(self, sample: Item) -> Sequence[Message]:
+        text = self.prompt_template.replace("{tag}", self.tag).replace("{question}", sample["question"])
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, {"role": "user", "content": text}]
+
+    async def reward(self, sample: Item, answer: str) -> float:
+        """What the data set's own scorer says of a reply: 1 if it is right, less if it is partly, and else about 0."""
+        found = self.answer_in(answer)
+        if found is None:
+            return 0.0
+        dataset = self._dataset("scoring")
+        try:
+            return float(await _threads.run(lambda: dataset.score_answer(found, sample), self.score_timeout_s))
+        except (
+            Exception
+        ):  # the model's doing: scorers read what it wrote as dates, formulas, lists, and take their time
+            return 0.0
+
+    def answer_in(self, reply: str) -> str | None:
+        """What a reply has between the tags."""
+        return require("reasoning_gym.utils", "reasoning-gym").extract_answer(reply, tag_name=self.tag)
+
+    def rubric(self) -> Rubric:
+        async def score(rollout: Rollout) -> float:
+            return await self.reward(rollout.sample, answer_of(rollout))
+
+        def answered(rollout: Rollout) -> bool:
+            return self.answer_in(answer_of(rollout)) is not None
+
+        rewards = [Reward(score), Reward(answered, weight=self.format_weight)]
+        return Rubric(rewards, truncated_reward=0.0, error_reward=0.0)
+
+    def _nth(self, key: str, index: int, *, held_out: bool) -> Item:
+        """
+        Raises:
+            DataError: the data set gave no such question.
+        """
+        chunk, place = divmod(index, SAMPLES_PER_DATASET)
+        for number in range(MOST_DATASETS):
+            dataset = self._dataset(f"{key}/{chunk}/{number}")
+            for at in range(place, ITEMS_PER_DATASET, SAMPLES_PER_DATASET):
+                item = dataset[at]
+                if not self.held_out or self.is_held_out(item) == held_out:
+                    return item
+        side = "held-out" if held_out else "training"
+        raise DataError(
+            f"reasoning-gym's {self.dataset} gave no {side} question in a thousand with held_out = {self.held_out}: "
+            "it has too few different ones; choose a wider config, or held_out = 0"
+        )
+
+    def _dataset(self, key: str) -> Any:
+        return _make(self.dataset, json.dumps(dict(self.config), sort_keys=True), key)
+
+
+@lru_cache(maxsize=24)
+def _make(name: str, config: str, key: str) -> Any:
+    """
+    Args:
+        config: JSON of it.
+        key: decides the seed.
+
+    Raises:
+        ConfigError: there is no such data set, or it takes no such config.
+    """
+    seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "big")
+    gym = require("reasoning_gym", "reasoning-gym")
+    given = _settings_of(name, parse_json(config), "task.dataset", "task.config")
+    try:
+        return gym.create_dataset(name, seed=seed, size=ITEMS_PER_DATASET, **given)
+    except Exception as error:  # data sets check their config with assertions
+        raise ConfigError(f"task.config = {config}: {name} refuses it: {error or type(error).__name__}") from error
+
+
+def _settings_of(name: str, given: dict[str, Any], name_field: str, field: str) -> dict[str, Any]:
+    """The config as the data set's own class takes it: TOML has lists where that has tuples.
+
+    Raises:
+        ConfigError: there is no such data set, or no such setting.
+    """
+    registry = require("reasoning_gym.factory", "reasoning-gym").DATASETS
+    check_name(name_field, name, registry, "data sets of reasoning-gym")
+    known = {known.name: known for known in fields(registry[name][1])}
+    for key, value in given.items():
+        if key in ("seed", "size"):
+            raise ConfigError(f"{field}.{key} cannot be set: items are made of the run's seed and their index")
+        check_name(field, key, known.keys() - {"seed", "size"}, f"settings of {name}")
+        default = known[key].default if known[key].default is not MISSING else None
+        if isinstance(value, list) and isinstance(default, tuple):
+            given[key] = tuple(cast("list[Any]", value))
+    if name == "composite":
+        given["datasets"] = [_spec(number, each) for number, each in enumerate(given.get("datasets", ()))]
+    return given
+
+
+def _spec(number: int, given: Any) -> Any:
+    """One data set of several."""
+    field = f"task.config.datasets[{number}]"
+    if not isinstance(given, dict) or "name" not in given:
+        raise ConfigError(f'{field} = {given!r} must be a table such as {{ name = "leg_counting", weight = 2 }}')
+    table = cast("dict[str, Any]", given)
+    for key in table:
+        check_name(field, key, ("name", "weight", "config"), "settings")
+    if table["name"] == "composite":
+        raise ConfigError(f"{field}: composite cannot be one of composite; list its data sets here")
+    settings = _settings_of(table["name"], dict(table.get("config", {})), f"{field}.name", f"{field}.config")
+    spec = require("reasoning_gym.composite", "reasoning-gym").DatasetSpec
+    return spec(table["name"], float(table.get("weight", 1.0)), settings)

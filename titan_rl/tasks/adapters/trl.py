@@ -1,0 +1,283 @@
+"""What TRL's `GRPOTrainer` is given, as a task: a data set, reward functions, tools, a class of environments."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import random
+import string
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, cast
+
+from pydantic import PrivateAttr
+
+from titan_rl.core.calls.imports import find_function
+from titan_rl.core.errors import ConfigError
+from titan_rl.core.settings import FilePath, FunctionName
+from titan_rl.rollout.environment.threaded import ThreadedEnv
+from titan_rl.rollout.environment.types import MessageEnv
+from titan_rl.rollout.rewards.rubric import Rubric
+from titan_rl.rollout.types import Message, Rollout
+from titan_rl.tasks import MessageTask, ToolEnv
+from titan_rl.tasks.adapters.dataset_rows import load_rows
+from titan_rl.tasks.adapters.names import check_name
+from titan_rl.tasks.adapters.reward_funcs import RewardFunc, RewardFuncsRubric, completion_ids_of, name_of
+from titan_rl.tasks.adapters.tool_class import Instances, ToolClassEnv, tools_of_class
+
+Row = dict[str, Any]
+Function = Annotated[str, FunctionName(())]
+
+NOT_COLUMNS = ("prompt", "completion", "completion_ids")
+
+
+class TRLTask(MessageTask):
+    """Rows of Hugging Face `datasets`, and reward functions, tools and environments that are written for TRL.
+
+    Example:
+
+        [task]
+        type = "titan_rl.tasks.adapters.trl:TRLTask"
+        dataset = "trl-lib/DeepMath-103K"       # on the hub, or a file or folder here
+        reward_funcs = ["rewards:is_right"]     # def is_right(completions, solution, **kwargs): return [...]
+
+    Functions are called with all siblings of a group that are judged, as TRL calls them with a batch: `prompts`,
+    `completions`, `completion_ids`, each column as a list, `trainer_state`, `log_extra`, `log_metric`, and
+    `environments` where there are some. Prompts and completions are texts where the prompt's column has text, else
+    lists of messages.
+    """
+
+    dataset: FilePath | None = None
+    """An id on the hub, a file of rows, or a folder of them. May be left out where environments make their own data."""
+    subset: str = ""
+    """Of a data set on the hub that has several."""
+    split: str = "train"
+    """As `datasets` writes it: "train", "train[:90%]"."""
+    validation_split: str = ""
+    """Held-out rows; by default the share held_out of split, chosen by their prompts."""
+    revision: str = ""
+    """Of the data set on the hub."""
+    prompt: str = "prompt"
+    """The column with the prompt, which is text or a list of messages; or a text with columns in braces."""
+    system: str = ""
+    """The system's message before it, if any."""
+    reward_funcs: tuple[Function, ...] = ()
+    """As TRL's trainers take them, sync or async."""
+    reward_weights: tuple[float, ...] = ()
+    """One for each of them; 1 by default."""
+    reward_funcs_in_thread: bool = False
+    """Call those that are not async in threads, which suits those that take more than some milliseconds."""
+    tools: tuple[Function, ...] = ()
+    """Functions that the policy may call."""
+    environment_factory: Function | Mapping[str, Function] | None = None
+    """A class with `reset`, whose other public methods are tools; or several by the names that the column
+    `environment` says. Each rollout has an object of its own, in a thread of its own."""
+    error_reward: float = 0.0
+    """Of an answer that cannot be parsed."""
+
+    _instances: Instances = PrivateAttr(default_factory=Instances)
+    _loaded: list[tuple[Any, Sequence[int]]] = PrivateAttr(
+        default_factory=list[tuple[Any, Sequence[int]]]
+    )  # for training, and held out
+
+    def check_settings(self) -> None:
+        """
+        Raises:
+            ConfigError: the data cannot be had, has no prompts, or a function or class is not as it must be.
+            MissingExtraError: `datasets` is not installed.
+        """
+        if self.dataset is None and not isinstance(self.environment_factory, str):
+            raise ConfigError(
+                "task.dataset is not set; name one, or a single task.environment_factory that has the data"
+            )
+        for factory in self._factories().values():
+            try:
+                instance = factory()
+                if not tools_of_class(instance):
+                    raise ValueError("has no public methods for tools")
+                close = getattr(instance, "close", None)
+                if callable(close) and not inspect.iscoroutinefunction(close):
+                    close()
+            except Exception as error:
+                raise ConfigError(f"task.environment_factory: {name_of(factory)}: {error}") from error
+        self.rubric()
+        sample = self.train_sample(0, 0)
+        self._factory_of(sample)
+        ToolEnv(self._messages(sample), self._functions())
+
+    def sample(self, rng: random.Random) -> Row:
+        data, places = self._side(held_out=False)
+        return dict(data[rng.choice(places)]) if places else {}
+
+    def train_sample(self, seed: int, index: int) -> Row:
+        data, places = self._side(held_out=False)
+        epoch, at = divmod(index, len(places) or 1)
+        return dict(data[places[_order(len(places), f"{seed}/{epoch}")[at]]]) if places else {}
+
+    def validation_samples(self, count: int) -> list[Row]:
+        """Fewer where there are not as many."""
+        data, places = self._side(held_out=True)
+        if data is None:
+            return [{} for _ in range(count)]
+        return [dict(data[places[at]]) for at in _order(len(places), "validation")[:count]]
+
+    def env(self, sample: Row) -> MessageEnv:
+        messages, tools = self._messages(sample), self._functions()
+        factory = self._factory_of(sample)
+        if factory is None:
+            return ToolEnv(messages, tools)
+        columns = dict(sample)
+        if isinstance(self.environment_factory, Mapping):
+            del columns["environment"]
+        made = functools.partial(ToolClassEnv, factory, messages, sample, columns, tools, self._instances)
+        return cast("MessageEnv", ThreadedEnv(made))
+
+    def key(self, sample: Row) -> str:
+        return repr(self._messages(sample))
+
+    def rubric(self) -> Rubric:
+        """
+        Raises:
+            ConfigError: there is no reward, or not one weight for each.
+        """
+        found = [_find("task.reward_funcs", name) for name in self.reward_funcs]
+        weights = self.reward_weights or (1.0,) * len(found)
+        if len(weights) != len(found):
+            raise ConfigError(
+                f"task.reward_weights has {len(weights)} values for {len(found)} task.reward_funcs; give one for each"
+            )
+        own = dict.fromkeys(kind for kind in self._factories().values() if hasattr(kind, "get_reward"))
+        functions = [*zip(found, weights, strict=True), *((_own_reward(kind, self._instances), 1.0) for kind in own)]
+        names = _different([*map(name_of, found), *map(name_of, own)])
+        if not functions:
+            raise ConfigError("task.reward_funcs is not set, and no environment has a method get_reward; give one")
+        return RewardFuncsRubric(
+            [(name, *function) for name, function in zip(names, functions, strict=True)],
+            self._columns,
+            in_thread=self.reward_funcs_in_thread,
+            error_reward=self.error_reward,
+            done_with=self._instances.forget,
+        )
+
+    def _columns(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
+        """What reward functions are called with."""
+        rows = [cast("Row", rollout.sample) for rollout in rollouts]
+        opening = len(self._messages(rows[0]))
+        in_text = isinstance(self._prompt_of(rows[0]), str)
+        environments: dict[str, Any] = {}
+        if self.environment_factory is not None:
+            played = [self._instances.of(rollout) for rollout in rollouts]
+            environments = {"environments": [each.instance for each in played]}
+        return {
+            **{name: [row[name] for row in rows] for name in rows[0] if name not in NOT_COLUMNS},
+            "prompts": [_said(rollout.messages[:opening], in_text) for rollout in rollouts],
+            "completions": [_said(rollout.messages[opening:], in_text) for rollout in rollouts],
+            "completion_ids": [completion_ids_of(rollout) for rollout in rollouts],
+            **environments,
+        }
+
+    def _messages(self, row: Row) -> list[Message]:
+        prompt = self._prompt_of(row)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        return [*([{"role": "system", "content": self.system}] if self.system else ()), *messages]
+
+    def _prompt_of(self, row: Row) -> str | Sequence[Message]:
+        if self.prompt in row:
+            return row[self.prompt]
+        if self.environment_factory is not None and self.prompt == "prompt":
+            return [{"role": "user", "content": ""}]  # `reset` says it
+        if not any(column for _, column, _, _ in string.Formatter().parse(self.prompt)):
+            raise KeyError(self.prompt)
+        return self.prompt.format_map(row)
+
+    def _factories(self) -> dict[str, Callable[[], Any]]:
+        named = self.environment_factory or {}
+        named = {"": named} if isinstance(named, str) else named
+        return {key: _find("task.environment_factory", name) for key, name in named.items()}
+
+    def _factory_of(self, row: Row) -> Callable[[], Any] | None:
+        factories = self._factories()
+        if not isinstance(self.environment_factory, Mapping):
+            return factories.get("")
+        name = str(row.get("environment"))
+        check_name("the column environment", name, factories, "names of task.environment_factory")
+        return factories[name]
+
+    def _functions(self) -> list[Callable[..., Any]]:
+        return [_find("task.tools", name) for name in self.tools]
+
+    def _side(self, *, held_out: bool) -> tuple[Any, Sequence[int]]:
+        """The rows for training or those held out, by their places in a data set; None and no places without one."""
+        if self.dataset is None:
+            return None, ()
+        if not self._loaded:
+            self._loaded.extend(self._split(load_rows(self.dataset, self.subset, self.split, self.revision)))
+        return self._loaded[held_out]
+
+    def _split(self, data: Any) -> list[tuple[Any, Sequence[int]]]:
+        """
+        Raises:
+            ConfigError: a row has no prompt, or one of the two sides has no rows.
+        """
+        everywhere = range(len(data))
+        if self.validation_split:
+            held_out = load_rows(str(self.dataset), self.subset, self.validation_split, self.revision)
+            sides: list[tuple[Any, Sequence[int]]] = [(data, everywhere), (held_out, range(len(held_out)))]
+        elif not self.held_out:
+            sides = [(data, everywhere), (data, everywhere)]
+        else:
+            there: tuple[list[int], list[int]] = ([], [])
+            for place in everywhere:
+                there[self._is_held_out_at(data, place)].append(place)
+            sides = [(data, there[0]), (data, there[1])]
+        if not all(places for _, places in sides):
+            raise ConfigError(
+                f"task.dataset = {self.dataset!r} has {len(sides[0][1])} rows for training and {len(sides[1][1])} held "
+                f"out; give more, another held_out than {self.held_out}, or a validation_split"
+            )
+        return sides
+
+    def _is_held_out_at(self, data: Any, place: int) -> bool:
+        try:
+            return self.is_held_out(data[place])
+        except (KeyError, IndexError, ValueError, TypeError) as error:
+            wrong = f"has no column {error}" if isinstance(error, KeyError) else f"gives no prompt: {error}"
+            raise ConfigError(
+                f"task.prompt = {self.prompt!r}: row {place} of {self.dataset} {wrong}; "
+                f"its columns are {', '.join(data.column_names)}"
+            ) from None
+
+
+def _find(setting: str, name: str) -> Callable[..., Any]:
+    known: dict[str, Callable[..., Any]] = {}
+    return find_function(setting, name, known)
+
+
+def _different(names: Sequence[str]) -> list[str]:
+    """The names, each with a number where it has been there before.
+
+    >>> _different(["a", "b", "a"])
+    ['a', 'b', 'a_2']
+    """
+    counts = [names[: at + 1].count(name) for at, name in enumerate(names)]
+    return [name if count == 1 else f"{name}_{count}" for name, count in zip(names, counts, strict=True)]
+
+
+def _said(messages: Sequence[Message], in_text: bool) -> str | list[dict[str, Any]]:
+    """As TRL has it: the text of the last message, or all of them."""
+    if not in_text:
+        return [dict(message) for message in messages]
+    return str(messages[-1].get("content") or "") if messages else ""
+
+
+def _own_reward(kind: Any, instances: Instances) -> RewardFunc:
+    """The reward that environments of one class give themselves."""
+
+    def get_reward(environments: Sequence[Any], **_: Any) -> list[float | None]:
+        return [instances.own_reward(each) if type(each) is kind else None for each in environments]
+
+    return get_reward
+
+
+@functools.lru_cache(maxsize=4)
+def _order(count: int, key: str) -> list[int]:
+    return random.Random(key).sample(range(count), count)

@@ -1,0 +1,110 @@
+"""The task of an agent that is a program of its own, or a harness that runs elsewhere."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import PrivateAttr
+
+from titan_rl.core.calls.parsing import parse_json
+from titan_rl.core.calls.plain import plain_json
+from titan_rl.core.errors import ConfigError
+from titan_rl.rollout.environment.types import AgentEnv
+from titan_rl.rollout.renderer.types import Renderer
+from titan_rl.rollout.rewards.reward import env_reward
+from titan_rl.rollout.rewards.rubric import Rubric
+from titan_rl.rollout.task import RunContext
+from titan_rl.tasks.agents.command import check_command
+from titan_rl.tasks.agents.env import SAMPLE, AgentRollout
+from titan_rl.tasks.agents.host import AgentHost, hosting
+from titan_rl.tasks.agents.settings import AgentSettings
+from titan_rl.tasks.agents.template import fields_of
+
+
+class AgentTask(AgentSettings):
+    """Each rollout is an episode that an agent plays: it asks the policy over HTTP, by OpenAI's or Anthropic's
+    protocol, and reports what that was worth.
+
+    Give a subclass `train_sample` and `validation_samples` for data of another kind, and `rubric` to judge what agents
+    did by their rollouts' messages.
+    """
+
+    _host: AgentHost | None = PrivateAttr(None)
+    _files: dict[str, list[Any]] = PrivateAttr(default_factory=dict)  # rows by path, each read once
+
+    def train_sample(self, seed: int, index: int) -> Any:
+        rows = self._rows(self.train_file, "train_file")
+        epoch, at = divmod(index, len(rows))
+        return rows[_order(len(rows), seed, epoch)[at]]
+
+    def validation_samples(self, count: int) -> Sequence[Any]:
+        return self._rows(self.validation_file, "validation_file")[:count] if count else []
+
+    def make_env(self, sample: Any, renderer: Renderer) -> AgentEnv:
+        if self._host is None:
+            raise RuntimeError("an AgentTask makes environments while it is open")
+        return AgentRollout(self._host, sample)
+
+    def rubric(self) -> Rubric:
+        return Rubric([env_reward(name, weight) for name, weight in self.rewards.items()])
+
+    def check_settings(self) -> None:
+        """
+        Raises:
+            ConfigError: a file has no samples, or the command cannot be started for the first of them.
+        """
+        sample = self.train_sample(0, 0)
+        if self.validation_file:
+            self.validation_samples(1)
+        if self.command:
+            fields = fields_of(plain_json(sample), file=Path(SAMPLE), started_in=Path.cwd())
+            check_command(self.command, self.environment, fields)
+
+    @asynccontextmanager
+    async def open(self, run: RunContext) -> AsyncGenerator[None]:
+        """A server for agents, for the length of the block."""
+        async with hosting(self, run) as self._host:
+            try:
+                yield
+            finally:
+                self._host = None
+
+    def _rows(self, path: str, setting: str) -> list[Any]:
+        if path not in self._files:
+            self._files[path] = _read_rows(path, setting)
+        return self._files[path]
+
+
+def _read_rows(path: str, setting: str) -> list[Any]:
+    if not path:
+        raise ConfigError(f"task.{setting} is not set; name a file of JSON objects, one a line")
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"task.{setting} = {path!r} cannot be read: {error}") from error
+    rows = [_row(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1) if line.strip()]
+    if not rows:
+        raise ConfigError(f"task.{setting} = {path!r} has no lines; write JSON objects, one a line")
+    return rows
+
+
+def _row(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = parse_json(line)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}; write JSON objects, one a line") from None
+    if not isinstance(row, dict):
+        raise ConfigError(f'{where}: {line[:100]!r} is no JSON object, such as {{"question": "..."}}')
+    return cast("dict[str, Any]", row)
+
+
+@lru_cache(maxsize=4)
+def _order(count: int, seed: int, epoch: int) -> list[int]:
+    order = list(range(count))
+    random.Random(f"{seed}/{epoch}").shuffle(order)
+    return order

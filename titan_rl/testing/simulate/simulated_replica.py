@@ -1,0 +1,300 @@
+"""A generator in virtual time, which takes many engine steps at once."""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from titan_rl.generation.lengths_seen import Growth
+from titan_rl.generation.places import AdaptivePlaces
+from titan_rl.generation.request import EngineRequest, OnChunk
+from titan_rl.generation.scripted_engine import CostModel
+from titan_rl.generation.types import PauseMode
+from titan_rl.testing.simulate.tokens import some_logprobs, some_tokens
+from titan_rl.types import Completion, FinishReason, SamplingParams, TokenChunk, VersionSpan
+
+CLOCK_TICK_S = 1e-6  # what virtual time is rounded to
+
+LengthOf = Callable[[str, int], int]
+"""Tokens that request `request_id` still generates after a context of so many tokens."""
+
+
+@dataclass(eq=False, slots=True)
+class _Sequence:
+    request_id: str
+    context: int  # tokens of the prompt and of what was generated before it was admitted
+    left: int  # tokens to generate
+    most: int  # tokens that it may have, with its context
+    reason: FinishReason
+    future: asyncio.Future[Completion]
+    created_at: float
+    on_chunk: OnChunk | None = None
+    queue_s: float | None = None  # until it first ran
+    generated: int = 0
+    spans: list[VersionSpan] = field(default_factory=list[VersionSpan])
+
+    @property
+    def num_tokens(self) -> int:
+        return self.context + self.generated
+
+    @property
+    def growth(self) -> Growth:
+        return Growth(self.context, self.num_tokens, self.most)
+
+    def add(self, count: int, version: int) -> None:
+        self.generated += count
+        self.left -= count
+        if self.spans and self.spans[-1].version == version:
+            count += self.spans.pop().num_tokens
+        self.spans.append(VersionSpan(version, count))
+
+    def tell(self, count: int, version: int) -> None:
+        if self.on_chunk is not None:
+            spans = (VersionSpan(version, count),)
+            self.on_chunk(TokenChunk(self.request_id, some_tokens(count), some_logprobs(count), spans))
+
+    def resolve(self, reason: FinishReason) -> None:
+        if not self.future.done():
+            tokens, logprobs = some_tokens(self.generated), some_logprobs(self.generated)
+            waited_s = self.future.get_loop().time() - self.created_at if self.queue_s is None else self.queue_s
+            metrics = {"queue_s": waited_s}
+            self.future.set_result(
+                Completion(self.request_id, tokens, logprobs, reason, tuple(self.spans), metrics=metrics)
+            )
+
+
+class SimulatedReplica:
+    """A `Replica` whose tokens have a cost and no value.
+
+    It does what `ScriptedEngine` does behind an `EngineLoop`: waiting requests join between two steps while there is
+    room, a step gives each running request a token, pulls and aborts wait for one step at most. The steps up to the
+    next request that finishes differ in nothing, so they are taken as one wait, cut short by whatever comes.
+
+    Args:
+        cost: seconds of a step and of a pull.
+        max_running: requests that advance at a time.
+        kv_tokens: tokens that the KV cache holds. When it is full the request that joined last waits again, and its
+            tokens are computed anew.
+        places: says how many of those that wait join; by default as many as there is room for.
+        wake_s: seconds that the first pull or resume takes longer after a pause in mode "sleep".
+        stream_interval: most steps between two times that the running requests are told of their tokens; None tells
+            of none, so that more steps are one wait.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        length_of: LengthOf,
+        cost: CostModel,
+        *,
+        max_running: int,
+        kv_tokens: int,
+        places: AdaptivePlaces | None = None,
+        wake_s: float = 0.0,
+        stream_interval: int | None = None,
+    ) -> None:
+        self.name = name
+        self.version = 0
+        self.num_tokens = 0  # computed, also those that came to nothing
+        self.num_preemptions = 0
+        self._busy_s = 0.0  # of the steps that are done
+        self._busy_since: float | None = None  # the others
+        self._length_of = length_of
+        self._cost = cost
+        self._max_running = max_running
+        self._kv_tokens = kv_tokens
+        self._places = places
+        self._wake_s, self._asleep = wake_s, False
+        self._stream_interval = stream_interval
+        self._waiting: deque[_Sequence] = deque()
+        self._running: list[_Sequence] = []  # in the order in which they joined
+        self._held = 0  # tokens of these in the KV cache
+        self._prompt_tokens = 0  # to be computed in the next step
+        self._paused = False
+        self._aborting: set[str] = set()
+        self._pulls: list[tuple[int, asyncio.Future[None]]] = []
+        self._changed = asyncio.Event()
+
+    @property
+    def busy_s(self) -> float:
+        """Time spent in steps until now, those that are not done included."""
+        if self._busy_since is None:
+            return self._busy_s
+        return self._busy_s + asyncio.get_running_loop().time() - self._busy_since
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Of those that run or wait, as they were asked for of a router."""
+        return [sequence.request_id.partition("~")[0] for sequence in (*self._running, *self._waiting)]
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        request_id: str,
+        session_id: str | None = None,
+        sampling: SamplingParams,
+    ) -> Completion:
+        return await self.stream(EngineRequest(request_id, prompt_token_ids, sampling, session_id))
+
+    async def stream(self, request: EngineRequest, on_chunk: OnChunk | None = None) -> Completion:
+        request_id, context = request.request_id, len(request.prompt_token_ids)
+        left, most = self._length_of(request_id, context), request.sampling.max_tokens
+        reason = FinishReason.STOP if left < most else FinishReason.LENGTH
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Completion] = loop.create_future()
+        sequence = _Sequence(
+            request_id, context, min(left, most), context + most, reason, future, loop.time(), on_chunk
+        )
+        self._waiting.append(sequence)
+        self._changed.set()
+        try:
+            return await future
+        finally:
+            if not future.done() or future.cancelled():
+                await self.abort([request_id])
+
+    async def pull(self, version: int) -> int:
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._pulls.append((version, done))
+        self._changed.set()
+        await done
+        return self.version
+
+    async def pause(self, mode: PauseMode) -> None:
+        self._paused, self._asleep = True, mode is PauseMode.SLEEP
+        self._changed.set()
+
+    async def resume(self) -> None:
+        self._paused = False
+        self._changed.set()
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        self._aborting.update(request_ids)
+        self._changed.set()
+
+    async def close(self) -> None: ...
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        while True:
+            self._changed.clear()
+            self._abort()
+            if self._asleep and (self._pulls or not self._paused):
+                self._asleep = False
+                await asyncio.sleep(self._wake_s)
+            await self._pull()
+            if not self._paused:
+                self._admit()
+            if self._changed.is_set():
+                continue
+            if self._paused or not self._running:
+                await self._changed.wait()
+            else:
+                await self._advance()
+
+    def _abort(self) -> None:
+        if not self._aborting:
+            return
+        for sequence in [*self._waiting, *self._running]:
+            if sequence.request_id in self._aborting:
+                sequence.resolve(FinishReason.ABORT)
+                self._left(sequence, was_aborted=True)
+        self._waiting = deque(s for s in self._waiting if s.request_id not in self._aborting)
+        self._running = [s for s in self._running if s.request_id not in self._aborting]
+        self._held = sum(sequence.num_tokens for sequence in self._running)
+        self._aborting.clear()
+
+    async def _pull(self) -> None:
+        while self._pulls:
+            pulls, self._pulls = self._pulls, []
+            await asyncio.sleep(self._cost.load)
+            self.version = max(self.version, *(version for version, _ in pulls))
+            for _, done in pulls:
+                if not done.done():  # else it was given up on
+                    done.set_result(None)
+
+    def _admit(self) -> None:
+        """Preempt until the step has room, then let requests join, those that were preempted first."""
+        while len(self._running) > 1 and self._room() < len(self._running):
+            self._waiting.appendleft(last := self._running.pop())
+            self._held -= last.num_tokens
+            self.num_preemptions += 1
+        if not self._waiting:
+            return
+        room = self._room()
+        for _ in range(self._num_joining()):
+            context = self._waiting[0].num_tokens
+            if self._running and room - context <= len(self._running):
+                break
+            room -= context
+            self._held += context
+            self._prompt_tokens += context
+            self._running.append(self._waiting.popleft())
+
+    def _num_joining(self) -> int:
+        if self._places is None:
+            return min(len(self._waiting), self._max_running - len(self._running))
+        return self._places.num_joining([s.growth for s in self._running], (s.growth for s in self._waiting))
+
+    async def _advance(self) -> None:
+        """Take the steps up to the next one at which something changes."""
+        most = self._steps_alike()
+        loop = asyncio.get_running_loop()
+        self._busy_since = began = loop.time()
+        for sequence in self._running:
+            if sequence.queue_s is None:
+                sequence.queue_s = began - sequence.created_at
+        seconds_of = self._seconds_of()
+        try:
+            async with asyncio.timeout_at(began + seconds_of(most)):
+                await self._changed.wait()
+        except TimeoutError:
+            steps = most
+        else:
+            passed = loop.time() - began - CLOCK_TICK_S
+            steps = 1 + bisect_left(range(1, most), passed, key=seconds_of)
+        await asyncio.sleep(max(0.0, began + seconds_of(steps) - loop.time()))
+        self._busy_s, self._busy_since = self.busy_s, None
+        self._take(steps)
+
+    def _steps_alike(self) -> int:
+        count = len(self._running)
+        steps = min(sequence.left for sequence in self._running)
+        if count > 1:
+            steps = min(steps, self._room() // count)
+        return steps if self._stream_interval is None else min(steps, self._stream_interval)
+
+    def _seconds_of(self) -> Callable[[int], float]:
+        """What so many steps take from now on, of which the first computes the prompts."""
+        count, cost = len(self._running), self._cost
+        each = cost.step_seconds(count, 0, self._held)
+        growth = cost.context_token * count / 2
+        prompts = cost.prompt_token * self._prompt_tokens
+        return lambda steps: prompts + steps * (each + growth * (steps - 1))
+
+    def _take(self, steps: int) -> None:
+        """Every running request gets a token for each step."""
+        self.num_tokens += steps * len(self._running)
+        self._held += steps * len(self._running)
+        self._prompt_tokens = 0
+        for sequence in self._running:
+            sequence.add(steps, self.version)
+            if self._stream_interval is not None and sequence.left:
+                sequence.tell(steps, self.version)
+            if sequence.left == 0:
+                self._held -= sequence.num_tokens
+                sequence.resolve(sequence.reason)
+                self._left(sequence, was_aborted=False)
+        self._running = [sequence for sequence in self._running if sequence.left]
+
+    def _left(self, sequence: _Sequence, *, was_aborted: bool) -> None:
+        if self._places is not None:
+            self._places.ended(sequence.growth, was_aborted=was_aborted)
+
+    def _room(self) -> int:
+        """Tokens that the KV cache has free."""
+        return self._kv_tokens - self._held

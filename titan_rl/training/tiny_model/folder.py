@@ -1,0 +1,111 @@
+"""Writes a tiny model as a Hugging Face folder. It takes neither torch nor transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from titan_rl.core.errors import MissingExtraError
+from titan_rl.training.tiny_model.shape import Shape, fitting_shape
+from titan_rl.training.tiny_model.vocabulary import Level
+
+CHAT_TEMPLATE = Path(__file__).parent / "chat_template.jinja"
+INITIAL_STD = 0.02
+"""Of the matrices, as transformers draws those of a Qwen3."""
+
+
+def make_tiny_model(
+    folder: str | Path,
+    *,
+    texts: Iterable[str],
+    level: Level = "word",
+    parameters: int = 1_000_000,
+    max_context: int = 1024,
+    seed: int = 0,
+) -> Shape:
+    """Write an untrained Qwen3 with a tokenizer for some texts. Files that are there are replaced.
+
+    Embeddings are untied. The chat template is Qwen3's without the rewriting of earlier turns, so that every
+    conversation can be extended turn by turn, with tools too. Answers end with `<|im_end|>`.
+
+    Args:
+        texts: what the model is to read and write, such as some hundred conversations, whole or message by message.
+            Used for `level = "word"` alone.
+        level: "byte": a token for each UTF-8 byte. "word": also one for each word of the texts, and for each longer
+            phrase that some tenth of them have word by word; any other text falls back to bytes.
+        parameters: how many the model has, about.
+        max_context: most tokens of a conversation.
+        seed: of the weights.
+
+    Returns:
+        the shape that it has.
+
+    Raises:
+        ValueError: the vocabulary alone needs more parameters.
+        MissingExtraError: what reads and writes such folders is not installed.
+
+    Example:
+
+        make_tiny_model("sums/start", texts=["What is 3 + 4?", "7"], parameters=200_000, max_context=128)
+    """
+    try:
+        from titan_rl.training.tiny_model.tokenizer import PAD, TURN_END, build_tokenizer
+        from titan_rl.training.tiny_model.weights import write_weights
+    except ImportError as error:
+        raise MissingExtraError(error.name or "tokenizers", "cpu") from error
+    tokenizer = build_tokenizer(texts, level)
+    shape = fitting_shape(parameters, tokenizer.get_vocab_size())
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    _write(
+        folder / "tokenizer_config.json",
+        {
+            "backend": "tokenizers",
+            "clean_up_tokenization_spaces": False,
+            "eos_token": TURN_END,
+            "model_max_length": max_context,
+            "pad_token": PAD,
+            "tokenizer_class": "TokenizersBackend",
+        },
+    )
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE.read_text(encoding="utf-8"), encoding="utf-8")
+    ids = {
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.token_to_id(TURN_END),
+        "pad_token_id": tokenizer.token_to_id(PAD),
+    }
+    _write(folder / "generation_config.json", ids)
+    _write(folder / "config.json", _model_config(shape, max_context) | ids)
+    write_weights(folder / "model.safetensors", shape, seed, INITIAL_STD)
+    return shape
+
+
+def _model_config(shape: Shape, max_context: int) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "dtype": "float32",
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": shape.width,
+        "initializer_range": INITIAL_STD,
+        "intermediate_size": shape.mlp_width,
+        "max_position_embeddings": max_context,
+        "model_type": "qwen3",
+        "num_attention_heads": shape.heads,
+        "num_hidden_layers": shape.layers,
+        "num_key_value_heads": shape.kv_heads,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+        "tie_word_embeddings": False,  # vLLM on CPU serves stale tied weights after a swap
+        "use_cache": True,
+        "vocab_size": shape.vocab_size,
+    }
+
+
+def _write(file: Path, values: dict[str, Any]) -> None:
+    file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
