@@ -25,11 +25,11 @@ async def episode(folder: Path, engines: Engines, over: list[Rollout]) -> AsyncI
     async with stage(folder, command=(), engines=engines) as it:
         running = asyncio.create_task(it.group(size=1))
         server = json.loads(addresses(folder)[0].read_text())
-        async with httpx.AsyncClient(timeout=60) as client:
+        async with httpx.AsyncClient(timeout=300) as client:
             headers = {"authorization": f"Bearer {server['key']}"}
             opened = (await client.post(f"{server['url']}/episodes", json={"wait_s": 60}, headers=headers)).json()
         own = {"x-api-key": opened["key"]}
-        async with httpx.AsyncClient(base_url=opened["base_url"], headers=own, timeout=60) as agent:
+        async with httpx.AsyncClient(base_url=opened["base_url"], headers=own, timeout=300) as agent:
             yield agent
             await agent.post("/reward", json={"rewards": {"reward": 1.0}})
             await agent.post("/end", json={})

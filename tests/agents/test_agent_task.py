@@ -224,14 +224,14 @@ async def test_a_harness_elsewhere_takes_the_samples_that_wait(tmp_path: Path) -
         assert address.stat().st_mode & 0o777 == 0o600
         server = json.loads(address.read_text())
         headers = {"authorization": f"Bearer {server['key']}"}
-        async with httpx.AsyncClient(base_url=server["url"], headers=headers, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=server["url"], headers=headers, timeout=300) as client:
             early = asyncio.create_task(client.post("/episodes", json={"wait_s": 60}))
             running = asyncio.create_task(it.group())
             for opened in ((await early).json(), (await client.post("/episodes", json={})).json()):
                 assert opened["sample"] == SAMPLE
                 own = {"x-api-key": opened["key"]}
                 body = {"messages": [{"role": "user", "content": "b a"}]}
-                async with httpx.AsyncClient(base_url=opened["base_url"], headers=own, timeout=60) as harness:
+                async with httpx.AsyncClient(base_url=opened["base_url"], headers=own, timeout=300) as harness:
                     assert (await harness.post("/v1/chat/completions", json=body)).status_code == 200
                     await harness.post("/reward", json={"rewards": {"reward": 1.0}})
                     await harness.post("/end", json={})
@@ -250,7 +250,7 @@ async def test_a_harness_that_waits_when_the_run_ends_is_told_so(tmp_path: Path,
         return await take(waiting, wait_s)
 
     monkeypatch.setattr(WaitingSamples, "take", noted)
-    async with httpx.AsyncClient(timeout=60) as client:
+    async with httpx.AsyncClient(timeout=300) as client:
         async with stage(tmp_path, command=()):
             server = json.loads(addresses(tmp_path)[0].read_text())
             headers = {"authorization": f"Bearer {server['key']}"}
@@ -330,7 +330,7 @@ async def harness(
     """Ask as the harness of one rollout: with a content and `max_tokens`, for the tokens of its answers."""
     server = json.loads(addresses(folder)[0].read_text())
     running = asyncio.create_task(it.group(size=1, generate=generate))
-    async with httpx.AsyncClient(timeout=60) as client:
+    async with httpx.AsyncClient(timeout=300) as client:
         headers = {"authorization": f"Bearer {server['key']}"}
         opened = (await client.post(f"{server['url']}/episodes", json={"wait_s": 60}, headers=headers)).json()
         own = {"x-api-key": opened["key"]}

@@ -37,7 +37,7 @@ def test_a_killed_run_plays_its_agents_again_and_samples_nothing_twice(tmp_path:
     folder = tmp_path / "killed"
     program = [sys.executable, str(Path(__file__).with_name("killed.py")), str(folder), "3"]
     ended = subprocess.run(
-        program, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, timeout=60, check=False
+        program, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, timeout=300, check=False
     )
     assert ended.returncode == -signal.SIGKILL
     deadline = time.monotonic() + 20.0  # what ends them outlives the run by a moment

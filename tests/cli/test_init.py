@@ -34,13 +34,13 @@ def test_a_package_is_made_whose_tests_pass_and_whose_settings_load(template: st
 
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run(tests, cwd=name, capture_output=True, text=True, timeout=120, env=environment)
+    done = subprocess.run(tests, cwd=name, capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "passed" in done.stdout
     assert "warn" not in done.stdout + done.stderr
 
     checked = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "E,F,W,I,UP,B,RUF", "--line-length=120"]
-    linted = subprocess.run(checked, cwd=name, capture_output=True, text=True, timeout=60)
+    linted = subprocess.run(checked, cwd=name, capture_output=True, text=True, timeout=300)
     assert linted.returncode == 0, linted.stdout
 
     config = load_config(Path(name) / "config.toml", check_files=False)

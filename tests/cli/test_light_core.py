@@ -59,7 +59,7 @@ def light(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def command(light: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": f"{light}{os.pathsep}{Path.cwd()}"}
     command = [sys.executable, "-m", "titan_rl.cli.main", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_the_core_alone_shows_help_and_says_what_is_missing(light: Path) -> None:

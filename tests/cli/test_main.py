@@ -352,7 +352,7 @@ def test_a_shell_completes_commands_settings_and_their_values(capsys, tmp_path: 
     pressed = (
         f'source {script}; COMP_WORDS=({typed}); COMP_CWORD={len(words)}; _shtab_titan_rl; echo "${{COMPREPLY[@]}}"'
     )
-    shown = subprocess.run(["bash", "-c", pressed], capture_output=True, text=True, timeout=20, check=True)
+    shown = subprocess.run(["bash", "-c", pressed], capture_output=True, text=True, timeout=120, check=True)
     assert set(shown.stdout.split()) == complete
 
 
@@ -375,14 +375,14 @@ sys.exit(program())
 @pytest.mark.parametrize("module", ["titan_rl.cli.options", "pydantic", "titan_rl.cli.train", "numpy", "echo_task"])
 def test_a_signal_while_the_command_is_still_imported_ends_it_with_one_line(project: Path, module: str, number: int):
     argv = [sys.executable, "-c", STOPPED_WITHIN_AN_IMPORT, module, str(int(number)), "train", "config.toml"]
-    ended = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
     assert (ended.returncode, ended.stderr) == (128 + number, "titan-rl: stopped before a run began\n")
 
 
 def test_the_module_of_the_program_imports_next_to_nothing_before_it_begins():
     shown = "import sys; before = set(sys.modules); import titan_rl.cli.main; print(*sorted(set(sys.modules) - before))"
     argv = [sys.executable, "-c", shown]
-    names = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True).stdout.split()
+    names = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=True).stdout.split()
     outside = {name.partition(".")[0] for name in names} - set(sys.stdlib_module_names)
     assert outside == {"titan_rl"}
     assert {name for name in names if name.startswith("titan_rl")} <= {

@@ -16,7 +16,7 @@ HELP = ["train", "--help"]
 
 def command(arguments: list[str], **streams: Any) -> subprocess.CompletedProcess[str]:
     program = [sys.executable, "-m", "titan_rl.cli.main", *arguments]
-    return subprocess.run(program, **({"stderr": subprocess.PIPE} | streams), text=True, timeout=60, check=False)
+    return subprocess.run(program, **({"stderr": subprocess.PIPE} | streams), text=True, timeout=300, check=False)
 
 
 @pytest.mark.parametrize("arguments", [DRY_RUN, HELP])

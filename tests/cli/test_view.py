@@ -68,7 +68,7 @@ def test_a_signal_ends_it_while_a_page_listens(tmp_path: Path, signum: signal.Si
         cookie = f"titan_rl_view_{url.rpartition(':')[2]}={key}"
         request = urllib.request.Request(f"{url}/api/events", headers={"cookie": cookie})
         try:
-            with urllib.request.urlopen(request, timeout=10) as events:
+            with urllib.request.urlopen(request, timeout=120) as events:
                 assert json.loads(events.readline().removeprefix(b"data: ")) == {"run": "", "changed": []}
                 os.kill(process.pid, signum)
                 assert process.wait(10) == 128 + signum

@@ -39,7 +39,7 @@ def started(tmp_path: Path, program: str) -> subprocess.CompletedProcess[str]:
     folder.mkdir(mode=0o700)
     environment = {**os.environ, "TMPDIR": str(folder)}
     return subprocess.run(
-        [sys.executable, str(file), str(folder)], capture_output=True, text=True, timeout=100, env=environment
+        [sys.executable, str(file), str(folder)], capture_output=True, text=True, timeout=500, env=environment
     )
 
 

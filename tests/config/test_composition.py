@@ -83,7 +83,7 @@ def test_the_tasks_module_is_found_beside_the_file_and_the_resolved_settings_say
         "from titan_rl.config.load import load_config; import sys\n"
         f"assert load_config({str(elsewhere / 'resolved.toml')!r}).tasks[0].task.length == 3"
     )
-    done = subprocess.run([sys.executable, "-P", "-c", script], cwd="/", capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-P", "-c", script], cwd="/", capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
 

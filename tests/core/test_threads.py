@@ -175,7 +175,7 @@ print("ended", flush=True)
 
 def test_a_judge_that_never_returns_does_not_hold_up_the_exit() -> None:
     began = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("reward 'hangs' took longer than 0.1 s on rollout 'g/0'")
     assert done.stdout.endswith("ended\n")

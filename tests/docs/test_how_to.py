@@ -24,6 +24,6 @@ def test_the_tests_of_all_pages_pass(tmp_path: Path) -> None:
         env={"PYTHONPATH": str(ROOT), "PATH": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -100,7 +100,7 @@ def test_python_uses_nothing_that_it_does_not_have(page: Path) -> None:
         "concise",
         "-",
     ]
-    done = subprocess.run(checked, input=code, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(checked, input=code, capture_output=True, text=True, timeout=300)
     undefined = set(re.findall(r"Undefined name `(\w+)`", done.stdout))
     assert not [one for one in undefined if not re.search(rf"`{one}`.*\bstand(s)? for yours\b", text)], done.stdout
 

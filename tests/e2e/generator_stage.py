@@ -14,7 +14,7 @@ from titan_rl.weights.published_weights import PublishedWeights
 
 LENGTH = 200
 SAMPLING = SamplingParams(max_tokens=LENGTH, min_tokens=LENGTH, temperature=1.0)
-LIMIT_S = 120
+LIMIT_S = 600
 
 
 class Stage:

@@ -25,6 +25,7 @@ QUICK = {
     "rollout.group_size": 4,
     "validation.num_prompts": 4,
     "validation.samples_per_prompt": 2,
+    "generation.start_timeout_s": 900,
 }
 
 
@@ -78,7 +79,7 @@ class Run:
         assert sorted(name for name in names if find_metric(name) is None) == []
         return records
 
-    def wait_for_step(self, step: int, timeout_s: float = 180.0) -> None:
+    def wait_for_step(self, step: int, timeout_s: float = 900.0) -> None:
         """Return once optimizer step `step` is recorded."""
         deadline = time.monotonic() + timeout_s
         while not any("train/loss" in record and record["step"] >= step for record in self.metrics()):
@@ -87,7 +88,7 @@ class Run:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(0.2)
 
-    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 600.0) -> None:
         """Return once it holds."""
         deadline = time.monotonic() + timeout_s
         while not condition():
@@ -96,7 +97,7 @@ class Run:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(0.1)
 
-    def wait(self, timeout_s: float = 240.0) -> int:
+    def wait(self, timeout_s: float = 1200.0) -> int:
         return self.process.wait(timeout_s)
 
     def child(self, name: str) -> int:

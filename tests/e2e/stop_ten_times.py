@@ -45,7 +45,7 @@ def main() -> None:
                 time.sleep(delay)
                 sent = rng.choice([signal.SIGINT, signal.SIGTERM])
                 run.process.send_signal(sent)
-                assert run.wait(120) == 128 + sent, run.output
+                assert run.wait(600) == 128 + sent, run.output
                 state = RunState.read(latest(run.folder / "checkpoints") or run.folder)
                 assert_trained_once_and_in_order(run.folder, state.step)
                 assert state.next_index >= state.step * GROUPS > 0
@@ -55,7 +55,7 @@ def main() -> None:
                     flush=True,
                 )
                 run.resume("--training.steps", str(state.step + 2 if number == arguments.stops else steps))
-            assert run.wait(300) == 0, run.output
+            assert run.wait(1500) == 0, run.output
             last = RunState.read(latest(run.folder / "checkpoints") or run.folder)
             assert_trained_once_and_in_order(run.folder, last.step)
             print(f"{last.step} steps, {last.step * GROUPS} samples, each trained once and in order")

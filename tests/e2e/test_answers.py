@@ -21,7 +21,7 @@ from monarch.actor import concurrent_endpoint, this_proc  # isort: skip
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actor processes cannot import a test module
 
-LIMIT_S = 30
+LIMIT_S = 240
 
 
 class TwoArguments(Exception):

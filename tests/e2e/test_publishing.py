@@ -35,14 +35,14 @@ class LateTransport(SharedMemoryTransport):
 
     def publish(self, version: int, named_tensors: Any, **rest: Any) -> Manifest:
         if self.late:
-            assert forward_done.wait(60)
+            assert forward_done.wait(300)
             assert not stepped.wait(0.5), "the optimizer changed weights that were not copied yet"
         return super().publish(version, named_tensors, **rest)
 
 
 class FullTransport(SharedMemoryTransport):
     def publish(self, version: int, named_tensors: Any, **rest: Any) -> Manifest:
-        assert forward_done.wait(60)
+        assert forward_done.wait(300)
         raise StateDictError("no room")
 
 

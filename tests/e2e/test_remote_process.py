@@ -14,7 +14,7 @@ pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 from titan_rl.cluster.processes.remote_process import RemoteProcess
 from titan_rl.core.errors import ActorDiedError
 
-LIMIT_S = 30
+LIMIT_S = 240
 
 
 class Silent:

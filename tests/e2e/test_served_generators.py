@@ -49,7 +49,7 @@ def server(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     assert process.stdout is not None
     try:
         told = [process.stdout.readline() for _ in range(2)]
-        assert "OPENAI_BASE_URL=http://127.0.0.1:" in told[1], (told, process.communicate(timeout=20))
+        assert "OPENAI_BASE_URL=http://127.0.0.1:" in told[1], (told, process.communicate(timeout=240))
         yield process, told[1].split("=")[1].removesuffix(" OPENAI_API_KEY")
     finally:
         process.kill()
@@ -59,7 +59,7 @@ def server(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
 def ask(url: str) -> httpx.Response:
     body: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "Sort."}], "max_tokens": 5}
     return httpx.post(
-        f"{url}/chat/completions", json=body, headers={"authorization": "Bearer sesame"}, timeout=60
+        f"{url}/chat/completions", json=body, headers={"authorization": "Bearer sesame"}, timeout=300
     ).raise_for_status()
 
 
@@ -77,7 +77,7 @@ def test_a_server_outlives_its_generator_keeps_its_key_and_ends_in_order(
     after = ask(url).json()
     assert after["choices"][0]["message"] == before["choices"][0]["message"]
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == 130
     assert "generator-0 died" in errors
     assert not list(tmp_path.glob("titan_rl-*"))

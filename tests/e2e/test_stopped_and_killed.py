@@ -27,7 +27,7 @@ SETTINGS = {
 }
 
 
-def wait_until(condition: Callable[[], bool], run: Run, timeout_s: float = 120.0) -> None:
+def wait_until(condition: Callable[[], bool], run: Run, timeout_s: float = 600.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert run.process.poll() is None, run.output
@@ -108,7 +108,7 @@ def test_a_run_stopped_within_a_step_and_one_killed_go_on_where_the_trainer_says
         stop_within_a_step(run, gate, log, signal.SIGINT)
         time.sleep(0.4)  # two signals closer together are one
         run.process.send_signal(signal.SIGINT)
-        assert run.wait(30) == 130
+        assert run.wait(240) == 130
         ended = f"ended at once; what was saved before stays; to go on: titan-rl train --resume {run.folder}"
         assert ended in run.output
         wait_until_nothing_is_left(run)
@@ -116,7 +116,7 @@ def test_a_run_stopped_within_a_step_and_one_killed_go_on_where_the_trainer_says
         run.resume()
         before = stop_within_a_step(run, gate, log, signal.SIGTERM)
         (gate / "hold").unlink()
-        assert run.wait(120) == 143, run.output
+        assert run.wait(600) == 143, run.output
         assert "titan-rl: SIGTERM: stopping" in run.output
         assert (run.folder / "report.html").exists()
         assert run.leftovers() == []
@@ -137,7 +137,7 @@ def test_a_run_stopped_within_a_step_and_one_killed_go_on_where_the_trainer_says
         run.resume("--training.steps", "1000")
         run.wait_for_step(state.step + 3)
         run.process.send_signal(signal.SIGKILL)
-        run.wait(30)
+        run.wait(240)
         wait_until_nothing_is_left(run)
         assert "12 bytes are no record and are passed over" in run.output
 

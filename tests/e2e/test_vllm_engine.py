@@ -108,7 +108,7 @@ class Borrowed:
     def step(self) -> list[TokenDelta]:
         if len(self.batch_sizes) == self.block_at_step > 0:
             self.started.set()
-            assert self.release.wait(30)
+            assert self.release.wait(240)
         deltas = self._engine.step()
         self.batch_sizes.append(len(deltas))
         return deltas

@@ -80,6 +80,6 @@ def test_model_and_code_are_brought_and_logs_arrive(needs_namespaces: None, tmp_
 )
 def test_a_worker_says_what_is_wrong_with_its_address(listen: str, said: str) -> None:
     command = [sys.executable, "-m", "titan_rl.cli.main", "worker", "--listen", listen]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parent, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parent, timeout=300)
     assert done.returncode == 2
     assert said in done.stderr

@@ -44,7 +44,7 @@ def test_clients_are_answered_by_engines_on_every_host(hosts: Namespaces, worker
     assert serving.stdout is not None
     try:
         told = [serving.stdout.readline() for _ in range(2)]
-        assert "OPENAI_BASE_URL=http://127.0.0.1:" in told[1], (told, serving.communicate(timeout=20))
+        assert "OPENAI_BASE_URL=http://127.0.0.1:" in told[1], (told, serving.communicate(timeout=120))
         url = told[1].split("=")[1].removesuffix(" OPENAI_API_KEY")
         assert engines_on(hosts) == [1, 1, 1]
         answer = httpx.post(f"{url}/completions", json={"model": "policy", "prompt": "Sort.", "max_tokens": 5})

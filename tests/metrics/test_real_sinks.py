@@ -108,7 +108,7 @@ def read_wandb(file: Path) -> Iterator[list[tuple[str, object]] | dict[str, obje
 
 def scraped(url: str) -> dict[str, dict[str, float]]:
     """The value of each family by the labels but the run."""
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=120) as answer:
         text = answer.read().decode()
     found: dict[str, dict[str, float]] = {}
     for family in text_string_to_metric_families(text):
@@ -213,7 +213,7 @@ def test_trackio_has_both_lives_of_a_run(request: pytest.FixtureRequest, tmp_pat
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRACKIO_DIR": str(tmp_path / "trackio")}
     program = ROOT / "tests" / "sinks" / "programs" / "trackio_run.py"
     run = subprocess.run(
-        [python, program, tmp_path], env=environment, capture_output=True, text=True, timeout=120, check=False
+        [python, program, tmp_path], env=environment, capture_output=True, text=True, timeout=600, check=False
     )
     assert run.returncode == 0, run.stderr
     (said,) = (json.loads(line) for line in run.stdout.splitlines() if line.startswith("{"))

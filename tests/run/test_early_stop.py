@@ -40,7 +40,7 @@ sys.exit(main(["train", "config.toml"]))
 
 
 def test_a_run_that_is_stopped_as_it_starts_starts_nothing(project: Path):
-    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=600, check=False)
     assert ended.returncode == 130, ended.stderr
     assert ended.stdout == ""
     first, last = ended.stderr.splitlines()

@@ -108,7 +108,7 @@ async def killed_at(rig: Rig, record: int, disk: Path) -> bool:
             run.cancel()
 
     at_each_record(rig.journal, keep_the_disk)
-    await asyncio.wait([run], timeout=30)
+    await asyncio.wait([run], timeout=150)
     assert run.done()
     if not run.cancelled():
         run.result()

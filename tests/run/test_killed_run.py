@@ -241,7 +241,7 @@ class Rig:
         """Stopped in order at this moment of the trainer."""
         run = asyncio.ensure_future(self.controller.run())
         self.trainer.at_moment = lambda now: run.cancel() if now == moment else None
-        await asyncio.wait([run], timeout=30)
+        await asyncio.wait([run], timeout=150)
         assert run.done()
         if not run.cancelled():
             run.result()

@@ -264,7 +264,7 @@ sys.modules["keeps"] = running  # closed when the interpreter ends, which stops 
 
 def test_a_log_that_is_closed_when_the_interpreter_ends_waits_for_no_thread(tmp_path):
     ended = subprocess.run(
-        [sys.executable, "-c", ABANDONED, str(tmp_path / "log")], timeout=40, capture_output=True, text=True
+        [sys.executable, "-c", ABANDONED, str(tmp_path / "log")], timeout=200, capture_output=True, text=True
     )
     assert ended.returncode == 0
     assert "CheckpointError: the journal's thread has ended" in ended.stderr

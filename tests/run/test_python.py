@@ -348,7 +348,7 @@ assert not heavy, heavy
 
 
 def test_what_trains_is_imported_when_it_is_asked_for_and_is_light() -> None:
-    done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
 

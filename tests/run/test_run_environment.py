@@ -76,5 +76,5 @@ def test_runs_of_a_process_share_a_folder_that_goes_with_the_process(killed: boo
     if killed:
         holding.kill()
     # Its guard has standard output, too, and closes it once it is done.
-    holding.communicate("\n" if not killed else None, timeout=60)
+    holding.communicate("\n" if not killed else None, timeout=300)
     assert not kept.exists()

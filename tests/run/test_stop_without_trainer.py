@@ -13,7 +13,7 @@ from titan_rl.training.protocol import StepResult
 
 
 async def stopped(running: asyncio.Future[None]) -> bool:
-    await asyncio.wait([running], timeout=10)
+    await asyncio.wait([running], timeout=120)
     return running.cancelled()
 
 

@@ -54,7 +54,7 @@ async def test_streams_are_right_under_pulls_and_pauses() -> None:
     async with (
         served(engine={"max_running": 8, "cost": STEP}) as stage,
         serve(stage.app) as url,
-        httpx.AsyncClient(limits=limits, timeout=60) as client,
+        httpx.AsyncClient(limits=limits, timeout=300) as client,
     ):
         streams = asyncio.gather(*(streamed(client, url, [number, 1]) for number in range(CLIENTS)))
         version = 0

@@ -90,7 +90,7 @@ async def test_a_stream_goes_on_through_a_pause_a_pull_and_a_death(protocol: Pro
     async with (
         talking(engine={"block_at_step": 5}) as stage,
         serve(stage.app) as url,
-        httpx.AsyncClient(base_url=url, timeout=30) as client,
+        httpx.AsyncClient(base_url=url, timeout=150) as client,
     ):
         asked = asyncio.create_task(streamed(client, protocol, "hi"))
         await until(lambda: any(engine.started.is_set() for engine in stage.engines.engines))
@@ -111,7 +111,7 @@ async def test_a_client_that_goes_away_frees_its_place(protocol: Protocol) -> No
     async with (
         talking(engine={"block_at_step": 5}) as stage,
         serve(stage.app) as url,
-        httpx.AsyncClient(base_url=url, timeout=30) as client,
+        httpx.AsyncClient(base_url=url, timeout=150) as client,
     ):
         asked = asyncio.create_task(streamed(client, protocol, "hi"))
         await until(lambda: any(engine.started.is_set() for engine in stage.engines.engines))

@@ -43,6 +43,6 @@ def race(
         newest[0] = publish(version)
     done.set()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=150)
     assert not wrong
     return seen

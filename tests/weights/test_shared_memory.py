@@ -273,7 +273,7 @@ def test_what_a_killed_writer_left_is_removed_and_nothing_else(
         assert writer.stdout.readline() == b"published\n"
         assert clean_dead_shards(tmp_path) == []  # it lives
         writer.send_signal(signal.SIGKILL)
-        writer.wait(timeout=30)
+        writer.wait(timeout=150)
     (removed,) = clean_dead_shards(tmp_path)
     assert "dead" in removed.name
     assert not removed.exists()
