@@ -71,7 +71,7 @@ def test_a_signal_ends_it_while_a_page_listens(tmp_path: Path, signum: signal.Si
             with urllib.request.urlopen(request, timeout=120) as events:
                 assert json.loads(events.readline().removeprefix(b"data: ")) == {"run": "", "changed": []}
                 os.kill(process.pid, signum)
-                assert process.wait(10) == 128 + signum
+                assert process.wait(120) == 128 + signum
                 assert "Traceback" not in process.communicate()[1]
         finally:
             process.kill()
