@@ -29,7 +29,7 @@ from titan_rl.cluster.generator_actor import GeneratorActor, GeneratorSettings
 from titan_rl.cluster.processes.garbage import settle_heap
 from titan_rl.cluster.processes.process import ProcessSpec, enter_actor_process
 from titan_rl.cluster.processes.remote_process import RemoteProcess, call
-from titan_rl.cluster.processes.supervisor import Supervisor
+from titan_rl.cluster.supervision import Supervisor
 from titan_rl.config.sections import GenerationConfig, StateDictConfig
 from titan_rl.generation.engine_spec import EngineSpec
 from titan_rl.generation.gpu_share import CPU_KV_GIB

@@ -18,7 +18,7 @@ from titan_rl.cluster import request_stream
 from titan_rl.cluster.actor_replica import ActorReplica
 from titan_rl.cluster.generator_processes import GeneratorProcesses
 from titan_rl.cluster.processes.remote_process import RemoteProcess
-from titan_rl.cluster.wire import FromGenerator, pack
+from titan_rl.cluster.request_stream import FromGenerator, pack
 from titan_rl.generation.request import EngineRequest
 from titan_rl.types import Completion, FinishReason, TokenChunk, VersionSpan
 

@@ -55,7 +55,7 @@ def test_nothing_else_writes_to_the_terminal():
         "run/terminal/standard_streams.py",  # where text is made safe
         "run/machine/stop_signals.py",  # is safe in a signal handler; tested above
         "run/machine/guard.py",  # a program without imports, which is given safe text
-        "cluster/processes/listening.py",  # passes on, made safe, what Monarch writes while it starts
+        "cluster/processes/sockets.py",  # passes on, made safe, what Monarch writes while it starts
         "cluster/hosts/monarch_host.py",  # one fixed word to the process that started it
     }
     writers: set[str] = set()

@@ -4,7 +4,7 @@ import sys
 import threading
 from pathlib import Path
 
-from titan_rl.cluster.liveness.pulse import Duty, begin_pulse
+from titan_rl.cluster.liveness.health_check import Duty, begin_pulse
 
 begin_pulse(Path(sys.argv[1]), Duty())
 print("pulsing", flush=True)

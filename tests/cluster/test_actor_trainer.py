@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
-from titan_rl.cluster.actor_trainer import ActorTrainer
 from titan_rl.cluster.processes.remote_process import RemoteProcess
+from titan_rl.cluster.trainer_processes import ActorTrainer
 from titan_rl.core.errors import ActorDiedError
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.protocol import StepResult

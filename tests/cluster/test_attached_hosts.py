@@ -14,15 +14,11 @@ import pytest
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
-from titan_rl.cluster.hosts.agent import RunOnHost
-from titan_rl.cluster.hosts.clocks import Clocks
-from titan_rl.cluster.hosts.facts import HostFacts, Question, look
+from titan_rl.cluster.hosts.agent import Had, RunOnHost, new_pieces
 from titan_rl.cluster.hosts.hosts import Hosts
-from titan_rl.cluster.hosts.preflight import HostNeeds
-from titan_rl.cluster.hosts.written_files import Had, new_pieces
+from titan_rl.cluster.hosts.preflight import Clocks, HostFacts, HostNeeds, Question, look
+from titan_rl.cluster.liveness.heartbeat import LookoutSettings, Report, receive, send
 from titan_rl.cluster.liveness.host_monitor import HostMonitor
-from titan_rl.cluster.liveness.lookout import LookoutSettings
-from titan_rl.cluster.liveness.reports import Report, receive, send
 from titan_rl.config.hosts import HostsConfig
 from titan_rl.core.errors import ActorDiedError
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_rl.cluster.hosts.clocks import ASKED, LIMIT_S, ClockDifference, Clocks, compare_clocks
+from titan_rl.cluster.hosts.preflight import ASKED, LIMIT_S, ClockDifference, Clocks, compare_clocks
 
 S = 1_000_000_000
 trips = st.lists(st.tuples(st.integers(0, 2 * S), st.integers(0, 2 * S)), min_size=ASKED, max_size=ASKED)

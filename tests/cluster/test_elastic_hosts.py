@@ -15,8 +15,8 @@ pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 from titan_rl.cluster.elastic_hosts import ElasticHosts
 from titan_rl.cluster.hosts.hosts import Hosts
 from titan_rl.cluster.hosts.preflight import HostNeeds
+from titan_rl.cluster.liveness.heartbeat import receive, send
 from titan_rl.cluster.liveness.host_monitor import HostMonitor
-from titan_rl.cluster.liveness.reports import receive, send
 from titan_rl.cluster.processes.remote_process import RemoteProcess
 from titan_rl.config.hosts import HostsConfig
 from titan_rl.core.errors import ActorDiedError, ConfigError

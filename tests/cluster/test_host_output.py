@@ -10,9 +10,9 @@ import pytest
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
+from titan_rl.cluster.hosts.agent import new_pieces
 from titan_rl.cluster.hosts.host import Host
-from titan_rl.cluster.hosts.output import REST_S, HostOutput
-from titan_rl.cluster.hosts.written_files import new_pieces
+from titan_rl.cluster.hosts.hosts import REST_S, HostOutput
 from titan_rl.core.errors import ActorDiedError
 from titan_rl.core.tracing.trace_file import TraceFile
 

@@ -18,9 +18,9 @@ from test_worker_pool import answer
 
 from titan_rl import SamplingParams
 from titan_rl.cluster.processes.remote_process import RemoteProcess
-from titan_rl.cluster.processes.supervisor import ProcessFailure
+from titan_rl.cluster.rollout_workers import WorkerPool
 from titan_rl.cluster.run_processes import RunProcesses
-from titan_rl.cluster.worker_pool import WorkerPool
+from titan_rl.cluster.supervision import ProcessFailure
 from titan_rl.config.hosts import HostsConfig
 from titan_rl.config.sections import GenerationConfig
 from titan_rl.core.errors import ActorDiedError, ConfigError

@@ -15,13 +15,11 @@ from typing import Any
 
 import pytest
 
+from titan_rl.cluster.liveness.health_check import HELLO, HostWatch
+from titan_rl.cluster.liveness.heartbeat import DISMISSED, Lookout, LookoutSettings, Report, send
 from titan_rl.cluster.liveness.host_monitor import HostMonitor, RemoteWatcher
-from titan_rl.cluster.liveness.host_watch import HostWatch
-from titan_rl.cluster.liveness.lookout import DISMISSED, Lookout, LookoutSettings
+from titan_rl.cluster.liveness.local_processes import TreeUse
 from titan_rl.cluster.liveness.loop_thread import LoopThread
-from titan_rl.cluster.liveness.process_tree import TreeUse
-from titan_rl.cluster.liveness.pulse import HELLO
-from titan_rl.cluster.liveness.reports import Report, send
 
 LIMIT_S = 30
 LOCALHOST = "127.0.0.1"

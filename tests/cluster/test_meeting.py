@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from titan_rl.cluster.hosts.meeting import meet
+from titan_rl.cluster.hosts.host import meet
 from titan_rl.core.errors import ActorDiedError
 
 

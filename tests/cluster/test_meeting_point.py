@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
-from titan_rl.cluster.hosts import meeting, meeting_point
-from titan_rl.cluster.hosts.meeting import Meeting, id_of, meet
+from titan_rl.cluster.hosts import host, meeting_point
+from titan_rl.cluster.hosts.host import Meeting, id_of, meet
 from titan_rl.cluster.hosts.meeting_point import MeetingPoint
 from titan_rl.core.errors import ActorDiedError, ConfigError
 
@@ -82,7 +82,7 @@ async def test_a_run_that_names_a_worker_twice_is_told_so_and_keeps_what_it_has(
 
 
 async def test_a_run_waits_until_the_one_before_has_ended(monarchs: Monarchs, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(meeting, "MONARCH_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(host, "MONARCH_TIMEOUT_S", 0.5)
     async with worker() as port, met("a", f"127.0.0.1:{port}") as first:
         await first.monarch()
         first.close()
@@ -90,7 +90,7 @@ async def test_a_run_waits_until_the_one_before_has_ended(monarchs: Monarchs, mo
             with pytest.raises(ActorDiedError, match="has another run, and takes one after the other"):
                 await second.monarch()
         assert [ended.is_set() for ended in monarchs.running] == [False]
-        monkeypatch.setattr(meeting, "MONARCH_TIMEOUT_S", 30.0)
+        monkeypatch.setattr(host, "MONARCH_TIMEOUT_S", 30.0)
         async with met("c", f"127.0.0.1:{port}") as third:
             waiting = asyncio.ensure_future(third.monarch())
             monarchs.running[0].set()

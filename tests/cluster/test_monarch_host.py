@@ -14,10 +14,10 @@ import pytest
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
-from titan_rl.cluster.hosts.meeting import meet
+from titan_rl.cluster.hosts.folders import FOLDER
+from titan_rl.cluster.hosts.host import meet
 from titan_rl.cluster.hosts.meeting_point import MeetingPoint
 from titan_rl.cluster.hosts.monarch_host import READY
-from titan_rl.cluster.liveness.worker_signs import FOLDER
 
 COUNT = 8  # on a busy machine each listens a moment after it has begun to
 

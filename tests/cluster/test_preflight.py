@@ -11,10 +11,9 @@ import pytest
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
-from titan_rl.cluster.hosts.facts import HostFacts, Question, look
-from titan_rl.cluster.hosts.meeting import free_names, resolve
-from titan_rl.cluster.hosts.preflight import HostNeeds, check_hosts
-from titan_rl.cluster.hosts.sync import chunks_of, code_files
+from titan_rl.cluster.hosts.folders import chunks_of, code_files
+from titan_rl.cluster.hosts.host import free_names, resolve
+from titan_rl.cluster.hosts.preflight import HostFacts, HostNeeds, Question, check_hosts, look
 from titan_rl.config.hosts import Roles
 from titan_rl.core.errors import ConfigError
 
@@ -154,7 +153,7 @@ def test_hosts_of_one_name_get_numbers() -> None:
 
 
 def test_a_folder_arrives_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titan_rl.cluster.hosts.sync.CHUNK", 4)
+    monkeypatch.setattr("titan_rl.cluster.hosts.folders.CHUNK", 4)
     (tmp_path / "empty").write_bytes(b"")
     (tmp_path / "long").write_bytes(b"123456789")
     pieces = list(chunks_of(tmp_path, [tmp_path / "empty", tmp_path / "long"]))

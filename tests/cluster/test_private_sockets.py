@@ -14,8 +14,8 @@ pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 PROGRAM = """
 import os, sys
 from pathlib import Path
-from titan_rl.cluster.processes.listening import listen_below
-from titan_rl.cluster.processes.private_sockets import has_abstract_sockets
+from titan_rl.cluster.processes.sockets import listen_below
+from titan_rl.cluster.processes.sockets import has_abstract_sockets
 from monarch.actor import Actor, endpoint, this_host
 
 class Child(Actor):
@@ -54,7 +54,7 @@ def test_no_process_listens_on_an_abstract_socket(tmp_path: Path) -> None:
 
 SAYS_MORE = """
 import os, sys
-from titan_rl.cluster.processes.listening import LOG_NOTICE, without_log_notice
+from titan_rl.cluster.processes.sockets import LOG_NOTICE, without_log_notice
 os.write(2, b"before\\n")
 try:
     with without_log_notice():

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from titan_rl.cluster.liveness.process_end import how_it_ended
+from titan_rl.cluster.liveness.local_processes import how_it_ended
 from titan_rl.cluster.processes.remote_process import RemoteProcess
 
 KERNEL = tuple(int(part) for part in os.uname().release.split(".")[:2])

@@ -20,8 +20,8 @@ from titan_rl.cluster.hosts.placement import ProcessPlace
 from titan_rl.cluster.hosts.preflight import HostNeeds
 from titan_rl.cluster.processes.process import LOOPBACK, ProcessActor
 from titan_rl.cluster.processes.remote_process import RemoteProcess
-from titan_rl.cluster.processes.supervisor import ProcessFailure
 from titan_rl.cluster.run_processes import RunProcesses
+from titan_rl.cluster.supervision import ProcessFailure
 from titan_rl.config.hosts import HostsConfig
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import GenerationConfig

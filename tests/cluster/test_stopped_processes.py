@@ -19,13 +19,11 @@ pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 from test_worker_pool import answer
 
 from titan_rl import Rollout, RolloutGroup, SamplingParams
-from titan_rl.cluster.actor_trainer import ActorTrainer
-from titan_rl.cluster.liveness.host_watch import HostWatch
-from titan_rl.cluster.liveness.kernel_watch import CAN_WATCH, WatchedProcess
-from titan_rl.cluster.liveness.process_tree import TreeUse
-from titan_rl.cluster.liveness.watcher import OnEnd, OnSigns
+from titan_rl.cluster.liveness.health_check import HostWatch, OnEnd, OnSigns
+from titan_rl.cluster.liveness.local_processes import CAN_WATCH, TreeUse, WatchedProcess
 from titan_rl.cluster.processes.remote_process import RemoteProcess
-from titan_rl.cluster.worker_pool import WorkerPool
+from titan_rl.cluster.rollout_workers import WorkerPool
+from titan_rl.cluster.trainer_processes import ActorTrainer
 from titan_rl.core.errors import ActorDiedError
 from titan_rl.training.settings import TrainingConfig
 

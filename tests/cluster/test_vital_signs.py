@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_rl.cluster.liveness.contact import Contact
-from titan_rl.cluster.liveness.process_tree import TreeUse, computed_between
-from titan_rl.cluster.liveness.vital_signs import Signs, VitalSigns, hang
+from titan_rl.cluster.liveness.health_check import Signs, VitalSigns, hang
+from titan_rl.cluster.liveness.heartbeat import Contact
+from titan_rl.cluster.liveness.local_processes import TreeUse, computed_between
 
 LIMIT_S = 10.0
 

@@ -4,7 +4,7 @@ from dataclasses import MISSING, fields
 
 import pytest
 
-from titan_rl.cluster.wire import RequestFailed, pack, unpack
+from titan_rl.cluster.request_stream import RequestFailed, pack, unpack
 from titan_rl.core.errors import GenerationError
 from titan_rl.types import Completion, FinishReason, TokenChunk, VersionSpan
 

@@ -13,9 +13,8 @@ pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 from monarch.actor import ActorError
 
 from titan_rl import Completion, EngineRequest, FinishReason, Rollout, RolloutGroup, SamplingParams, VersionSpan
-from titan_rl.cluster.generate_service import GroupHandler, handler_of
 from titan_rl.cluster.processes.remote_process import RemoteProcess
-from titan_rl.cluster.worker_pool import WorkerPool
+from titan_rl.cluster.rollout_workers import GroupHandler, WorkerPool, handler_of
 from titan_rl.core.calls import stopwatch
 from titan_rl.core.errors import ActorDiedError, RequestError
 from titan_rl.rollout.copies import portable

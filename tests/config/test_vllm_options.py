@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_rl.cluster.generator_plan import GeneratorPlan
+from titan_rl.cluster.generator_actor import GeneratorPlan
 from titan_rl.config.load import load_config
 from titan_rl.config.sections import GenerationConfig, StateDictConfig
 from titan_rl.core.errors import ConfigError

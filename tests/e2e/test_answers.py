@@ -14,7 +14,7 @@ pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
 from titan_rl.cluster.processes.answers import ActorHandle, AnsweringActor
 from titan_rl.cluster.processes.remote_process import RemoteProcess
-from titan_rl.cluster.processes.supervisor import Supervisor
+from titan_rl.cluster.supervision import Supervisor
 from titan_rl.core.errors import ActorDiedError, RequestError, TitanRLError
 
 from monarch.actor import concurrent_endpoint, this_proc  # isort: skip

@@ -17,8 +17,8 @@ pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 from titan_rl.cluster.actor_replica import ActorReplica
 from titan_rl.cluster.processes.process import LOOPBACK, ProcessActor, ProcessSpec
 from titan_rl.cluster.processes.remote_process import RemoteProcess, call
-from titan_rl.cluster.processes.supervisor import Supervisor
 from titan_rl.cluster.request_stream import RequestServer
+from titan_rl.cluster.supervision import Supervisor
 from titan_rl.core.errors import GenerationError, RequestError
 from titan_rl.generation.request import EngineRequest
 from titan_rl.types import Completion, FinishReason, SamplingParams, TokenChunk, VersionSpan

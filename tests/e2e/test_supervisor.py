@@ -14,7 +14,7 @@ pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 from titan_rl.cluster.processes.answers import AnsweringActor
 from titan_rl.cluster.processes.process import enter_actor_process
 from titan_rl.cluster.processes.remote_process import call
-from titan_rl.cluster.processes.supervisor import Supervisor
+from titan_rl.cluster.supervision import Supervisor
 from titan_rl.core.errors import ActorDiedError, RequestError
 
 from monarch.actor import concurrent_endpoint, this_proc  # isort: skip

@@ -16,8 +16,8 @@ from hosts.namespaces import PROJECT, HostProcess, Namespaces, namespaces
 from hosts.scripted import TESTS, processes_of
 from hosts.waiting import until
 
-from titan_rl.cluster.hosts.scratch import WORKER
-from titan_rl.cluster.liveness.process_tree import unreaped_children_of
+from titan_rl.cluster.hosts.folders import WORKER
+from titan_rl.cluster.liveness.local_processes import unreaped_children_of
 
 LIMIT_S = 60.0
 

@@ -18,7 +18,7 @@ from hosts.scripted import TESTS
 from hosts.waiting import until
 
 from titan_rl.cli.main import main
-from titan_rl.cluster.hosts.scratch import WORKER
+from titan_rl.cluster.hosts.folders import WORKER
 
 TESTS_AS_CODE = f'["{TESTS}"]'
 """As `pythonpath`, for settings that name functions of tests."""

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 from providers.fakes import worker_command
 
-from titan_rl.cluster.providers.changing import ChangingWorkers
-from titan_rl.cluster.providers.kept_workers import KeptWorkers, kept_workers
-from titan_rl.cluster.providers.worker_process import tethered
+from titan_rl.cluster.providers.spec import ChangingWorkers
+from titan_rl.cluster.providers.workers import KeptWorkers, kept_workers, tethered
 from titan_rl.core.errors import ProviderError
 
 LIMIT_S = 60.0

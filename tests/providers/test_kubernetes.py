@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from providers.fakes import Commands
 
 from titan_rl.cluster.providers import kubernetes
-from titan_rl.cluster.providers.changing import ChangingWorkers
-from titan_rl.cluster.providers.spec import ProviderSpec, Submission
+from titan_rl.cluster.providers.spec import ChangingWorkers, ProviderSpec, Submission
 from titan_rl.config.providers import KubernetesConfig, ProviderSettings
 from titan_rl.core.errors import ConfigError, ProviderError
 

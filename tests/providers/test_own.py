@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 from docs.pages import ROOT, blocks
 
-from titan_rl.cluster.providers.changing import ChangingWorkers
 from titan_rl.cluster.providers.registry import find_provider
-from titan_rl.cluster.providers.spec import ProviderSpec
+from titan_rl.cluster.providers.spec import ChangingWorkers, ProviderSpec
 from titan_rl.config.providers import ProviderSettings
 from titan_rl.core.errors import ConfigError
 

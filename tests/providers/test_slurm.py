@@ -11,8 +11,7 @@ import pytest
 from providers.fakes import Commands, worker_command
 
 from titan_rl.cluster.providers import slurm
-from titan_rl.cluster.providers.changing import ChangingWorkers
-from titan_rl.cluster.providers.spec import ProviderSpec, Submission
+from titan_rl.cluster.providers.spec import ChangingWorkers, ProviderSpec, Submission
 from titan_rl.config.providers import ProviderSettings, SlurmConfig
 from titan_rl.core.errors import ConfigError, ProviderError
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from providers.fakes import Commands, worker_command
 
-from titan_rl.cluster.providers.worker_process import WorkerProcess, tethered
+from titan_rl.cluster.providers.workers import WorkerProcess, tethered
 
 LIMIT_S = 60.0
 

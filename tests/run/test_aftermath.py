@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from titan_rl.cluster.liveness.process_tree import children_of, unreaped_children_of
+from titan_rl.cluster.liveness.local_processes import children_of, unreaped_children_of
 from titan_rl.run.machine.aftermath import LOOK_S, REAP_S, SETTLE_S, Aftermath
 
 pytestmark = pytest.mark.skipif(

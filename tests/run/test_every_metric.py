@@ -15,8 +15,7 @@ from test_tasks_of_a_run import SUITES
 
 from scripts.write_metric_docs import PAGE, page
 from titan_rl import Completion, EngineLoop, FinishReason, LocalReplica, Rollout, RolloutGroup, Turn, VersionSpan
-from titan_rl.cluster.hosts.history import HostHistory
-from titan_rl.cluster.liveness.host_state import HostState
+from titan_rl.cluster.hosts.lifecycle import HostHistory, HostState
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import ValidationConfig
 from titan_rl.generation.scripted_engine import ScriptedEngine

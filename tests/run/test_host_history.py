@@ -9,8 +9,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_rl.cluster.hosts.history import BECOMES, MOST_EVENTS, HostHistory
-from titan_rl.cluster.liveness.host_state import HostState
+from titan_rl.cluster.hosts.lifecycle import BECOMES, MOST_EVENTS, HostHistory, HostState
 from titan_rl.core.tracing import spans
 from titan_rl.viewer.trace.events import Traces
 

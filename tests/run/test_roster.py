@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from titan_rl.cluster.hosts.lifecycle import HostState
 from titan_rl.cluster.hosts.provided import ASK_S, MISSES, ProvidedHosts
 from titan_rl.cluster.hosts.requests import HostFiles, HostRequest, HostStates, describe
 from titan_rl.cluster.hosts.roster import RETRY_S, Roster
-from titan_rl.cluster.liveness.host_state import HostState
 from titan_rl.core.errors import ActorDiedError, ConfigError, TitanRLError
 from titan_rl.run.status import noted
 from titan_rl.viewer.run_status import RunStatus

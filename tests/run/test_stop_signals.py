@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from user_project import project
 
-from titan_rl.cluster.liveness.process_tree import children_of
+from titan_rl.cluster.liveness.local_processes import children_of
 from titan_rl.run.machine.stop_signals import StopSignals
 
 __all__ = ["project"]
@@ -37,7 +37,7 @@ sys.exit(launch.run_training(load_config("config.toml")).code)
 PROGRAM = """
 import asyncio, ctypes, os, pathlib, sys, time
 from titan_rl.run.machine.guard import guarded
-from titan_rl.cluster.hosts.scratch import scratch_root
+from titan_rl.cluster.hosts.folders import scratch_root
 from titan_rl.run.machine.environment import run_environment
 from titan_rl.run.machine.stop_signals import StopSignals
 

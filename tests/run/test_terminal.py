@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.text import Text
 
-from titan_rl.cluster.liveness.host_state import HostState
+from titan_rl.cluster.hosts.lifecycle import HostState
 from titan_rl.run.observability.progress import Progress, Verbosity
 from titan_rl.run.observability.shown_step import StepReport
 from titan_rl.run.observability.summary import RunSummary, show_summary

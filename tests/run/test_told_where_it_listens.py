@@ -14,7 +14,7 @@ from titan_rl.run.parts import use_monarch
 def test_an_address_on_which_a_process_listens_for_several_policies_is_told_once(monkeypatch: pytest.MonkeyPatch):
     used: list[str] = []
     listening = SimpleNamespace(listen_below=None, listen_on=lambda address, folder: used.append(address))
-    monkeypatch.setitem(sys.modules, "titan_rl.cluster.processes.listening", listening)
+    monkeypatch.setitem(sys.modules, "titan_rl.cluster.processes.sockets", listening)
     monkeypatch.setattr("titan_rl.run.parts.own_address", lambda hosts: hosts.listen)
     monkeypatch.setattr("titan_rl.run.parts._told_of", set[str]())
     told: list[str] = []

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from titan_rl.cluster.generator_processes import GeneratorProcesses
-from titan_rl.cluster.hosts.host import Host
+from titan_rl.cluster.hosts.host import Host, id_of
 from titan_rl.cluster.hosts.hosts import Hosts
-from titan_rl.cluster.hosts.meeting import id_of
+from titan_rl.cluster.hosts.lifecycle import HostState
 from titan_rl.cluster.liveness.host_monitor import RemoteWatcher
-from titan_rl.cluster.liveness.host_state import HostState
 from titan_rl.core.calls.telling import logged
 from titan_rl.core.calls.user_code import reason
 from titan_rl.core.errors import ConfigError

@@ -1,4 +1,4 @@
-"""One generator: an engine loop in a process of its own, or in as many as the model is split over."""
+"""Generator process: an engine loop in a process of its own, or in one per rank if the model is split."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from functools import cached_property
 from monarch.actor import Port, concurrent_endpoint
 
 from titan_rl.cluster.processes.garbage import growing_heap, settle_heap
-from titan_rl.cluster.processes.process import ProcessActor, ProcessSpec
-from titan_rl.cluster.request_stream import RequestServer
-from titan_rl.cluster.weight_transport import transport_of
-from titan_rl.cluster.wire import Packed
+from titan_rl.cluster.processes.process import ProcessActor, ProcessSpec, transport_of
+from titan_rl.cluster.request_stream import Packed, RequestServer
 from titan_rl.config.sections import STREAM_INTERVAL, GenerationConfig, StateDictConfig
 from titan_rl.core.arrays.tensor_checksum import TensorChecksum
 from titan_rl.core.calls.cancellation import stray_cancellation_fails
@@ -25,6 +23,7 @@ from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.tracing.spans import flush
 from titan_rl.generation.engine import Engine
 from titan_rl.generation.engine_spec import EngineSpec
+from titan_rl.generation.gpu_share import CPU_KV_GIB
 from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.loop.engine_rank import Items, Weights, follow_leader
 from titan_rl.generation.loop.ranks import GlooRanks, OneRank
@@ -32,9 +31,65 @@ from titan_rl.generation.readback import describe
 from titan_rl.generation.registry import make_engine
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.types import GaugeSummary, KVPolicy, PauseMode, PullResult
+from titan_rl.training.settings import ModelConfig
 from titan_rl.weights.layouts import KnownLayouts, PackedManifest
 from titan_rl.weights.probes import NOTICED, ProbeFigures, SwapCheck
 from titan_rl.weights.types import Manifest, MeasuredTransport, StateDictTransport
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorPlan:
+    """
+    Attributes:
+        seed: of the run.
+        version: of the weights in the model's folder.
+        max_running: most requests one engine advances at a time.
+        sleeps: engines give their memory to a trainer at times.
+    """
+
+    model: ModelConfig
+    generation: GenerationConfig
+    statedict: StateDictConfig
+    run_id: str
+    seed: int
+    version: int
+    max_running: int
+    sleeps: bool
+
+    def settings_of(
+        self, index: int, model_path: str, *, neighbours: int = 0, beside_trainer: bool = False
+    ) -> GeneratorSettings:
+        """
+        Args:
+            index: of the generator, from 0.
+            model_path: of the model's folder on its host.
+            neighbours: other generators on its GPUs.
+            beside_trainer: a trainer is on its GPUs, too. What that will take is not known when the engine starts.
+        """
+        generation = self.generation
+        kv_cache_gib = generation.kv_cache_gib
+        if kv_cache_gib is None and beside_trainer and generation.gpu_share is None:
+            kv_cache_gib = CPU_KV_GIB
+        engine = EngineSpec(
+            model_path,
+            dtype=self.model.dtype,
+            max_context=self.model.max_context,
+            max_running=self.max_running,
+            adapts=generation.max_running == "auto",
+            kv_cache_gib=kv_cache_gib,
+            gpu_neighbours=neighbours,
+            seed=(self.seed + index) % 2**32,  # equal ones would draw equal tokens for siblings on two generators
+            routed_experts=generation.return_routed_experts,
+            gpu_share=generation.gpu_share,
+            prefix_cache=generation.prefix_cache,
+            speculative=generation.speculative.options(),
+            options=generation.vllm,
+            sleeps=self.sleeps,
+            tensor_parallel_size=generation.tensor_parallel_size,
+            generator=index,
+        )
+        return GeneratorSettings(engine, generation, self.statedict, self.run_id, self.version)
+
 
 logger = logging.getLogger(__name__)
 

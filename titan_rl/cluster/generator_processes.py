@@ -1,28 +1,28 @@
-"""Generators in processes of their own: started together, replaced when they die, and ended on every way out."""
+"""Generator processes of a run or a server: placed, started, replaced after failures, and stopped."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
 from titan_rl.cluster.actor_replica import ActorReplica
-from titan_rl.cluster.generator_actor import GeneratorActor
-from titan_rl.cluster.generator_places import GENERATOR, GeneratorPlaces, number_of
-from titan_rl.cluster.generator_plan import GeneratorPlan
+from titan_rl.cluster.generator_actor import GeneratorActor, GeneratorPlan
 from titan_rl.cluster.hosts.hosts import Hosts
-from titan_rl.cluster.hosts.placement import ProcessPlace
-from titan_rl.cluster.hosts.start_losses import StartLosses
-from titan_rl.cluster.processes.process import ProcessFiles
+from titan_rl.cluster.hosts.placement import GENERATOR, GeneratorPlaces, ProcessPlace, number_of
+from titan_rl.cluster.hosts.preflight import HostNeeds
+from titan_rl.cluster.processes.process import LOOPBACK, ProcessFiles, ProcessSpec, transport_of
 from titan_rl.cluster.processes.remote_process import RemoteProcess, call
 from titan_rl.cluster.processes.respawns import RespawnLimit, Respawns
-from titan_rl.cluster.processes.supervisor import ProcessFailure
-from titan_rl.cluster.supervised import SupervisedProcesses
-from titan_rl.config.hosts import Roles
+from titan_rl.cluster.supervision import ProcessFailure, SupervisedProcesses, started
+from titan_rl.config.functions import named_modules
+from titan_rl.config.hosts import HostsConfig, Roles, own_address
 from titan_rl.config.model_folder import start_limit_s
 from titan_rl.config.sections import GenerationConfig, RoutingConfig, StateDictConfig
+from titan_rl.config.serve import ServeConfig
 from titan_rl.core.calls.telling import logged
 from titan_rl.core.calls.user_code import reason
 from titan_rl.core.errors import ActorDiedError, EngineDeadError, EngineStalledError, TitanRLError
@@ -33,6 +33,50 @@ from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.generation.router.strategies import Strategy
 from titan_rl.training.settings import ModelConfig
 from titan_rl.weights.published_weights import PublishedWeights
+from titan_rl.weights.types import StateDictTransport
+
+T = TypeVar("T")
+
+
+class StartLosses:
+    """What starts on a host that is lost is given up for now, and the run starts without it if the rest is enough."""
+
+    def __init__(self, hosts: Hosts) -> None:
+        self._hosts = hosts
+        self._reasons: dict[str, str] = {}  # by host
+
+    async def unless_lost(self, host: str, starting: Awaitable[T]) -> T | None:
+        """What starts on a host, once it has; None where the host is lost meanwhile.
+
+        Raises:
+            ActorDiedError: it does not start, though its host is there.
+        """
+        try:
+            return await starting
+        except ActorDiedError as error:
+            if host in self._hosts.names:
+                raise
+            self._reasons.setdefault(host, str(error))
+            return None
+
+    def check(self, num_generators: int, least: int, tell: Callable[[str], object]) -> None:
+        """
+        Args:
+            num_generators: that have started.
+            least: as `generation.least_generators`.
+            tell: shows a person which hosts the run starts without.
+
+        Raises:
+            ActorDiedError: these are too few, of which some were to be on hosts that are lost.
+        """
+        if self._reasons and num_generators < least:
+            reasons = "; ".join(self._reasons.values())
+            raise ActorDiedError(
+                f"{reasons}; of the generators {num_generators} came up, and generation.least_generators is {least}"
+            )
+        for host, why in self._reasons.items():
+            tell(f"the run starts without host {host}: {why}")
+
 
 logger = logging.getLogger(__name__)
 
@@ -294,3 +338,75 @@ class GeneratorProcesses(SupervisedProcesses):
     def _disconnect(self) -> None:
         for replica in self.opened:
             replica.disconnect()
+
+
+STATEDICT = StateDictConfig()
+"""How weights travel to the generators of a server: it has no settings for that."""
+
+
+@contextlib.asynccontextmanager
+async def start_generators(
+    config: ServeConfig,
+    *,
+    version: int,
+    max_running: int,
+    files: ProcessFiles,
+    tell: Callable[[str], object] = logger.info,
+    published: PublishedWeights | None = None,
+) -> AsyncGenerator[GeneratorProcesses]:
+    """The generators of a server, which end with the block.
+
+    Args:
+        version: of the policy that is served.
+        max_running: most requests one engine advances at a time.
+        files: what lies beside `logs` is a run's folder to other hosts.
+        tell: shows a person which of them die and are there again.
+        published: where they find the manifests of what `open_transport` publishes; by default they keep the weights
+            that they start with.
+
+    Raises:
+        ActorDiedError: one did not start in time, or the worker of a host did not answer.
+        ConfigError: hosts differ from this machine.
+    """
+
+    def make(hosts: Hosts) -> GeneratorProcesses:
+        return GeneratorProcesses(
+            config.model,
+            config.generation,
+            config.routing,
+            STATEDICT,
+            seed=config.seed,
+            version=version,
+            max_running=max_running,
+            files=files,
+            published=published or PublishedWeights(),
+            hosts=hosts,
+            tell=tell,
+        )
+
+    needs = HostNeeds(
+        files.logs.parent,
+        Path(config.model.path),
+        tuple(sorted(named_modules(config))),
+        generate_gpus=config.generation.tensor_parallel_size,
+        trains=False,
+    )
+    async with started(files, config.hosts.of_generators_alone, needs, tell, make) as processes:
+        yield processes
+
+
+@contextlib.contextmanager
+def open_transport(config: HostsConfig, run_id: str) -> Generator[StateDictTransport]:
+    """The end of a server's transport that publishes, which is closed behind the block.
+
+    Args:
+        run_id: as of the files with which the generators are started.
+    """
+    address = own_address(config) if config.elsewhere else LOOPBACK
+    # No host has such a name: what is on this one may not share its memory.
+    process = ProcessSpec("server", "titan-rl serve", address, Path())
+    transport = transport_of(process, run_id, STATEDICT)
+    try:
+        yield transport
+    finally:
+        transport.close()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_rl.cluster.hosts.history import HostHistory
+from titan_rl.cluster.hosts.lifecycle import HostHistory
 from titan_rl.cluster.hosts.provided import ProvidedHosts
 from titan_rl.cluster.hosts.requests import HostFiles
 from titan_rl.cluster.hosts.roster import Roster

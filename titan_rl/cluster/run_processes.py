@@ -12,27 +12,25 @@ from typing import Any
 
 from monarch.actor import this_proc
 
-from titan_rl.cluster.generate_service import GenerateService
-from titan_rl.cluster.generator_places import GENERATOR
 from titan_rl.cluster.generator_processes import GeneratorProcesses
 from titan_rl.cluster.hosts.hosts import Hosts
 from titan_rl.cluster.hosts.placement import (
+    GENERATOR,
     ProcessPlace,
     check_transport,
     choose_transport,
+    least_gpu_bytes,
     place_trainer,
     place_trainer_again,
     place_workers,
 )
-from titan_rl.cluster.processes.gpus import least_gpu_bytes
 from titan_rl.cluster.processes.process import RunFiles
 from titan_rl.cluster.processes.remote_process import RemoteProcess
 from titan_rl.cluster.processes.respawns import RespawnLimit
-from titan_rl.cluster.rollout_worker import RolloutWorkerActor, RolloutWorkerSettings
-from titan_rl.cluster.supervised import SupervisedProcesses, started
+from titan_rl.cluster.rollout_workers import GenerateService, RolloutWorkerActor, RolloutWorkerSettings, WorkerPool
+from titan_rl.cluster.supervision import SupervisedProcesses, started
 from titan_rl.cluster.trainer_actor import TrainerSettings
 from titan_rl.cluster.trainer_processes import TRAINER, TrainerProcesses, may_train, needs_of
-from titan_rl.cluster.worker_pool import WorkerPool
 from titan_rl.config.concurrency import Concurrency
 from titan_rl.config.hosts import Roles
 from titan_rl.config.run import RunConfig

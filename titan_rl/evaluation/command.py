@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
-from titan_rl.cluster.hosts.scratch import scratch_root
+from titan_rl.cluster.hosts.folders import scratch_root
 from titan_rl.config.evaluation import EvalConfig
 from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.run import RunConfig

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_rl.cluster.hosts.scratch import scratch_root
+from titan_rl.cluster.hosts.folders import scratch_root
 from titan_rl.config.concurrency import places_of
 from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.make_renderer import make_renderer
@@ -110,8 +110,8 @@ async def _serve(
     config: ServeConfig, source: PolicySource, keys: Keys, files: ServerFiles, verbosity: Verbosity
 ) -> None:
     # Monarch writes to the terminal when it is first used.
+    from titan_rl.cluster.generator_processes import open_transport, start_generators
     from titan_rl.cluster.processes.garbage import settled_heap
-    from titan_rl.cluster.server_processes import open_transport, start_generators
 
     await asyncio.sleep(0)  # a signal that came during those imports stops it here
     use_monarch(config.hosts, tell_on_stderr)

@@ -28,7 +28,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from titan_rl.cluster.hosts.history import HostHistory
+from titan_rl.cluster.hosts.lifecycle import HostHistory
 from titan_rl.config.changes import settings_of
 from titan_rl.config.make_filters import make_filters
 from titan_rl.config.run import RunConfig

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from titan_rl.cluster.hosts.scratch import scratch_root
+from titan_rl.cluster.hosts.folders import scratch_root
 from titan_rl.config.changes import settings_of
 from titan_rl.config.concurrency import throttles
 from titan_rl.config.model_identity import model_identity

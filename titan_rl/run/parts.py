@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from typing_extensions import get_protocol_members
 
 from titan_rl.cluster.host_tasks import hosts_watcher
-from titan_rl.cluster.hosts.history import HostHistory
+from titan_rl.cluster.hosts.lifecycle import HostHistory
 from titan_rl.cluster.hosts.provided import ProvidedHosts
 from titan_rl.cluster.hosts.requests import HostFiles
 from titan_rl.config.hosts import OPEN, HostsConfig, own_address
@@ -174,7 +174,7 @@ async def _in_this_process(
 async def _with_processes(
     config: RunConfig, parts: Parts, run_dir: RunDirectory, tell: Callable[[str], None]
 ) -> AsyncGenerator[Planes]:
-    from titan_rl.cluster.generate_service import listening
+    from titan_rl.cluster.rollout_workers import listening
     from titan_rl.cluster.run_processes import start_processes
 
     (files := HostFiles(run_dir.path)).begin()
@@ -228,7 +228,7 @@ def use_monarch(hosts: HostsConfig, tell: Callable[[str], object]) -> None:
     Raises:
         ConfigError: `hosts` names what this machine does not have.
     """
-    from titan_rl.cluster.processes.listening import listen_below, listen_on
+    from titan_rl.cluster.processes.sockets import listen_below, listen_on
 
     if not hosts.elsewhere:
         listen_below(process_scratch())

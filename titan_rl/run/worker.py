@@ -10,10 +10,15 @@ import socket
 import threading
 from collections.abc import Callable
 
+from titan_rl.cluster.hosts.folders import (
+    FOLDER,
+    clean_up_after_dead_runs,
+    make_worker_folder,
+    say_leaving,
+    scratch_root,
+)
 from titan_rl.cluster.hosts.meeting_point import MeetingPoint
-from titan_rl.cluster.hosts.scratch import clean_up_after_dead_runs, make_worker_folder, scratch_root
 from titan_rl.cluster.liveness.loop_thread import LoopThread
-from titan_rl.cluster.liveness.worker_signs import FOLDER, say_leaving
 from titan_rl.config.hosts import OPEN, join_address, split_address
 from titan_rl.core.calls.loopback import names_this_machine
 from titan_rl.run.machine.aftermath import Aftermath

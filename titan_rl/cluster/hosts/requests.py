@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from titan_rl.cluster.liveness.host_state import HostState
+from titan_rl.cluster.hosts.lifecycle import HostState
 from titan_rl.config.hosts import split_address
 from titan_rl.core.calls.parsing import parse_json_as
 from titan_rl.core.errors import ConfigError, TitanRLError

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from titan_rl.cluster.hosts.history import HostHistory
+from titan_rl.cluster.hosts.lifecycle import HostHistory, HostState
 from titan_rl.cluster.hosts.provided import ProvidedHosts
 from titan_rl.cluster.hosts.requests import AddressFile, HostFiles, HostRequest, HostStates
-from titan_rl.cluster.liveness.host_state import HostState
 from titan_rl.config.hosts import join_address, split_address
 from titan_rl.core.calls.telling import logged
 from titan_rl.core.calls.user_code import reason

@@ -13,12 +13,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from titan_rl.cluster.liveness.contact import Contact
-from titan_rl.cluster.liveness.lookout import BEAT_S, DISMISSED, LookoutSettings
+from titan_rl.cluster.liveness.health_check import OnEnd, OnSigns, Signs
+from titan_rl.cluster.liveness.heartbeat import (
+    BEAT_S,
+    DISMISSED,
+    LONGEST_LINE,
+    Contact,
+    LookoutSettings,
+    Report,
+    receive,
+    send,
+)
 from titan_rl.cluster.liveness.loop_thread import LoopThread
-from titan_rl.cluster.liveness.reports import LONGEST_LINE, Report, receive, send
-from titan_rl.cluster.liveness.vital_signs import Signs
-from titan_rl.cluster.liveness.watcher import OnEnd, OnSigns
 
 logger = logging.getLogger(__name__)
 

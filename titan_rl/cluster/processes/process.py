@@ -1,4 +1,4 @@
-"""What every actor process does first."""
+"""TODO: one sentence for cluster.processes.process."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from typing import Protocol
 from monarch.actor import concurrent_endpoint
 from monarch.config import configure
 
-from titan_rl.cluster.liveness.pulse import Duty, begin_pulse
+from titan_rl.cluster.liveness.health_check import Duty, begin_pulse
 from titan_rl.cluster.processes.answers import AnsweringActor
 from titan_rl.cluster.processes.garbage import begin_returning_memory
+from titan_rl.config.sections import StateDictConfig
 from titan_rl.core.tracing import spans
 from titan_rl.core.tracing.recorder import Tracing
+from titan_rl.weights.transports.registry import TransportSpec, make_transport
+from titan_rl.weights.types import StateDictTransport
 
 LOOPBACK = "127.0.0.1"
 
@@ -145,3 +148,17 @@ def _point(descriptor: int, log_path: str | Path) -> None:
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)  # less the umask
     os.dup2(log, descriptor)
     os.close(log)
+
+
+def transport_of(process: ProcessSpec, run_id: str, statedict: StateDictConfig) -> StateDictTransport:
+    """The transport that settings name, as this process uses it."""
+    spec = TransportSpec(
+        run_id,
+        statedict.pull_timeout_s,
+        process.rank,
+        process.host,
+        process.address,
+        fanout=statedict.fanout,
+        anchor_interval=statedict.anchor_interval,
+    )
+    return make_transport(statedict.transport, spec)

@@ -12,8 +12,7 @@ from typing import Any
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError
 
-from titan_rl.cluster.liveness.vital_signs import Signs, hang
-from titan_rl.cluster.liveness.watcher import KernelWatcher, Watched, Watcher
+from titan_rl.cluster.liveness.health_check import KernelWatcher, Signs, Watched, Watcher, hang
 from titan_rl.core.errors import ActorDiedError
 
 _numbers = count()

@@ -1,15 +1,33 @@
-"""What providers are given: of a run that begins, and of one that is to be submitted."""
+"""Interface of host providers: their input at the start and the submission of a run, and workers that come and go."""
 
 from __future__ import annotations
 
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from titan_rl.config.providers import WORKER_DRAIN_S, ProviderSettings
+
+
+@runtime_checkable
+class ChangingWorkers(Protocol):
+    """What a provider may give in the place of a list of addresses: those that the run begins with, and, whenever it is
+    asked, those that there are."""
+
+    def __iter__(self) -> Iterator[str]: ...
+
+    async def current(self) -> Collection[str]:
+        """The addresses of all workers that are there now. A run asks every few seconds: a host that comes joins it,
+        and one that is missing several times in a row is drained.
+
+        Raises:
+            Exception: it is not known now. The run goes on with the hosts that it has, and asks again.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,9 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from pathlib import Path
 
 from titan_rl.cluster.providers.addresses import addresses_of, with_port
-from titan_rl.cluster.providers.kept_workers import kept_workers
 from titan_rl.cluster.providers.spec import ProviderSpec, Submission, worker_command
 from titan_rl.cluster.providers.tools import said_by
-from titan_rl.cluster.providers.worker_process import tethered
+from titan_rl.cluster.providers.workers import kept_workers, tethered
 from titan_rl.config.providers import ProviderSettings, SSHConfig
 from titan_rl.core.errors import ProviderError
 

@@ -1,10 +1,15 @@
-"""Asking the commands of a scheduler or a cluster."""
+"""Commands of schedulers and clusters, and templates of their scripts and manifests."""
 
 from __future__ import annotations
 
 import asyncio
+import shlex
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
 
 from titan_rl.core.errors import ProviderError
 
@@ -36,3 +41,27 @@ def run_tool(words: Sequence[str], given: str = "") -> str:
     if done.returncode:
         raise ProviderError(f"{' '.join(words)} failed with code {done.returncode}: {done.stderr.strip()}")
     return done.stdout
+
+
+def rendered(template: str, **given: Any) -> str:
+    """A template of this folder. `quote(...)` is for words of a shell, `| tojson` for values of YAML."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    return environment.get_template(template).render(**given, quote=_quote)
+
+
+def _quote(value: object) -> str:
+    return shlex.quote(str(value))
+
+
+def unused_word(word: str, text: str) -> str:
+    """The word, longer where the text has it, to end a here-document with."""
+    while word in text:
+        word += "_"
+    return word

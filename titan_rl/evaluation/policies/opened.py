@@ -168,7 +168,7 @@ async def _started(
     warn: Callable[[str], object],
 ) -> AsyncGenerator[OpenedPolicy]:
     # Monarch writes to the terminal when it is first used.
-    from titan_rl.cluster.server_processes import start_generators
+    from titan_rl.cluster.generator_processes import start_generators
 
     source = find_policy(given)
     model = _model_of(source, config)

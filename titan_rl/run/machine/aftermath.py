@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable
 
-from titan_rl.cluster.liveness.process_tree import children_of, unreaped_children_of
+from titan_rl.cluster.liveness.local_processes import children_of, unreaped_children_of
 
 LOOK_S = 0.5
 SETTLE_S = 10.0

@@ -17,7 +17,7 @@ from typing import Literal
 
 from packaging.requirements import Requirement
 
-from titan_rl.cluster.hosts.scratch import LONGEST_TMPDIR, scratch_root
+from titan_rl.cluster.hosts.folders import LONGEST_TMPDIR, scratch_root
 from titan_rl.core.errors import install_command
 from titan_rl.run.machine.environment import EXPOSED, OWN_NAMESPACE, PRIVATE, shares_network
 from titan_rl.weights.shard_files.shard_folder import shard_root
@@ -184,7 +184,7 @@ def _installed(name: str) -> str | None:
 
 
 _PRIVATE_SOCKETS = (
-    "import os, pathlib, monarch.actor; from titan_rl.cluster.processes.private_sockets import bind_below\n"
+    "import os, pathlib, monarch.actor; from titan_rl.cluster.processes.sockets import bind_below\n"
     f"assert bind_below(pathlib.Path(os.devnull)); found = {PRIVATE!r}"
 )
 _TRIALS = {

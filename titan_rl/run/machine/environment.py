@@ -10,14 +10,14 @@ import tempfile
 from collections.abc import Generator, Sequence
 from pathlib import Path
 
-from titan_rl.cluster.hosts.scratch import (
+from titan_rl.cluster.hosts.folders import (
     ENVIRONMENT,
     clean_up_after_dead_runs,
     make_scratch,
     remove_monarch_logs,
     scratch_root,
 )
-from titan_rl.cluster.processes.private_sockets import has_abstract_sockets
+from titan_rl.cluster.processes.sockets import has_abstract_sockets
 from titan_rl.run.machine.guard import keep_clean
 
 

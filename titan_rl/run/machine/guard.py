@@ -120,7 +120,7 @@ def _end(process: int, advice: str) -> None:
 def _clean_up(root: Path, run_id: str) -> None:
     """The other processes of the run end with it, and only then give up the locks of their folders."""
     sys.path.append(str(Path(__file__).parents[3]))
-    from titan_rl.cluster.hosts.scratch import clean_up_after_dead_runs
+    from titan_rl.cluster.hosts.folders import clean_up_after_dead_runs
     from titan_rl.weights.shard_files.shard_folder import shard_folders
 
     deadline = time.monotonic() + CLEANING_S

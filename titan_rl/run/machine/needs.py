@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from titan_rl.cluster.hosts.placement import choose_transport, place_generators, place_trainer
-from titan_rl.cluster.processes.gpus import least_gpu_bytes, visible_gpus
+from titan_rl.cluster.hosts.placement import (
+    choose_transport,
+    least_gpu_bytes,
+    place_generators,
+    place_trainer,
+    visible_gpus,
+)
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import ConfigError
 from titan_rl.weights.transports.registry import find_transport

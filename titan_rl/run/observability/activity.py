@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from titan_rl.cluster.hosts.history import HostHistory
+from titan_rl.cluster.hosts.lifecycle import HostHistory
 from titan_rl.generation.router.pool import ReplicaStatus
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.generation.types import GaugeSummary

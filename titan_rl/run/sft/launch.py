@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from titan_rl.cluster.host_tasks import hosts_watcher
-from titan_rl.cluster.hosts.history import HostHistory
+from titan_rl.cluster.hosts.lifecycle import HostHistory
 from titan_rl.cluster.hosts.requests import HostFiles
 from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.make_renderer import make_renderer, told_of_template

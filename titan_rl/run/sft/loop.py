@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from titan_rl.cluster.hosts.history import HostHistory
+from titan_rl.cluster.hosts.lifecycle import HostHistory
 from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.errors import NoSpaceError

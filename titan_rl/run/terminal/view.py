@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from rich.text import Text
 
-from titan_rl.cluster.liveness.host_state import HostState
+from titan_rl.cluster.hosts.lifecycle import HostState
 from titan_rl.run.terminal.figures import format_seconds, sparkline
 from titan_rl.viewer.hosts import work_of
 

@@ -1,20 +1,115 @@
-"""What watches the processes of one host for a controller on another."""
+"""Heartbeats from a host to the controller: the messages, the silence timer, and the watchdog on the host that sends
+them."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import time
+from asyncio import StreamReader, StreamWriter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titan_rl.cluster.liveness.contact import Contact
-from titan_rl.cluster.liveness.host_watch import LOOK_S, HostWatch
-from titan_rl.cluster.liveness.reports import LONGEST_LINE, Report, receive, send
-from titan_rl.cluster.liveness.vital_signs import Signs
+from titan_rl.cluster.liveness.health_check import LOOK_S, HostWatch, Signs
+
+
+class Contact:
+    """Adds up for how long nothing has come from the other end.
+
+    Time counts by looks, each of them for `longest_look_s` at most: where the looker itself was stopped or starved,
+    what has come meanwhile is still to be read, and nobody has been silent.
+
+    Example: of a host that may be silent for 3 s, looked at four times a second:
+
+        contact = Contact(limit_s=3.0, longest_look_s=0.5, now=clock())
+        contact.heard()
+        contact.look(clock())  # False: it is there
+    """
+
+    def __init__(self, limit_s: float, longest_look_s: float, now: float) -> None:
+        self._limit_s = limit_s
+        self._longest_look_s = longest_look_s
+        self._looked_at = now
+        self.silent_s = 0.0
+        self._longest_s = 0.0
+
+    def heard(self) -> None:
+        self.silent_s = 0.0
+
+    def look(self, now: float) -> bool:
+        """Whether it is lost."""
+        self.silent_s += min(now - self._looked_at, self._longest_look_s)
+        self._looked_at = now
+        self._longest_s = max(self._longest_s, self.silent_s)
+        return self.silent_s >= self._limit_s
+
+    def take_longest(self) -> float:
+        """The longest silence, in seconds, since this was last called, by another thread if need be."""
+        longest_s, self._longest_s = self._longest_s, 0.0
+        return longest_s
+
+
+LONGEST_LINE = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Of the processes of one host. It is sent several times a second, and so is the sign that the host is there.
+
+    Args:
+        number: counts up. The answer has it.
+        ended: how processes ended, by pid, until the controller has said that it knows.
+        signs: of those that give none, by pid.
+        leaving: why the host is about to go, and is to be drained; empty while it stays.
+    """
+
+    number: int
+    ended: dict[int, str] = field(default_factory=dict[int, str])
+    signs: dict[int, Signs] = field(default_factory=dict[int, Signs])
+    leaving: str = ""
+
+    def message(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def of(message: dict[str, Any]) -> Report:
+        """
+        Raises:
+            KeyError, TypeError, ValueError: it is none.
+        """
+        return Report(
+            int(message["number"]),
+            {int(pid): str(how) for pid, how in message["ended"].items()},
+            {int(pid): Signs(**signs) for pid, signs in message["signs"].items()},
+            str(message["leaving"]),
+        )
+
+
+def send(writer: StreamWriter, message: dict[str, Any]) -> None:
+    """Hand a message on; a connection that is gone takes it, too."""
+    if not writer.is_closing():
+        writer.write(json.dumps(message).encode() + b"\n")
+
+
+async def receive(reader: StreamReader) -> dict[str, Any]:
+    """The next message.
+
+    Raises:
+        ConnectionError: the connection has ended, or what comes is no message.
+    """
+    try:
+        line = await reader.readline()
+        message = json.loads(line) if line else None
+    except (ValueError, OSError) as error:
+        raise ConnectionError(f"no message: {error!r}") from error
+    if not isinstance(message, dict):
+        raise ConnectionError("it has ended")
+    return message
+
 
 logger = logging.getLogger(__name__)
 

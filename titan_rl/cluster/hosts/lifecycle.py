@@ -1,4 +1,4 @@
-"""What becomes of the hosts of a run, for whoever looks at it: a screen, metrics, a timeline."""
+"""States of the hosts of a run, and their history for the screen, metrics and the timeline."""
 
 from __future__ import annotations
 
@@ -6,10 +6,31 @@ import contextvars
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
-from titan_rl.cluster.liveness.host_state import HostState
 from titan_rl.core.tracing.spans import Track
 from titan_rl.viewer.hosts import HostEvent
+
+
+@dataclass(frozen=True, slots=True)
+class HostState:
+    """One host.
+
+    Args:
+        address: of its worker, by which it is asked for: "10.0.0.1:22222".
+        name: "" while it is not known yet.
+        state: "joining", until its processes are up, "in the run", "draining", "left", once it is drained, or "gone",
+            where it was lost.
+        reason: why it drains, left, or is gone.
+        processes: names of those that it has.
+    """
+
+    name: str
+    address: str
+    state: str
+    reason: str = ""
+    processes: tuple[str, ...] = ()
+
 
 HERE = ("in the run", "draining")
 BECOMES = {"in the run": "joined", "draining": "drains", "left": "left", "gone": "lost"}

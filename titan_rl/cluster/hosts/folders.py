@@ -1,0 +1,187 @@
+"""Folders and files of a run and a worker on a host: scratch, the run token, and copies of code and model."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import subprocess
+import tempfile
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from titan_rl.core.errors import ConfigError
+from titan_rl.weights.shard_files.owned_folder import OwnedFolder, clean_dead_folders
+from titan_rl.weights.shard_files.shard_folder import clean_dead_shards
+
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",  # engines and trainer share the cores; threads of their own would thrash
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",  # a model is a folder; nothing is fetched while a run starts
+}
+"""Variables of a run's processes, where the user has not set them."""
+
+SCRATCH = "titan_rl-run-"
+WORKER = "titan_rl-host-"
+LONGEST_TMPDIR = 28  # Monarch makes sockets below it, whose paths end at 107 characters
+
+
+def scratch_root() -> Path:
+    """Where whoever clears up looks. What a worker has started has it beside the worker's folder."""
+    if (folder := os.environ.get(FOLDER)) is not None:
+        return Path(folder).parent
+    root = Path(tempfile.gettempdir())
+    return root if len(str(root)) <= LONGEST_TMPDIR else Path("/tmp")
+
+
+def make_scratch() -> OwnedFolder:
+    """A folder for what lasts as long as this process."""
+    return OwnedFolder(SCRATCH, scratch_root())
+
+
+def make_worker_folder() -> OwnedFolder:
+    """As `make_scratch`, of a worker."""
+    return OwnedFolder(WORKER, scratch_root())
+
+
+def clean_up_after_dead_runs(root: Path) -> None:
+    """Remove the scratch folders in `root`, the logs of Monarch and the weights in shared memory of runs whose process
+    is gone, and the folders of workers that are."""
+    for folder in (*clean_dead_folders(WORKER, root), *clean_dead_folders(SCRATCH, root)):
+        remove_monarch_logs(folder.name)
+    clean_dead_shards()
+
+
+def remove_monarch_logs(suffix: str) -> None:
+    """Those of processes whose MONARCH_LOG_SUFFIX begins so."""
+    for folder in Path("/tmp").iterdir():  # there wherever TMPDIR points
+        with contextlib.suppress(OSError):  # others remove folders of their own meanwhile
+            for log in folder.glob(f"monarch_log_{suffix}*"):
+                log.unlink(missing_ok=True)
+
+
+FOLDER = "TITAN_RL_WORKER"
+"""The variable that has the folder, for what the worker starts."""
+_LEAVING = "leaving"
+
+
+def say_leaving(folder: Path, reason: str) -> None:
+    """Of the worker: the host is about to go."""
+    fresh = folder / f".{_LEAVING}"
+    fresh.write_text(reason)
+    fresh.replace(folder / _LEAVING)
+
+
+def leaving() -> str:
+    """Of an agent: why the host is about to go; "" while it stays."""
+    folder = os.environ.get(FOLDER)
+    if folder is None:
+        return ""
+    try:
+        return (Path(folder) / _LEAVING).read_text()
+    except OSError:
+        return ""
+
+
+NAME = ".hosts"
+
+
+class RunToken:
+    """
+    Attributes:
+        text: of the file, which no other run has.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.text = secrets.token_hex(8)
+        self._path = run_dir / NAME
+        self._num_looking = 0
+
+    @contextmanager
+    def shown(self) -> Generator[None]:
+        """The file is there within the block, and as long as another such block goes on.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if not self._num_looking:
+            self._path.write_text(self.text)
+        self._num_looking += 1
+        try:
+            yield
+        finally:
+            self._num_looking -= 1
+            if not self._num_looking:
+                self._path.unlink(missing_ok=True)
+
+
+def token_in(run_dir: Path) -> str | None:
+    """What the file says; None where there is none."""
+    try:
+        return (run_dir / NAME).read_text()
+    except OSError:
+        return None
+
+
+CHUNK = 4 << 20
+MOST_CODE = 256 << 20  # bytes of one folder of modules
+GIT_S = 30.0  # where git takes longer, on a network's file system, files are found without it
+LEFT_OUT = ("__pycache__", "node_modules", "runs")
+
+Chunk = tuple[str, bytes]
+"""(file below the folder, bytes behind those before)."""
+
+
+def chunks_of(folder: Path, files: list[Path]) -> Iterator[Chunk]:
+    """The contents of files, a piece at a time; an empty one has one piece."""
+    for path in files:
+        name = str(path.relative_to(folder))
+        with path.open("rb") as file:
+            yield name, file.read(CHUNK)
+            while data := file.read(CHUNK):
+                yield name, data
+
+
+def model_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def code_files(folder: Path) -> list[Path]:
+    """What git has of a folder, or would take into it; where there is no git all but what is hidden, environments and
+    runs.
+
+    Raises:
+        ConfigError: that is too much for code.
+    """
+    files = _known_to_git(folder)
+    if files is None:
+        files = list(_walk(folder))
+    size = sum(path.stat().st_size for path in files)
+    if size > MOST_CODE:
+        raise ConfigError(
+            f"hosts.sync: {folder}, of `pythonpath`, has {size >> 20} MiB, and code is at most {MOST_CODE >> 20}; set "
+            "`pythonpath` to a folder of modules alone"
+        )
+    return sorted(files)
+
+
+def _known_to_git(folder: Path) -> list[Path] | None:
+    command = ["git", "-C", str(folder), "ls-files", "-z", "--cached", "--others", "--exclude-standard", "."]
+    try:
+        listed = subprocess.run(command, capture_output=True, check=True, timeout=GIT_S).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    found = [folder / os.fsdecode(name) for name in listed.split(b"\0") if name]
+    return [path for path in found if path.is_file()]
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    for place, folders, names in os.walk(folder):
+        here = Path(place)
+        folders[:] = [
+            name
+            for name in folders
+            if not name.startswith(".") and name not in LEFT_OUT and not (here / name / "pyvenv.cfg").exists()
+        ]
+        yield from (here / name for name in names if not name.startswith(".") and (here / name).is_file())

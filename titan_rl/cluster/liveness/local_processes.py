@@ -1,0 +1,178 @@
+"""Processes of this machine as Linux reports them: CPU use, children, and exit with its status."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import signal
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+_PROC = Path("/proc")
+CAN_LIST = (_PROC / "self" / "task" / str(os.getpid()) / "children").exists()
+"""Whether the kernel lists the children of a process."""
+BUSY_SHARE = 0.1
+"""Of one processor. Less is what a process uses that waits, by the threads that keep its connections."""
+
+
+@dataclass(frozen=True, slots=True)
+class TreeUse:
+    """Of a process and all below it.
+
+    Args:
+        cpu_s: processor time so far, by pid.
+        on_disk: one of them waits for a disk.
+    """
+
+    cpu_s: dict[int, float]
+    on_disk: bool
+
+
+def use_of(pid: int) -> TreeUse:
+    """What is used so far; nothing where the kernel does not tell, or the process is gone."""
+    cpu_s: dict[int, float] = {}
+    on_disk, ahead = False, [pid]
+    while ahead:
+        one = ahead.pop()
+        try:
+            fields = (_PROC / str(one) / "stat").read_text().rpartition(")")[2].split()
+            threads = list((_PROC / str(one) / "task").iterdir())
+        except OSError:
+            continue
+        cpu_s[one] = (int(fields[11]) + int(fields[12])) / _TICKS
+        for thread in threads:
+            try:
+                on_disk = on_disk or (thread / "stat").read_text().rpartition(")")[2].split()[0] == "D"
+                ahead += [int(child) for child in (thread / "children").read_text().split()]
+            except OSError:  # it has ended, or this kernel does not list children
+                continue
+    return TreeUse(cpu_s, on_disk)
+
+
+def children_of(pid: int) -> list[int]:
+    """Those that it started and that live."""
+    return [child for child in _all_children_of(pid) if _state(child) not in ("", "Z", "X")]
+
+
+def unreaped_children_of(pid: int) -> list[int]:
+    """Those that it started, that have ended, and whose ends it has not asked for."""
+    return [child for child in _all_children_of(pid) if _state(child) == "Z"]
+
+
+def is_stopped(pid: int) -> bool:
+    """By a signal, as SIGSTOP is one."""
+    return _state(pid) == "T"
+
+
+def _all_children_of(pid: int) -> list[int]:
+    found: list[int] = []
+    for thread in (_PROC / str(pid) / "task").glob("*/children"):
+        with contextlib.suppress(OSError):  # a thread that has ended
+            found += [int(child) for child in thread.read_text().split()]
+    return found
+
+
+def _state(pid: int) -> str:
+    """A letter, as of `ps`; "" where it is gone."""
+    try:
+        return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def computed_between(before: TreeUse, after: TreeUse, passed_s: float) -> bool:
+    """Whether there was work between two looks that were so far apart. A child that began or ended is some."""
+    if after.on_disk or before.cpu_s.keys() != after.cpu_s.keys():
+        return True
+    used = sum(after.cpu_s[pid] - before.cpu_s[pid] for pid in after.cpu_s)
+    return used >= BUSY_SHARE * passed_s
+
+
+_INFO_EXIT = 1 << 3  # linux/pidfd.h
+_INFO = struct.Struct("=QQ11Ii")  # struct pidfd_info: mask, cgroup, eleven ids, exit code
+_GET_INFO = 0xC0000000 | _INFO.size << 16 | 0xFF << 8 | 11  # _IOWR(PIDFS_IOCTL_MAGIC, 11, struct pidfd_info)
+
+
+def how_it_ended(descriptor: int) -> str:
+    """Of the process behind a descriptor that was opened while it lived: `was killed by SIGKILL`.
+
+    Nothing is taken from its parent, which may have collected it before: Linux 6.15 and later tell all the same, others
+    only that it ended.
+    """
+    status = _status_of_child(descriptor)
+    if status is None:
+        status = _status_of_collected(descriptor)
+    if status is None:
+        return "ended"
+    code = os.waitstatus_to_exitcode(status)
+    return f"exited with status {code}" if code >= 0 else f"was killed by {_name(-code)}"
+
+
+def _status_of_child(descriptor: int) -> int | None:
+    with contextlib.suppress(ChildProcessError):
+        result = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if result is not None:
+            return result.si_status << 8 if result.si_code == os.CLD_EXITED else result.si_status
+    return None
+
+
+def _status_of_collected(descriptor: int) -> int | None:
+    with contextlib.suppress(OSError):  # an older kernel
+        asked = _INFO.pack(_INFO_EXIT, *[0] * 13)
+        mask, *_, status = _INFO.unpack(fcntl.ioctl(descriptor, _GET_INFO, asked))
+        if mask & _INFO_EXIT:
+            return status
+    return None
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
+class WatchedProcess:
+    """One process, until it ends or is let go. What has its pid later is not meant.
+
+    Args:
+        pid: of a process of this host.
+        on_end: called once, in the running event loop: "process 7 was killed by SIGKILL".
+
+    Raises:
+        ProcessLookupError: there is none.
+    """
+
+    def __init__(self, pid: int, on_end: Callable[[str], None]) -> None:
+        self.pid = pid
+        self._on_end = on_end
+        self._descriptor: int | None = os.pidfd_open(pid)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._descriptor, self._ended)
+
+    def kill(self) -> None:
+        if self._descriptor is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Watch no longer: whatever ends now was told to."""
+        if self._descriptor is not None:
+            self._loop.remove_reader(self._descriptor)
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _ended(self) -> None:
+        assert self._descriptor is not None
+        how = how_it_ended(self._descriptor)
+        self.close()
+        self._on_end(f"process {self.pid} {how}")
+
+
+CAN_WATCH = hasattr(os, "pidfd_open")
+"""Whether the kernel tells of processes."""
