@@ -8,6 +8,7 @@ from pathlib import Path, PurePath
 from titan_rl.cli.options import Parser, file_path
 from titan_rl.cluster.providers.registry import find_provider
 from titan_rl.cluster.providers.spec import Submission
+from titan_rl.config.experimental import experimental_warning
 from titan_rl.config.load import dump_config, load_config
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import ConfigError
@@ -44,6 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
     elif not PurePath(config.model.path).is_absolute():
         there = PurePath(provider.folder_there(hosts), config.model.path)
         tell(f"titan-rl: model.path = {config.model.path!r} is {there} where the run is; see that it is there")
+    if warning := experimental_warning(config, config.statedict.transport.replace("auto", "tcp")):
+        tell(f"titan-rl: warning: {warning}")
     submission = Submission(
         settings=hosts,
         name=run_name(config, paths, arguments.overrides),

@@ -16,7 +16,7 @@ from titan_rl.config.load import dump_config, load_config
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import ConfigError, MissingExtraError
 from titan_rl.run.directory import check_run_dir
-from titan_rl.run.machine.needs import check_needs, describe_transport
+from titan_rl.run.machine.needs import check_needs, describe_transport, warn_of_experimental
 from titan_rl.run.observability.progress import Verbosity
 from titan_rl.run.observability.summary import show_summary
 from titan_rl.run.rehearsal import describe, problem_of_loss, rehearse
@@ -59,9 +59,11 @@ def run(arguments: argparse.Namespace) -> int:
         config = load_resumed(load_config, resume, arguments.overrides)
     for warning in throttles(config):
         tell(f"titan-rl: warning: {warning}")
+    check_own_machine(config.hosts)
+    check_needs(config)
+    if experimental := warn_of_experimental(config):
+        tell(f"titan-rl: warning: {experimental}")
     if arguments.dry_run:
-        check_own_machine(config.hosts)
-        check_needs(config)
         if resume is None:
             check_run_dir(config)
         else:

@@ -195,7 +195,7 @@ class SlurmConfig(Section):
 
 class KubernetesConfig(Section):
     """Workers as a StatefulSet and the controller as a Job, which `titan-rl launch` makes where `hosts.provider` names
-    kubernetes."""
+    kubernetes. Experimental."""
 
     image: Annotated[str, AfterValidator(_image)] = ""
     """With titan_rl and the task installed, or with them on the volume."""
@@ -221,8 +221,9 @@ class ProviderSettings(Section):
     """Who starts the workers of a run, and how."""
 
     provider: Annotated[str, FunctionName(NAMES, ("spec",), may_be_class=False)] | None = None
-    """Starts a worker on each host: over ssh, in an allocation of Slurm, or as pods of Kubernetes. A function of yours
-    gives an async context manager for a `titan_rl.cluster.providers.spec.ProviderSpec`, of the workers' addresses."""
+    """Starts a worker on each host: over ssh, in an allocation of Slurm, or as pods of Kubernetes, which is
+    experimental. A function of yours returns, for a `titan_rl.cluster.providers.spec.ProviderSpec`, an async context
+    manager of the workers' addresses."""
     port: Annotated[int, _WITH_PROVIDER] = Field(default=22222, ge=0, le=65535)
     """On which the workers of a provider listen; with 0 each takes one that is free, but for kubernetes."""
     command: Annotated[Annotated[str, AfterValidator(_words)] | None, _WITH_PROVIDER] = None

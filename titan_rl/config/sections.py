@@ -60,8 +60,8 @@ class GenerationConfig(Section):
     on the same GPU; elsewhere what weights and work space leave of gpu_share, or of 0.9 of the GPU, shared evenly by
     the engines that are on it."""
     gpu_share: float | None = Field(default=None, gt=0, le=1)
-    """Of a GPU's memory, what one process of an engine has. By default what weights, KV cache and work space come to.
-    An engine does not start where so much is not free."""
+    """Share of a GPU's memory for one process of an engine, which does not start if less is free. By default what
+    weights, KV cache and work space add up to. Experimental."""
     return_routed_experts: bool = False
     """Training completions tell which experts each token took. For mixtures of experts, on GPUs."""
     pull_mode: Literal["hot_swap", "drain"] = "hot_swap"
@@ -136,7 +136,7 @@ class StateDictConfig(Section):
     room, and else shared_memory; --dry-run says which, and why. With tcp each host is sent a version once, by the host
     before it, and of most versions what changed; with rdma each generator reads the trainer's memory over the network.
     With cuda_ipc all are on GPUs of one host, and read from the trainer's GPU memory, which has two more copies
-    then."""
+    then. Between hosts, and with rdma or cuda_ipc, it is experimental."""
     fanout: Annotated[PositiveInt, _TCP, ON_SEVERAL_HOSTS] = 1
     """With tcp, hosts that each host sends a version to: 1 makes a chain of them, in which the trainer sends it once,
     and more a tree."""

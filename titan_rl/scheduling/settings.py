@@ -29,7 +29,8 @@ class SchedulingConfig(Section):
     ones as far as that allows, in the place of window: more than any window with the same bound lets them."""
     on_batch_ready: Literal["continue", "keep", "abort", "sleep"] = "continue"
     """While a batch is trained and pulled, generation goes on, is frozen with its KV cache, leaves the engines, or
-    leaves them while they give the memory of weights and KV cache to a trainer on the same GPUs, until the pull."""
+    leaves them while they give the memory of weights and KV cache to a trainer on the same GPUs, until the pull.
+    "sleep" is experimental."""
     tail: Tail = "carry_over"
     """Unfinished groups that a batch overtook run on, wait until groups_per_step of them do, or are dropped by age."""
     tail_age: Annotated[PositiveInt, TakesEffect("scheduling.tail", one_of=("drop",))] = 1

@@ -11,6 +11,7 @@ from titan_rl.cluster.hosts.placement import (
     place_trainer,
     visible_gpus,
 )
+from titan_rl.config.experimental import experimental_warning
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import ConfigError
 from titan_rl.weights.transports.registry import find_transport
@@ -45,13 +46,24 @@ def describe_transport(config: RunConfig) -> str:
 
     Example: `statedict.transport is shared_memory: trainer and generators are on one host, not all on GPUs`
     """
+    name, why = _chosen_transport(config)
+    return f"statedict.transport is {name}{why}"
+
+
+def warn_of_experimental(config: RunConfig) -> str | None:
+    """A line that names the experimental settings of a run, with the transport that this machine leads to."""
+    name, _ = _chosen_transport(config)
+    return experimental_warning(config, name)
+
+
+def _chosen_transport(config: RunConfig) -> tuple[str, str]:
     if config.statedict.transport != "auto":
-        return f"statedict.transport is {config.statedict.transport}, as set"
+        return config.statedict.transport, ", as set"
     here = {"here": () if config.hosts.elsewhere else visible_gpus()}
     trainer = () if config.hosts.elsewhere else place_trainer(config.training, ["here"], here)
     generators = place_generators(config.generation, ["here"], here, trainer)
     name, why = choose_transport(config, trainer, generators, least_gpu_bytes)
-    return f"statedict.transport is {name}: {why}"
+    return name, f": {why}"
 
 
 def _check_without_gpus(config: RunConfig) -> None:

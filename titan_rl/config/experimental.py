@@ -1,0 +1,44 @@
+"""The experimental settings of a run: built and tested without the hardware or the network that they are for."""
+
+from __future__ import annotations
+
+from titan_rl.config.run import RunConfig
+
+EXPERIMENTAL: dict[str, tuple[str, ...]] = {
+    "generation.gpu_share": (),
+    "hosts.provider": ("kubernetes",),
+    "scheduling.on_batch_ready": ("sleep",),
+    "statedict.transport": ("cuda_ipc", "rdma", "tcp"),
+}
+"""Experimental values of each setting; none listed means every value but None."""
+
+
+def experimental_settings(config: RunConfig, transport: str) -> list[str]:
+    """Settings of a run that are experimental, with their values.
+
+    Args:
+        transport: the name that `statedict.transport` stands for, where it is "auto".
+
+    Example: `['scheduling.on_batch_ready = "sleep"']`
+    """
+    values = {
+        "generation.gpu_share": config.generation.gpu_share,
+        "hosts.provider": config.hosts.provider,
+        "scheduling.on_batch_ready": config.scheduling.on_batch_ready,
+        "statedict.transport": transport,
+    }
+    if not config.hosts.elsewhere and transport == "tcp":
+        del values["statedict.transport"]  # both ends of the connection are on this machine
+    return [
+        f'{name} = "{value}"' if isinstance(value, str) else f"{name} = {value}"
+        for name, value in values.items()
+        if value is not None and (value in EXPERIMENTAL[name] or not EXPERIMENTAL[name])
+    ]
+
+
+def experimental_warning(config: RunConfig, transport: str) -> str | None:
+    """One line that names the experimental settings of a run; None if it has none."""
+    used = experimental_settings(config, transport)
+    if not used:
+        return None
+    return f"experimental, never run on the hardware or network it is for: {', '.join(used)}"
