@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from titan_rl.config.load import load_config
     from titan_rl.config.run import RunConfig
     from titan_rl.core.calls.watchdog import LoopWatchdog
-    from titan_rl.evaluation.evaluation import Evaluation, read_evaluation
+    from titan_rl.evaluation.results import Evaluation, read_evaluation
     from titan_rl.evaluation.table import table
     from titan_rl.generation.engine import Engine, TokenDelta
     from titan_rl.generation.loop.engine_loop import EngineLoop
@@ -124,7 +124,7 @@ _NAMES = {
     "core.calls.watchdog": "LoopWatchdog",
     "config.load": "load_config",
     "config.run": "RunConfig",
-    "evaluation.evaluation": "Evaluation read_evaluation",
+    "evaluation.results": "Evaluation read_evaluation",
     "evaluation.table": "table",
     "generation.engine": "Engine TokenDelta",
     "generation.loop.engine_loop": "EngineLoop",

@@ -21,9 +21,7 @@ from titan_rl.config.given import ConfigLike, TaskLike, given_config
 from titan_rl.config.make_renderer import make_renderer
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import ConfigError
-from titan_rl.evaluation.evaluate import EvaluationRun
-from titan_rl.evaluation.evaluation import Evaluation
-from titan_rl.evaluation.files import EvaluationFiles, folder_name
+from titan_rl.evaluation.evaluate import EvaluationFiles, EvaluationRun, folder_name
 from titan_rl.evaluation.policies.opened import (
     OpenedPolicy,
     needs_engine,
@@ -31,6 +29,7 @@ from titan_rl.evaluation.policies.opened import (
     require_engine,
     speaks_no_tokens,
 )
+from titan_rl.evaluation.results import Evaluation
 from titan_rl.generation.function_replica import FunctionReplica
 from titan_rl.generation.router.replica import Replica
 from titan_rl.generation.router.strategies import Strategy
@@ -39,7 +38,7 @@ from titan_rl.metrics.sinks.types import MetricSink
 from titan_rl.rollout.environment.chat import ChatFn
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.run.machine.environment import run_environment
-from titan_rl.run.machine.event_loop import run_to_its_end
+from titan_rl.run.machine.signals import run_to_its_end
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.summary import RunSummary, show_summary
 from titan_rl.run.parts import Parts

@@ -10,7 +10,7 @@ import pytest
 
 from titan_rl.cli.main import main
 from titan_rl.core.errors import CheckpointError
-from titan_rl.evaluation.policies import exported
+from titan_rl.evaluation.policies import source
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "alphabet_sort"
 
@@ -39,7 +39,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
             raise CheckpointError("damaged")
         calls.append((model.dtype, checkpoint.name, directory))
 
-    monkeypatch.setattr(exported, "export", export)
+    monkeypatch.setattr(source, "export", export)
     return calls
 
 

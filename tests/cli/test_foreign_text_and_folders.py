@@ -20,8 +20,8 @@ from titan_rl.config.load import load_config
 from titan_rl.core.calls.plain import terminal_text
 from titan_rl.core.errors import RewardError
 from titan_rl.run.directory import RunDirectory
-from titan_rl.run.journal.run_state import RunState
-from titan_rl.run.machine.stop_signals import tell_on_stderr
+from titan_rl.run.journal.state import RunState
+from titan_rl.run.machine.signals import tell_on_stderr
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.terminal.standard_streams import say, tell
 
@@ -53,7 +53,7 @@ def test_nothing_else_writes_to_the_terminal():
     root = Path(titan_rl.__file__).parent
     allowed = {
         "run/terminal/standard_streams.py",  # where text is made safe
-        "run/machine/stop_signals.py",  # is safe in a signal handler; tested above
+        "run/machine/signals.py",  # is safe in a signal handler; tested above
         "run/machine/guard.py",  # a program without imports, which is given safe text
         "cluster/processes/sockets.py",  # passes on, made safe, what Monarch writes while it starts
         "cluster/hosts/monarch_host.py",  # one fixed word to the process that started it

@@ -21,7 +21,7 @@ from titan_rl.config.load import load_config
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import TrainingError
 from titan_rl.run.directory import RunDirectory
-from titan_rl.run.journal.run_state import RunState
+from titan_rl.run.journal.state import RunState
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_wrong_hosts_are_told_before_a_run_has_a_folder(project: Path, given: li
 def test_what_needs_a_gpu_is_told_before_a_run_has_a_folder(
     project: Path, monkeypatch: pytest.MonkeyPatch, given: str, says: str, capsys
 ):
-    monkeypatch.setattr("titan_rl.run.machine.needs.visible_gpus", lambda: ())
+    monkeypatch.setattr("titan_rl.run.machine.requirements.visible_gpus", lambda: ())
     for dry_run in (["--dry-run"], []):
         assert main(["train", "config.toml", given, *dry_run]) == 2
         assert says in capsys.readouterr().err
@@ -117,8 +117,8 @@ def test_what_needs_a_gpu_is_told_before_a_run_has_a_folder(
 def test_a_dry_run_says_how_weights_will_travel_and_why(
     project: Path, monkeypatch: pytest.MonkeyPatch, gpus: tuple[str, ...], given: list[str], says: str, capsys
 ):
-    monkeypatch.setattr("titan_rl.run.machine.needs.visible_gpus", lambda: gpus)
-    monkeypatch.setattr("titan_rl.run.machine.needs.least_gpu_bytes", lambda: 80 * 2**30)
+    monkeypatch.setattr("titan_rl.run.machine.requirements.visible_gpus", lambda: gpus)
+    monkeypatch.setattr("titan_rl.run.machine.requirements.least_gpu_bytes", lambda: 80 * 2**30)
     main(["train", "config.toml", *given, "--dry-run"])
     assert says in capsys.readouterr().err
 
@@ -138,7 +138,7 @@ def test_a_dry_run_says_how_weights_will_travel_and_why(
 def test_what_the_machines_cannot_do_is_told_before_a_run_has_a_folder(
     project: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], says: str, capsys
 ):
-    monkeypatch.setattr("titan_rl.run.machine.needs.visible_gpus", lambda: ("0", "1"))
+    monkeypatch.setattr("titan_rl.run.machine.requirements.visible_gpus", lambda: ("0", "1"))
     for dry_run in (["--dry-run"], []):
         assert main(["train", "config.toml", *given, *dry_run]) == 2
         assert says in capsys.readouterr().err

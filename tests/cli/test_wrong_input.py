@@ -18,7 +18,7 @@ from titan_rl.cli.main import main
 from titan_rl.config.changes import settings_of
 from titan_rl.config.load import load_config
 from titan_rl.run.directory import RunDirectory
-from titan_rl.run.journal.run_state import RunState
+from titan_rl.run.journal.state import RunState
 from titan_rl.training.state.checkpoint import step_directory
 from titan_rl.training.state.checksums import write_checksums, write_summed
 

@@ -20,7 +20,7 @@ from e2e.runs import run_training
 from e2e.slow_loss import GATE, SECONDS
 from e2e.test_stopped_and_killed import GROUPS, SETTINGS, assert_trained_once_and_in_order, wait_until
 
-from titan_rl.run.journal.run_state import RunState
+from titan_rl.run.journal.state import RunState
 from titan_rl.training.state.checkpoint import latest
 
 STEP_S = 1.0  # at least

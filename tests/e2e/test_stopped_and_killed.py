@@ -15,7 +15,7 @@ pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
 from e2e.runs import QUICK, Run, run_training
 from e2e.slow_loss import GATE
 
-from titan_rl.run.journal.run_state import RunState
+from titan_rl.run.journal.state import RunState
 from titan_rl.scheduling.mix.shares import Shares
 from titan_rl.training.state.checkpoint import latest
 

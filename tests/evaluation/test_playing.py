@@ -22,9 +22,8 @@ from titan_rl import (
     Rubric,
     SamplingParams,
 )
-from titan_rl.evaluation.evaluation import Evaluation, read_evaluation
-from titan_rl.evaluation.playing import Suite, digest, finished_lines, play_suites
-from titan_rl.evaluation.results import TaskResult, task_result
+from titan_rl.evaluation.results import Evaluation, TaskResult, read_evaluation, task_result
+from titan_rl.evaluation.suites import Suite, digest, finished_lines, play_suites
 from titan_rl.evaluation.table import table
 
 Line = dict[str, Any]

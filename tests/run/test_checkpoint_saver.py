@@ -15,8 +15,8 @@ from titan_rl.config.sections import CheckpointConfig
 from titan_rl.core.errors import CheckpointError, ConfigError, NoSpaceError
 from titan_rl.run.checkpoints import saver
 from titan_rl.run.checkpoints.saver import CheckpointSaver
-from titan_rl.run.machine import disk_space
-from titan_rl.run.machine.disk_space import check_room, checkpoint_bytes
+from titan_rl.run.machine import requirements
+from titan_rl.run.machine.requirements import check_room, checkpoint_bytes
 from titan_rl.training.state.checkpoint import step_directory
 from titan_rl.training.state.checksums import write_checksums, write_summed
 
@@ -68,7 +68,7 @@ class Disk:
 @pytest.fixture
 def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
     made = Disk(tmp_path, write_s=20.0)
-    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda path: Usage(1 << 40, 0, made.free))
+    monkeypatch.setattr(requirements.shutil, "disk_usage", lambda path: Usage(1 << 40, 0, made.free))
     return made
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from titan_rl.run.machine.event_loop import run_to_its_end
+from titan_rl.run.machine.signals import run_to_its_end
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
@@ -55,7 +55,7 @@ def test_else_it_is_what_the_program_gives_or_raises():
 
 HANGING = """
 import asyncio, threading
-from titan_rl.run.machine.event_loop import run_to_its_end
+from titan_rl.run.machine.signals import run_to_its_end
 
 async def program():
     hanging = [asyncio.ensure_future(asyncio.to_thread(threading.Event().wait)) for _ in range(40)]

@@ -24,7 +24,7 @@ from titan_rl.metrics.metric import MetricGroup
 from titan_rl.metrics.table import METRICS, find_metric, match_metric
 from titan_rl.run.directory import read_jsonl
 from titan_rl.run.observability.group_metrics import group_metrics, validation_metrics
-from titan_rl.run.observability.step_reports import prefixed
+from titan_rl.run.observability.steps import prefixed
 from titan_rl.run.sft.loop import LOGGED
 from titan_rl.serving.http.metrics import ServerMetrics
 
@@ -55,7 +55,7 @@ def of_code() -> set[str]:
         *prefixed("engine", GaugeSummary.metrics([GaugeSummary(1, values, values, totals)])),
         *prefixed("sync", dict.fromkeys(strings("cluster/generator_actor.py", "pull"), 0.0)),
         *prefixed("sync", dict.fromkeys(strings("weights/transports/tcp.py", "_note"), 0.0)),
-        *strings("run/observability/activity.py", "_moved_metrics", r"[a-z]+/[a-z_]+"),
+        *strings("run/observability/generation_status.py", "_moved_metrics", r"[a-z]+/[a-z_]+"),
         *(f"completion/{name}" for name in strings("generation/partial.py", "_continued_metrics")),
         *(text for text in strings("run/sft/loop.py", "_train_on", r"[a-z]+/[a-z_]+")),
         *(text for text in strings("run/sft/loop.py", "_measure", r"[a-z]+/[a-z_]+")),

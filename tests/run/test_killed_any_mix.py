@@ -19,10 +19,9 @@ from titan_rl import RolloutGroup
 from titan_rl.config.sections import ValidationConfig
 from titan_rl.config.tasks import TaskSource
 from titan_rl.core.settings import Section
-from titan_rl.run.journal.log_format import frame, read_log
+from titan_rl.run.journal.log import frame, read_log
 from titan_rl.run.journal.run_journal import RunJournal
-from titan_rl.run.observability.group_records import GroupRecords
-from titan_rl.run.observability.rollout_log import RolloutLog
+from titan_rl.run.observability.rollout_log import GroupRecords, RolloutLog
 from titan_rl.scheduling.mix.curricula import ByDifficulty, InOrder, Stages
 from titan_rl.scheduling.mix.task_mix import Share, TaskMix
 

@@ -23,7 +23,7 @@ from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.run.controller import Controller
 from titan_rl.run.directory import RunDirectory, read_jsonl
 from titan_rl.run.journal.run_journal import RunJournal
-from titan_rl.run.journal.run_state import RunState
+from titan_rl.run.journal.state import RunState
 from titan_rl.run.observability.progress import Progress
 from titan_rl.scheduling.settings import SchedulingConfig
 from titan_rl.training.protocol import StepResult, Trainer

@@ -8,8 +8,7 @@ import os
 
 import pytest
 
-from titan_rl.run.observability.progress import Progress
-from titan_rl.run.observability.shown_step import StepReport
+from titan_rl.run.observability.progress import Progress, StepReport
 
 
 def show_a_run(descriptor: int) -> None:

@@ -21,10 +21,9 @@ from titan_rl.core.errors import CheckpointError, NoSpaceError, RequestError
 from titan_rl.generation.listening import listener, listening
 from titan_rl.generation.resume import resume_on_abort
 from titan_rl.run.journal import run_journal
-from titan_rl.run.journal.log_format import frame
-from titan_rl.run.journal.log_writer import LogWriter
+from titan_rl.run.journal.log import LogWriter, frame
 from titan_rl.run.journal.run_journal import RunJournal
-from titan_rl.run.journal.run_state import DataPosition
+from titan_rl.run.journal.state import DataPosition
 from titan_rl.scheduling.mix.events import Assigned
 from titan_rl.types import TokenChunk
 

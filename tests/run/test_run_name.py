@@ -13,8 +13,7 @@ from titan_rl.config.load import load_config
 from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import TaskSource
 from titan_rl.core.errors import ConfigError
-from titan_rl.run.directory import RunDirectory
-from titan_rl.run.run_name import run_name
+from titan_rl.run.directory import RunDirectory, run_name
 
 __all__ = ["project"]
 

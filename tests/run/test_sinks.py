@@ -16,8 +16,7 @@ import pytest
 
 from titan_rl.metrics.sinks.settings import LoggingConfig
 from titan_rl.run.directory import RunDirectory, read_jsonl
-from titan_rl.run.observability.background_sink import BackgroundSink
-from titan_rl.run.observability.sinks import Sinks, open_sinks
+from titan_rl.run.observability.sinks import BackgroundSink, Sinks, open_sinks
 
 
 class Service:

@@ -15,7 +15,7 @@ import pytest
 from user_project import project
 
 from titan_rl.cluster.liveness.local_processes import children_of
-from titan_rl.run.machine.stop_signals import StopSignals
+from titan_rl.run.machine.signals import StopSignals
 
 __all__ = ["project"]
 
@@ -39,7 +39,7 @@ import asyncio, ctypes, os, pathlib, sys, time
 from titan_rl.run.machine.guard import guarded
 from titan_rl.cluster.hosts.folders import scratch_root
 from titan_rl.run.machine.environment import run_environment
-from titan_rl.run.machine.stop_signals import StopSignals
+from titan_rl.run.machine.signals import StopSignals
 
 def native():
     libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)

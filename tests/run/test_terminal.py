@@ -15,12 +15,10 @@ from rich.console import Console
 from rich.text import Text
 
 from titan_rl.cluster.hosts.lifecycle import HostState
-from titan_rl.run.observability.progress import Progress, Verbosity
-from titan_rl.run.observability.shown_step import StepReport
+from titan_rl.run.observability.progress import Progress, StepReport, Verbosity, Works
 from titan_rl.run.observability.summary import RunSummary, show_summary
 from titan_rl.run.terminal.live import LiveLines
 from titan_rl.run.terminal.view import SLOT_STYLES, ReplicaLook, RunLook, View, flow, layout
-from titan_rl.run.terminal.works import Works
 
 LOOK = RunLook(
     {**dict.fromkeys(SLOT_STYLES, 0), "generating": 12, "in the environment": 3, "finished": 1},

@@ -14,7 +14,7 @@ from test_controller import Rig
 from titan_rl import EngineLoop, LocalReplica
 from titan_rl.core.tracing import spans
 from titan_rl.generation.scripted_engine import ScriptedEngine
-from titan_rl.run.trace_cut import cut_traces
+from titan_rl.run.json_lines import cut_traces
 from titan_rl.viewer.app import make_viewer
 from titan_rl.viewer.runs import Runs
 from titan_rl.viewer.trace.chrome import chrome_trace

@@ -22,9 +22,8 @@ from test_killed_run import Rig, SavingTrainer, steps_reported
 from titan_rl.config.sections import ValidationConfig
 from titan_rl.core.errors import ActorDiedError, CheckpointError, DamagedCheckpointError, UnavailableWeightsError
 from titan_rl.run.directory import read_jsonl
-from titan_rl.run.journal.run_state import RunState
-from titan_rl.run.recovery.recovering_trainer import RecoveringTrainer, recovering
-from titan_rl.run.recovery.trained_steps import JournaledSteps
+from titan_rl.run.journal.state import RunState
+from titan_rl.run.trainer_recovery import JournaledSteps, RecoveringTrainer, recovering
 from titan_rl.training.protocol import StepResult
 from titan_rl.training.state.checkpoint import list_checkpoints
 from titan_rl.weights.published_weights import PublishedWeights

@@ -11,10 +11,9 @@ import pytest
 
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
 from titan_rl.run.observability.group_metrics import group_metrics
-from titan_rl.run.observability.group_records import DroppedGroups
 from titan_rl.run.observability.progress import Progress
-from titan_rl.run.observability.rollout_log import RolloutLog
-from titan_rl.run.observability.step_reports import StepReports
+from titan_rl.run.observability.rollout_log import DroppedGroups, RolloutLog
+from titan_rl.run.observability.steps import StepReports
 from titan_rl.scheduling.batches.batch import GroupBatch
 from titan_rl.types import Completion, FinishReason, VersionSpan
 from titan_rl.viewer.run_reader import RunReader

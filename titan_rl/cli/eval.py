@@ -15,10 +15,10 @@ from titan_rl.config.evaluation import EvalConfig, make_eval_config
 from titan_rl.config.load import load_config
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import ConfigError
-from titan_rl.evaluation.evaluation import Evaluation, evaluation_folders, read_evaluation
+from titan_rl.evaluation.results import Evaluation, evaluation_folders, read_evaluation
 from titan_rl.evaluation.table import as_json, table
+from titan_rl.run.directory import run_name
 from titan_rl.run.observability.progress import Progress
-from titan_rl.run.run_name import run_name
 from titan_rl.run.terminal.standard_streams import say, tell, tell_next
 
 CONFIG = "config.toml"

@@ -12,7 +12,7 @@ from titan_rl.config.experimental import experimental_warning
 from titan_rl.config.load import dump_config, load_config
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import ConfigError
-from titan_rl.run.run_name import run_name
+from titan_rl.run.directory import run_name
 from titan_rl.run.terminal.standard_streams import say, tell
 
 

@@ -11,7 +11,7 @@ from titan_rl.cli.verbosity import add_verbosity, verbosity_of
 from titan_rl.config.serve import ServeConfig, dump_serve_config, load_serve_config
 from titan_rl.core.errors import ConfigError
 from titan_rl.evaluation.policies.source import find_policy
-from titan_rl.evaluation.server_keys import take_keys
+from titan_rl.evaluation.serve import take_keys
 from titan_rl.run.terminal.standard_streams import say, tell, tell_next
 
 FOLLOW_S = 5.0

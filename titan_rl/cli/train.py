@@ -15,12 +15,11 @@ from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.load import dump_config, load_config
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import ConfigError, MissingExtraError
-from titan_rl.run.directory import check_run_dir
-from titan_rl.run.machine.needs import check_needs, describe_transport, warn_of_experimental
+from titan_rl.run.directory import check_run_dir, run_name
+from titan_rl.run.machine.requirements import check_needs, describe_transport, warn_of_experimental
 from titan_rl.run.observability.progress import Verbosity
 from titan_rl.run.observability.summary import show_summary
 from titan_rl.run.rehearsal import describe, problem_of_loss, rehearse
-from titan_rl.run.run_name import run_name
 from titan_rl.run.terminal.standard_streams import say, tell, tell_next
 
 

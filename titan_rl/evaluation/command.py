@@ -14,19 +14,15 @@ from titan_rl.cluster.hosts.folders import scratch_root
 from titan_rl.config.evaluation import EvalConfig
 from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.run import RunConfig
-from titan_rl.evaluation.evaluate import EvaluationRun
-from titan_rl.evaluation.evaluation import Evaluation
-from titan_rl.evaluation.files import EvaluationFiles, folder_name
+from titan_rl.evaluation.evaluate import EvaluationFiles, EvaluationRun, folder_name
 from titan_rl.evaluation.policies.opened import needs_engine, open_policy, require_engine
 from titan_rl.evaluation.policies.source import find_policy
+from titan_rl.evaluation.results import Evaluation
 from titan_rl.evaluation.suites import chosen_suites
-from titan_rl.run.machine.environment import file_modes, run_environment
-from titan_rl.run.machine.event_loop import run_to_its_end
+from titan_rl.run.machine.environment import file_modes, log_to, run_environment
 from titan_rl.run.machine.guard import guarded
-from titan_rl.run.machine.log_file import log_to
-from titan_rl.run.machine.stop_signals import StopSignals
+from titan_rl.run.machine.signals import StopSignals, run_to_its_end, run_until_signal
 from titan_rl.run.observability.progress import Progress
-from titan_rl.run.stopping import run_until_signal
 
 STOPPING = "stopping: what is done so far is shown; once more ends it at once"
 

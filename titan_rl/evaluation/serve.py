@@ -1,7 +1,7 @@
-"""The story of a server, from checked settings to its end.
+"""Server of a policy, from checked settings to its end.
 
-run_server     what it needs is installed, and it has a folder for logs; signals, guard and environment are set
-_serve         the policy is there, generators are started behind a router, and clients are answered until a signal
+run_server     checks the installed packages, makes a folder for logs, and sets up signals, guard and environment
+_serve         loads the policy, starts generators behind a router, and answers clients until a signal
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import importlib.util
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Generator
@@ -22,30 +23,42 @@ from titan_rl.config.concurrency import places_of
 from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.make_renderer import make_renderer
 from titan_rl.config.sections import GenerationConfig
-from titan_rl.config.serve import ServeConfig
+from titan_rl.config.serve import ServeConfig, ServerConfig
 from titan_rl.core.calls.user_code import reason
 from titan_rl.core.errors import MissingExtraError, ModelError
 from titan_rl.evaluation.policies.following import CheckpointPublisher, RunFollower
 from titan_rl.evaluation.policies.source import PolicySource, export, with_copies
-from titan_rl.evaluation.server_keys import API_KEY, take_keys
 from titan_rl.generation.registry import find_engine
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
-from titan_rl.run.machine.environment import file_modes, run_environment
-from titan_rl.run.machine.event_loop import run_to_its_end
+from titan_rl.run.machine.environment import file_modes, log_to, run_environment
 from titan_rl.run.machine.guard import guarded
-from titan_rl.run.machine.log_file import log_to
-from titan_rl.run.machine.stop_signals import StopSignals, tell_on_stderr
+from titan_rl.run.machine.signals import StopSignals, run_to_its_end, run_until_signal, tell_on_stderr
 from titan_rl.run.observability.progress import Verbosity, status
 from titan_rl.run.parts import use_monarch
-from titan_rl.run.stopping import run_until_signal
 from titan_rl.run.terminal.standard_streams import OutputError, say, tell
 from titan_rl.run.workers import workers_started
 from titan_rl.serving.app import make_app
+from titan_rl.serving.http.address import listener_of
 from titan_rl.serving.http.keys import Keys
 from titan_rl.serving.http.limits import ServerLimits
 from titan_rl.serving.server import seen_from_elsewhere, serve
 from titan_rl.weights.published_weights import PublishedWeights
+
+API_KEY, ADMIN_KEY = "TITAN_RL_API_KEY", "TITAN_RL_ADMIN_KEY"
+
+
+def take_keys(server: ServerConfig) -> Keys:
+    """Those that the environment names, where no other process will find them. Nothing listens yet.
+
+    Raises:
+        ConfigError: they are not usable as keys, or the server's address needs some, or it cannot be bound.
+    """
+    api, admin = os.environ.pop(API_KEY, None), os.environ.pop(ADMIN_KEY, None)
+    keys = Keys(() if api is None else [api], admin)
+    listener_of(server.host, server.port, keys).close()
+    return keys
+
 
 MAX_RUNNING = 64
 """Requests that one engine advances at a time, if its KV cache holds so many and no setting says otherwise."""

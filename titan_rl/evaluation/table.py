@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from string import ascii_uppercase
 
-from titan_rl.evaluation.evaluation import Evaluation
-from titan_rl.evaluation.results import TaskResult
+from titan_rl.evaluation.results import Evaluation, TaskResult
 from titan_rl.evaluation.statistics import Difference, Estimate, difference
 
 NONE = "-"

@@ -37,25 +37,18 @@ from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.rollout.group.runner import GroupRunner
 from titan_rl.rollout.group.token_records import TokenRecords
 from titan_rl.rollout.renderer.token_texts import TokenTexts
-from titan_rl.run.checkpoints.run_copy import RunCopy
-from titan_rl.run.checkpoints.saver import CheckpointSaver
-from titan_rl.run.checkpoints.saving import RunSaving
+from titan_rl.run.checkpoints.saver import CheckpointSaver, RunCopy, RunSaving
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.journal.run_journal import RunJournal
-from titan_rl.run.journal.run_state import RunState
-from titan_rl.run.machine.disk_space import checkpoint_bytes
-from titan_rl.run.observability.activity import Activity
-from titan_rl.run.observability.group_records import GroupRecords
+from titan_rl.run.journal.state import RunState
+from titan_rl.run.machine.requirements import checkpoint_bytes
+from titan_rl.run.observability.generation_status import Activity
 from titan_rl.run.observability.progress import Progress
-from titan_rl.run.observability.rollout_log import RolloutLog
-from titan_rl.run.observability.stages import LoopStages, Stage
-from titan_rl.run.observability.step_reports import StepReports, prefixed
+from titan_rl.run.observability.rollout_log import GroupRecords, RolloutLog
+from titan_rl.run.observability.steps import LoopStages, Stage, StepReports, prefixed
 from titan_rl.run.observability.summary import RunSummary
-from titan_rl.run.stages.mix import make_mix
-from titan_rl.run.stages.rollout_stage import RolloutStage, train_index
-from titan_rl.run.stages.skipped_steps import SkippedSteps
-from titan_rl.run.stages.trainer_calls import TrainerCalls
-from titan_rl.run.stages.training_samples import training_samples
+from titan_rl.run.stages.rollout_stage import RolloutStage, make_mix, train_index
+from titan_rl.run.stages.training import SkippedSteps, TrainerCalls, training_samples
 from titan_rl.run.stages.validation import Validation
 from titan_rl.run.stages.weight_sync import WeightSync
 from titan_rl.run.terminal.view import RunLook

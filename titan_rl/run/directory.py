@@ -1,4 +1,4 @@
-"""The folder of one run. Its files are an interface: reports, notebooks and people read them."""
+"""Folder of one run. Its files are an interface: reports, notebooks and people read them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,42 @@ from titan_rl.config.load import dump_config
 from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.errors import CheckpointError, ConfigError
-from titan_rl.run.journal.journal_state import ranges
-from titan_rl.run.journal.run_state import RunState
-from titan_rl.run.json_lines import JsonLines, cut_records, records
-from titan_rl.run.run_name import run_name
-from titan_rl.run.trace_cut import cut_traces
+from titan_rl.run.journal.state import RunState, ranges
+from titan_rl.run.json_lines import JsonLines, cut_records, cut_traces, records
 from titan_rl.viewer.records import read_json
 from titan_rl.viewer.tail import last_lines
+
+LONGEST = 80
+SAYS_NOTHING = ("run_dir", "share_run_dir", "name", "logging.", "pythonpath", "hosts.")
+"""Settings, or beginnings of their names, that are no difference between two runs."""
+
+
+def run_name(config: RunConfig, tomls: Sequence[Path] = (), overrides: Sequence[tuple[str, str]] = ()) -> str:
+    """The config's own name; else the task, what further files are called, and what the command line sets.
+
+    Example: `AlphabetSort` from `cpu.toml` and `long.toml` with `--training.lr 1e-3` is "alphabet-sort-long-lr=1e-3".
+
+    Returns:
+        part of a file's name: letters, digits and `-_.+=`, 80 at most.
+    """
+    if config.name:
+        return config.name
+    settings = {key: value for key, value in overrides if not key.startswith(SAYS_NOTHING)}
+    parts = [
+        "-".join(source.name.replace("_", "-") for source in config.tasks),
+        *(toml.stem for toml in tomls[1:]),
+        *(f"{_plain(key.rpartition('.')[2])}={_plain(Path(value).name)}" for key, value in settings.items()),
+    ]
+    plain = map(_plain, parts)
+    name = next(plain)[:LONGEST]
+    for part in filter(None, plain):
+        if len(name) + 1 + len(part) <= LONGEST:
+            name = f"{name}-{part}"
+    return name or "run"
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[^\w.+=-]+", "_", text, flags=re.ASCII).strip("_")
 
 
 class _Metrics(msgspec.Struct, gc=False):

@@ -8,9 +8,7 @@ from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import CheckpointError
 from titan_rl.run.checkpoints.resumption import is_finished
 from titan_rl.run.directory import RunDirectory
-from titan_rl.run.journal.journal_state import read_segments
-from titan_rl.run.journal.run_state import RunState
-from titan_rl.run.journal.segments import list_segments
+from titan_rl.run.journal.state import RunState, list_segments, read_segments
 from titan_rl.training.state.checkpoint import latest, step_of
 
 

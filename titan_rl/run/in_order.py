@@ -22,15 +22,12 @@ from titan_rl.core.errors import ConfigError, TrainingError
 from titan_rl.run.checkpoints.resumption import Resumption, Standing, find_standing, resume_from_newest
 from titan_rl.run.directory import RunDirectory, check_files
 from titan_rl.run.end_messages import EndMessages
-from titan_rl.run.journal.run_state import RunState
-from titan_rl.run.machine.disk_space import check_room, size_of
-from titan_rl.run.machine.environment import run_environment
-from titan_rl.run.machine.event_loop import run_to_its_end
+from titan_rl.run.journal.state import RunState
+from titan_rl.run.machine.environment import logging_to, run_environment
 from titan_rl.run.machine.guard import guarded
-from titan_rl.run.machine.log_file import logging_to
-from titan_rl.run.machine.stop_signals import StopSignals, tell_on_stderr
+from titan_rl.run.machine.requirements import check_room, size_of
+from titan_rl.run.machine.signals import STOPPING_EARLY, StopSignals, run_to_its_end, run_until_signal, tell_on_stderr
 from titan_rl.run.status import noted, reported
-from titan_rl.run.stopping import STOPPING_EARLY, run_until_signal
 
 logger = logging.getLogger(__name__)
 

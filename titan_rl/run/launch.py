@@ -24,7 +24,6 @@ from titan_rl.core.calls.first_error import FirstError
 from titan_rl.core.calls.watchdog import LoopWatchdog
 from titan_rl.rollout.group.runner import GroupRunner
 from titan_rl.rollout.renderer import Renderer
-from titan_rl.run.beside import beside
 from titan_rl.run.checkpoints.resumption import Resumption
 from titan_rl.run.controller import Controller
 from titan_rl.run.directory import RunDirectory
@@ -32,18 +31,16 @@ from titan_rl.run.end_messages import EndMessages
 from titan_rl.run.in_order import open_run_dir, run_in_order
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.machine.environment import EXPOSED, OWN_NAMESPACE, file_modes, is_exposed
-from titan_rl.run.machine.needs import check_needs
-from titan_rl.run.machine.stop_signals import StopSignals, tell_on_stderr
+from titan_rl.run.machine.requirements import check_needs
+from titan_rl.run.machine.signals import STOPPING, StopSignals, tell_on_stderr
 from titan_rl.run.observability.outputs import open_outputs
 from titan_rl.run.observability.progress import Progress, Verbosity, status
-from titan_rl.run.observability.shortage import Shortage
-from titan_rl.run.observability.standstill import Standstill
 from titan_rl.run.observability.summary import RunSummary
 from titan_rl.run.observability.trace import traced
+from titan_rl.run.observability.watchers import background_tasks, warn_of_shortage, warn_of_stalls
 from titan_rl.run.parts import Parts, Planes, describe_processes, open_planes, use_monarch
-from titan_rl.run.recovery.open_trainer import open_trainer
 from titan_rl.run.status import note_waiting
-from titan_rl.run.stopping import STOPPING
+from titan_rl.run.trainer_recovery import open_trainer
 from titan_rl.run.workers import workers_started
 from titan_rl.weights.shard_files.shard_folder import clean_dead_shards
 
@@ -175,14 +172,14 @@ async def _run(
                 planes.training.before_leaving = controller.save_soon
             resources.callback(controller.close)
             resources.callback(lambda: messages.stands_at(controller.version))
-            standstill = Standstill(controller.progress, controller.waits_for, progress.warning)
-            following = progress.follow(controller.look)
-            shortage = Shortage(
-                planes.trouble, progress.warning, partial(note_waiting, run_dir.path), planes.trainer_lacks
-            )
-            background = {"shortage": shortage.watch(), "standstill": standstill.watch(), "following": following}
+            watchers = {
+                "watch": planes.watch(),
+                "shortage": warn_of_shortage(planes, progress.warning, partial(note_waiting, run_dir.path)),
+                "stalls": warn_of_stalls(controller, progress.warning),
+                "following": progress.follow(controller.look),
+            }
             with first.source():
-                async with beside(watch=planes.watch(), **background):
+                async with background_tasks(**watchers):
                     signals.stopping = STOPPING
                     return await controller.run()
 

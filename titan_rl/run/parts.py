@@ -27,10 +27,10 @@ from titan_rl.generation.router.strategies import Strategy
 from titan_rl.metrics.sinks.types import MetricSink
 from titan_rl.rollout.group.runner import GroupRunner
 from titan_rl.rollout.renderer import Renderer
-from titan_rl.run.beside import beside
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.machine.environment import process_scratch
-from titan_rl.run.recovery.trainer_group import TrainerGroup, lacks_of
+from titan_rl.run.observability.watchers import background_tasks
+from titan_rl.run.trainer_recovery import TrainerGroup, lacks_of
 from titan_rl.scheduling.filters import GroupFilter
 from titan_rl.training.protocol import Trainer
 from titan_rl.weights.published_weights import PublishedWeights
@@ -126,7 +126,7 @@ class Planes:
         return trouble and f"{trouble}; {self.waits_for()}"
 
     def trainer_lacks(self) -> str:
-        """As `lacks_of` its processes."""
+        """Resource that the trainer needs to restart; "" while it lacks nothing."""
         return lacks_of(self.training)
 
 
@@ -210,7 +210,7 @@ def watcher(
     watch_hosts = hosts_watcher(config.hosts, files, routed, tell, history, provided)
 
     async def watch() -> None:
-        async with beside(hosts=watch_hosts()):
+        async with background_tasks(hosts=watch_hosts()):
             await processes.watch(router)
 
     return watch

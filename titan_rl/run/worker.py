@@ -1,4 +1,4 @@
-"""A machine as a host for runs: what `titan-rl worker` does."""
+"""Worker of `titan-rl worker`: offers this machine to runs as a host, and cleans up after their processes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 
 from titan_rl.cluster.hosts.folders import (
@@ -18,10 +19,56 @@ from titan_rl.cluster.hosts.folders import (
     scratch_root,
 )
 from titan_rl.cluster.hosts.meeting_point import MeetingPoint
+from titan_rl.cluster.liveness.local_processes import children_of, unreaped_children_of
 from titan_rl.cluster.liveness.loop_thread import LoopThread
 from titan_rl.config.hosts import OPEN, join_address, split_address
 from titan_rl.core.calls.loopback import names_this_machine
-from titan_rl.run.machine.aftermath import Aftermath
+
+LOOK_CHILDREN_S = 0.5
+CLEAN_FOR_S = 10.0
+"""For so long after the end of a process what it had may still be held by one that it has started."""
+REAP_AFTER_S = 2.0
+"""Monarch asks for the ends of its children at once, if at all."""
+
+
+class ProcessReaper:
+    """Of the processes that this one starts, and that those start, however they end: by a signal, by the kernel, or
+    because a run's controller is no more, which then can clear up nothing itself.
+
+    Args:
+        clean: removes what belongs to nobody any more. Called for some time after each end.
+        clock: in seconds.
+    """
+
+    def __init__(self, clean: Callable[[], object], clock: Callable[[], float] = time.monotonic) -> None:
+        self._clean = clean
+        self._clock = clock
+        self._looked_at = -LOOK_CHILDREN_S
+        self._children: set[int] = set()
+        self._cleans_until = -CLEAN_FOR_S
+        self._unreaped: dict[int, float] = {}  # when each was first seen
+
+    def look(self) -> None:
+        """Called again and again. Most calls do nothing, since a look is at all threads of this process."""
+        now = self._clock()
+        if now - self._looked_at < LOOK_CHILDREN_S:
+            return
+        self._looked_at = now
+        self._reap(now)
+        own = children_of(os.getpid())
+        before, self._children = self._children, {*own, *(each for child in own for each in children_of(child))}
+        if before - self._children:
+            self._cleans_until = now + CLEAN_FOR_S
+        if now <= self._cleans_until:
+            self._clean()
+
+    def _reap(self, now: float) -> None:
+        self._unreaped = {pid: self._unreaped.get(pid, now) for pid in unreaped_children_of(os.getpid())}
+        for pid, since in self._unreaped.items():
+            if now - since >= REAP_AFTER_S:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +102,7 @@ def run_worker(listen: str, tell: Callable[[str], object], drain_s: float) -> No
         os.environ[FOLDER] = str(folder.path)
         given_back.callback(os.environ.pop, FOLDER, None)
         point = MeetingPoint(listen_on(host, port), tell)
-        aftermath = Aftermath(lambda: clean_up_after_dead_runs(scratch_root()))
+        reaper = ProcessReaper(lambda: clean_up_after_dead_runs(scratch_root()))
 
         def failed(error: BaseException) -> None:
             logger.error("no run is taken any more", exc_info=error)
@@ -63,12 +110,12 @@ def run_worker(listen: str, tell: Callable[[str], object], drain_s: float) -> No
 
         with LoopThread("meeting-point", point.serve, failed):
             tell(f"listening on {address}")
-            _wait(terminated, aftermath)
+            _wait(terminated, reaper)
             if point.is_in_use:
                 tell(f"SIGTERM: runs here have {drain_s:g} s to move what they have; one more ends them at once")
                 terminated.clear()
                 say_leaving(folder.path, "its worker got SIGTERM")
-                _wait(terminated, aftermath, drain_s, lambda: not point.is_in_use)
+                _wait(terminated, reaper, drain_s, lambda: not point.is_in_use)
 
 
 def listen_on(host: str, port: int) -> socket.socket:
@@ -81,7 +128,7 @@ def listen_on(host: str, port: int) -> socket.socket:
 
 def _wait(
     event: threading.Event,
-    aftermath: Aftermath,
+    reaper: ProcessReaper,
     limit_s: float = float("inf"),
     until: Callable[[], bool] = lambda: False,
 ) -> None:
@@ -89,4 +136,4 @@ def _wait(
     waited_s = 0.0
     while waited_s < limit_s and not event.wait(LOOK_S) and not until():
         waited_s += LOOK_S
-        aftermath.look()
+        reaper.look()

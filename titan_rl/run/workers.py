@@ -19,7 +19,7 @@ from titan_rl.config.run import RunConfig
 from titan_rl.config.serve import ServeConfig
 from titan_rl.core.calls.user_code import reason, where
 from titan_rl.core.errors import ConfigError, ProviderError, TitanRLError
-from titan_rl.run.machine.stop_signals import tell_on_stderr
+from titan_rl.run.machine.signals import tell_on_stderr
 from titan_rl.run.observability.progress import Verbosity, status
 
 logger = logging.getLogger(__name__)

@@ -17,10 +17,9 @@ from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import TaskSource
 from titan_rl.core.calls.watchdog import LoopWatchdog
 from titan_rl.core.errors import ConfigError
-from titan_rl.evaluation.files import EvaluationFiles
+from titan_rl.evaluation.evaluate import EvaluationFiles
 from titan_rl.evaluation.play.person import HELP, Person
-from titan_rl.evaluation.play.screen import Say, Screen
-from titan_rl.evaluation.play.shown_envs import ShownGame, ShownMessageEnv, ShownTokenEnv
+from titan_rl.evaluation.play.screen import Say, Screen, ShownGame, ShownMessageEnv, ShownTokenEnv
 from titan_rl.evaluation.policies.opened import (
     OpenedPolicy,
     needs_engine,

@@ -12,9 +12,7 @@ from titan_rl.config.model_identity import changed_parts
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import CheckpointError, DamagedCheckpointError
 from titan_rl.run.directory import RunDirectory
-from titan_rl.run.journal.journal_state import JournalContents, read_segments
-from titan_rl.run.journal.run_state import RunState
-from titan_rl.run.journal.segments import list_segments
+from titan_rl.run.journal.state import JournalContents, RunState, list_segments, read_segments
 from titan_rl.run.stages.rollout_stage import train_index
 from titan_rl.scheduling.mix.position import Position
 from titan_rl.training.state.checkpoint import list_checkpoints, step_of

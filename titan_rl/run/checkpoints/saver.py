@@ -1,20 +1,122 @@
-"""When a run is saved, and how: the copy while training stands, the disk while it goes on."""
+"""Checkpoints of a run: copied while training stands, written to disk while it continues.
+
+`CheckpointSaver` writes one checkpoint after the other. `RunSaving` decides when: while the run continues, at its end,
+and on every other way out.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+import json
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from titan_rl.config.sections import CheckpointConfig
 from titan_rl.core.calls.threads import in_thread
-from titan_rl.core.errors import NoSpaceError
+from titan_rl.core.calls.user_code import reason
+from titan_rl.core.errors import CheckpointError, NoSpaceError
 from titan_rl.core.tracing.spans import span
-from titan_rl.run.checkpoints.completion import complete, is_complete
-from titan_rl.run.machine.disk_space import free_bytes, gigabytes, no_space, require_room, size_of
+from titan_rl.generation.router.router import GeneratorRouter
+from titan_rl.run.journal.run_journal import RunJournal
+from titan_rl.run.journal.state import FILE, RunState
+from titan_rl.run.machine.requirements import free_bytes, gigabytes, no_space, require_room, size_of
+from titan_rl.run.observability.progress import Progress
+from titan_rl.run.stages.training import TrainerCalls
+from titan_rl.scheduling.mix.task_mix import TaskMix
+from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.training.protocol import Trainer
-from titan_rl.training.state.checkpoint import being_written, keep_last, list_checkpoints, step_directory, step_of
+from titan_rl.training.state import checksums
+from titan_rl.training.state.checkpoint import (
+    being_written,
+    keep_last,
+    list_checkpoints,
+    step_directory,
+    step_of,
+    unwritten,
+)
+
+
+def is_complete(root: Path, version: int) -> bool:
+    """Whether the trainer has written these itself."""
+    folder = _folder(root, version)
+    return (folder / FILE).is_file() and (folder / checksums.NAME).is_file()
+
+
+def complete(root: Path, version: int, run_state: Mapping[str, Any]) -> None:
+    """Write what is missing. A trainer that has nothing to save has written no folder either.
+
+    Args:
+        root: the folder of checkpoints.
+        run_state: as the trainer was given it.
+
+    Raises:
+        NoSpaceError: the disk is full.
+        CheckpointError: it could not be written for another reason.
+    """
+    folder = _folder(root, version)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / FILE).is_file():
+            (folder / FILE).write_text(json.dumps(run_state))
+        if not (folder / checksums.NAME).is_file():
+            checksums.write_checksums_of(folder)
+    except OSError as error:
+        raise unwritten(folder, error) from error
+
+
+def _folder(root: Path, version: int) -> Path:
+    """`step-4` is the checkpoint of version 4, too."""
+    found = (path for path in list_checkpoints(root) if step_of(path) == version)
+    return next(found, step_directory(root, version))
+
+
+class RunCopy:
+    """Copies the weights with their place in the data, and begins the segment of the journal that follows them.
+
+    Args:
+        root: the folder of checkpoints.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        trainer: Trainer,
+        journal: RunJournal,
+        mix: TaskMix,
+        scheduler: GroupScheduler,
+        router: GeneratorRouter,
+    ) -> None:
+        self._root = root
+        self._trainer = trainer
+        self._journal = journal
+        self._mix = mix
+        self._scheduler = scheduler
+        self._router = router
+
+    async def make(self, state: RunState) -> dict[str, Any]:
+        """
+        Args:
+            state: of the run at the trainer's version; its place in the data comes from the journal.
+
+        Returns:
+            what the checkpoint holds as `run_state.json`.
+
+        Raises:
+            DataError: the state of a curriculum cannot be saved.
+            CheckpointError: it cannot be copied, or the trainer is at another version.
+        """
+        tasks = self._mix.state()  # before anything is awaited: what happens from here on is in the new segment
+        position = await self._journal.checkpoint(state.step, self._scheduler.next_index, self._router.tokens_so_far())
+        placed = replace(state, next_index=position.next_index, unsettled=position.unsettled, tasks=tasks)
+        run_state = asdict(placed)
+        saved = await self._trainer.begin_save(self._root, run_state)
+        if saved != state.step:
+            raise CheckpointError(f"the trainer saves version {saved}, and the journal is that of version {state.step}")
+        return run_state
+
 
 SHARE = 0.1
 """Of the time, at most, that checkpoints by `checkpoint.interval_s` are being written."""
@@ -158,3 +260,123 @@ class CheckpointSaver:
         """Bytes of a checkpoint: those of the newest."""
         checkpoints = list_checkpoints(self._root)
         return size_of(checkpoints[-1]) if checkpoints else self._estimate
+
+
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
+
+
+class RunSaving:
+    """Has the versions of one run saved, one after the other.
+
+    Args:
+        calls: of the trainer, which a copy is one of.
+        version: that the trainer said last.
+    """
+
+    def __init__(
+        self, saver: CheckpointSaver, calls: TrainerCalls, progress: Progress, version: Callable[[], int]
+    ) -> None:
+        self._saver = saver
+        self._calls = calls
+        self._progress = progress
+        self._version = version
+        self._writing: asyncio.Task[None] | None = None  # the newest checkpoint, until it is whole
+        self._asked = asyncio.Event()
+        self._tried = -1  # the version that was last to be written
+        self._wrote = asyncio.Event()
+
+    def is_due(self, step: int) -> bool:
+        return self._saver.is_due(step) or self._asked.is_set()
+
+    async def soon(self) -> None:
+        """Have what is trained saved where the loop comes by next. Returns once it is, or once the disk had no room for
+        it, which the saver tells; at once where it was saved before."""
+        version = self._version()
+        self._tried = -1  # there may be room by now
+        while max(self._saver.saved, self._tried) < version:
+            self._wrote.clear()
+            self._asked.set()
+            await self._wrote.wait()
+
+    async def beside(self, wait: Coroutine[Any, Any, R], save: Callable[[], Awaitable[None]]) -> R:
+        """What is waited for while the trainer is at rest. Meanwhile `save` is called, if `soon` asks for that."""
+        waiting = asyncio.ensure_future(wait)
+        asked = asyncio.ensure_future(self._asked.wait())
+        try:
+            while not waiting.done():
+                await asyncio.wait([waiting, asked], return_when=asyncio.FIRST_COMPLETED)
+                if self._asked.is_set() and not waiting.done():
+                    await save()
+                    asked = asyncio.ensure_future(self._asked.wait())
+            return await waiting
+        finally:
+            waiting.cancel()
+            asked.cancel()
+
+    async def begin(self, step: int, background: asyncio.TaskGroup) -> None:
+        """SAVE, once the checkpoint before is whole. It begins WRITE where the disk has room.
+
+        Args:
+            background: for WRITE, which fails it.
+
+        Raises:
+            CheckpointError: it cannot be copied.
+        """
+        await self.written()
+        self._asked.clear()
+        if self._saver.saved == step:
+            return
+        if not await self._calls.finish(self._saver.begin(step)):
+            self._note_tried(step)
+        else:
+            self._writing = background.create_task(self._write(step), name=f"checkpoint-{step}")
+
+    async def written(self) -> None:
+        """Returns once nothing is written any more."""
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
+
+    async def save_last(self) -> None:
+        """
+        Raises:
+            CheckpointError: it cannot be saved.
+        """
+        try:
+            await self._saver.save_last(self._version())
+        finally:
+            self._note_tried(self._version())
+
+    async def save_what_is_trained(self, before: Callable[[], None]) -> None:
+        """On the way out of a run that failed or was stopped. What ended it is not to be hidden by this, so nothing is
+        raised. It takes as long as it takes; who does not want to wait cancels once more.
+
+        Args:
+            before: called once the trainer is at rest, and its version known.
+        """
+        try:
+            if self._calls.running:
+                logger.info(
+                    "stopped at version %d, with the trainer at work: waiting for it to finish", self._version()
+                )
+            await self._calls.wait()
+            before()
+            if self._version():
+                await self.save_last()
+        except Exception as error:
+            logger.warning("step %d is not saved", self._version(), exc_info=error)
+            self._progress.warning(f"step {self._version()} is not saved: {reason(error)}")
+
+    async def _write(self, step: int) -> None:
+        """WRITE."""
+        with self._progress.working(f"writing the checkpoint of step {step}"):
+            try:
+                await self._saver.finish()
+            finally:
+                self._note_tried(step)
+
+    def _note_tried(self, version: int) -> None:
+        """A version is saved, or cannot be. Whoever waits for that is told."""
+        self._tried = version
+        self._wrote.set()

@@ -11,8 +11,7 @@ from typing import Any
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.errors import CheckpointError, NoSpaceError, means_no_space
 from titan_rl.rollout.types import RolloutGroup
-from titan_rl.run.journal.journal_state import JournalContents, read_segments
-from titan_rl.run.journal.log_writer import LogWriter, flush_entry
+from titan_rl.run.journal.log import LogWriter, flush_entry
 from titan_rl.run.journal.recorder import Recorder
 from titan_rl.run.journal.records import (
     BatchRecord,
@@ -25,8 +24,17 @@ from titan_rl.run.journal.records import (
     group_record,
     record_of,
 )
-from titan_rl.run.journal.run_state import DataPosition
-from titan_rl.run.journal.segments import SEGMENT_BYTES, list_segments, needless, part_of, segment_name, version_of
+from titan_rl.run.journal.state import (
+    SEGMENT_BYTES,
+    DataPosition,
+    JournalContents,
+    list_segments,
+    needless,
+    part_of,
+    read_segments,
+    segment_name,
+    version_of,
+)
 from titan_rl.scheduling.backlog import Backlog
 from titan_rl.scheduling.mix.events import Assigned, Dropped, MixEvent
 from titan_rl.types import Completion, GenerateFn, SamplingParams

@@ -1,10 +1,11 @@
-"""What a run borrows from the machine beside its run directory."""
+"""Environment of a command's processes: variables, temporary folders, file modes and log file."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import functools
+import logging
 import os
 import tempfile
 from collections.abc import Generator, Sequence
@@ -19,6 +20,33 @@ from titan_rl.cluster.hosts.folders import (
 )
 from titan_rl.cluster.processes.sockets import has_abstract_sockets
 from titan_rl.run.machine.guard import keep_clean
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def log_to(path: Path) -> None:
+    """Have everything that is logged go to a file, and nothing to the terminal."""
+    logging.basicConfig(filename=path, level=logging.INFO, format=LOG_FORMAT, force=True)
+    logging.raiseExceptions = False  # a log that has no room on the disk is no news for the screen at every line
+
+
+@contextlib.contextmanager
+def logging_to(path: Path) -> Generator[None]:
+    """`log_to` for the length of the block, in a program that has a log of its own. Its handlers are kept."""
+    root = logging.getLogger()
+    handlers, level, raises = root.handlers[:], root.level, logging.raiseExceptions
+    root.handlers.clear()  # which are closed where they are replaced
+    log_to(path)
+    try:
+        yield
+    finally:
+        for handler in root.handlers[:]:
+            root.removeHandler(handler)
+            with contextlib.suppress(OSError):  # of lines that a full disk has not taken
+                handler.close()
+        root.handlers[:] = handlers
+        root.setLevel(level)
+        logging.raiseExceptions = raises
 
 
 @contextlib.contextmanager

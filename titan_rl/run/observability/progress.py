@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live display on a terminal, one plain line a step elsewhere."""
+"""Progress display of a command: live lines on a terminal, one plain line a step elsewhere."""
 
 from __future__ import annotations
 
@@ -7,22 +7,175 @@ import contextlib
 import logging
 import math
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from statistics import fmean
 from types import TracebackType
-from typing import TextIO
+from typing import Protocol, TextIO
 
 from rich.text import Text
 
-from titan_rl.run.machine.stop_signals import tell_on_stderr
-from titan_rl.run.observability.shown_step import ShownStep
-from titan_rl.run.terminal.console import ForgivingConsole
-from titan_rl.run.terminal.live import LiveLines
-from titan_rl.run.terminal.view import RunLook, View, layout
-from titan_rl.run.terminal.works import Work, Works
+from titan_rl.run.machine.signals import tell_on_stderr
+from titan_rl.run.terminal.live import ForgivingConsole, LiveLines
+from titan_rl.run.terminal.view import RunLook, View, format_seconds, layout
+
+SHOWN_AFTER_S = 2.0
+TOLD_AFTER_S = 10.0
+TOLD_EVERY_S = 30.0
+
+
+class Work:
+    """One of them, as a context manager.
+
+    Args:
+        text: "starting 2 generators".
+        note: says more of how far it is, when asked.
+    """
+
+    def __init__(self, works: Works, text: str, note: Callable[[], str] | None, began: float) -> None:
+        self._works = works
+        self.text = text
+        self.began = began
+        self.num_told = 0
+        self._note = note
+
+    @property
+    def note(self) -> str:
+        return self._note() if self._note is not None else ""
+
+    def __enter__(self) -> Work:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._works.ended(self, failed=error is not None)
+
+    def described(self, seconds: float, leave_out: Collection[str] = ()) -> str:
+        """
+        Args:
+            leave_out: notes that are shown elsewhere.
+
+        Example: "validating at step 0, 12.0 s: 3 of 64 groups"
+        """
+        note = self.note
+        return f"{self.text}, {format_seconds(seconds)}{f': {note}' if note and note not in leave_out else ''}"
+
+
+class Works:
+    """Those of a command, which may be several at a time and of several threads.
+
+    Args:
+        tell: shows a line, where there is no display that is drawn again and again.
+        clock: seconds.
+    """
+
+    def __init__(self, tell: Callable[[str], None], clock: Callable[[], float]) -> None:
+        self._tell = tell
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._works: list[Work] = []
+        self._over = threading.Event()
+        self._ticking: threading.Thread | None = None
+        self.tells = False
+        """Whether lines are told of those that take long."""
+
+    def begin(self, text: str, note: Callable[[], str] | None = None) -> Work:
+        work = Work(self, text, note, self._clock())
+        with self._lock:
+            self._works.append(work)
+        return work
+
+    def ended(self, work: Work, *, failed: bool) -> None:
+        with self._lock:
+            self._works.remove(work)
+        if work.num_told and self.tells and not failed:
+            self._tell(f"{work.text} took {format_seconds(self._clock() - work.began)}")
+
+    def shown(self, after_s: float = SHOWN_AFTER_S) -> Sequence[tuple[Work, float]]:
+        """Those that have gone on for a while, with how long, in seconds."""
+        now = self._clock()
+        with self._lock:
+            return [(work, now - work.began) for work in self._works if now - work.began >= after_s]
+
+    def tick(self) -> None:
+        """Tell of those that it is time to tell of: once after `TOLD_AFTER_S`, then every `TOLD_EVERY_S`."""
+        for work, seconds in self.shown(TOLD_AFTER_S):
+            due = 1 + int(seconds // TOLD_EVERY_S)
+            if work.num_told < due:
+                work.num_told = due
+                self._tell(f"still {work.described(seconds)}")
+
+    def start_ticking(self) -> None:
+        """In a thread of its own: what takes long may hold up the others. A daemon, so that it keeps nothing from
+        ending."""
+        self.tells = True
+        self._ticking = threading.Thread(target=self._tick_on, name="works", daemon=True)
+        self._ticking.start()
+
+    def stop_ticking(self) -> None:
+        self.tells = False
+        self._over.set()
+        if self._ticking is not None and self._ticking is not threading.current_thread():
+            self._ticking.join(SHOWN_AFTER_S)
+
+    def _tick_on(self) -> None:
+        while not self._over.wait(1.0):
+            self.tick()
+
+
+_TOLD_ERRORS = 0.05  # share of the rollouts
+
+
+class ShownStep(Protocol):
+    """One finished step, as the display shows it."""
+
+    @property
+    def step(self) -> int:
+        """From 1."""
+        ...
+
+    @property
+    def seconds(self) -> float: ...
+
+    @property
+    def curve(self) -> tuple[str, float, str]:
+        """What is looked at most: its name, its value, and a note to it, which may be empty."""
+        ...
+
+    @property
+    def figures(self) -> Mapping[str, str]:
+        """The rest, by name."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """Of a step of reinforcement learning."""
+
+    step: int  # from 1
+    reward: float  # mean over the rollouts that it was trained on and those that were dropped
+    reward_trained: float  # mean over those that the step was trained on
+    tokens_per_second: float  # completion tokens
+    staleness: float | None  # mean over the trained tokens, where the trainer says it
+    seconds: float
+    errors: float = 0.0  # share of all those rollouts that ended in an error
+
+    @property
+    def curve(self) -> tuple[str, float, str]:
+        notes = [f"trained on {self.reward_trained:.3f}"] if abs(self.reward - self.reward_trained) >= 0.0005 else []
+        notes += [f"{self.errors:.0%} ended in an error"] if self.errors >= _TOLD_ERRORS else []
+        return "reward", self.reward, f" ({'; '.join(notes)})" if notes else ""
+
+    @property
+    def figures(self) -> Mapping[str, str]:
+        staleness = {} if self.staleness is None else {"staleness": f"{self.staleness:.1f}"}
+        return {"tokens/s": f"{self.tokens_per_second:6.0f}", **staleness}
+
 
 _ETA_STEPS = 10  # the time left is estimated from this many last steps
 _LOOK_EVERY_S = 0.5

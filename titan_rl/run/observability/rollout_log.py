@@ -1,10 +1,12 @@
-"""What is written and told of a run's rollouts: some of the good ones, and of the others the first of each kind."""
+"""Log of rollouts and groups: transcripts, errors by kind, and dropped groups."""
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
+import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -12,7 +14,67 @@ from titan_rl.rollout.group.failures import ErrorCounts, error_in_full, error_ki
 from titan_rl.rollout.group.token_records import TokenRecords
 from titan_rl.rollout.group.transcript import transcript
 from titan_rl.rollout.types import Rollout, RolloutGroup
-from titan_rl.run.observability.best_effort import BestEffort, Tell
+from titan_rl.run.journal.run_journal import RunJournal
+from titan_rl.run.observability.sinks import BestEffort, Tell
+from titan_rl.scheduling.mix.task_mix import TaskMix
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedGroups:
+    """Groups that made room for those of a batch."""
+
+    finished: list[RolloutGroup] = field(default_factory=list[RolloutGroup])
+    reasons: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])  # by task and reason
+
+
+class GroupRecords:
+    """The `SchedulerObserver` of a run.
+
+    Args:
+        tell: shows the user a message.
+    """
+
+    def __init__(self, mix: TaskMix, journal: RunJournal, transcripts: RolloutLog, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self._mix = mix
+        self._journal = journal
+        self._transcripts = transcripts
+        self._dropped: defaultdict[int, DroppedGroups] = defaultdict(DroppedGroups)  # by the step they made room for
+
+    def finished(self, index: int, group: RolloutGroup) -> None:
+        self._mix.finished(index, rewards_of(group))
+        self._journal.finished(self._mix.assignment(index), group)
+
+    def dropped(self, step: int, index: int, reason: str, group: RolloutGroup | None) -> None:
+        if (task := self._mix.task_of(index)) is not None:
+            self._dropped[step].reasons[task, reason] += 1
+        if group is not None:
+            self._dropped[step].finished.append(group)
+            self._transcripts.dropped(group, reason, step)
+            self._mix.finished(index, rewards_of(group))
+        self._mix.dropped(index)
+        self._journal.dropped(index, reason)
+
+    def discarded(self, index: int, group: RolloutGroup) -> None:
+        self._journal.discarded(index)
+        self._tell(
+            f"group {group.group_id} is generated again: it has tokens of version {min(group.versions)}, which are too "
+            "old to be trained on where the run goes on"
+        )
+
+    def batch(self, version: int, indices: Sequence[int]) -> None:
+        self._journal.batch(version, indices)
+
+    def take_dropped(self, step: int) -> DroppedGroups:
+        """What was dropped before the batch of the step was found; once."""
+        return self._dropped.pop(step, DroppedGroups())
+
+
+def rewards_of(group: RolloutGroup) -> list[float]:
+    """Of the rollouts that have one and did not end in a fault of others."""
+    judged = [rollout.reward for rollout in group.rollouts if not rollout.status.is_fault]
+    return [float(reward) for reward in judged if reward is not None and math.isfinite(reward)]
+
 
 logger = logging.getLogger(__name__)
 

@@ -1,17 +1,145 @@
-"""Where metrics go: always into the run's folder, and to the sinks that settings name."""
+"""Metric sinks of a run: `metrics.jsonl` and the sinks named by settings, none of which can end or delay the run."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
+from titan_rl.core.calls.ctrl_c import is_ctrl_c
+from titan_rl.core.calls.user_code import summary
 from titan_rl.metrics.sinks.registry import find_sink
 from titan_rl.metrics.sinks.settings import LoggingConfig
 from titan_rl.metrics.sinks.types import MetricSink, SinkSpec
 from titan_rl.run.directory import RunDirectory
-from titan_rl.run.observability.background_sink import BackgroundSink
-from titan_rl.run.observability.best_effort import BestEffort, Tell
+
+logger = logging.getLogger(__name__)
+
+Tell = Callable[[str], None]
+"""Shows a line of text to whoever watches the run."""
+
+
+class BestEffort:
+    """Attempts of one kind. The first of several that fail in a row is told of, with the reason; so is the first that
+    works again, and at the end how many were lost.
+
+    Args:
+        what: is attempted, for the messages: "writing rollouts.jsonl".
+    """
+
+    def __init__(self, what: str, tell: Tell) -> None:
+        self._what = what
+        self._tell = tell
+        self._num_lost = 0
+        self._in_a_row = 0
+
+    @property
+    def num_lost(self) -> int:
+        """Attempts that failed."""
+        return self._num_lost
+
+    def attempt(self, act: Callable[[], object]) -> bool:
+        """Whether `act` did not raise. Only Ctrl-C passes."""
+        try:
+            act()
+        except BaseException as error:  # also the SystemExit of a client that thinks it is a program
+            if is_ctrl_c(error):
+                raise
+            self.failed(error)
+            return False
+        self.worked()
+        return True
+
+    def failed(self, error: BaseException) -> None:
+        """Count an attempt that was made elsewhere."""
+        self._num_lost += 1
+        self._in_a_row += 1
+        if self._in_a_row == 1:
+            logger.warning("%s failed", self._what, exc_info=error)
+            self._tell(f"{self._what} failed, and the run goes on without it: {summary(error)}")
+
+    def worked(self) -> None:
+        if self._in_a_row:
+            self._tell(f"{self._what} works again; {self._in_a_row} were lost meanwhile")
+            self._in_a_row = 0
+
+    def close(self) -> None:
+        """Tell what was lost, if anything was."""
+        if self._num_lost:
+            self._tell(f"{self._what} failed {self._num_lost} times in this run; the log has the first reason")
+
+
+CLOSE_TIMEOUT_S = 30.0
+MAX_WAITING = 10_000  # records; a sink that is further behind loses the newest
+
+
+class BackgroundSink:
+    """Another sink in a thread of its own: a run does not wait for a service on the network.
+
+    Records are handed on in order. Those that the sink does not take are lost, and the first is told of with the
+    reason. One that cannot be opened loses all.
+
+    Args:
+        open_sink: makes the sink, in the thread.
+        what: the sink is, for the messages: "Weights & Biases".
+        close_timeout_s: how long `close` waits for what is still to be handed on.
+    """
+
+    def __init__(
+        self,
+        open_sink: Callable[[], MetricSink],
+        what: str,
+        tell: Tell,
+        *,
+        close_timeout_s: float = CLOSE_TIMEOUT_S,
+        max_waiting: int = MAX_WAITING,
+    ) -> None:
+        self._open_sink = open_sink
+        self._what = what
+        self._tell = tell
+        self._close_timeout_s = close_timeout_s
+        self._logging = BestEffort(f"logging to {what}", tell)
+        self._max_waiting = max_waiting
+        self._waiting: queue.SimpleQueue[tuple[int, Mapping[str, float]] | None] = queue.SimpleQueue()
+        self._is_open = True
+        # A daemon: one that never comes back must not keep the program from ending.
+        self._thread = threading.Thread(target=self._run, name=f"sink {what}", daemon=True)
+        self._thread.start()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """
+        Raises:
+            TimeoutError: the sink is too far behind to take this record, too.
+        """
+        if self._waiting.qsize() >= self._max_waiting:
+            raise TimeoutError(f"{self._what} is {self._max_waiting} records behind")
+        if self._is_open:
+            self._waiting.put((step, metrics))
+
+    def close(self) -> None:
+        """
+        Raises:
+            TimeoutError: the sink has not taken everything within the time limit.
+        """
+        self._waiting.put(None)
+        self._thread.join(self._close_timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"{self._what} did not take everything within {self._close_timeout_s:g} s of the end")
+        self._logging.close()
+
+    def _run(self) -> None:
+        opening = BestEffort(f"opening {self._what}", self._tell)
+        opened: list[MetricSink] = []
+        if not opening.attempt(lambda: opened.append(self._open_sink())):
+            self._is_open = False
+            return
+        (sink,) = opened
+        while (record := self._waiting.get()) is not None:
+            self._logging.attempt(partial(sink.log, *record))
+        BestEffort(f"closing {self._what}", self._tell).attempt(sink.close)
 
 
 class JSONLSink:
@@ -40,12 +168,12 @@ class Sinks:
         self._sinks = {name: (sink, BestEffort(f"logging to {name}", tell)) for name, sink in sinks.items()}
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for sink, logging in self._sinks.values():
-            logging.attempt(partial(sink.log, step, dict(metrics)))
+        for sink, attempts in self._sinks.values():
+            attempts.attempt(partial(sink.log, step, dict(metrics)))
 
     def close(self) -> None:
-        for name, (sink, logging) in self._sinks.items():
-            logging.close()
+        for name, (sink, attempts) in self._sinks.items():
+            attempts.close()
             BestEffort(f"closing {name}", self._tell).attempt(sink.close)
 
 

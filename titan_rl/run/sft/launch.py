@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -20,29 +21,23 @@ from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.first_error import FirstError
 from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.errors import CheckpointError, MissingExtraError
-from titan_rl.run.beside import beside
 from titan_rl.run.checkpoints.resumption import Resumption
 from titan_rl.run.directory import RunDirectory, run_name
 from titan_rl.run.end_messages import EndMessages
 from titan_rl.run.in_order import check_resumption, open_run_dir, run_in_order
 from titan_rl.run.machine.environment import file_modes
-from titan_rl.run.machine.stop_signals import StopSignals, tell_on_stderr
+from titan_rl.run.machine.signals import STOPPING, StopSignals, tell_on_stderr
 from titan_rl.run.observability.outputs import open_outputs
 from titan_rl.run.observability.progress import Verbosity, status
-from titan_rl.run.observability.shortage import Shortage
 from titan_rl.run.observability.summary import show_summary
 from titan_rl.run.observability.trace import traced
+from titan_rl.run.observability.watchers import background_tasks, warn_of_shortage
 from titan_rl.run.parts import use_monarch
-from titan_rl.run.recovery.recovering_trainer import RecoveringTrainer, recovering
-from titan_rl.run.recovery.trainer_group import lacks_of
-from titan_rl.run.sft.install import install
-from titan_rl.run.sft.learned_steps import LearnedSteps
-from titan_rl.run.sft.loop import SupervisedLoop
-from titan_rl.run.sft.prepare import digest, find_demonstrations, make_start, plan_steps, supervised
-from titan_rl.run.sft.sources import Found
-from titan_rl.run.sft.token_source import TokenSource
+from titan_rl.run.sft.demonstrations import Found, TokenSource
+from titan_rl.run.sft.loop import LearnedSteps, SupervisedLoop, install
+from titan_rl.run.sft.plan import digest, find_demonstrations, make_start, plan_steps, supervised
 from titan_rl.run.status import note_waiting
-from titan_rl.run.stopping import STOPPING
+from titan_rl.run.trainer_recovery import RecoveringTrainer, TrainerGroup, lacks_of, recovering
 from titan_rl.run.workers import StartedWorkers, workers_started
 from titan_rl.weights.published_weights import PublishedWeights
 
@@ -242,10 +237,23 @@ async def _run(
             training.before_leaving = loop.save_soon
             resources.callback(lambda: messages.stands_at(loop.step))
             signals.stopping = STOPPING
-            lacks = partial(lacks_of, training)
-            shortage = Shortage(lambda: None, progress.warning, partial(note_waiting, run_dir.path), lacks)
+            resources_of = _TrainerAlone(training)
+            shortage = warn_of_shortage(resources_of, progress.warning, partial(note_waiting, run_dir.path))
             with first.source():
-                async with beside(hosts=watch(), shortage=shortage.watch()):
+                async with background_tasks(hosts=watch(), shortage=shortage):
                     summary = await loop.run()
             await training.close()
     show_summary(summary)
+
+
+@dataclass(frozen=True, slots=True)
+class _TrainerAlone:
+    """`Resources` of a run without generators."""
+
+    training: TrainerGroup
+
+    def trouble(self) -> str | None:
+        return None
+
+    def trainer_lacks(self) -> str:
+        return lacks_of(self.training)

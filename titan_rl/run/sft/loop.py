@@ -1,12 +1,14 @@
-"""The loop of a supervised run: batches of demonstrations become optimizer steps."""
+"""Loop of a supervised run: batches of demonstrations become optimizer steps."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
+import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,19 +17,66 @@ from titan_rl.cluster.hosts.lifecycle import HostHistory
 from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.errors import NoSpaceError
-from titan_rl.run.checkpoints.saver import CheckpointSaver
-from titan_rl.run.checkpoints.saving import RunSaving
+from titan_rl.run.checkpoints.saver import CheckpointSaver, RunSaving
 from titan_rl.run.directory import RunDirectory
-from titan_rl.run.journal.run_state import RunState
-from titan_rl.run.machine.disk_space import checkpoint_bytes
+from titan_rl.run.journal.state import RunState
+from titan_rl.run.machine.requirements import checkpoint_bytes
 from titan_rl.run.observability.progress import Progress
-from titan_rl.run.observability.stages import LoopStages, Stage
-from titan_rl.run.sft.token_source import TokenSource
-from titan_rl.run.stages.skipped_steps import SkippedSteps
-from titan_rl.run.stages.trainer_calls import TrainerCalls
-from titan_rl.run.terminal.figures import format_seconds
+from titan_rl.run.observability.steps import LoopStages, Stage
+from titan_rl.run.sft.demonstrations import TokenSource
+from titan_rl.run.stages.training import SkippedSteps, TrainerCalls
+from titan_rl.run.terminal.view import format_seconds
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.protocol import Trainer
+from titan_rl.training.settings import MADE_BY_SFT
+from titan_rl.training.state.checkpoint import atomic_directory, step_of
+
+
+class LearnedSteps:
+    """The `TrainedSteps` of a plan.
+
+    Args:
+        plan: the numbers of the demonstrations that each step learns.
+    """
+
+    def __init__(self, tokens: TokenSource, plan: Sequence[Sequence[int]]) -> None:
+        self._tokens = tokens
+        self._plan = plan
+
+    async def since(self, checkpoint: Path | None, version: int) -> AsyncGenerator[Sequence[TrainingSample]]:
+        for numbers in self._plan[0 if checkpoint is None else step_of(checkpoint) : version]:
+            yield self._tokens.samples(numbers)  # in tokens already, as this process has learned them
+
+
+def install(config: RunConfig, export: Path, run: Path, before: float | None, after: float | None) -> Path:
+    """Copy an exported model to `sft.out`, with a note of what it was made of.
+
+    Args:
+        run: the folder of the run that has taught it.
+        before: held-out loss.
+        after: of the model as it is.
+
+    Returns:
+        the folder.
+
+    Raises:
+        NoSpaceError: the disk is full.
+        CheckpointError: it could not be written; what was there is unchanged.
+    """
+    out = Path(config.sft.out)
+    note = {
+        "steps": config.training.steps,
+        "held_out_loss": {"before": before, "after": after},
+        "run": run.name,
+        "seed": config.seed,
+        "settings": config.sft.model_dump(mode="json", exclude={"start", "out", "data"}),
+    }
+    with atomic_directory(out) as folder:
+        for file in export.iterdir():
+            shutil.copyfile(file, folder / file.name)
+        (folder / MADE_BY_SFT).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
+    return out
+
 
 LOGGED = (
     "loss",

@@ -1,9 +1,11 @@
-"""The groups of a run, from the samples of its task: those to train on, and the held-out ones."""
+"""Groups of a run, made from the samples of its tasks: training groups and held-out ones."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from titan_rl.config.run import RunConfig
@@ -16,14 +18,91 @@ from titan_rl.rollout.group.sessions import Sessions
 from titan_rl.rollout.task import calling, held_out_samples
 from titan_rl.rollout.types import Rollout, RolloutGroup
 from titan_rl.run.journal.run_journal import RunJournal
-from titan_rl.run.observability.peak import Peak
-from titan_rl.run.stages.groups_at_work import GroupsAtWork
+from titan_rl.run.journal.state import RunState
+from titan_rl.run.observability.generation_status import Peak
 from titan_rl.scheduling.filters import GroupFilter
 from titan_rl.scheduling.lease import Lease
-from titan_rl.scheduling.mix.task_mix import TaskMix
+from titan_rl.scheduling.mix.task_mix import Share, TaskMix
 from titan_rl.scheduling.observer import SchedulerObserver
 from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.types import Completion, GenerateFn, SamplingParams
+
+
+def make_mix(config: RunConfig, journal: RunJournal, start: RunState) -> TaskMix:
+    """As the checkpoint and the journal have it, with the weights and curricula of the config. The journal is told of
+    what happens."""
+    return TaskMix(
+        {source.name: Share(source.weight, source.curriculum) for source in config.tasks},
+        journal.note,
+        state=start.tasks,
+        events=journal.events,
+        is_settled=start.position.is_settled,
+        is_dropped=journal.state.is_settled,
+    )
+
+
+@dataclass(slots=True)
+class GroupAtWork:
+    """One group.
+
+    Args:
+        num_rollouts: that it has at least; a game has one for each seat.
+    """
+
+    num_rollouts: int
+    num_requests: int = 0  # in flight
+    num_ended: int = 0
+
+    @property
+    def state(self) -> str:
+        """As `SLOT_STYLES` of the display has it."""
+        if self.num_requests:
+            return "generating"
+        return "scoring" if self.num_ended >= self.num_rollouts else "in the environment"
+
+    def track(self, generate: GenerateFn) -> GenerateFn:
+        """`generate`, whose calls are counted."""
+
+        async def tracked(
+            prompt_token_ids: Sequence[int],
+            *,
+            request_id: str,
+            session_id: str | None = None,
+            sampling: SamplingParams,
+        ) -> Completion:
+            self.num_requests += 1
+            try:
+                return await generate(prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling)
+            finally:
+                self.num_requests -= 1
+
+        return tracked
+
+    def ended(self) -> None:
+        """One of its rollouts is over."""
+        self.num_ended += 1
+
+
+class GroupsAtWork:
+    """Those of a run, of training or of a validation."""
+
+    def __init__(self) -> None:
+        self._groups: list[GroupAtWork] = []
+        self.num_done = 0
+
+    @contextlib.contextmanager
+    def one(self, num_rollouts: int) -> Generator[GroupAtWork]:
+        """A group for the length of the block."""
+        group = GroupAtWork(num_rollouts)
+        self._groups.append(group)
+        try:
+            yield group
+        finally:
+            self._groups = [other for other in self._groups if other is not group]
+            self.num_done += 1
+
+    def states(self) -> Counter[str]:
+        return Counter(group.state for group in self._groups)
 
 
 class RolloutStage:

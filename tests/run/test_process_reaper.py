@@ -9,7 +9,7 @@ import time
 import pytest
 
 from titan_rl.cluster.liveness.local_processes import children_of, unreaped_children_of
-from titan_rl.run.machine.aftermath import LOOK_S, REAP_S, SETTLE_S, Aftermath
+from titan_rl.run.worker import CLEAN_FOR_S, LOOK_CHILDREN_S, REAP_AFTER_S, ProcessReaper
 
 pytestmark = pytest.mark.skipif(
     not os.path.exists(f"/proc/{os.getpid()}/task/{os.getpid()}/children"), reason="this kernel lists no children"
@@ -30,13 +30,13 @@ def kill(child: int) -> None:
 
 def test_it_is_cleaned_for_some_time_after_the_end_of_a_child_and_never_before(child: int) -> None:
     now, cleaned = 0.0, list[float]()
-    aftermath = Aftermath(lambda: cleaned.append(now), lambda: now)
+    reaper = ProcessReaper(lambda: cleaned.append(now), lambda: now)
 
     def look(times: int) -> None:
         nonlocal now
         for _ in range(times):
-            aftermath.look()
-            now += LOOK_S
+            reaper.look()
+            now += LOOK_CHILDREN_S
 
     assert child in children_of(os.getpid())
     look(5)
@@ -46,18 +46,18 @@ def test_it_is_cleaned_for_some_time_after_the_end_of_a_child_and_never_before(c
     killed = now
     look(100)
     assert cleaned[0] == killed
-    assert cleaned[-1] == killed + SETTLE_S
+    assert cleaned[-1] == killed + CLEAN_FOR_S
     with pytest.raises(ChildProcessError):
         os.waitpid(child, os.WNOHANG)
 
 
 def test_a_child_whose_end_another_asks_for_is_left_to_it_for_a_while(child: int) -> None:
     now = 0.0
-    aftermath = Aftermath(lambda: None, lambda: now)
+    reaper = ProcessReaper(lambda: None, lambda: now)
     kill(child)
-    aftermath.look()
-    now += REAP_S / 2
-    aftermath.look()
+    reaper.look()
+    now += REAP_AFTER_S / 2
+    reaper.look()
     assert os.waitpid(child, 0)[0] == child
-    now += REAP_S
-    aftermath.look()
+    now += REAP_AFTER_S
+    reaper.look()

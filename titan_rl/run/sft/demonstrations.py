@@ -1,4 +1,4 @@
-"""Where demonstrations come from: a task, a file of chats, or the best rollouts of a run."""
+"""Demonstrations for supervised training, from a task, a file of chats, or the best rollouts of a run, as tokens."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.calls.threads import call_within
 from titan_rl.core.calls.user_code import describe
 from titan_rl.core.errors import ConfigError, DataError
+from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.rollout.task import DEMONSTRATED_CALL_S, DemonstratingTask, Demonstration, Task, calling, wrong_result
+from titan_rl.training.data.demonstrations import DemonstrationTokens, encode
+from titan_rl.training.data.sample import TrainingSample
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -215,3 +218,51 @@ def _can_be_learned(record: Mapping[str, Any], min_reward: float | None) -> bool
 def _shown(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+class TokenSource:
+    """Demonstrations by their number. Those with more than `max_context` tokens are left out. Not thread-safe.
+
+    Attributes:
+        too_long: the numbers of those that were, as far as they were asked for.
+    """
+
+    def __init__(self, renderer: Renderer, found: Sequence[Found], max_context: int) -> None:
+        self._renderer = renderer
+        self._found = found
+        self._max_context = max_context
+        self._tokens: dict[int, DemonstrationTokens] = {}
+        self.too_long: set[int] = set()
+
+    def length(self, number: int) -> int:
+        """In tokens."""
+        return len(self._encoded(number).token_ids)
+
+    def samples(self, numbers: Sequence[int]) -> list[TrainingSample]:
+        """
+        Raises:
+            DataError: one cannot be rendered, or all are too long.
+        """
+        encoded = [(number, self._encoded(number)) for number in numbers]
+        self.too_long |= {number for number, tokens in encoded if len(tokens.token_ids) > self._max_context}
+        samples = [
+            tokens.sample(f"{place}/{number}")
+            for place, (number, tokens) in enumerate(encoded)
+            if number not in self.too_long
+        ]
+        if not samples:
+            names = ", ".join(self._found[number][0] for number in numbers[:3])
+            raise DataError(
+                f"all {len(numbers)} demonstrations of a step have more than model.max_context = {self._max_context} "
+                f"tokens, such as {names}; raise model.max_context, or leave them out"
+            )
+        return samples
+
+    def _encoded(self, number: int) -> DemonstrationTokens:
+        if (tokens := self._tokens.get(number)) is None:
+            name, demonstration = self._found[number]
+            try:
+                tokens = self._tokens[number] = encode(self._renderer, demonstration)
+            except DataError as error:
+                raise DataError(f"{name}: {error}") from error.__cause__
+        return tokens

@@ -1,16 +1,43 @@
-"""What generation is doing: whether anything happens, what a run waits for, and what a step's metrics say of it."""
+"""Status of generation: progress, in-flight requests, and metrics of the generators."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Generator, Mapping
 
 from titan_rl.cluster.hosts.lifecycle import HostHistory
 from titan_rl.generation.router.pool import ReplicaStatus
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.generation.types import GaugeSummary
-from titan_rl.run.observability.peak import Peak
 from titan_rl.run.terminal.view import SLOT_STYLES, ReplicaLook, RunLook
 from titan_rl.scheduling.group_state import GroupState
+
+
+class Peak:
+    """Counts what is inside its blocks, and keeps the largest count until it is taken.
+
+    Example: two blocks were open at once, and one is now: `take()` is 2, and 1 if asked again.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.num_done = 0  # blocks that ended without an error
+        self._most = 0
+
+    @contextlib.contextmanager
+    def one(self) -> Generator[None]:
+        self.now += 1
+        self._most = max(self._most, self.now)
+        try:
+            yield
+            self.num_done += 1
+        finally:
+            self.now -= 1
+
+    def take(self) -> int:
+        """The largest count since this was last called."""
+        most, self._most = self._most, self.now
+        return most
 
 
 class Activity:

@@ -1,14 +1,14 @@
-"""A trainer whose processes may die: others take their place, and train again what the checkpoint lacks.
+"""Recovery of a trainer whose processes die: others take their place and repeat the steps since the checkpoint.
 
-Who calls it notices nothing but time. A call that a death cut short is made again once the trainer is back at the
-version it had, and what the run has heard of is done again without being told again:
+Callers notice nothing but the delay. A call that a death interrupted is repeated once the trainer is back at its
+version, and steps that the run has recorded are repeated without being reported again:
 
     load      the newest checkpoint that is whole, else the model as loaded
-    repeat    each step since, on what it was trained on; where a version was being saved, it is saved once more
-    publish   the version that was published last, so that generators that start now find it. Those that have it keep
-              it: a version that was loaded never goes back
+    repeat    each step since, on the samples it was trained on; a version that was being saved is saved once more
+    publish   the version that was published last, so that generators that start now find it. Generators that have it
+              keep it: a loaded version never goes back
 
-With the same bits computed again, the run's result is that of an undisturbed one.
+If the same bits are computed again, the run's result is that of an undisturbed one.
 """
 
 from __future__ import annotations
@@ -16,24 +16,172 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from titan_rl.cluster.processes.respawns import RespawnLimit, Respawns
+from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.telling import logged
 from titan_rl.core.errors import ActorDiedError, DamagedCheckpointError, StateDictError, TrainingError
 from titan_rl.core.tracing.spans import span
+from titan_rl.run.directory import RunDirectory
+from titan_rl.run.journal.run_journal import RunJournal
+from titan_rl.run.journal.state import RunState
 from titan_rl.run.observability.progress import Progress
-from titan_rl.run.recovery.deaths import Deaths
-from titan_rl.run.recovery.trained_steps import TrainedSteps
-from titan_rl.run.recovery.trainer_group import MortalTrainer, TrainerGroup
-from titan_rl.scheduling.batches.batch import step_from
+from titan_rl.run.stages.training import training_samples
+from titan_rl.scheduling.batches.batch import GroupBatch, step_from
 from titan_rl.training.data.sample import TrainingSample
-from titan_rl.training.protocol import StepResult
+from titan_rl.training.protocol import StepResult, Trainer
 from titan_rl.training.state.checkpoint import list_checkpoints, step_of
 from titan_rl.weights.published_weights import PublishedWeights
 from titan_rl.weights.types import Manifest
+
+
+class MortalTrainer(Trainer, Protocol):
+    """Once one of its processes is gone each call raises an `ActorDiedError`.
+
+    Attributes:
+        excused: it ends because its host goes, or is gone, and not by what it is at.
+    """
+
+    @property
+    def excused(self) -> bool: ...
+
+    async def ended(self) -> str:
+        """Returns once that is so: why."""
+        ...
+
+    def end(self, reason: str) -> None:
+        """Whatever is left of it ends, and its calls fail. One that has ended stays so."""
+        ...
+
+
+class TrainerGroup(Protocol):
+    """The processes of a trainer, and those that take their place.
+
+    Attributes:
+        before_leaving: returns once what is trained by now is saved. Called before a trainer leaves its host.
+        waits_for: what a restart needs that is not there; "" where it lacks nothing.
+    """
+
+    before_leaving: Callable[[], Awaitable[object]]
+    waits_for: str
+
+    @property
+    def trainer(self) -> MortalTrainer:
+        """Of the newest."""
+        ...
+
+    async def restart(self) -> MortalTrainer:
+        """Another one, which has loaded the model, once nothing is left of the one before.
+
+        Raises:
+            ActorDiedError: it did not start.
+            NoHostError: there was no host for it in time.
+        """
+        ...
+
+
+def lacks_of(group: TrainerGroup | None) -> str:
+    """What a trainer waits for that is to start again; "" where it does not."""
+    return f"it waits for {group.waits_for}" if group and group.waits_for else ""
+
+
+class TrainedSteps(Protocol):
+    """Knows what each step of a run was trained on."""
+
+    def since(self, checkpoint: Path | None, version: int) -> AsyncGenerator[Sequence[TrainingSample]]:
+        """What the steps from a checkpoint to a version were given, one after the other.
+
+        Args:
+            checkpoint: None is the model as loaded.
+
+        Raises:
+            CheckpointError: that of a step is not to be had.
+        """
+        ...
+
+
+class JournaledSteps:
+    """`TrainedSteps` of a run of reinforcement learning: its journal has the groups of every batch.
+
+    Args:
+        folder: of the run.
+    """
+
+    def __init__(self, config: RunConfig, journal: RunJournal, folder: Path) -> None:
+        self._config = config
+        self._journal = journal
+        self._folder = folder
+
+    async def since(self, checkpoint: Path | None, version: int) -> AsyncGenerator[Sequence[TrainingSample]]:
+        start = RunState.read(checkpoint or self._folder).position
+        batches = await self._journal.trained_since(start, version)
+        for before, groups in enumerate(batches, start.version):
+            yield training_samples(self._config, GroupBatch(groups, before, {}, lambda: None))
+
+
+TRAINER = "trainer"
+NAMED_GROUPS = 4
+"""Of a step, in a message."""
+
+
+class Deaths:
+    """Counts them, and those within the same step.
+
+    Args:
+        max_respawns: as `training.max_respawns`.
+    """
+
+    def __init__(self, max_respawns: int) -> None:
+        self._respawns = Respawns({TRAINER: RespawnLimit("training.max_respawns", max_respawns)})
+        self._step: tuple[int, Sequence[TrainingSample]] | None = None
+        self._within: Counter[int] = Counter()  # by step
+        self.num_respawns = 0
+
+    def within(self, step: int, samples: Sequence[TrainingSample]) -> None:
+        """The next one to be noted cut this step short.
+
+        Args:
+            samples: that the step is trained on.
+        """
+        self._step = step, samples
+
+    def note(self, why: str, *, excused: bool = False) -> str:
+        """The message of a death after which another trainer is started.
+
+        Args:
+            excused: by what it was at, and counts for nothing: its host goes, or is gone.
+
+        Raises:
+            ActorDiedError: it was the one too many.
+        """
+        if excused:
+            self._step = None
+            return f"{why}; starting another trainer"
+        if self._step is not None:
+            (step, samples), self._step = self._step, None
+            self._within[step] += 1
+            why += f"; it was at step {step}"
+            if (times := self._within[step]) > 1:
+                why += f" for the {times}. time when it died, so what kills it may be in what that step is trained on: "
+                why += named_groups(samples)
+        replaced, count = self._respawns.take(TRAINER)
+        if not replaced:
+            raise ActorDiedError(f"{why}{count}")
+        self.num_respawns += 1
+        return f"{why}; starting another trainer{count}"
+
+
+def named_groups(samples: Sequence[TrainingSample]) -> str:
+    """ "train-4, train-5, train-6, train-7 and 12 more"."""
+    groups = list(dict.fromkeys(sample.group_id for sample in samples))
+    more = f" and {len(groups) - NAMED_GROUPS} more" if len(groups) > NAMED_GROUPS else ""
+    return ", ".join(groups[:NAMED_GROUPS]) + more
+
 
 logger = logging.getLogger(__name__)
 
@@ -280,3 +428,30 @@ async def recovering(trainer: RecoveringTrainer) -> AsyncGenerator[RecoveringTra
 
 def _has(save: _Save) -> bool:
     return any(step_of(path) == save.version for path in list_checkpoints(save.root))
+
+
+@contextlib.asynccontextmanager
+async def open_trainer(
+    given: Trainer | None,
+    group: TrainerGroup | None,
+    config: RunConfig,
+    journal: RunJournal,
+    run_dir: RunDirectory,
+    published: PublishedWeights,
+    progress: Progress,
+) -> AsyncGenerator[Trainer]:
+    """The one that was given; or that of a group, which is started again when it dies."""
+    if group is None:
+        assert given is not None
+        yield given
+        return
+    trainer = RecoveringTrainer(
+        group,
+        steps=JournaledSteps(config, journal, run_dir.path),
+        checkpoints=run_dir.checkpoints,
+        published=published,
+        max_respawns=config.training.max_respawns,
+        progress=progress,
+    )
+    async with recovering(trainer):
+        yield trainer

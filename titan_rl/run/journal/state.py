@@ -1,15 +1,24 @@
-"""What the records of a journal add up to."""
+"""State of a run between checkpoints: `run_state.json`, the journal's segments, and the sum of their records.
+
+A segment is named `step-000040.journal` after the checkpoint of version 40. As it grows it is continued in
+`step-000040.1.journal` and so on, which bounds the size of a copy and the reach of a damaged block.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.errors import CheckpointError
-from titan_rl.run.journal.log_format import read_log
+from titan_rl.run.journal.log import read_log
 from titan_rl.run.journal.records import (
     AssignRecord,
     BatchRecord,
@@ -23,10 +32,132 @@ from titan_rl.run.journal.records import (
     decode,
     mix_events,
 )
-from titan_rl.run.journal.run_state import DataPosition
-from titan_rl.run.journal.segments import segment_name, version_of
 from titan_rl.scheduling.batches.batch import step_from
 from titan_rl.scheduling.mix.events import MixEvent
+
+FILE = "run_state.json"
+
+
+@dataclass(frozen=True, slots=True)
+class DataPosition:
+    """What of the data the weights of a version have seen: all before `next_index` but what is unsettled."""
+
+    version: int = 0
+    next_index: int = 0
+    unsettled: tuple[int, ...] = ()  # before next_index, ascending, neither trained nor dropped
+    run: str = ""  # which run's, so that another's journal is not taken for this one's
+
+    def is_settled(self, index: int) -> bool:
+        """Whether the group at a position in the data is in the weights, or was dropped before."""
+        return index < self.next_index and index not in self.unsettled
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """`run_state.json` of a checkpoint, and of the run's folder for the model as loaded, which is version 0.
+
+    Example:
+        {"step": 40, "tokens": 181204, "reward_before": 0.44, "next_index": 164, "unsettled": [158, 160, 161, 162, 163],
+         "tasks": {"taken": {"sums": 82, "sort": 82}, ...}, "settings": {"scheduling.groups_per_step": 4, ...},
+         "run": "5d0c...", "model": {"weights": "9b1e...", "config": "07aa...", "tokenizer": "c41d...", ...}}
+    """
+
+    step: int = 0  # also the policy version
+    tokens: int = 0  # completion tokens trained on
+    reward_before: float | None = None  # of the first validation; None where there was none yet
+    next_index: int = 0
+    unsettled: tuple[int, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])  # by dotted name, that the run was made with
+    run: str = ""  # drawn when the run began
+    tasks: Mapping[str, Any] = field(default_factory=dict[str, Any])  # where their mix stands, see `TaskMix.state`
+    model: Mapping[str, str] = field(default_factory=dict[str, str])  # that the run began with, see `model_identity`
+
+    @property
+    def position(self) -> DataPosition:
+        return DataPosition(self.step, self.next_index, self.unsettled, self.run)
+
+    @classmethod
+    def read(cls, folder: Path) -> RunState:
+        """
+        Raises:
+            CheckpointError: the file is missing or is not one of these.
+        """
+        path = folder / FILE
+        try:
+            values = parse_json(path.read_text())
+            return cls(
+                step=int(values["step"]),
+                tokens=int(values["tokens"]),
+                reward_before=values["reward_before"],
+                next_index=int(values["next_index"]),
+                unsettled=tuple(map(int, values["unsettled"])),
+                tasks=dict(values["tasks"]),
+                settings=dict(values["settings"]),
+                run=str(values["run"]),
+                model=dict(values.get("model", {})),  # not of a run that is older than this
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{path} does not say where its run stood: {error!r}; put back what was written, or go on with the "
+                "version of titan_rl that wrote it"
+            ) from error
+
+    def write(self, folder: Path) -> None:
+        """Flushed to disk."""
+        with (folder / FILE).open("w") as file:
+            json.dump(asdict(self), file)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+SEGMENT_BYTES = 1 << 28
+
+_NAME = re.compile(r"step-(\d+)(?:\.(\d+))?\.journal")
+
+
+def segment_name(version: int, part: int = 0) -> str:
+    return f"step-{version:06d}.{part}.journal" if part else f"step-{version:06d}.journal"
+
+
+def version_of(segment: Path) -> int:
+    """The version of the checkpoint that it goes on from."""
+    return _numbers(segment)[0]
+
+
+def part_of(segment: Path) -> int:
+    """How many are before it of the same checkpoint."""
+    return _numbers(segment)[1]
+
+
+def list_segments(folder: Path) -> list[Path]:
+    """The oldest first. Other files of the folder are no concern of a journal.
+
+    Raises:
+        CheckpointError: the folder is there and cannot be read.
+    """
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} cannot be read: {error.strerror}; it should be the folder of the journal. Mend it, or move it "
+            "away to go on from the checkpoint alone"
+        ) from error
+    return sorted((folder / name for name in names if _NAME.fullmatch(name)), key=_numbers)
+
+
+def needless(segments: list[Path], version: int) -> list[Path]:
+    """Those that no checkpoint from `version` on begins with or goes on to."""
+    begins = max((version_of(path) for path in segments if version_of(path) <= version), default=0)
+    return [path for path in segments if version_of(path) < begins]
+
+
+def _numbers(segment: Path) -> tuple[int, int]:
+    found = _NAME.fullmatch(segment.name)
+    assert found is not None, f"{segment} is no segment"
+    return int(found[1]), int(found[2] or 0)
+
 
 CompletionsOfGroup = dict[tuple[str, bytes], CompletionRecord]
 """By request id and digest of the prompt."""

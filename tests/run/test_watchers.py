@@ -1,0 +1,123 @@
+"""Warnings of stalls and of missing generators, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from titan_rl.run.observability.watchers import warn_of_shortage, warn_of_stalls
+from titan_rl.run.status import note_waiting, noted
+from titan_rl.viewer.run_status import describe_run, read_status
+
+
+@dataclass
+class FakeRun:
+    happened: int = 0
+
+    def progress(self) -> object:
+        return self.happened
+
+    def waits_for(self) -> str:
+        return "no generator serves"
+
+
+@dataclass
+class FakeResources:
+    generators: str | None = None
+    trainer: str = ""
+
+    def trouble(self) -> str | None:
+        return self.generators
+
+    def trainer_lacks(self) -> str:
+        return self.trainer
+
+
+@pytest.mark.looptime
+async def test_a_stall_is_warned_of_ever_more_seldom_and_its_end_once():
+    told: list[tuple[int, str]] = []
+    loop = asyncio.get_running_loop()
+    begin, run = loop.time(), FakeRun()
+
+    def tell(text: str) -> None:
+        told.append((round(loop.time() - begin), text))
+
+    watch = asyncio.ensure_future(warn_of_stalls(run, tell))
+    for _ in range(10):  # something now and then is no stall
+        await asyncio.sleep(20)
+        run.happened += 1
+    assert told == []
+    await asyncio.sleep(131)
+    run.happened += 1
+    await asyncio.sleep(200)
+    watch.cancel()
+    texts = [text for _, text in told]
+    assert texts[:3] == [
+        "nothing has happened for 30 s: no generator serves",
+        "nothing has happened for 60 s: no generator serves",
+        "nothing has happened for 120 s: no generator serves",
+    ]
+    assert texts[3].startswith("the run continues, after 13")
+    assert [when for when, _ in told[:3]] == [pytest.approx(200 + seconds, abs=6) for seconds in (30, 60, 120)]
+    assert len([text for text in texts if "continues" in text]) == 1
+
+
+@pytest.mark.looptime
+async def test_a_shortage_is_told_of_once_it_lasts_and_so_is_its_end():
+    resources = FakeResources()
+    told: list[str] = []
+    noted: list[str] = []
+    watch = asyncio.ensure_future(warn_of_shortage(resources, told.append, noted.append))
+    await asyncio.sleep(100)
+    resources.generators = "none of 2 generators is in service"
+    await asyncio.sleep(1)
+    resources.generators = None
+    await asyncio.sleep(10.2)
+    assert told == noted == []
+    resources.generators = "1 generator serves, and 2 are the least"
+    await asyncio.sleep(30)
+    resources.generators = "there is no generator"
+    await asyncio.sleep(29.6)
+    resources.generators = None
+    await asyncio.sleep(10.2)
+    watch.cancel()
+    assert told == [
+        "the run waits for generators: 1 generator serves, and 2 are the least",
+        "the run waits for generators: there is no generator",
+        "enough generators serve again, after 60 s",
+    ]
+    assert noted == ["generators: 1 generator serves, and 2 are the least", "generators: there is no generator", ""]
+
+
+def test_what_a_run_waits_for_is_in_its_status_until_it_goes_on_or_ends(tmp_path: Path):
+    with noted(tmp_path, begins=True):
+        note_waiting(tmp_path, "generators: there is no generator")
+        assert read_status(tmp_path).waits_for == "generators: there is no generator"
+        note_waiting(tmp_path, "")
+        assert read_status(tmp_path).waits_for == ""
+        note_waiting(tmp_path, "hosts")
+        assert describe_run("x", tmp_path)["waits_for"] == "hosts"
+    assert read_status(tmp_path).waits_for == ""
+
+
+@pytest.mark.looptime
+async def test_what_a_trainer_waits_for_is_noted_beside_what_generators_lack():
+    resources = FakeResources()
+    told: list[str] = []
+    noted: list[str] = []
+    watch = asyncio.ensure_future(warn_of_shortage(resources, told.append, noted.append))
+    resources.trainer = "it waits for hosts"
+    await asyncio.sleep(1)
+    resources.generators = "there is no generator"
+    await asyncio.sleep(10)
+    resources.generators = None
+    await asyncio.sleep(1)
+    resources.trainer = ""
+    await asyncio.sleep(1)
+    watch.cancel()
+    alone = "trainer: it waits for hosts"
+    assert noted == [alone, f"generators: there is no generator; {alone}", alone, ""]
+    assert not any("hosts" in line for line in told), "the trainer tells that itself"

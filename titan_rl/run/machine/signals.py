@@ -1,0 +1,252 @@
+"""Graceful stop: Ctrl-C and SIGTERM cancel a program, which saves and closes before its event loop ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Coroutine, Generator, Iterator
+from concurrent.futures import Future
+from types import FrameType, TracebackType
+from typing import Any, TypeVar, cast
+
+from titan_rl.core.calls.plain import terminal_text
+from titan_rl.core.calls.threads import UsersThreads
+from titan_rl.core.errors import TitanRLError
+from titan_rl.run.machine.guard import ONE_STOP_S, STOPS
+
+REACTION_S = 3.0
+
+
+class StopSignals:
+    """Handles both signals for the length of a block, in the main thread.
+
+    Python runs the handlers between two instructions of the main thread, and so also while a user's code keeps the
+    event loop from running. Where a call of native code keeps Python's lock they wait, and the guard acts.
+
+    A SIGINT that whoever started the program had it ignore, as shells do for commands in the background, stays ignored.
+
+    Args:
+        stopping: says what the first signal does. An attribute, for a program that changes what it is at.
+        ending: says what is left after the second.
+        tell: shows a text at once, from within a signal handler; by default on standard error.
+        reaction_s: without a reaction for so long it is told that the event loop is held up.
+    """
+
+    def __init__(
+        self,
+        stopping: str,
+        ending: str,
+        tell: Callable[[str], None] | None = None,
+        *,
+        reaction_s: float = REACTION_S,
+    ) -> None:
+        self.received: signal.Signals | None = None  # the first
+        self.tell = tell or tell_on_stderr
+        self.stopping = stopping
+        self._ending = ending
+        self._reaction_s = reaction_s
+        self._stop: Callable[[], object] | None = None
+        self._received_at = 0.0
+        self._reacted = threading.Event()
+        self._before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> StopSignals:
+        for number in STOPS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._reacted.set()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
+
+    @contextlib.contextmanager
+    def stopping_with(self, stop: Callable[[], object]) -> Generator[None]:
+        """Within the block the first signal calls `stop`, from within its handler; at once if it has come already."""
+        self._stop = stop
+        if self.received is not None:
+            stop()
+        try:
+            yield
+        finally:
+            self._stop = None
+            self._reacted.set()
+
+    def stop(self) -> None:
+        """As if SIGTERM had come, where no signal has."""
+        if self.received is None:
+            self._handle(signal.SIGTERM, None)
+
+    def reacted(self) -> None:
+        """The run has begun to stop."""
+        self._reacted.set()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if self.received is None:
+            self.received, self._received_at = signal.Signals(number), time.monotonic()
+            self.tell(f"{name}: {self.stopping}")
+            threading.Thread(target=self._wait_for_reaction, name="stop", daemon=True).start()
+            if self._stop is not None:
+                self._stop()
+        elif time.monotonic() - self._received_at > ONE_STOP_S:
+            self.tell(f"{name}: {self._ending}")
+            os._exit(128 + number)
+
+    def _wait_for_reaction(self) -> None:
+        if not self._reacted.wait(self._reaction_s):
+            self.tell(
+                f"nothing has been stopped for {self._reaction_s:g} s: the event loop is held up, by imports at the "
+                "start or by code of an environment or a reward; once more ends the run at once"
+            )
+
+
+def tell_on_stderr(text: str) -> None:
+    """Not through Python's own buffers, whose locks may be held by what a handler interrupts."""
+    with contextlib.suppress(OSError):  # nobody reads it
+        os.write(2, f"titan-rl: {terminal_text(text)}\n".encode())
+
+
+T = TypeVar("T")
+
+
+def run_to_its_end(program: Coroutine[Any, Any, T]) -> T:
+    """What `program` gives, run as by `asyncio.run`.
+
+    A `SystemExit` or `KeyboardInterrupt` of a task or callback ends an event loop on the spot, with all that runs in it
+    cancelled at once. Here it cancels the program alone, which so can save and close what it has, however many follow.
+    The end waits for nothing that hangs in a thread of `asyncio.to_thread`, either.
+
+    Where this thread has a running loop, as in a notebook, the program runs in a thread of its own, and this one waits.
+    Ctrl-C then cancels the program.
+
+    Raises:
+        SystemExit, KeyboardInterrupt: the first of them, once the program has ended.
+        BaseException: what the program raises.
+    """
+    return _run(program) if asyncio._get_running_loop() is None else _in_thread(program)
+
+
+def _in_thread(program: Coroutine[Any, Any, T]) -> T:
+    outcome: Future[T] = Future()
+    begun: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = []
+
+    def work() -> None:
+        try:
+            outcome.set_result(_run(program, lambda loop, task: begun.append((loop, task))))
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=work, name="event loop").start()
+    interrupted = False
+    while True:
+        try:
+            return outcome.result()
+        except KeyboardInterrupt:
+            if outcome.done():
+                raise
+            interrupted = True
+            for loop, task in begun:
+                loop.call_soon_threadsafe(task.cancel)
+        except asyncio.CancelledError:
+            if interrupted:
+                raise KeyboardInterrupt from None
+            raise
+
+
+def _run(
+    program: Coroutine[Any, Any, T],
+    begun: Callable[[asyncio.AbstractEventLoop, asyncio.Task[T]], object] = lambda loop, task: None,
+) -> T:
+    exit_of_others: BaseException | None = None
+    with asyncio.Runner() as runner:
+        loop = runner.get_loop()
+        loop.set_default_executor(UsersThreads())
+        task = loop.create_task(program)
+        begun(loop, task)
+        while not task.done():
+            try:
+                loop.run_until_complete(task)
+            except (SystemExit, KeyboardInterrupt) as error:
+                if exit_of_others is None and not task.done():
+                    exit_of_others = error
+                    task.cancel()
+            except BaseException:
+                if not task.done():  # the loop itself has failed
+                    raise
+        if exit_of_others is not None:
+            if not task.cancelled():
+                task.exception()  # it ended so because it was to end
+            raise exit_of_others
+        return task.result()
+
+
+logger = logging.getLogger(__name__)
+
+STOPPING = (
+    "stopping: a step that is being trained is finished, and what is trained is saved; once more ends the run at once, "
+    "without saving"
+)
+STOPPING_EARLY = (
+    "stopping: the run is still being set up, and has trained nothing that is not saved; once more ends it at once"
+)
+
+
+async def run_until_signal(run: Coroutine[Any, Any, None], signals: StopSignals, failed: Callable[[], str]) -> int:
+    """
+    Args:
+        failed: says where things stand after an error.
+
+    Returns:
+        exit code: 0, or 128 + the number of the signal that ended the run in order.
+
+    Raises:
+        Exception: what ended the run, with a note of where things stand.
+    """
+    task = asyncio.ensure_future(run)
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        task.cancel()
+        signals.reacted()
+
+    failure: BaseException | None = None
+    try:
+        with signals.stopping_with(lambda: loop.call_soon_threadsafe(stop)):
+            await task
+    except asyncio.CancelledError:
+        if signals.received is None:
+            raise
+        return 128 + signals.received
+    except BaseExceptionGroup as group:
+        logger.error("the run ended", exc_info=group)
+        failure = first_cause(group)
+    except Exception as error:
+        logger.error("the run ended", exc_info=error)
+        failure = error
+    if failure is not None:  # outside the handlers, so that its cause stays its own
+        failure.add_note(failed())
+        raise failure
+    return 0
+
+
+def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error that ended the run: titan_rl's own before others, and the first of several."""
+    leaves = list(_leaves(group))
+    return next((error for error in leaves if isinstance(error, TitanRLError)), leaves[0])
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(cast("BaseExceptionGroup[BaseException]", error))
+        else:
+            yield error

@@ -1,0 +1,93 @@
+"""Background tasks of a run, and the watchers among them: one warns of stalls, one of missing generators and hosts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any, Protocol
+
+STALL_S = 30.0
+STALL_POLL_S = 5.0
+SHORTAGE_S = 2.0
+SHORTAGE_POLL_S = 0.5
+
+
+@contextlib.asynccontextmanager
+async def background_tasks(**coroutines: Coroutine[Any, Any, object]) -> AsyncGenerator[None]:
+    """Run coroutines, named by their keywords, until the block ends. The failure of one ends the block."""
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(coroutine, name=name) for name, coroutine in coroutines.items()]
+        yield
+        for task in running:
+            task.cancel()
+
+
+class Progressing(Protocol):
+    """Run whose progress can be observed."""
+
+    def progress(self) -> object:
+        """Value that changes with every token, answer, rollout and step."""
+        ...
+
+    def waits_for(self) -> str:
+        """Description of the event that the run waits for."""
+        ...
+
+
+async def warn_of_stalls(run: Progressing, warn: Callable[[str], object], *, after_s: float = STALL_S) -> None:
+    """Warn when nothing has happened for `after_s`, again after twice that time and so on, and when the run continues.
+
+    Runs until it is cancelled.
+    """
+    clock = asyncio.get_running_loop().time
+    last, since, limit = run.progress(), clock(), after_s
+    while True:
+        await asyncio.sleep(min(STALL_POLL_S, after_s))
+        now, seconds = run.progress(), clock() - since
+        if now != last:
+            if limit > after_s:
+                warn(f"the run continues, after {seconds:.0f} s")
+            last, since, limit = now, clock(), after_s
+        elif seconds >= limit:
+            warn(f"nothing has happened for {seconds:.0f} s: {run.waits_for()}")
+            limit *= 2
+
+
+class Resources(Protocol):
+    """Generators and trainer that a run needs."""
+
+    def trouble(self) -> str | None:
+        """Reason why no request can be answered; None while enough generators serve."""
+        ...
+
+    def trainer_lacks(self) -> str:
+        """Resource that a trainer needs to restart, which the trainer reports itself; "" while it lacks nothing."""
+        ...
+
+
+async def warn_of_shortage(resources: Resources, warn: Callable[[str], object], note: Callable[[str], object]) -> None:
+    """Warn when requests have had no generator for `SHORTAGE_S`, and when they have one again.
+
+    Shorter gaps are skipped, because the replacement of a generator is reported by the code that replaces it. Runs
+    until it is cancelled.
+
+    Args:
+        note: Records what the run waits for, for readers of its folder; "" once it waits for nothing.
+    """
+    clock = asyncio.get_running_loop().time
+    since, warned, noted = clock(), "", ""
+    while True:
+        await asyncio.sleep(SHORTAGE_POLL_S)
+        trouble = resources.trouble() or ""
+        if not trouble:
+            if warned:
+                warn(f"enough generators serve again, after {clock() - since:.0f} s")
+            since, warned = clock(), ""
+        elif trouble != warned and clock() - since >= SHORTAGE_S:
+            warned = trouble
+            warn(f"the run waits for generators: {trouble}")
+        lacks = {"generators": warned, "trainer": resources.trainer_lacks()}
+        if (now := "; ".join(f"{who}: {what}" for who, what in lacks.items() if what)) != noted:
+            noted = now
+            note(noted)

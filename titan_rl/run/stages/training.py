@@ -1,0 +1,144 @@
+"""Calls of the trainer: training samples of a batch, calls that outlive a cancelled run, and skipped steps."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from titan_rl.config.run import RunConfig
+from titan_rl.core.calls.cancellation import stray_cancellation_fails
+from titan_rl.core.errors import TrainingError, listed
+from titan_rl.rollout.rewards.advantages import subtract_batch_mean
+from titan_rl.scheduling.batches.batch import GroupBatch
+from titan_rl.training.data.sample import TrainingSample
+from titan_rl.training.data.sample_builder import build_samples
+from titan_rl.training.protocol import StepResult, Trainer
+
+
+def training_samples(config: RunConfig, batch: GroupBatch) -> list[TrainingSample]:
+    """Token rows of all rollouts. Advantages that compare with the whole batch are made here, and noted in it."""
+    for source in config.tasks:
+        if config.advantage_of(source) == "batch_mean":
+            subtract_batch_mean([group for group in batch.groups if group.task == source.name])
+    max_age = config.scheduling.max_token_age
+    oldest = 0 if max_age is None else batch.version - max_age
+    constrained = config.correction.constrained
+    return [
+        sample
+        for group in batch.groups
+        for sample in build_samples(group, oldest_version=oldest, constrained=constrained)
+    ]
+
+
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
+
+
+@runtime_checkable
+class Recovers(Protocol):
+    """What is asked of a trainer that is started again when it dies."""
+
+    def give_up(self) -> None:
+        """The run ends: it is started no more, and what waits for that fails."""
+        ...
+
+    def waits_for(self) -> str:
+        """What has to happen for calls to go on; "" while nothing has to."""
+        ...
+
+
+class TrainerCalls:
+    """One at a time. The trainer goes on with a call whose caller is cancelled, and so does what awaits it here: only
+    when it has ended the version is known.
+
+    Args:
+        trainer: that is called.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._call: asyncio.Future[Any] | None = None
+
+    @property
+    def running(self) -> bool:
+        return self._call is not None and not self._call.done()
+
+    def waits_for(self) -> list[str]:
+        """What the trainer has to do, as far as that is known."""
+        if isinstance(self._trainer, Recovers) and (lacks := self._trainer.waits_for()):
+            return [lacks]
+        return ["the trainer is at work"] * self.running
+
+    async def finish(self, call: Coroutine[Any, Any, R]) -> R:
+        """What the call returns. Cancelling this leaves the call running; `wait` is its end then."""
+        self._call = asyncio.ensure_future(call)
+        with stray_cancellation_fails("a call of the trainer"):
+            return await asyncio.shield(self._call)
+
+    async def wait(self) -> None:
+        """On the way out: returns once nothing runs. An error of what ran is logged. A trainer that has died is not
+        waited for, which may take as long as there is no host for it: what it was at is in the journal."""
+        if isinstance(self._trainer, Recovers):
+            self._trainer.give_up()
+        if self._call is None:
+            return
+        await asyncio.wait([self._call])
+        if not self._call.cancelled() and (error := self._call.exception()) is not None:
+            logger.warning("what the trainer was at work on failed: %r", error)
+
+
+class SkippedSteps:
+    """Counts the steps of a run that were skipped, in whole or in part, and ends it after too many.
+
+    A skipped step makes a version as any other does, and its batch is done with: a run that goes on, or is resumed,
+    trains on the next one.
+
+    Attributes:
+        count: since the run was started or resumed.
+
+    Args:
+        limit: `training.max_skipped_steps`.
+        tell: shows a person which step was skipped, and why.
+    """
+
+    def __init__(self, limit: int, tell: Callable[[str], object]) -> None:
+        self._limit = limit
+        self._tell = tell
+        self._texts: list[str] = []
+
+    @property
+    def count(self) -> int:
+        return len(self._texts)
+
+    def note(self, result: StepResult) -> dict[str, str]:
+        """Count a step if any of it was skipped, and tell which.
+
+        Returns:
+            for each rollout that was not learned from, by its id, why that is.
+        """
+        if not result.skipped:
+            return {}
+        reasons: dict[str, str] = {}
+        for part in result.skipped:
+            reasons |= dict.fromkeys(part.rollout_ids, part.reason)
+            reasons |= dict.fromkeys(part.at_fault, f"{part.reason}; this rollout's loss is not finite")
+        texts = [f"{part.reason}; rollouts: {listed(part.at_fault or part.rollout_ids)}" for part in result.skipped]
+        self._texts.append(f"step {result.version} is skipped: {'; '.join(texts)}")
+        logger.warning(self._texts[-1])
+        self._tell(f"{self._texts[-1]} ({self.count} of training.max_skipped_steps = {self._limit})")
+        return reasons
+
+    def check(self) -> None:
+        """
+        Raises:
+            TrainingError: more steps were skipped than may be; the message names the rollouts.
+        """
+        if self.count > self._limit:
+            raise TrainingError(
+                f"{self.count} steps were skipped, and training.max_skipped_steps = {self._limit}: "
+                f"{'; '.join(self._texts)}. rollouts.jsonl has these rollouts. Look for extreme rewards or logprobs in "
+                "them, or lower training.lr; --resume goes on behind them, with training.max_skipped_steps counted anew"
+            )
