@@ -16,9 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from titan_rl.config.build import make_renderer
 from titan_rl.config.evaluation import EvalConfig, make_eval_config
-from titan_rl.config.given import ConfigLike, TaskLike, given_config
-from titan_rl.config.make_renderer import make_renderer
+from titan_rl.config.load import ConfigLike, TaskLike, given_config
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import ConfigError
 from titan_rl.evaluation.evaluate import EvaluationFiles, EvaluationRun, folder_name

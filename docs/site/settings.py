@@ -13,8 +13,7 @@ from pydantic.fields import FieldInfo
 from titan_rl.config.functions import function_name
 from titan_rl.config.run import RunConfig
 from titan_rl.config.serve import ServerConfig
-from titan_rl.config.suites import ValidationSuite
-from titan_rl.config.tasks import TaskSource
+from titan_rl.config.tasks import TaskSource, ValidationSuite
 from titan_rl.core.settings import FunctionName, Section
 
 IN_LISTS = {"tasks": ("[[tasks]]", TaskSource), "suites": ("[[validation.suites]]", ValidationSuite)}

@@ -19,7 +19,7 @@ from titan_rl.cluster.hosts.placement import ProcessPlace, place_trainer_again
 from titan_rl.cluster.processes.remote_process import RemoteProcess
 from titan_rl.cluster.trainer_actor import ModelCheck, TrainerSettings
 from titan_rl.cluster.trainer_processes import TrainerProcesses
-from titan_rl.config.model_identity import model_identity
+from titan_rl.config.model_files import model_identity
 from titan_rl.core.errors import ModelError, NoHostError
 from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from user_project import project
 
-from titan_rl.config.effects import Setting, of_effects, reset_without_effect, settings_in
+from titan_rl.config.conflicts import Setting, of_effects, reset_without_effect, settings_in
 from titan_rl.config.load import dump_config, load_config
 from titan_rl.core.errors import ConfigError
 from titan_rl.core.settings import Section, TakesEffect

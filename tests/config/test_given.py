@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from titan_rl.config.given import given_config
-from titan_rl.config.load import load_config
+from titan_rl.config.load import given_config, load_config
 from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import TaskSource
 from titan_rl.core.errors import ConfigError

@@ -13,7 +13,7 @@ pytest.importorskip("renderers")
 
 from serving.speaking import byte_tokenizer
 
-from titan_rl.config.make_renderer import make_renderer
+from titan_rl.config.build import make_renderer
 from titan_rl.core.errors import ConfigError
 from titan_rl.rollout.renderer import ChatTemplateRenderer
 from titan_rl.training.settings import ModelConfig

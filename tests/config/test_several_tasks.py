@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from titan_rl.config.build import make_filters
 from titan_rl.config.changes import check_options, check_unchanged, is_resumable, settings_of
 from titan_rl.config.load import dump_config, load_config
-from titan_rl.config.make_filters import make_filters
 from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import TaskSource, name_of
 from titan_rl.core.errors import ConfigError

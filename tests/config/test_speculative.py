@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from titan_rl.config.load import load_config
-from titan_rl.config.speculative import SpeculativeConfig
+from titan_rl.config.sections import SpeculativeConfig
 from titan_rl.core.errors import ConfigError
 
 

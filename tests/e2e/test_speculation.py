@@ -19,7 +19,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
-from titan_rl.config.speculative import SpeculativeConfig
+from titan_rl.config.sections import SpeculativeConfig
 from titan_rl.core.errors import RequestError
 from titan_rl.generation.engine_spec import EngineSpec
 from titan_rl.generation.request import EngineRequest

@@ -21,8 +21,8 @@ from examples.agent.company import DEMONSTRATION_SEED, MOST_LOOK_UPS, Company, d
 from examples.agent.demonstrations import demonstrate
 from examples.agent.task import CompanyQuestions
 from titan_rl import Demonstration, Message
+from titan_rl.config.build import open_rollouters
 from titan_rl.config.load import load_config
-from titan_rl.config.make_rollouter import open_rollouters
 from titan_rl.rollout.types import RolloutStatus
 from titan_rl.serving.server import serve
 from titan_rl.training.data.demonstrations import encode

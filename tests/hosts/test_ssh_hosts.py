@@ -29,7 +29,7 @@ PidFile none
 PROGRAM = """
 import asyncio, sys
 from pathlib import Path
-from titan_rl.config.providers import ProviderSettings, SSHConfig
+from titan_rl.config.hosts import ProviderSettings, SSHConfig
 from titan_rl.cluster.providers.spec import ProviderSpec
 from titan_rl.cluster.providers.ssh import workers
 

@@ -15,7 +15,7 @@ from providers.fakes import Commands
 
 from titan_rl.cluster.providers import kubernetes
 from titan_rl.cluster.providers.spec import ChangingWorkers, ProviderSpec, Submission
-from titan_rl.config.providers import KubernetesConfig, ProviderSettings
+from titan_rl.config.hosts import KubernetesConfig, ProviderSettings
 from titan_rl.core.errors import ConfigError, ProviderError
 
 CONFIG = KubernetesConfig(

@@ -7,7 +7,7 @@ from docs.pages import ROOT, blocks
 
 from titan_rl.cluster.providers.registry import find_provider
 from titan_rl.cluster.providers.spec import ChangingWorkers, ProviderSpec
-from titan_rl.config.providers import ProviderSettings
+from titan_rl.config.hosts import ProviderSettings
 from titan_rl.core.errors import ConfigError
 
 

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from titan_rl.cluster.providers.spec import worker_command
-from titan_rl.config.providers import KubernetesConfig, ProviderSettings, SlurmConfig
+from titan_rl.config.hosts import KubernetesConfig, ProviderSettings, SlurmConfig
 
 
 @pytest.mark.parametrize(("drain_s", "waits"), [(0, 120), (60, 120), (60.5, 121), (300, 360)])

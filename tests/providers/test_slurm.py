@@ -12,7 +12,7 @@ from providers.fakes import Commands, worker_command
 
 from titan_rl.cluster.providers import slurm
 from titan_rl.cluster.providers.spec import ChangingWorkers, ProviderSpec, Submission
-from titan_rl.config.providers import ProviderSettings, SlurmConfig
+from titan_rl.config.hosts import ProviderSettings, SlurmConfig
 from titan_rl.core.errors import ConfigError, ProviderError
 
 LIMIT_S = 60.0

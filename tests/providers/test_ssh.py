@@ -10,7 +10,7 @@ from providers.fakes import Commands, worker_command
 
 from titan_rl.cluster.providers.registry import find_provider
 from titan_rl.cluster.providers.spec import ProviderSpec, Submission
-from titan_rl.config.providers import ProviderSettings, SSHConfig
+from titan_rl.config.hosts import ProviderSettings, SSHConfig
 from titan_rl.core.errors import ProviderError
 
 SSH = """

@@ -11,8 +11,8 @@ import pytest
 from serving.served import served
 
 from titan_rl import ConfigError, SamplingParams, load_config
+from titan_rl.config.build import make_renderer
 from titan_rl.config.evaluation import make_eval_config
-from titan_rl.config.make_renderer import make_renderer
 from titan_rl.evaluation.evaluate import EvaluationRun
 from titan_rl.evaluation.policies.opened import OpenedPolicy, open_endpoint
 from titan_rl.evaluation.results import TaskResult

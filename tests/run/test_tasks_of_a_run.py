@@ -14,8 +14,7 @@ from test_killed_run import Rig
 
 from titan_rl import Completion
 from titan_rl.config.sections import ValidationConfig
-from titan_rl.config.suites import ValidationSuite
-from titan_rl.config.tasks import TaskSource
+from titan_rl.config.tasks import TaskSource, ValidationSuite
 from titan_rl.run.directory import read_jsonl
 
 HARD = TaskSource(task=Counting(), name="hard")  # pyright: ignore[reportArgumentType]

@@ -24,7 +24,7 @@ from titan_rl import (
     tools_of,
 )
 from titan_rl.config.explain import Origins
-from titan_rl.config.load_task import load_task
+from titan_rl.config.task_tables import load_task
 from titan_rl.core.errors import ConfigError, DataError
 from titan_rl.rollout.task import DemonstratingTask
 

@@ -14,9 +14,8 @@ from pydantic.fields import FieldInfo
 
 from titan_rl.cli.exit_codes import EXIT_USAGE
 from titan_rl.config.functions import function_name
-from titan_rl.config.suites import ValidationSuite
 from titan_rl.config.tables import parse_value
-from titan_rl.config.tasks import TaskSource
+from titan_rl.config.tasks import TaskSource, ValidationSuite
 from titan_rl.core.settings import FunctionName, Section, path_problem
 from titan_rl.run.terminal.standard_streams import say, tell
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from titan_rl.config.changes import check_options, is_resumable
+from titan_rl.config.functions import recorded_modules
 from titan_rl.config.run import RunConfig
-from titan_rl.config.search_path import recorded_modules
 from titan_rl.core.errors import ConfigError
 from titan_rl.run.directory import check_files
 from titan_rl.run.terminal.standard_streams import tell

@@ -12,8 +12,7 @@ from titan_rl.cli.options import Parser, file_path
 from titan_rl.cli.run_folder import find_run, load_resumed
 from titan_rl.cli.verbosity import add_verbosity, verbosity_of
 from titan_rl.config.hosts import check_own_machine
-from titan_rl.config.load import dump_config
-from titan_rl.config.load_sft import load_sft_config
+from titan_rl.config.load import dump_config, load_sft_config
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import ConfigError
 from titan_rl.run.observability.progress import Verbosity

@@ -9,8 +9,7 @@ import signal
 import socket
 
 from titan_rl.cli.options import Parser
-from titan_rl.config.hosts import ONE_ADDRESS, WORKER_PORT, is_broadcast, join_address, split_address
-from titan_rl.config.providers import WORKER_DRAIN_S
+from titan_rl.config.hosts import ONE_ADDRESS, WORKER_DRAIN_S, WORKER_PORT, is_broadcast, join_address, split_address
 from titan_rl.core.errors import ConfigError, MissingExtraError
 from titan_rl.run.terminal.standard_streams import tell
 

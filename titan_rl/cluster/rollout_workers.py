@@ -58,8 +58,8 @@ class RolloutWorkerActor(ProcessActor):
         Raises:
             ConfigError: a task cannot be imported here.
         """
+        from titan_rl.config.build import open_rollouters
         from titan_rl.config.load import load_config
-        from titan_rl.config.make_rollouter import open_rollouters
 
         asyncio.get_running_loop().set_default_executor(UsersThreads())  # the process ends without what hangs there
         in_actor = contextvars.copy_context().run  # the watching thread sends for this actor

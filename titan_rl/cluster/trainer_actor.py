@@ -17,7 +17,7 @@ from monarch.actor import concurrent_endpoint
 
 from titan_rl.cluster.processes.garbage import growing_heap
 from titan_rl.cluster.processes.process import ProcessActor, ProcessSpec, transport_of
-from titan_rl.config.model_identity import changed_parts
+from titan_rl.config.model_files import changed_parts
 from titan_rl.config.sections import StateDictConfig
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.errors import CheckpointError, ModelError

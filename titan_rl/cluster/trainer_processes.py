@@ -20,11 +20,11 @@ from titan_rl.cluster.processes.process import RunFiles
 from titan_rl.cluster.processes.remote_process import RemoteProcess
 from titan_rl.cluster.supervision import SupervisedProcesses, started
 from titan_rl.cluster.trainer_actor import TrainerActor, TrainerSettings
-from titan_rl.config.class_kinds import type_of
 from titan_rl.config.functions import named_modules
 from titan_rl.config.hosts import Roles
 from titan_rl.config.model_folder import start_limit_s
 from titan_rl.config.run import RunConfig
+from titan_rl.config.task_tables import type_of
 from titan_rl.core.calls.telling import logged
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.calls.user_code import summary

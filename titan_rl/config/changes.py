@@ -8,10 +8,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
 
-from titan_rl.config.dump_tasks import task_table
 from titan_rl.config.run import RunConfig
+from titan_rl.config.tables import UNSET
+from titan_rl.config.task_tables import task_table
 from titan_rl.config.tasks import is_alone
-from titan_rl.config.unset import UNSET
 from titan_rl.core.errors import ConfigError
 
 RESUMABLE = (

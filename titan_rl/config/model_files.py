@@ -1,7 +1,10 @@
-"""The files of a Hugging Face folder, read without what they are loaded by."""
+"""Files of a Hugging Face folder, read without loading the model, and digests that identify what it holds."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -72,3 +75,108 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelError(f"{folder / name} is not a JSON object")
     return cast("dict[str, Any]", content)
+
+
+CONFIG_FILES = ("config.json", "generation_config.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+)
+TOKENIZER_CONFIG = "tokenizer_config.json"  # of the tokenizer, but for its "chat_template"
+TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*")
+
+BLOCK_BYTES = 1 << 12
+MOST_BLOCKS = 16  # of one tensor
+ALL_BLOCKS = 1 << 13  # of a model, about; at least one of each tensor
+
+
+def model_identity(folder: Path) -> dict[str, str]:
+    """Digests of what a folder has: "weights", "config", "tokenizer" and "chat_template".
+
+    That of the weights is of every tensor's name and shape, and of blocks of 4 KiB spread over its bytes, whichever
+    files they are in: training changes numbers everywhere, so reading all of them again is not needed to notice it.
+    Small tensors are read whole. A few numbers that were edited by hand in a large tensor may go unnoticed.
+
+    Returns:
+        nothing where there is no such folder.
+
+    Raises:
+        ModelError: a file of weights is damaged.
+        OSError: a file cannot be read.
+    """
+    if not folder.is_dir():
+        return {}
+    template = dict(_contents(folder, TEMPLATE_FILES))
+    tokenizer = dict(_contents(folder, TOKENIZER_FILES))
+    for name, data in _contents(folder, (TOKENIZER_CONFIG,)):
+        try:
+            settings = json.loads(data)
+            template[name] = json.dumps(settings.pop("chat_template", None)).encode()
+            tokenizer[name] = json.dumps(settings, sort_keys=True).encode()
+        except (ValueError, AttributeError):  # whoever loads it says what is wrong
+            tokenizer[name] = data
+    return {
+        "weights": _digest(_weights(folder)),
+        "config": _digest(dict(_contents(folder, CONFIG_FILES))),
+        "tokenizer": _digest(tokenizer),
+        "chat_template": _digest(template),
+    }
+
+
+def changed_parts(folder: Path, identity: Mapping[str, str]) -> list[str]:
+    """The parts of a folder that are others than they were, in words; none where there is nothing to compare.
+
+    Args:
+        identity: what `model_identity` gave.
+
+    Raises:
+        ModelError, OSError: as `model_identity` does.
+    """
+    now = model_identity(folder) if identity else {}
+    return [part.replace("_", " ") for part, digest in now.items() if identity.get(part, digest) != digest]
+
+
+def _contents(folder: Path, patterns: tuple[str, ...]) -> Iterator[tuple[str, bytes]]:
+    for path in sorted(path for pattern in patterns for path in folder.glob(pattern) if path.is_file()):
+        yield path.name, path.read_bytes()
+
+
+def _weights(folder: Path) -> dict[str, bytes]:
+    headers = {path: read_header(path) for path in sorted(folder.glob("*.safetensors"))}
+    num_tensors = sum(map(len, headers.values()))
+    most = max(1, min(MOST_BLOCKS, ALL_BLOCKS // max(1, num_tensors)))
+    sampled: dict[str, bytes] = {}
+    for path, header in headers.items():
+        with path.open("rb", buffering=0) as file:
+            start = 8 + int.from_bytes(file.read(8), "little")
+            for name, (shape, end) in sorted(header.items(), key=lambda entry: entry[1][1]):
+                blocks = [f"{shape} {end - start}".encode()]
+                for at in _starts(end - start, most):
+                    file.seek(start + at)
+                    blocks.append(file.read(min(BLOCK_BYTES, end - start - at)))
+                sampled[name] = b"".join(blocks)
+                start = end
+    return sampled
+
+
+def _starts(size: int, most: int) -> list[int]:
+    """Where so many blocks begin that are spread over a tensor, the first and the last bytes included; all of a small
+    tensor."""
+    if size <= most * BLOCK_BYTES:
+        return list(range(0, size, BLOCK_BYTES))
+    last = size - BLOCK_BYTES
+    return [last * number // max(1, most - 1) for number in range(most)]
+
+
+def _digest(parts: Mapping[str, bytes]) -> str:
+    """Of 16 bytes, in hexadecimal."""
+    found = hashlib.blake2b(digest_size=16)
+    for name in sorted(parts):
+        for data in (name.encode(), parts[name]):
+            found.update(len(data).to_bytes(8, "little") + data)
+    return found.hexdigest()

@@ -10,19 +10,18 @@ from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from titan_rl.config import conflicts
-from titan_rl.config.effects import of_effects
+from titan_rl.config.conflicts import of_effects
 from titan_rl.config.hosts import HostsConfig
 from titan_rl.config.sections import (
     CheckpointConfig,
     GenerationConfig,
     RoutingConfig,
     SamplingConfig,
+    SFTConfig,
     StateDictConfig,
     ValidationConfig,
 )
-from titan_rl.config.sft import SFTConfig
-from titan_rl.config.suites import ResolvedSuite, ValidationSuite
-from titan_rl.config.tasks import TaskSource, is_alone
+from titan_rl.config.tasks import ResolvedSuite, TaskSource, ValidationSuite, is_alone
 from titan_rl.core.settings import PathText, Section
 from titan_rl.metrics.sinks.settings import LoggingConfig
 from titan_rl.rollout.settings import RolloutConfig

@@ -1,11 +1,11 @@
-"""The settings of a run, one class per TOML table. Checked before any process starts; checking changes nothing.
+"""Tables of a run's settings, one class each, checked before any process starts. Checking changes no value.
 
-The docstring under a field is its line in `titan-rl train --help`.
+The docstring under a field is its description in `--help`, in `titan-rl settings` and in the reference.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     Field,
@@ -16,16 +16,86 @@ from pydantic import (
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
+    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
-from titan_rl.config.providers import ON_SEVERAL_HOSTS
-from titan_rl.config.speculative import SpeculativeConfig
-from titan_rl.config.suites import ValidationSuite
-from titan_rl.core.settings import FunctionName, Section, TakesEffect
+from titan_rl.config.hosts import ON_SEVERAL_HOSTS
+from titan_rl.config.tasks import ValidationSuite
+from titan_rl.core.settings import FilePath, FunctionName, PathText, Section, TakesEffect
 from titan_rl.generation.registry import BY_NAME as ENGINES
 from titan_rl.generation.router.registry import BY_NAME as STRATEGIES
+from titan_rl.training.choices import LearningRateDecay
+from titan_rl.training.tiny_model.vocabulary import Level
 from titan_rl.weights.transports.registry import BY_NAME as TRANSPORTS
+
+MOST_GUESSED = 128
+"""Tokens that vLLM checks at a time, at most: MAX_SPEC_LEN of its rejection sampler."""
+
+WITH_MODEL = ("draft_model", "eagle", "eagle3")
+
+
+_LOOKS_UP = TakesEffect("generation.speculative.method", one_of=("ngram",))
+
+
+class SpeculativeConfig(Section):
+    """Tokens that an engine guesses, and checks several of at a time with the policy, which decides what is sampled:
+    the distribution stays the policy's. The names are those of vLLM's speculative_config."""
+
+    method: Literal["none", "ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp"] = "none"
+    """What guesses. ngram looks for the last tokens earlier in the same text, suffix in other answers, too; draft_model
+    is a small model of its own; eagle, eagle3 and mtp are heads on the policy, whose weights training does not move."""
+    num_speculative_tokens: PositiveInt = Field(default=3, le=MOST_GUESSED)
+    """Guessed at a time, at most; vLLM checks no more than 128."""
+    model: FilePath | None = None
+    """Folder of what guesses, on every host: of draft_model, eagle and eagle3."""
+    prompt_lookup_min: Annotated[PositiveInt, _LOOKS_UP] = 2
+    """Fewest tokens that ngram looks for."""
+    prompt_lookup_max: Annotated[PositiveInt, _LOOKS_UP] = 4
+    """Most tokens that ngram looks for, which it begins with."""
+
+    @property
+    def is_on(self) -> bool:
+        return self.method != "none"
+
+    @property
+    def has_weights(self) -> bool:
+        """It guesses by weights, which an engine loads once."""
+        return self.method not in ("none", "ngram", "suffix")
+
+    def options(self) -> dict[str, Any] | None:
+        """As vLLM takes them; None where nothing is guessed."""
+        if not self.is_on:
+            return None
+        names = ["method", "num_speculative_tokens"]
+        if self.method == "ngram":
+            names += ["prompt_lookup_min", "prompt_lookup_max"]
+        if self.method in WITH_MODEL:
+            names += ["model"]
+        return {name: getattr(self, name) for name in names}
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.method in WITH_MODEL and self.model is None:
+            raise ValueError(f'method = "{self.method}" needs model, the folder of what guesses')
+        if self.method not in WITH_MODEL and self.model is not None:
+            raise ValueError(
+                f'model is for method = "{WITH_MODEL[0]}", "{WITH_MODEL[1]}" or "{WITH_MODEL[2]}", and method is '
+                f'"{self.method}"; leave it out'
+            )
+        usual = type(self).model_fields["num_speculative_tokens"].default
+        if not self.is_on and self.num_speculative_tokens != usual:
+            raise ValueError(
+                f'num_speculative_tokens = {self.num_speculative_tokens} with method = "none": nothing is guessed; set '
+                "method, or leave it out"
+            )
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min = {self.prompt_lookup_min} is more than prompt_lookup_max = "
+                f"{self.prompt_lookup_max}; lower the one or raise the other"
+            )
+        return self
+
 
 STREAM_INTERVAL = 32
 """`generation.stream_interval` of a run that does not say."""
@@ -179,3 +249,68 @@ class CheckpointConfig(Section):
     """Seconds from one checkpoint to the next, or 9 times what the last one took if that is more; 0 saves by steps."""
     keep: PositiveInt = 2
     """Most checkpoints kept; the oldest goes first."""
+
+
+class TinyModelConfig(Section):
+    """The model that is made where `sft.start` names none."""
+
+    level: Level = "word"
+    """byte: a token for each byte. word: also one for each word of the demonstrations, and for phrases that many of
+    them have."""
+    parameters: PositiveInt = 1_000_000
+    """How many it has, about."""
+
+
+class SFTConfig(Section):
+    """Supervised training on demonstrations, which makes the model at `model.path`. What the table lacks is as in
+    [training]: optimizer, rows, several processes."""
+
+    start: PathText = ""
+    """Hugging Face folder of the model that is taught. By default a tiny one is made for the demonstrations."""
+    tiny_model: TinyModelConfig = TinyModelConfig()
+    """The model that is made where `start` names none."""
+    out: PathText = ""
+    """Folder that the taught model is written to at the end. By default model.path."""
+    data: PathText = ""
+    """Where demonstrations come from: a file of chats in JSON lines, or the folder of a run, of which the best rollouts
+    are taken. By default what the task demonstrates."""
+    top_k: Annotated[PositiveInt, TakesEffect("sft.data", none_of=("",), fix="set that to the folder of a run")] = 1
+    """Most rollouts of each group of a run, those with the highest rewards."""
+    min_reward: float | None = None
+    """Rollouts of a run below this reward are left out. By default none are."""
+    demonstrations: PositiveInt = 4096
+    """Most that are taken."""
+    held_out: NonNegativeInt = 64
+    """Demonstrations that are not learned, on which the loss is measured; at most a tenth of them."""
+    steps: PositiveInt | None = None
+    """Optimizer steps. By default as many as the epochs have."""
+    epochs: Annotated[PositiveInt, TakesEffect("sft.steps", one_of=(None,))] = 1
+    """How often each demonstration is learned, where `steps` does not say it."""
+    batch_size: Annotated[
+        PositiveInt, TakesEffect("sft.batch_tokens", one_of=(None,), fix="leave sft.batch_tokens out")
+    ] = 32
+    """Demonstrations in one optimizer step."""
+    batch_tokens: PositiveInt | None = None
+    """Tokens in one optimizer step, at most, in place of `batch_size`."""
+    shuffle: bool = True
+    """Each epoch has an order of its own. Else it is that of the source."""
+    lr: PositiveFloat = 2e-3
+    """Highest learning rate. The default is for tiny models."""
+    warmup_ratio: Annotated[float, Field(ge=0, le=1)] = 0.05
+    """Share of the steps over which the learning rate rises."""
+    lr_decay: LearningRateDecay = "cosine"
+    """Shape of the learning rate after that."""
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1), TakesEffect("sft.lr_decay", none_of=("constant",))] = 0.1
+    """Learning rate at the last step relative to `lr`."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Weight decay of the optimizer."""
+    interval: Annotated[NonNegativeInt, TakesEffect("sft.held_out", none_of=(0,), fix="set that above 0")] = 50
+    """Steps between measurements of the held-out loss; 0 measures before and after."""
+
+    @model_validator(mode="after")
+    def _data_is_of_one_kind(self) -> Self:
+        if not self.data and self.min_reward is not None:
+            raise ValueError(
+                f"min_reward = {self.min_reward:g} chooses rollouts of a run; set data to its folder, or leave it out"
+            )
+        return self

@@ -9,14 +9,12 @@ import tomli_w
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
 
 from titan_rl.config.explain import COMMAND_LINE, explain
-from titan_rl.config.functions import check_functions, named_modules
+from titan_rl.config.functions import SearchPath, check_functions, named_modules
 from titan_rl.config.hosts import HostsConfig
 from titan_rl.config.model_folder import check_model_folder, find_model_folder
 from titan_rl.config.run import RunConfig
-from titan_rl.config.search_path import SearchPath
 from titan_rl.config.sections import GenerationConfig, RoutingConfig
-from titan_rl.config.tables import override, read_tables
-from titan_rl.config.unset import without_unset
+from titan_rl.config.tables import override, read_tables, without_unset
 from titan_rl.core.errors import ConfigError
 from titan_rl.core.settings import PathText, Section
 from titan_rl.training.settings import ModelConfig

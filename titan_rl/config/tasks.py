@@ -1,12 +1,13 @@
-"""The tables [[tasks]]: the tasks of a run, and what each of them has instead of the run's settings."""
+"""Tables [[tasks]] and [[validation.suites]]: the tasks of a run, and its held-out sets."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, cast
 
-from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, SerializeAsAny
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, SerializeAsAny
 
 from titan_rl.core.errors import ConfigError
 from titan_rl.core.settings import FunctionName, Section
@@ -115,3 +116,54 @@ def _name_by_type(name: object) -> str | None:
 
 SOURCE_FIELDS = tuple(name for name in TaskSource.model_fields if name != "task")
 """What a table of `[[tasks]]` may have beside `type` and the fields of the task's class."""
+
+
+class ValidationSuite(Section):
+    """Held-out samples of one task, and how often they are run.
+
+    In TOML it is a table of `[[validation.suites]]`. `task` names one of the run's tasks; for a task that is not
+    trained on, the table has its `type` and the fields of its class instead, and `sampling` and `rollout` as in
+    `[[tasks]]`. What it does not say is as in `[validation]`.
+    """
+
+    name: str = Field(pattern=NAME)
+    """In metrics. By default that of its task."""
+    task: str | TaskSource
+    """One of the run's tasks, by its name."""
+    num_prompts: PositiveInt | None = None
+    """Held-out samples."""
+    samples_per_prompt: PositiveInt | None = None
+    """Rollouts of each."""
+    temperature: NonNegativeFloat | None = None
+    """0 is greedy."""
+    interval: NonNegativeInt | None = None
+    """Steps between two times that it is run; 0 runs it only before and after."""
+
+
+SUITE_FIELDS = tuple(name for name in ValidationSuite.model_fields if name != "task")
+"""What a table of `[[validation.suites]]` may have beside `task`, or `type` and the fields of the task's class."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedSuite:
+    """A suite as it is run, with all that it does not say itself.
+
+    Args:
+        prefix: of its metrics.
+    """
+
+    name: str
+    source: TaskSource
+    num_prompts: int
+    samples_per_prompt: int
+    temperature: float
+    interval: int
+    prefix: str
+
+    def is_due(self, step: int) -> bool:
+        return self.interval > 0 and step % self.interval == 0
+
+    @property
+    def group_ids(self) -> str:
+        """How the ids of its groups begin. A rollout is sampled by its id."""
+        return self.prefix.replace("/", "-")

@@ -60,7 +60,7 @@ class TakesEffect:
     """Condition under which a setting has an effect, declared in its annotation: another setting has a certain value.
 
     A run refuses a setting whose condition does not hold and whose value is not its default, see
-    `titan_rl.config.effects`. The condition of a table holds for all settings in it.
+    `titan_rl.config.conflicts`. The condition of a table holds for all settings in it.
 
     Args:
         setting: the other setting, or a property of its table, by its dotted name from the run's settings.

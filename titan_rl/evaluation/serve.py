@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from titan_rl.cluster.hosts.folders import scratch_root
+from titan_rl.config.build import make_renderer
 from titan_rl.config.concurrency import places_of
 from titan_rl.config.hosts import check_own_machine
-from titan_rl.config.make_renderer import make_renderer
 from titan_rl.config.sections import GenerationConfig
 from titan_rl.config.serve import ServeConfig, ServerConfig
 from titan_rl.core.calls.user_code import reason

@@ -12,11 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from titan_rl.config.build import make_rollouter
 from titan_rl.config.evaluation import EvalConfig
-from titan_rl.config.make_rollouter import make_rollouter
 from titan_rl.config.run import RunConfig
-from titan_rl.config.suites import ResolvedSuite
-from titan_rl.config.tasks import TaskSource
+from titan_rl.config.tasks import ResolvedSuite, TaskSource
 from titan_rl.core.calls.plain import json_line
 from titan_rl.core.errors import ConfigError, GenerationError, RewardError
 from titan_rl.evaluation.policies.opened import OpenedPolicy

@@ -29,8 +29,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from titan_rl.cluster.hosts.lifecycle import HostHistory
+from titan_rl.config.build import make_filters
 from titan_rl.config.changes import settings_of
-from titan_rl.config.make_filters import make_filters
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import NoSpaceError
 from titan_rl.generation.router.router import GeneratorRouter

@@ -14,7 +14,7 @@ from uuid import uuid4
 from titan_rl.cluster.hosts.folders import scratch_root
 from titan_rl.config.changes import settings_of
 from titan_rl.config.concurrency import throttles
-from titan_rl.config.model_identity import model_identity
+from titan_rl.config.model_files import model_identity
 from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.first_error import FirstError
 from titan_rl.core.calls.user_code import describe

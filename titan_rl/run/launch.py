@@ -16,9 +16,8 @@ from functools import partial
 from pathlib import Path
 
 from titan_rl.cluster.processes.garbage import settled_heap
+from titan_rl.config.build import find_token_texts, make_renderer, open_rollouters, told_of_template
 from titan_rl.config.hosts import check_own_machine
-from titan_rl.config.make_renderer import find_token_texts, make_renderer, told_of_template
-from titan_rl.config.make_rollouter import open_rollouters
 from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.first_error import FirstError
 from titan_rl.core.calls.watchdog import LoopWatchdog

@@ -13,9 +13,7 @@ from itertools import groupby, islice, takewhile
 from pathlib import Path
 from typing import Any
 
-from titan_rl.config.make_filters import make_filters
-from titan_rl.config.make_renderer import make_renderer
-from titan_rl.config.make_rollouter import open_rollouters
+from titan_rl.config.build import make_filters, make_renderer, open_rollouters
 from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import TaskSource
 from titan_rl.core.calls.bounded import OutOfTimeError

@@ -17,7 +17,7 @@ PROGRAM = """
 import asyncio, sys
 from pathlib import Path
 from titan_rl.cluster.providers import slurm
-from titan_rl.config.providers import ProviderSettings
+from titan_rl.config.hosts import ProviderSettings
 from titan_rl.cluster.providers.spec import ProviderSpec
 
 slurm.LOOK_S = 1.0

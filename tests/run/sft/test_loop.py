@@ -13,9 +13,9 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from titan_rl.config.build import make_renderer
 from titan_rl.config.changes import settings_of
-from titan_rl.config.load_sft import load_sft_config
-from titan_rl.config.make_renderer import make_renderer
+from titan_rl.config.load import load_sft_config
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import ActorDiedError, CheckpointError, ConfigError, DataError, ModelError, TrainingError
 from titan_rl.core.tracing import spans

@@ -22,7 +22,7 @@ from pathlib import Path
 from titan_rl.cluster.hosts.folders import token_in
 from titan_rl.cluster.hosts.placement import visible_gpus
 from titan_rl.config.hosts import HostsConfig, Roles
-from titan_rl.config.model_identity import model_identity
+from titan_rl.config.model_files import model_identity
 from titan_rl.core.errors import ConfigError, ModelError
 from titan_rl.weights.shard_files.shard_folder import shard_root
 

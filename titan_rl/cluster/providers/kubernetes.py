@@ -16,7 +16,7 @@ from pathlib import PurePath
 from titan_rl.cluster.providers.addresses import all_addresses_of, with_port
 from titan_rl.cluster.providers.spec import ProviderSpec, Submission, worker_command
 from titan_rl.cluster.providers.tools import rendered, run_tool
-from titan_rl.config.providers import ProviderSettings
+from titan_rl.config.hosts import ProviderSettings
 from titan_rl.core.errors import ConfigError, ProviderError
 
 WORKERS = "TITAN_RL_WORKERS"

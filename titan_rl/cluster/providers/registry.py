@@ -9,7 +9,7 @@ from typing import Any
 
 from titan_rl.cluster.providers import kubernetes, slurm, ssh
 from titan_rl.cluster.providers.spec import ProviderSpec, Submission
-from titan_rl.config.providers import ProviderSettings
+from titan_rl.config.hosts import ProviderSettings
 from titan_rl.core.calls.imports import find_function
 
 Workers = AbstractAsyncContextManager[Iterable[str]]

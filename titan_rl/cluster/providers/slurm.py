@@ -17,7 +17,7 @@ from titan_rl.cluster.providers.addresses import addresses_of, with_port
 from titan_rl.cluster.providers.spec import ProviderSpec, Submission, command, worker_command
 from titan_rl.cluster.providers.tools import rendered, run_tool, said_by, unused_word
 from titan_rl.cluster.providers.workers import KeptWorkers, kept_workers, tethered
-from titan_rl.config.providers import ProviderSettings
+from titan_rl.config.hosts import ProviderSettings
 from titan_rl.core.errors import ConfigError
 
 DEAD = ("DOWN", "ERROR", "POWER")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from titan_rl.config.providers import WORKER_DRAIN_S, ProviderSettings
+from titan_rl.config.hosts import WORKER_DRAIN_S, ProviderSettings
 
 
 @runtime_checkable

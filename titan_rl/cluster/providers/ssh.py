@@ -13,7 +13,7 @@ from titan_rl.cluster.providers.addresses import addresses_of, with_port
 from titan_rl.cluster.providers.spec import ProviderSpec, Submission, worker_command
 from titan_rl.cluster.providers.tools import said_by
 from titan_rl.cluster.providers.workers import kept_workers, tethered
-from titan_rl.config.providers import ProviderSettings, SSHConfig
+from titan_rl.config.hosts import ProviderSettings, SSHConfig
 from titan_rl.core.errors import ProviderError
 
 DEFAULTS = (

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from titan_rl.config.build import make_renderer, make_rollouter
 from titan_rl.config.evaluation import EvalConfig
-from titan_rl.config.make_renderer import make_renderer
-from titan_rl.config.make_rollouter import make_rollouter
 from titan_rl.config.model_folder import find_model_folder
 from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import TaskSource

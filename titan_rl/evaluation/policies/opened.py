@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import httpx
 
+from titan_rl.config.build import make_renderer
 from titan_rl.config.concurrency import places_of
 from titan_rl.config.evaluation import EvalConfig
-from titan_rl.config.make_renderer import make_renderer
 from titan_rl.config.model_folder import check_chat_template, check_model_folder
 from titan_rl.config.run import RunConfig
 from titan_rl.config.serve import ServeConfig, load_serve_config

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from titan_rl.config.build import told_of_template
 from titan_rl.config.hosts import HostsConfig
-from titan_rl.config.make_renderer import told_of_template
 from titan_rl.config.serve import load_serve_config
 from titan_rl.core.errors import CheckpointError, ConfigError, MissingExtraError
 from titan_rl.training.choices import DType

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan_rl.config.changes import check_unchanged
-from titan_rl.config.model_identity import changed_parts
+from titan_rl.config.model_files import changed_parts
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import CheckpointError, DamagedCheckpointError
 from titan_rl.run.directory import RunDirectory

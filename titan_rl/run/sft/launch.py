@@ -15,8 +15,8 @@ from typing import Any, cast
 from titan_rl.cluster.host_tasks import hosts_watcher
 from titan_rl.cluster.hosts.lifecycle import HostHistory
 from titan_rl.cluster.hosts.requests import HostFiles
+from titan_rl.config.build import make_renderer, told_of_template
 from titan_rl.config.hosts import check_own_machine
-from titan_rl.config.make_renderer import make_renderer, told_of_template
 from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.first_error import FirstError
 from titan_rl.core.calls.parsing import parse_json

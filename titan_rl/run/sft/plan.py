@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
-from titan_rl.config.effects import reset_without_effect
-from titan_rl.config.make_renderer import make_renderer
+from titan_rl.config.build import make_renderer
+from titan_rl.config.conflicts import reset_without_effect
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import ConfigError, DataError
 from titan_rl.rollout.renderer import Renderer

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_rl.config.run import RunConfig
-from titan_rl.config.suites import ResolvedSuite
+from titan_rl.config.tasks import ResolvedSuite
 from titan_rl.generation.resume import resume_on_abort
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.generation.types import PauseMode

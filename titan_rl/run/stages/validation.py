@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from titan_rl.config.run import RunConfig
-from titan_rl.config.suites import ResolvedSuite
+from titan_rl.config.tasks import ResolvedSuite
 from titan_rl.core.errors import RewardError, TrainingError
 from titan_rl.rollout.group.failures import ErrorCounts
 from titan_rl.rollout.task import measured

@@ -1,26 +1,126 @@
-"""The tables `[task]` and `[[tasks]]`: classes named by the user, and their fields."""
+"""Task tables `[task]`, `[[tasks]]` and `[[validation.suites]]`: loading objects of the classes that `type` names."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from pydantic import ValidationError
+from typing_extensions import get_protocol_members
 
-from titan_rl.config.class_kinds import CURRICULUM, TASK, ClassKind, find_class
-from titan_rl.config.dump_tasks import task_table
 from titan_rl.config.explain import COMMAND_LINE, Origins, explain, nearest
-from titan_rl.config.suites import SUITE_FIELDS, ValidationSuite
-from titan_rl.config.tables import give
-from titan_rl.config.tasks import SOURCE_FIELDS, TaskSource, is_alone
-from titan_rl.config.unset import without_unset
+from titan_rl.config.tables import give, without_unset
+from titan_rl.config.tasks import SOURCE_FIELDS, SUITE_FIELDS, TaskSource, ValidationSuite, is_alone
+from titan_rl.core.calls.imports import find_attribute, import_module
 from titan_rl.core.calls.threads import call_within
 from titan_rl.core.calls.user_code import describe
 from titan_rl.core.errors import ConfigError
 from titan_rl.core.settings import INNER, Section
 from titan_rl.rollout.task import CheckedTask, Task
+from titan_rl.scheduling.mix.curriculum import Curriculum
+from titan_rl.scheduling.mix.registry import BY_NAME as CURRICULA
+
+
+@dataclass(frozen=True, slots=True)
+class ClassKind:
+    """What a `type` may name."""
+
+    noun: str
+    plural: str
+    protocol: type
+    own: Mapping[str, type[Section]] = field(default_factory=dict[str, type[Section]])  # the library's, by name
+
+
+TASK = ClassKind("task", "tasks", Task)
+CURRICULUM = ClassKind("curriculum", "curricula", Curriculum, CURRICULA)
+
+
+def find_class(kind: ClassKind, name: object) -> type[Section]:
+    """The class that a `type` names.
+
+    Args:
+        name: "module:Class", a name of `kind.own`, or a class.
+
+    Raises:
+        ConfigError: there is no such module or class, or it is none of that kind.
+    """
+    if isinstance(name, type) and issubclass(name, Section):
+        return name  # of an object of Python
+    if isinstance(name, str) and name in kind.own:
+        return kind.own[name]
+    if not isinstance(name, str) or name.count(":") != 1:
+        known = f"one of {', '.join(kind.own)}, or " if kind.own else ""
+        raise ConfigError(f'must be {known}a string "module:Class"')
+    module_name, _, class_name = name.partition(":")
+    module = import_module(module_name)
+    found: object = find_attribute(module, class_name)
+    if isinstance(found, type) and issubclass(found, Section):
+        missing = _missing_members(kind, found)
+        if not missing:
+            return found
+        problem = f"{class_name} is no {kind.noun}: it lacks {', '.join(missing)}"
+    elif found is None:
+        problem = f"{module_name} has no {class_name}"
+    else:
+        problem = f"{class_name} is no subclass of titan_rl.core.settings.Section"
+    there = [key for key, value in vars(module).items() if _is_a(kind, value) and _is_of(value, module_name)]
+    raise ConfigError(f"{problem}; {kind.plural} in {module_name}: {', '.join(there) or 'none'}")
+
+
+def _is_a(kind: ClassKind, found: object) -> bool:
+    return isinstance(found, type) and issubclass(found, Section) and not _missing_members(kind, found)
+
+
+def _is_of(found: object, module_name: str) -> bool:
+    """Whether a class is defined there, or below a package of that name, and not merely imported."""
+    return f"{found.__module__}.".startswith(f"{module_name}.")
+
+
+def _missing_members(kind: ClassKind, found: type) -> list[str]:
+    lacking = {name for name in get_protocol_members(kind.protocol) if not hasattr(found, name)}
+    return sorted(lacking | getattr(found, "__abstractmethods__", frozenset[str]()))
+
+
+def type_of(made: object) -> str:
+    """The value of `type` that names an object's class: `examples.alphabet_sort.task:AlphabetSort`."""
+    return f"{type(made).__module__}:{type(made).__qualname__}"
+
+
+def dump_tasks(tasks: Sequence[TaskSource]) -> dict[str, Any]:
+    """As TOML has them: `load_tasks` of it gives equal ones."""
+    if is_alone(tasks):
+        return {"task": task_table(tasks[0], exclude_none=True, with_share=False)}
+    return {"tasks": [task_table(source, exclude_none=True) for source in tasks]}
+
+
+def suite_table(suite: ValidationSuite) -> dict[str, Any]:
+    """One of `[[validation.suites]]`."""
+    table = suite.model_dump(mode="json", exclude_none=True)
+    if isinstance(suite.task, str):
+        return table
+    source = task_table(suite.task, exclude_none=True)
+    left_out = {"task", *SOURCE_FIELDS} - {"sampling", "rollout"}
+    own = {key: value for key, value in source.items() if key not in left_out}
+    return {**own, **{key: value for key, value in table.items() if key != "task"}}
+
+
+def task_table(source: TaskSource, *, exclude_none: bool = False, with_share: bool = True) -> dict[str, Any]:
+    """One of `[[tasks]]`.
+
+    Args:
+        exclude_none: leave out what is None, for which TOML has no word.
+        with_share: also what is said of it beside the task itself.
+    """
+    table = source.model_dump(mode="json", exclude_none=exclude_none)
+    fields = table.pop("task")
+    own: dict[type[object], str] = {known: name for name, known in CURRICULA.items()}
+    kind = own.get(type(source.curriculum)) or type_of(source.curriculum)
+    table["curriculum"] = {"type": kind, **table["curriculum"]}
+    return {"type": type_of(source.task), **fields, **(table if with_share else {})}
+
 
 S = TypeVar("S", bound=Section)
 

@@ -1,0 +1,145 @@
+"""Builders of the objects that a config describes: renderer, rollouters and group filters."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import get_protocol_members
+
+from titan_rl.config.run import RunConfig
+from titan_rl.config.tasks import TaskSource
+from titan_rl.core.calls.user_code import describe
+from titan_rl.core.errors import ConfigError, MissingExtraError, ModelError
+from titan_rl.rollout.group.rollouter import Rollouter
+from titan_rl.rollout.renderer import Renderer
+from titan_rl.rollout.renderer.registry import find_renderer
+from titan_rl.rollout.renderer.template_fit import fit_template
+from titan_rl.rollout.renderer.token_texts import TokenTexts
+from titan_rl.rollout.renderer.tokenizer import load_tokenizer
+from titan_rl.rollout.rewards.registry import find_advantage
+from titan_rl.rollout.rewards.rubric import Rubric
+from titan_rl.rollout.task import FilteringTask, RunContext, calling, drop_reason, opened, wrong_result
+from titan_rl.rollout.types import RolloutGroup
+from titan_rl.scheduling.filters import GroupFilter, first_reason, too_few_siblings, too_long
+from titan_rl.scheduling.registry import find_filter
+from titan_rl.training.settings import ModelConfig
+
+if TYPE_CHECKING:
+    from titan_rl.config.run import RunConfig
+    from titan_rl.config.tasks import TaskSource
+
+
+def make_renderer(model: ModelConfig) -> Renderer:
+    """The one that `model.renderer` names, over the tokenizer of the model's folder.
+
+    Raises:
+        ModelError: the folder has no tokenizer, or no chat template that the library's own can extend.
+        ConfigError: there is no such renderer, it refuses the tokenizer, or what it gives is none.
+    """
+    make = find_renderer(model.renderer)
+    tokenizer = load_tokenizer(model.path)
+    try:
+        renderer: Any = make(tokenizer)
+        lacking = [
+            name for name in sorted(get_protocol_members(Renderer)) if not callable(getattr(renderer, name, None))
+        ]
+        if lacking:
+            raise TypeError(f"it gave {renderer!r}, which has no {', '.join(lacking)}")
+        if not renderer.get_stop_token_ids():
+            raise ValueError("its get_stop_token_ids() gave no token that ends a completion")
+        return renderer
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"model.renderer = {model.renderer!r} gives no renderer for the tokenizer of {model.path}: "
+            f"{describe(error)}; it is called with a tokenizer of transformers"
+        ) from error
+
+
+def told_of_template(model: ModelConfig) -> str | None:
+    """What a person is told of the chat template that an export of the model has; None where it is the model's own and
+    renders what training does."""
+    return fit_template(model.path, model.renderer).told(model.renderer)
+
+
+def find_token_texts(model: ModelConfig) -> TokenTexts | None:
+    """What reads the tokens of the model's folder; None where it has no tokenizer."""
+    try:
+        return TokenTexts.of_tokenizer(load_tokenizer(model.path))
+    except (ModelError, MissingExtraError):
+        return None
+
+
+def make_rollouter(config: RunConfig, source: TaskSource, renderer: Renderer | None = None) -> Rollouter:
+    """With the task of a source, its limits and its advantage.
+
+    Args:
+        renderer: by default the one that `model.renderer` names.
+
+    Raises:
+        DataError: the task has no rubric to give.
+    """
+    task = source.task
+    renderer = renderer or make_renderer(config.model)
+    with calling("rubric()", source.name):
+        rubric: Any = task.rubric()
+        if not isinstance(rubric, Rubric):
+            raise wrong_result(task.rubric, f"it gave {rubric!r}; it must give a titan_rl.Rubric")
+    return Rollouter(
+        lambda sample: task.make_env(sample, renderer),
+        rubric,
+        advantage=find_advantage(config.advantage_of(source)),
+        limits=config.limits_of(source),
+        max_context=config.model.max_context,
+        seed=config.seed if config.seeds_requests else None,
+    )
+
+
+@asynccontextmanager
+async def open_rollouters(
+    config: RunConfig,
+    folder: Path,
+    tell: Callable[[str], object],
+    renderer: Renderer | None = None,
+    *,
+    dry: bool = False,
+) -> AsyncGenerator[dict[str, Rollouter]]:
+    """`make_rollouter` of each task, by the tasks' names, for the length of the block, with the tasks open.
+
+    Args:
+        folder: of the run.
+        tell: takes what the tasks have to say to a person.
+        dry: the tasks start nothing.
+    """
+    renderer = renderer or make_renderer(config.model)
+    run = RunContext(config.model.path, renderer, config.model.max_context, folder, tell, dry)
+    async with AsyncExitStack() as tasks:
+        for source in config.sources:
+            await tasks.enter_async_context(opened(source.task, run))
+        yield {source.name: make_rollouter(config, source, renderer) for source in config.sources}
+
+
+def make_filters(config: RunConfig, given: Sequence[GroupFilter] | None = None) -> list[GroupFilter]:
+    """What always makes a group unfit for training, then what its task leaves out.
+
+    Args:
+        given: in the place of those that settings name.
+    """
+    of_tasks = {source.name: _filters_of(config, source, given) for source in config.tasks}
+
+    def of_its_task(group: RolloutGroup) -> str | None:
+        return first_reason(of_tasks[group.task], group)
+
+    return [too_few_siblings, too_long(config.training.row_tokens), of_its_task]
+
+
+def _filters_of(config: RunConfig, source: TaskSource, given: Sequence[GroupFilter] | None) -> list[GroupFilter]:
+    """Those that are named for the task, or by `scheduling.filters`, then the task's own."""
+    names = config.scheduling.filters if source.filters is None else source.filters
+    own = [partial(drop_reason, source.task)] if isinstance(source.task, FilteringTask) else []
+    return [*(map(find_filter, names) if given is None else given), *own]
