@@ -18,6 +18,7 @@ from titan_rl.cluster import request_stream
 from titan_rl.cluster.actor_replica import ActorReplica
 from titan_rl.cluster.generator_processes import GeneratorProcesses
 from titan_rl.cluster.processes.remote_process import RemoteProcess
+from titan_rl.cluster.processes.roles import ProcessId
 from titan_rl.cluster.request_stream import FromGenerator, pack
 from titan_rl.generation.request import EngineRequest
 from titan_rl.types import Completion, FinishReason, TokenChunk, VersionSpan
@@ -194,17 +195,17 @@ class SimulatedProcesses(GeneratorProcesses):
     def place(self) -> None:
         """They need no places."""
 
-    def _host_of(self, name: str) -> str:
+    def _host_of(self, process: ProcessId) -> str:
         return ""
 
     def _takes(self, host: str) -> bool:
         return True
 
-    async def _start_generator(self, name: str) -> ActorReplica:
-        phase_s = (int(name.rpartition("-")[2]) % CHUNK + 1) * STEP_S
-        remote = RemoteProcess(name, self._note_end)
+    async def _start_generator(self, process: ProcessId) -> ActorReplica:
+        phase_s = (process.index % CHUNK + 1) * STEP_S
+        remote = RemoteProcess(process, self._note_end)
         self._remotes[remote.id], self._places_of[remote.id] = remote, frozenset()
-        generator = self.generators[name] = SimulatedGenerator(self.traffic, self.length_of, phase_s)
+        generator = self.generators[str(process)] = SimulatedGenerator(self.traffic, self.length_of, phase_s)
         with patch.object(request_stream, "Channel", Pipe):
             replica = ActorReplica(remote, generator, self._published)
         self.opened.append(replica)

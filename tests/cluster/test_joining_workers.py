@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
-from test_run_processes import Replica, Supervisor, cluster_of, host_of, lose, worker_hosts
+from test_run_processes import Replica, Supervisor, cluster_of, host_of, lose, worker, worker_hosts
 from test_worker_pool import answer
 
 from titan_rl import SamplingParams
@@ -65,7 +65,7 @@ class Cluster:
 async def running(folder: Path, hosts: HostsConfig | None = None, num_workers: int = 4) -> AsyncGenerator[Cluster]:
     cluster = Cluster(folder, hosts or HostsConfig(), num_workers)
     for index in range(num_workers):
-        await cluster.processes._start_worker(f"rollout-worker-{index}")  # pyright: ignore[reportPrivateUsage]
+        await cluster.processes._start_worker(worker(index))  # pyright: ignore[reportPrivateUsage]
     await worker_hosts(cluster.supervisor, num_workers)
     cluster.watching = asyncio.ensure_future(cluster.processes.watch(cluster.router))
     yield cluster

@@ -20,6 +20,7 @@ from titan_rl.cluster.hosts.placement import ProcessPlace
 from titan_rl.cluster.hosts.preflight import HostNeeds
 from titan_rl.cluster.processes.process import LOOPBACK, ProcessActor
 from titan_rl.cluster.processes.remote_process import RemoteProcess
+from titan_rl.cluster.processes.roles import ProcessId, Role
 from titan_rl.cluster.run_processes import RunProcesses
 from titan_rl.cluster.supervision import ProcessFailure
 from titan_rl.config.hosts import HostsConfig
@@ -109,6 +110,10 @@ class Agent:
         return 1
 
 
+def worker(index: int) -> ProcessId:
+    return ProcessId(Role.ROLLOUT_WORKER, index)
+
+
 def host_of(name: str) -> Host:
     return Host(name, LOOPBACK, Agent(), key=name, watcher=Nobody())
 
@@ -167,7 +172,7 @@ async def test_a_death_past_the_limit_ends_the_run_with_setting_value_and_count(
         rollout=RolloutConfig(num_workers=1, max_respawns=limit),
         generation=GenerationConfig(num_generators=1),
     )
-    await processes._start_worker("rollout-worker-0")  # pyright: ignore[reportPrivateUsage]
+    await processes._start_worker(worker(0))  # pyright: ignore[reportPrivateUsage]
     watching = asyncio.ensure_future(processes.watch(GeneratorRouter([Replica()])))
     for _ in range(limit + 1):
         await supervisor.kill_next()
@@ -211,7 +216,7 @@ async def test_rollout_workers_of_a_lost_host_start_at_once_where_few_are_and_co
         generation=GenerationConfig(num_generators=3),
     )
     for index in range(6):
-        await processes._start_worker(f"rollout-worker-{index}")  # pyright: ignore[reportPrivateUsage]
+        await processes._start_worker(worker(index))  # pyright: ignore[reportPrivateUsage]
     assert await worker_hosts(supervisor, 6) == ["a", "a", "b", "b", "c", "c"]
     watching = asyncio.ensure_future(processes.watch(GeneratorRouter([Replica()])))
     supervisor.answers.clear()  # nobody there answers
@@ -234,7 +239,7 @@ async def test_where_no_host_is_left_a_rollout_worker_waits_for_one_and_says_so(
         rollout=RolloutConfig(num_workers=1),
         generation=GenerationConfig(num_generators=1, most_generators=1),
     )
-    await processes._start_worker("rollout-worker-0")  # pyright: ignore[reportPrivateUsage]
+    await processes._start_worker(worker(0))  # pyright: ignore[reportPrivateUsage]
     await supervisor.started.get()
     router = GeneratorRouter([Replica()])
     watching = asyncio.ensure_future(processes.watch(router))
@@ -252,7 +257,7 @@ async def test_where_no_host_is_left_a_rollout_worker_waits_for_one_and_says_so(
 async def test_a_worker_that_dies_before_its_host_is_known_to_be_gone_starts_elsewhere_once_it_is(tmp_path: Path):
     supervisor = Supervisor()
     processes = cluster_of(tmp_path, supervisor, [], names=["trains", "a", "b"], rollout=RolloutConfig(num_workers=2))
-    await processes._start_worker("rollout-worker-0")  # pyright: ignore[reportPrivateUsage]
+    await processes._start_worker(worker(0))  # pyright: ignore[reportPrivateUsage]
     watching = asyncio.ensure_future(processes.watch(GeneratorRouter([Replica()])))
     supervisor.answers.clear()
     await supervisor.kill_next()
@@ -353,7 +358,7 @@ async def test_a_process_has_the_time_to_start_that_its_weights_take_and_the_err
     began = asyncio.get_running_loop().time()
     late = rf"^generator-0 died: it did not start within generation\.start_timeout_s = {limit_s}; raise that"
     with pytest.raises(ActorDiedError, match=late):
-        await processes.spawn("generator-0", ProcessActor, places=[ProcessPlace("there")])
+        await processes.spawn(ProcessId(Role.GENERATOR, 0), ProcessActor, places=[ProcessPlace("there")])
     assert asyncio.get_running_loop().time() - began == limit_s
 
 
@@ -370,9 +375,9 @@ async def test_rollouts_wait_as_long_as_the_run_does_for_hosts_of_its_generators
     watching = asyncio.ensure_future(processes.watch(router))
     await lose(processes, "trains")  # a generator may come up on any host where no other is left
     for index, host in enumerate(["a", "b"]):
-        name = f"generator-{index}"
-        await processes.spawn(name, ProcessActor, places=[ProcessPlace(host)])
-        assert f"starting, within generation.start_timeout_s = 180: {name}; " in processes.waits_for(router)
+        generator = ProcessId(Role.GENERATOR, index)
+        await processes.spawn(generator, ProcessActor, places=[ProcessPlace(host)])
+        assert f"starting, within generation.start_timeout_s = 180: {generator}; " in processes.waits_for(router)
         await lose(processes, host)
         await asyncio.sleep(10)
     waits_for = "waiting for a host that joins: generator-0, generator-1; rollouts wait as long as hosts.wait_s = 3600"

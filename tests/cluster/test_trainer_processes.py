@@ -17,6 +17,7 @@ pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 from titan_rl.cluster import trainer_processes
 from titan_rl.cluster.hosts.placement import ProcessPlace, place_trainer_again
 from titan_rl.cluster.processes.remote_process import RemoteProcess
+from titan_rl.cluster.processes.roles import ProcessId
 from titan_rl.cluster.trainer_actor import ModelCheck, TrainerSettings
 from titan_rl.cluster.trainer_processes import TrainerProcesses
 from titan_rl.config.model_files import model_identity
@@ -33,9 +34,11 @@ class Processes:
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    async def spawn(self, name: str, actor_class: object, *arguments: Any, places: Sequence[ProcessPlace]) -> Any:
+    async def spawn(
+        self, process: ProcessId, actor_class: object, *arguments: Any, places: Sequence[ProcessPlace]
+    ) -> Any:
         self.asked.append(f"start on {' '.join(place.host for place in places)}")
-        return RemoteProcess(name), [None for _ in places]
+        return RemoteProcess(process), [None for _ in places]
 
     async def clear(self, remote: RemoteProcess, timeout_s: float) -> None:
         self.asked.append("clear")

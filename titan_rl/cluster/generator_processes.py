@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 from titan_rl.cluster.actor_replica import ActorReplica
 from titan_rl.cluster.generator_actor import GeneratorActor, GeneratorPlan
 from titan_rl.cluster.hosts.hosts import Hosts
-from titan_rl.cluster.hosts.placement import GENERATOR, GeneratorPlaces, ProcessPlace, number_of
+from titan_rl.cluster.hosts.placement import GeneratorPlaces, ProcessPlace
 from titan_rl.cluster.hosts.preflight import HostNeeds
 from titan_rl.cluster.processes.process import LOOPBACK, ProcessFiles, ProcessSpec, transport_of
 from titan_rl.cluster.processes.remote_process import RemoteProcess, call
-from titan_rl.cluster.processes.respawns import RespawnLimit, Respawns
+from titan_rl.cluster.processes.roles import ProcessId, RespawnLimit, Respawns, Role
 from titan_rl.cluster.supervision import ProcessFailure, SupervisedProcesses, started
 from titan_rl.config.functions import named_modules
 from titan_rl.config.hosts import HostsConfig, Roles, own_address
@@ -113,8 +113,8 @@ class GeneratorProcesses(SupervisedProcesses):
     ) -> None:
         self.replicas: list[ActorReplica]
         self._places = GeneratorPlaces(generation)
-        self._lost: set[str] = set()  # names of processes that are without a place
-        self._joining: set[str] = set()  # names of processes that start on a host that has joined
+        self._lost: set[ProcessId] = set()  # without a place
+        self._joining: set[ProcessId] = set()  # starting on a host that has joined
         self._losses = StartLosses(hosts)
         self._generation = generation
         self._routing = routing
@@ -127,8 +127,8 @@ class GeneratorProcesses(SupervisedProcesses):
         self._ended: asyncio.Queue[RemoteProcess] = asyncio.Queue()
         self.opened: list[ActorReplica] = []
 
-    def _respawn_limits(self) -> dict[str, RespawnLimit]:
-        return {GENERATOR: RespawnLimit("generation.max_respawns", self._generation.max_respawns)}
+    def _respawn_limits(self) -> dict[Role, RespawnLimit]:
+        return {Role.GENERATOR: RespawnLimit("generation.max_respawns", self._generation.max_respawns)}
 
     def place(self) -> None:
         """Choose where processes go."""
@@ -145,17 +145,17 @@ class GeneratorProcesses(SupervisedProcesses):
         self.place()
         async with asyncio.TaskGroup() as starting:
             generators = [
-                starting.create_task(self._losses.unless_lost(self._host_of(name), self._start_generator(name)))
-                for name in self._generator_names()
+                starting.create_task(self._losses.unless_lost(self._host_of(process), self._start_generator(process)))
+                for process in self._first_generators()
             ]
             for other in self._start_others():
                 starting.create_task(other)
         self.replicas = [replica for task in generators if (replica := task.result()) is not None]
         self._losses.check(len(self.replicas), min(self._generation.least_generators, len(generators)), self._tell)
 
-    def _generator_names(self) -> Sequence[str]:
-        """Of those that are started."""
-        return [f"{GENERATOR}{index}" for index in range(self._generation.num_generators)]
+    def _first_generators(self) -> Sequence[ProcessId]:
+        """Generators that the run starts with."""
+        return [ProcessId(Role.GENERATOR, index) for index in range(self._generation.num_generators)]
 
     def _start_others(self) -> Sequence[Coroutine[Any, Any, None]]:
         """What is started beside the generators."""
@@ -181,10 +181,10 @@ class GeneratorProcesses(SupervisedProcesses):
 
     def waits_for(self, router: GeneratorRouter) -> str:
         """What generators that do not serve are at, with the settings that limit it."""
-        lost = sorted(name for name in self._lost if name.startswith(GENERATOR))
-        names = {remote.name for remote in self._remotes.values() if remote.name.startswith(GENERATOR)}
+        names = {remote.name for remote in self._remotes.values() if remote.process.role is Role.GENERATOR}
         starting = sorted(name for name in names if not router.has_replica(name))
-        parts = [f"waiting for a host that joins: {', '.join(lost)}"] if lost else []
+        lost = ", ".join(sorted(str(process) for process in self._lost if process.role is Role.GENERATOR))
+        parts = [f"waiting for a host that joins: {lost}"] if lost else []
         if starting:
             limit = f"generation.start_timeout_s = {self._start_timeout_s:g}"
             parts.append(f"starting, within {limit}: {', '.join(starting)}")
@@ -217,34 +217,34 @@ class GeneratorProcesses(SupervisedProcesses):
             background.create_task(listen())
             while True:
                 remote = await self._ended.get()
-                if self._takes(self._host_of(remote.name)):
+                if self._takes(self._host_of(remote.process)):
                     self._count_death(remote)
                 self._forget(remote, router)
                 background.create_task(self._bring_back(remote, router, background))
 
     async def _bring_back(self, gone: RemoteProcess, router: GeneratorRouter, background: asyncio.TaskGroup) -> None:
         """Start another in the place of one that ended, or on another host where its own is gone."""
-        name, clock = gone.name, asyncio.get_running_loop().time
-        began, host = clock(), self._host_of(name)
+        process, clock = gone.process, asyncio.get_running_loop().time
+        began, host = clock(), self._host_of(process)
         clearing = background.create_task(self.clear(gone))
         while not clearing.done() and self._takes(host):  # one that is gone does not answer
             await asyncio.wait([clearing], timeout=LOOK_S)
-        if not self._place(name):
-            self._lost.add(name)
-            self._tell(f"{name} is gone: {gone.reason}; no host that is left has room for it")
+        if not self._place(process):
+            self._lost.add(process)
+            self._tell(f"{process} is gone: {gone.reason}; no host that is left has room for it")
             return
-        if self._host_of(name) != host:
-            self._tell(f"{name} is gone: {gone.reason}; starting another on {self._host_of(name)}")
+        if self._host_of(process) != host:
+            self._tell(f"{process} is gone: {gone.reason}; starting another on {self._host_of(process)}")
         with contextlib.suppress(TitanRLError):  # it ended in turn, and its end is queued
-            if await self._restart(name, router):
-                self._tell(f"{name} is there again after {clock() - began:.0f} s")
+            if await self._restart(process, router):
+                self._tell(f"{process} is there again after {clock() - began:.0f} s")
 
     def _count_death(self, remote: RemoteProcess) -> None:
         """
         Raises:
             ActorDiedError: it is one more than its setting allows.
         """
-        replaced, count = self._respawns.take(remote.name)
+        replaced, count = self._respawns.take(remote.process.role)
         if not replaced:
             log = self._files.logs / f"{remote.name}.log"
             raise ActorDiedError(f"{remote.name} died: {remote.reason}{count}; its log is {log}")
@@ -254,15 +254,15 @@ class GeneratorProcesses(SupervisedProcesses):
         if router.has_replica(remote.name):  # else it died while it started
             router.remove_replica(remote.name)
 
-    def _host_of(self, name: str) -> str:
-        return self._places[number_of(name)][0].host
+    def _host_of(self, process: ProcessId) -> str:
+        return self._places[process.index][0].host
 
-    def _place(self, name: str) -> bool:
+    def _place(self, process: ProcessId) -> bool:
         """Whether there is a place for a process that ended: its own, or another where its host is gone."""
-        if self._takes(self._host_of(name)):
+        if self._takes(self._host_of(process)):
             return True
         gpus = {host: own for host, own in self.hosts.gpus.items() if self._takes(host)}
-        return self._places.move(number_of(name), gpus, self._places_of_trainer())
+        return self._places.move(process.index, gpus, self._places_of_trainer())
 
     def _places_of_trainer(self) -> Sequence[ProcessPlace]:
         return ()
@@ -273,28 +273,28 @@ class GeneratorProcesses(SupervisedProcesses):
         Returns:
             the names of those that serve.
         """
-        lost = sorted(number_of(name) for name in self._lost if name.startswith(GENERATOR))
+        lost = sorted(process.index for process in self._lost if process.role is Role.GENERATOR)
         chosen = self._places.join(host, self.hosts[host].gpus, lost)
-        names = [*[f"{GENERATOR}{index}" for index in chosen], *self._others_of(host)]
-        self._lost.difference_update(names)
-        serve = await asyncio.gather(*[self._bring(name, host, router) for name in names])
-        return [name for name, serves in zip(names, serve, strict=True) if serves]
+        processes = [*[ProcessId(Role.GENERATOR, index) for index in chosen], *self._others_of(host)]
+        self._lost.difference_update(processes)
+        serve = await asyncio.gather(*[self._bring(process, host, router) for process in processes])
+        return [str(process) for process, serves in zip(processes, serve, strict=True) if serves]
 
-    async def _bring(self, name: str, host: str, router: GeneratorRouter) -> bool:
+    async def _bring(self, process: ProcessId, host: str, router: GeneratorRouter) -> bool:
         """Start what a host that has joined brings. Where that cannot be, the run is as it was without the host."""
         if host not in self.hosts.names:
-            self._lost.add(name)
+            self._lost.add(process)
             return False
-        self._joining.add(name)
+        self._joining.add(process)
         try:
-            return await self._restart(name, router)
+            return await self._restart(process, router)
         except TitanRLError as error:
-            self._tell(f"{name} does not start on host {host}: {reason(error)}")
+            self._tell(f"{process} does not start on host {host}: {reason(error)}")
             return False
         finally:
-            self._joining.discard(name)
+            self._joining.discard(process)
 
-    def _others_of(self, host: str) -> Sequence[str]:
+    def _others_of(self, host: str) -> Sequence[ProcessId]:
         """What a host that has joined has beside generators, each with its place."""
         return ()
 
@@ -307,22 +307,21 @@ class GeneratorProcesses(SupervisedProcesses):
         if router.has_replica(remote.name):
             await router.retire_replica(remote.name, limit_s)
 
-    async def _restart(self, name: str, router: GeneratorRouter) -> bool:
+    async def _restart(self, process: ProcessId, router: GeneratorRouter) -> bool:
         """Whether another is there in the place of the one that died."""
-        replica = await self._start_generator(name)
+        replica = await self._start_generator(process)
         return replica.remote.reason is None and await router.add_replica(replica)
 
-    async def _start_generator(self, name: str) -> ActorReplica:
-        places = self._places[number_of(name)]
+    async def _start_generator(self, process: ProcessId) -> ActorReplica:
+        places = self._places[process.index]
         model = self.hosts[places[0].host].path(self._plan.model.path)
-        index = number_of(name)
         settings = self._plan.settings_of(
-            index,
+            process.index,
             str(model),
-            neighbours=self._places.neighbours(index),
-            beside_trainer=self._places.shares(index, self._places_of_trainer()),
+            neighbours=self._places.neighbours(process.index),
+            beside_trainer=self._places.shares(process.index, self._places_of_trainer()),
         )
-        remote, ranks = await self.spawn(name, GeneratorActor, settings, places=places)
+        remote, ranks = await self.spawn(process, GeneratorActor, settings, places=places)
         replica = ActorReplica(remote, ranks[0], self._published)
         self.opened.append(replica)
         await replica.connect()
@@ -330,8 +329,8 @@ class GeneratorProcesses(SupervisedProcesses):
 
     def _note_end(self, remote: RemoteProcess) -> None:
         super()._note_end(remote)
-        if remote.name in self._joining and not remote.has_started:
-            self._lost.add(remote.name)
+        if remote.process in self._joining and not remote.has_started:
+            self._lost.add(remote.process)
         else:
             self._ended.put_nowait(remote)
 

@@ -15,7 +15,6 @@ from monarch.actor import this_proc
 from titan_rl.cluster.generator_processes import GeneratorProcesses
 from titan_rl.cluster.hosts.hosts import Hosts
 from titan_rl.cluster.hosts.placement import (
-    GENERATOR,
     ProcessPlace,
     check_transport,
     choose_transport,
@@ -26,7 +25,7 @@ from titan_rl.cluster.hosts.placement import (
 )
 from titan_rl.cluster.processes.process import RunFiles
 from titan_rl.cluster.processes.remote_process import RemoteProcess
-from titan_rl.cluster.processes.respawns import RespawnLimit
+from titan_rl.cluster.processes.roles import ProcessId, RespawnLimit, Role
 from titan_rl.cluster.rollout_workers import GenerateService, RolloutWorkerActor, RolloutWorkerSettings, WorkerPool
 from titan_rl.cluster.supervision import SupervisedProcesses, started
 from titan_rl.cluster.trainer_actor import TrainerSettings
@@ -40,8 +39,6 @@ from titan_rl.weights.published_weights import PublishedWeights
 from titan_rl.weights.transports.registry import find_transport
 
 logger = logging.getLogger(__name__)
-
-WORKER = "rollout-worker-"
 
 
 class RunProcesses(GeneratorProcesses):
@@ -88,9 +85,9 @@ class RunProcesses(GeneratorProcesses):
         self._worker_places: list[ProcessPlace]
         self._roles: Roles
 
-    def _respawn_limits(self) -> dict[str, RespawnLimit]:
+    def _respawn_limits(self) -> dict[Role, RespawnLimit]:
         workers = RespawnLimit("rollout.max_respawns", self._config.rollout.max_respawns)
-        return {**super()._respawn_limits(), WORKER: workers}
+        return {**super()._respawn_limits(), Role.ROLLOUT_WORKER: workers}
 
     def place(self) -> None:
         config, gpus = self._config, self.hosts.gpus
@@ -107,15 +104,15 @@ class RunProcesses(GeneratorProcesses):
             self._plan = replace(self._plan, statedict=self._statedict)
 
     def _start_others(self) -> Sequence[Coroutine[Any, Any, None]]:
-        names = [f"{WORKER}{index}" for index in range(self._config.rollout.num_workers)]
-        workers = [self._losses.unless_lost(self._host_of(name), self._start_worker(name)) for name in names]
+        first = [_worker(index) for index in range(self._config.rollout.num_workers)]
+        workers = [self._losses.unless_lost(self._host_of(worker), self._start_worker(worker)) for worker in first]
         return [*([self._start_trainer()] if self._trains else []), *workers]
 
-    def _generator_names(self) -> Sequence[str]:
-        return super()._generator_names() if self._generates else ()
+    def _first_generators(self) -> Sequence[ProcessId]:
+        return super()._first_generators() if self._generates else ()
 
     def _note_end(self, remote: RemoteProcess) -> None:
-        if remote.name == TRAINER:  # its owner starts another, see `TrainerProcesses.restart`
+        if remote.process == TRAINER:  # its owner starts another, see `TrainerProcesses.restart`
             SupervisedProcesses._note_end(self, remote)
         else:
             super()._note_end(remote)
@@ -124,10 +121,10 @@ class RunProcesses(GeneratorProcesses):
         self.workers.remove(remote)
         super()._forget(remote, router)
 
-    async def _restart(self, name: str, router: GeneratorRouter) -> bool:
-        if name.startswith(GENERATOR):
-            return await super()._restart(name, router)
-        await self._start_worker(name)
+    async def _restart(self, process: ProcessId, router: GeneratorRouter) -> bool:
+        if process.role is Role.GENERATOR:
+            return await super()._restart(process, router)
+        await self._start_worker(process)
         return True
 
     async def _start_trainer(self) -> None:
@@ -169,57 +166,58 @@ class RunProcesses(GeneratorProcesses):
         self._trainer_places = place_trainer_again(self._config.training, self._trainer_places, gpus, self._places.gpus)
         return self._trainer_places
 
-    def _host_of(self, name: str) -> str:
-        return self._worker_places[_worker(name)].host if name.startswith(WORKER) else super()._host_of(name)
+    def _host_of(self, process: ProcessId) -> str:
+        if process.role is Role.ROLLOUT_WORKER:
+            return self._worker_places[process.index].host
+        return super()._host_of(process)
 
-    def _place(self, name: str) -> bool:
+    def _place(self, process: ProcessId) -> bool:
         """Rollout workers need nothing but a host: one that does not train, before others, and has few of them. Those
         that came with a host, beyond as many as settings name, go with it."""
-        if not name.startswith(WORKER) or self._takes(self._host_of(name)):
-            return super()._place(name)
+        if process.role is not Role.ROLLOUT_WORKER or self._takes(self._host_of(process)):
+            return super()._place(process)
         there = [host for host in self.hosts.names if self._takes(host)] if self._num_lacking() else []
         trains = {place.host for place in self._trainer_places}
         busy = Counter(place.host for place in self._worker_places)
         for host in sorted(there, key=lambda host: (host in trains, busy[host]))[:1]:
-            self._worker_places[_worker(name)] = ProcessPlace(host)
+            self._worker_places[process.index] = ProcessPlace(host)
         return bool(there)
 
     def _num_lacking(self) -> int:
         """Rollout workers that settings name and no host has."""
-        names = [f"{WORKER}{index}" for index in range(len(self._worker_places))]
-        here = sum(name not in self._lost and self._takes(self._host_of(name)) for name in names)
+        workers = [_worker(index) for index in range(len(self._worker_places))]
+        here = sum(worker not in self._lost and self._takes(self._host_of(worker)) for worker in workers)
         return max(0, self._config.rollout.num_workers - here)
 
-    def _others_of(self, host: str) -> Sequence[str]:
+    def _others_of(self, host: str) -> Sequence[ProcessId]:
         """Rollout workers: those that the run lacks; and as many as another host has that plays, where all that
         generate do, or fewer hosts play now than `hosts.play`."""
         players, a_host = self._roles.play, -(-self._config.rollout.num_workers // len(self._roles.play))
         playing = {place.host for place in self._worker_places if self._takes(place.host)}
         plays = {*self._roles.generate} <= {*players} or len(playing) < len(players)
-        lost = sorted((name for name in self._lost if name.startswith(WORKER)), key=_worker)
-        further = [f"{WORKER}{len(self._worker_places) + index}" for index in range(a_host)]
-        names = [*lost, *further][: max(a_host if plays else 0, min(self._num_lacking(), len(lost)))]
-        for name in names:
-            self._worker_places[_worker(name) : _worker(name) + 1] = [ProcessPlace(host)]
-        return names
+        lost = sorted(process for process in self._lost if process.role is Role.ROLLOUT_WORKER)
+        further = [_worker(len(self._worker_places) + index) for index in range(a_host)]
+        chosen = [*lost, *further][: max(a_host if plays else 0, min(self._num_lacking(), len(lost)))]
+        for worker in chosen:
+            self._worker_places[worker.index : worker.index + 1] = [ProcessPlace(host)]
+        return chosen
 
     async def _finish(self, remote: RemoteProcess, router: GeneratorRouter, limit_s: float) -> None:
-        if remote.name == TRAINER:
+        if remote.process == TRAINER:
             await self.training.finish(limit_s)
         else:
             await asyncio.gather(super()._finish(remote, router, limit_s), self.workers.retire(remote, limit_s))
 
-    async def _start_worker(self, name: str) -> None:
-        place = self._worker_places[_worker(name)]
+    async def _start_worker(self, process: ProcessId) -> None:
+        place = self._worker_places[process.index]
         host = self.hosts[place.host]
         settings = RolloutWorkerSettings(host.path(self._config_path), host.path(self._config.model.path))
-        remote, (worker,) = await self.spawn(name, RolloutWorkerActor, settings, self._service, places=[place])
+        remote, (worker,) = await self.spawn(process, RolloutWorkerActor, settings, self._service, places=[place])
         self.workers.add(remote, worker)
 
 
-def _worker(name: str) -> int:
-    """`_worker("rollout-worker-3")` is 3."""
-    return int(name.removeprefix(WORKER))
+def _worker(index: int) -> ProcessId:
+    return ProcessId(Role.ROLLOUT_WORKER, index)
 
 
 @contextlib.asynccontextmanager

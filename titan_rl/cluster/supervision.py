@@ -31,6 +31,7 @@ from titan_rl.cluster.hosts.preflight import HostNeeds
 from titan_rl.cluster.processes.answers import ActorHandle, AnsweringActor
 from titan_rl.cluster.processes.process import LOOPBACK, ProcessActor, ProcessFiles, ProcessSpec, stderr_into
 from titan_rl.cluster.processes.remote_process import NoAnswerError, RemoteProcess, call, last_line
+from titan_rl.cluster.processes.roles import ProcessId
 from titan_rl.config.hosts import HostsConfig
 from titan_rl.core.calls.user_code import reason
 from titan_rl.core.errors import ActorDiedError, TitanRLError
@@ -180,7 +181,7 @@ class SupervisedProcesses:
         hosts.on_lost = self.host_lost
 
     async def spawn(
-        self, name: str, actor_class: type[ProcessActor], *arguments: Any, places: Sequence[ProcessPlace]
+        self, process: ProcessId, actor_class: type[ProcessActor], *arguments: Any, places: Sequence[ProcessPlace]
     ) -> tuple[RemoteProcess, list[Any]]:
         """A process in each of these places, which live and die together.
 
@@ -194,7 +195,7 @@ class SupervisedProcesses:
             ActorDiedError: one did not start in time, or for a reason that is none of titan_rl's.
             TitanRLError: why one did not start. However that was, the process has ended.
         """
-        remote = RemoteProcess(name, self._note_end, self._hang_timeout_s)
+        remote = RemoteProcess(process, self._note_end, self._hang_timeout_s)
         self._places_of[remote.id] = frozenset(place.host for place in places)
         self._remotes[remote.id] = remote
         self._spawned.append(remote.id)
@@ -211,13 +212,13 @@ class SupervisedProcesses:
             late = f"it did not start within generation.start_timeout_s = {limit_s:g}; raise that if it still loads"
             remote.end(late)
             await self.clear(remote)
-            raise ActorDiedError(f"{name} died: {late}", excused=remote.excused) from error
+            raise ActorDiedError(f"{process} died: {late}", excused=remote.excused) from error
         except Exception as error:
             remote.end(f"it did not start: {reason(error)}")
             await self.clear(remote)
             if isinstance(error, TitanRLError):
                 raise
-            raise ActorDiedError(f"{name} died: {remote.reason}", excused=remote.excused) from error
+            raise ActorDiedError(f"{process} died: {remote.reason}", excused=remote.excused) from error
         remote.has_started = True
         return remote, ranks
 

@@ -18,6 +18,7 @@ from titan_rl.cluster.hosts.placement import ProcessPlace, place_trainer, place_
 from titan_rl.cluster.hosts.preflight import HostNeeds
 from titan_rl.cluster.processes.process import RunFiles
 from titan_rl.cluster.processes.remote_process import RemoteProcess
+from titan_rl.cluster.processes.roles import ProcessId, Role
 from titan_rl.cluster.supervision import SupervisedProcesses, started
 from titan_rl.cluster.trainer_actor import TrainerActor, TrainerSettings
 from titan_rl.config.functions import named_modules
@@ -176,7 +177,7 @@ class ActorTrainer:
 
 logger = logging.getLogger(__name__)
 
-TRAINER = "trainer"
+TRAINER = ProcessId(Role.TRAINER)
 CLEAR_TIMEOUT_S = 3.0
 """Longest wait for the end of what is left of a trainer that died. A host that is gone does not answer."""
 LOOK_S = 0.5

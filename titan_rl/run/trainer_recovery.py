@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from titan_rl.cluster.processes.respawns import RespawnLimit, Respawns
+from titan_rl.cluster.processes.roles import RespawnLimit, Respawns, Role
 from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.telling import logged
 from titan_rl.core.errors import ActorDiedError, DamagedCheckpointError, StateDictError, TrainingError
@@ -124,7 +124,6 @@ class JournaledSteps:
             yield training_samples(self._config, GroupBatch(groups, before, {}, lambda: None))
 
 
-TRAINER = "trainer"
 NAMED_GROUPS = 4
 """Of a step, in a message."""
 
@@ -137,7 +136,7 @@ class Deaths:
     """
 
     def __init__(self, max_respawns: int) -> None:
-        self._respawns = Respawns({TRAINER: RespawnLimit("training.max_respawns", max_respawns)})
+        self._respawns = Respawns({Role.TRAINER: RespawnLimit("training.max_respawns", max_respawns)})
         self._step: tuple[int, Sequence[TrainingSample]] | None = None
         self._within: Counter[int] = Counter()  # by step
         self.num_respawns = 0
@@ -169,7 +168,7 @@ class Deaths:
             if (times := self._within[step]) > 1:
                 why += f" for the {times}. time when it died, so what kills it may be in what that step is trained on: "
                 why += named_groups(samples)
-        replaced, count = self._respawns.take(TRAINER)
+        replaced, count = self._respawns.take(Role.TRAINER)
         if not replaced:
             raise ActorDiedError(f"{why}{count}")
         self.num_respawns += 1

@@ -24,6 +24,7 @@ from titan_rl.cluster.liveness.host_monitor import HostMonitor, RemoteWatcher
 from titan_rl.cluster.processes.answers import ActorHandle
 from titan_rl.cluster.processes.process import LOOPBACK
 from titan_rl.cluster.processes.remote_process import call
+from titan_rl.cluster.processes.roles import ProcessId, Role
 from titan_rl.config.hosts import HostsConfig, own_address
 from titan_rl.core.calls.telling import logged
 from titan_rl.core.calls.threads import in_thread
@@ -183,7 +184,10 @@ class Hosts:
             ConfigError: a host differs; all that do are named.
         """
         silence_s = self.config.silence_s
-        arrivals = [Arrival(self.supervisor, f"agent-{next(self._numbers)}", each, silence_s) for each in workers]
+        arrivals = [
+            Arrival(self.supervisor, str(ProcessId(Role.HOST_AGENT, next(self._numbers))), each, silence_s)
+            for each in workers
+        ]
         try:
             hosts = await self._take_in(arrivals, begins)
         finally:

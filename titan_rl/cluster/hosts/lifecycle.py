@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from titan_rl.cluster.processes.roles import Role
 from titan_rl.core.tracing.spans import Track
 from titan_rl.viewer.hosts import HostEvent
 
@@ -112,7 +113,7 @@ class HostHistory:
             **{f"hosts/{what}": float(counts[what]) for what in COUNTED},
         }
         for host in here:
-            generators = sum(name.startswith("generator-") for name in host.processes)
+            generators = sum(Role.of(name) is Role.GENERATOR for name in host.processes)
             metrics[f"hosts/{host.name}/generators"] = float(generators)
             if host.name in silences:
                 metrics[f"hosts/{host.name}/silence_s"] = silences[host.name]

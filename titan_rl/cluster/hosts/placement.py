@@ -235,16 +235,8 @@ def _check(field: str, num_ranks: int, host: str, gpus: Sequence[str]) -> None:
         )
 
 
-GENERATOR = "generator-"
-"""With its number, the name of a generator."""
-
 Ranks = tuple[ProcessPlace, ...]
 """Places of the ranks of one generator."""
-
-
-def number_of(name: str) -> int:
-    """`number_of("generator-3")` is 3."""
-    return int(name.removeprefix(GENERATOR))
 
 
 class GeneratorPlaces:

@@ -13,6 +13,7 @@ from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionErr
 from monarch.actor import ActorError
 
 from titan_rl.cluster.liveness.health_check import KernelWatcher, Signs, Watched, Watcher, hang
+from titan_rl.cluster.processes.roles import ProcessId
 from titan_rl.core.errors import ActorDiedError
 
 _numbers = count()
@@ -36,18 +37,19 @@ class RemoteProcess:
         pids: on their hosts, of those that are watched.
 
     Args:
-        name: for messages.
+        name: for messages; the id of a process that has a role in a run.
         on_end: called once, from within `end`.
         hang_timeout_s: it ends when it gives no sign of life for so long.
     """
 
     def __init__(
         self,
-        name: str,
+        name: str | ProcessId,
         on_end: Callable[[RemoteProcess], None] | None = None,
         hang_timeout_s: float = math.inf,
     ) -> None:
-        self.name = name
+        self.name = str(name)
+        self._process = name if isinstance(name, ProcessId) else None
         self.id = f"{name}-{next(_numbers)}"
         self.has_started = False
         self.reason: str | None = None
@@ -58,6 +60,12 @@ class RemoteProcess:
         self.pids: tuple[int, ...] = ()
         self._watched: list[Watched] = []
         self._signs: dict[int, Signs] = {}  # those of each of the processes, by its place among them
+
+    @property
+    def process(self) -> ProcessId:
+        """Role and number of a process that has a role in a run."""
+        assert self._process is not None, f"{self.name} has no role"
+        return self._process
 
     def watch(self, pids: Sequence[int], watcher: Watcher | None = None) -> None:
         """Be told when one of these processes ends or hangs. Where nobody can tell, Monarch has to.

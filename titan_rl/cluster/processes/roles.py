@@ -1,0 +1,72 @@
+"""Roles of processes in a run, and the limits on how many of each role may be replaced."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Role(StrEnum):
+    """Purpose of a process in a run. The value begins its name."""
+
+    TRAINER = "trainer"
+    GENERATOR = "generator"
+    ROLLOUT_WORKER = "rollout-worker"
+    HOST_AGENT = "agent"
+
+    @staticmethod
+    def of(name: str) -> Role | None:
+        """Role of the process with this name; None if the name has none."""
+        return next((role for role in Role if name == role or name.startswith(f"{role}-")), None)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ProcessId:
+    """A process of a run by its role and number. A process that replaces another has the same.
+
+    Example: `str(ProcessId(Role.GENERATOR, 3))` is "generator-3". The trainer, of which there is one, is "trainer".
+    """
+
+    role: Role
+    index: int = 0
+
+    def __str__(self) -> str:
+        return str(self.role) if self.role is Role.TRAINER else f"{self.role}-{self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class RespawnLimit:
+    """Setting that limits the replacements of one role, and its value: `RespawnLimit("generation.max_respawns", 3)`."""
+
+    setting: str
+    value: int
+
+
+class Respawns:
+    """Counter of replaced processes per role. A role without a limit is never replaced.
+
+    Example: one generator may be replaced:
+
+        respawns = Respawns({Role.GENERATOR: RespawnLimit("generation.max_respawns", 1)})
+        respawns.take(Role.GENERATOR)    # (True, " (1 of generation.max_respawns = 1)")
+        respawns.take(Role.GENERATOR)    # (False, ", and is not replaced: ...")
+        respawns.take(Role.TRAINER)      # (False, "")
+    """
+
+    def __init__(self, limits: Mapping[Role, RespawnLimit]) -> None:
+        self._limits = limits
+        self._replaced: Counter[Role] = Counter()
+
+    def take(self, role: Role) -> tuple[bool, str]:
+        """Count a replacement if one is left. Returns whether it is, and the count for the message of the failure."""
+        limit = self._limits.get(role)
+        if limit is None:
+            return False, ""
+        before, said = self._replaced[role], f"{limit.setting} = {limit.value}"
+        if before >= limit.value:
+            were = "1 was" if before == 1 else f"{before} were"
+            return False, f", and is not replaced: {said}, and {were} replaced before; find out why, or raise it"
+        self._replaced[role] += 1
+        return True, f" ({before + 1} of {said})"
