@@ -44,9 +44,9 @@ async def serve_scripted(port: int) -> None:
 
     from titan_rl.cluster.processes.garbage import settle_heap
     from titan_rl.rollout.renderer import ChatTemplateRenderer
+    from titan_rl.serving.access import Keys
     from titan_rl.serving.app import make_app
-    from titan_rl.serving.http.keys import Keys
-    from titan_rl.serving.http.limits import ServerLimits
+    from titan_rl.serving.http.exchange import ServerLimits
     from titan_rl.serving.server import serve
 
     loops = [EngineLoop(make_engine, stream_interval=4) for _ in range(2)]

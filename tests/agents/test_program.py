@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from titan_rl.rollout.types import RolloutStatus
-from titan_rl.serving.episodes.episode import Episode
-from titan_rl.serving.episodes.limits import EpisodeLimits
+from titan_rl.serving.episode import Episode, EpisodeLimits
 from titan_rl.tasks.agents import reaper
 from titan_rl.tasks.agents.processes import agent_processes
 from titan_rl.tasks.agents.program import AgentProgram, agent_environment, make_folder
@@ -34,7 +33,7 @@ import asyncio, sys
 from pathlib import Path
 from titan_rl.tasks.agents.processes import agent_processes
 from titan_rl.tasks.agents.program import AgentProgram
-from titan_rl.serving.episodes.episode import Episode
+from titan_rl.serving.episode import Episode
 
 async def main():
     async with agent_processes() as processes:

@@ -37,7 +37,7 @@ from titan_rl.generation.router import GeneratorRouter
 from titan_rl.generation.vllm_engine import VLLMEngine
 from titan_rl.rollout.types import Rollout, RolloutGroup
 from titan_rl.serving.app import make_app
-from titan_rl.serving.episodes.store import EpisodeStore
+from titan_rl.serving.episode_store import EpisodeStore
 from titan_rl.serving.server import serve
 from titan_rl.training.data.sample_builder import build_samples
 from titan_rl.types import SamplingParams

@@ -12,7 +12,7 @@ from titan_rl.generation.engine import TokenDelta
 from titan_rl.generation.loop.local_replica import LocalReplica
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.scripted_engine import scripted_logprobs
-from titan_rl.serving.policy.stream import unbroken
+from titan_rl.serving.policy import unbroken
 from titan_rl.types import Completion, TokenChunk
 
 VOCAB = 32

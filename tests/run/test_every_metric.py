@@ -26,7 +26,7 @@ from titan_rl.run.directory import read_jsonl
 from titan_rl.run.observability.group_metrics import group_metrics, validation_metrics
 from titan_rl.run.observability.steps import prefixed
 from titan_rl.run.sft.loop import LOGGED
-from titan_rl.serving.http.metrics import ServerMetrics
+from titan_rl.serving.http.exchange import ServerMetrics
 
 PACKAGE = Path(__file__).parents[2] / "titan_rl"
 

@@ -12,7 +12,7 @@ from served import Served, served
 from speaking import VOCAB, byte_tokenizer, script
 
 from titan_rl.rollout.renderer import ChatTemplateRenderer
-from titan_rl.serving.http.limits import ServerLimits
+from titan_rl.serving.http.exchange import ServerLimits
 from titan_rl.serving.server import serve
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}

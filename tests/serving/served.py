@@ -15,7 +15,7 @@ from titan_rl.generation.loop.local_replica import LocalReplica
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.generation.scripted_engine import ScriptedEngine
 from titan_rl.serving.app import PolicyApp, make_app
-from titan_rl.serving.http.limits import ServerLimits
+from titan_rl.serving.http.exchange import ServerLimits
 
 CONTEXT = 512
 

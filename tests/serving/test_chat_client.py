@@ -13,7 +13,7 @@ from serving.talk import SAMPLING, chat_template_renderer, user
 
 from titan_rl import FinishReason, GenerationError, PromptTooLongError, RequestError, SamplingParams
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
-from titan_rl.serving.chat_client import HttpChatFn
+from titan_rl.serving.client import HttpChatFn
 
 
 class Server:

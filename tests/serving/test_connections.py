@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 from served import Served, served, until
 
-from titan_rl.serving.http.connection import HeadWithBody
-from titan_rl.serving.http.limits import ServerLimits
-from titan_rl.serving.server import serve
+from titan_rl.serving.http.exchange import ServerLimits
+from titan_rl.serving.server import HeadWithBody, serve
 
 PATH = "/inference/v1/generate"
 SHORT = ServerLimits(head_s=0.05, body_s=0.05, body_bytes=10_000, read_s=0.05, request_s=30.0)

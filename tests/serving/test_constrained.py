@@ -24,9 +24,9 @@ from titan_rl.rollout.renderer import ChatTemplateRenderer
 from titan_rl.rollout.types import Rollout, RolloutGroup
 from titan_rl.serving.app import make_app
 from titan_rl.serving.conversations.constraint import CallForm, Constraining
-from titan_rl.serving.episodes.store import EpisodeStore
-from titan_rl.serving.policy.stream import in_one_piece
-from titan_rl.serving.policy.text import Text
+from titan_rl.serving.episode_store import EpisodeStore
+from titan_rl.serving.policy import in_one_piece
+from titan_rl.serving.text import Text
 from titan_rl.training.data.sample_builder import build_samples
 from titan_rl.types import EXTRA_SAMPLING, Completion, FinishReason, SamplingParams, VersionSpan
 

@@ -17,7 +17,7 @@ from speaking import VOCAB, byte_tokenizer
 
 from titan_rl.generation.scripted_engine import CostModel
 from titan_rl.rollout.renderer import ChatTemplateRenderer
-from titan_rl.serving.http.limits import ServerLimits
+from titan_rl.serving.http.exchange import ServerLimits
 from titan_rl.serving.server import serve
 from titan_rl.types import SamplingParams
 
@@ -84,7 +84,7 @@ def test_a_thousand_streams_from_a_server_process(tmp_path: Path) -> None:
 
 
 def fields() -> list[str]:
-    from titan_rl.serving.protocols.openapi import openapi
+    from titan_rl.serving.protocols.about import openapi
 
     schemas = openapi(tuple(BODIES), with_keys=False)["components"]["schemas"].values()
     return sorted({name for schema in schemas for name in schema.get("properties", {})})

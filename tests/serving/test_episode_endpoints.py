@@ -15,11 +15,10 @@ from speaking import VOCAB, byte_tokenizer, qwen3, script
 
 from titan_rl.core.errors import BusyError
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
-from titan_rl.serving.episodes.endpoints import Opened
-from titan_rl.serving.episodes.episode import Episode
-from titan_rl.serving.episodes.store import EpisodeStore
-from titan_rl.serving.http.keys import Keys
-from titan_rl.serving.policy.stream import in_one_piece, unbroken
+from titan_rl.serving.access import Keys
+from titan_rl.serving.episode import Episode
+from titan_rl.serving.episode_store import EpisodeStore, Opened
+from titan_rl.serving.policy import in_one_piece, unbroken
 from titan_rl.training.data.sample_builder import build_samples
 
 TOKENIZER = byte_tokenizer()

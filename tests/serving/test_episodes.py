@@ -12,9 +12,8 @@ from talk import SAMPLING, SYSTEM, chat_template_renderer, completion, reply, us
 from titan_rl.core.errors import BusyError, EpisodeEndedError, RequestError
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
 from titan_rl.serving.conversations.tree import TurnNode
-from titan_rl.serving.episodes.episode import Episode
-from titan_rl.serving.episodes.limits import EpisodeLimits
-from titan_rl.serving.episodes.store import EpisodeStore
+from titan_rl.serving.episode import Episode, EpisodeLimits
+from titan_rl.serving.episode_store import EpisodeStore
 from titan_rl.training.data.sample_builder import build_samples, count_branches
 from titan_rl.types import SamplingParams
 

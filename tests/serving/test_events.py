@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from titan_rl.serving.http.events import LIFE, Events
+from titan_rl.serving.http.exchange import LIFE, Events
 
 
 @pytest.mark.looptime

@@ -18,10 +18,10 @@ from titan_rl.core.errors import ConfigError
 from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.loop.local_replica import LocalReplica
 from titan_rl.generation.scripted_engine import ScriptedEngine
+from titan_rl.serving.access import Keys
 from titan_rl.serving.app import make_app
-from titan_rl.serving.http.keys import Keys
-from titan_rl.serving.http.limits import ServerLimits
-from titan_rl.serving.policy.stream import in_one_piece
+from titan_rl.serving.http.exchange import ServerLimits
+from titan_rl.serving.policy import in_one_piece
 from titan_rl.serving.server import serve
 from titan_rl.types import Completion
 from titan_rl.weights.published_weights import PublishedWeights

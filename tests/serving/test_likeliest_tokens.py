@@ -10,7 +10,7 @@ from clients import TOKENIZER, openai_client, talking
 from served import Served, client_of, until
 
 from titan_rl.serving.app import make_app
-from titan_rl.serving.policy.stream import in_one_piece
+from titan_rl.serving.policy import in_one_piece
 
 ASKED: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "sky"}]}
 PIECES = ["b", "l", "u", "e", "<|im_end|>"]

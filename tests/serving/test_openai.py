@@ -18,7 +18,7 @@ from speaking import qwen3
 
 from titan_rl.rollout.renderer import ChatTemplateRenderer
 from titan_rl.serving.app import make_app
-from titan_rl.serving.http.limits import ServerLimits
+from titan_rl.serving.http.exchange import ServerLimits
 from titan_rl.serving.server import serve
 from titan_rl.types import Completion, FinishReason, VersionSpan
 

@@ -23,11 +23,10 @@ from schemathesis import GenerationMode
 from served import Served
 from speaking import qwen3
 
+from titan_rl.serving.access import Keys
 from titan_rl.serving.app import PolicyApp, make_app
-from titan_rl.serving.episodes.endpoints import Opened
-from titan_rl.serving.episodes.store import EpisodeStore
-from titan_rl.serving.http.keys import Keys
-from titan_rl.serving.http.limits import ServerLimits
+from titan_rl.serving.episode_store import EpisodeStore, Opened
+from titan_rl.serving.http.exchange import ServerLimits
 from titan_rl.serving.server import serve
 
 LIMITS = ServerLimits(request_s=20.0, num_choices=3)

@@ -13,7 +13,7 @@ from speaking import byte_tokenizer, qwen3
 
 from titan_rl.rollout.renderer import ChatTemplateRenderer
 from titan_rl.serving.conversations.reply import Delta, Reply, ReplyForm, ReplyReader
-from titan_rl.serving.policy.text import Text
+from titan_rl.serving.text import Text
 from titan_rl.types import Completion, FinishReason, TokenChunk, VersionSpan
 
 TOKENIZER = byte_tokenizer()

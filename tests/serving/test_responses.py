@@ -17,7 +17,7 @@ from served import client_of
 from speaking import qwen3
 
 from titan_rl.rollout.renderer import ChatTemplateRenderer
-from titan_rl.serving.http.limits import ServerLimits
+from titan_rl.serving.http.exchange import ServerLimits
 from titan_rl.serving.server import serve
 
 RESPONSES = "/v1/responses"

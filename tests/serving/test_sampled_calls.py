@@ -21,8 +21,8 @@ from spoken import PROTOCOLS, Said
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.rollout.renderer.chat_template import ChatTemplateRenderer, ParsedText
 from titan_rl.serving.app import PolicyApp, make_app
-from titan_rl.serving.episodes.episode import Episode
-from titan_rl.serving.episodes.store import EpisodeStore
+from titan_rl.serving.episode import Episode
+from titan_rl.serving.episode_store import EpisodeStore
 from titan_rl.types import Completion, FinishReason, TokenChunk, VersionSpan
 
 TOKENIZER = byte_tokenizer()

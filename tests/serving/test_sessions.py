@@ -7,8 +7,7 @@ from typing import Any
 from talk import chat_template_renderer, completion, reply, user
 
 from titan_rl.rollout.types import Message
-from titan_rl.serving.conversations.caller import Client
-from titan_rl.serving.conversations.sessions import Conversations
+from titan_rl.serving.conversations.caller import Client, Conversations
 from titan_rl.types import SamplingParams
 
 

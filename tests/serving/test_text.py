@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from speaking import byte_tokenizer
 
 from titan_rl.rollout.renderer.detokenizer import Detokenizer
-from titan_rl.serving.policy.text import Text, TextReader
+from titan_rl.serving.text import Text, TextReader
 
 WORDS = ["[UNK]", "un", "##happi", "##ness", "the", ",", "cat", "##s"]
 

@@ -13,8 +13,8 @@ from served import CONTEXT, Served, client_of, served, until
 from titan_rl.core.errors import GenerationError, RequestError
 from titan_rl.serving.app import make_app
 from titan_rl.serving.client import HttpGenerateFn
-from titan_rl.serving.http.limits import ServerLimits
-from titan_rl.serving.policy.stream import in_one_piece
+from titan_rl.serving.http.exchange import ServerLimits
+from titan_rl.serving.policy import in_one_piece
 from titan_rl.serving.server import serve
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
 

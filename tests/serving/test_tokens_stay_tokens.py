@@ -24,10 +24,10 @@ from talk import SAMPLING, Forgetful, chat_template_renderer, user
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.types import Rollout, RolloutGroup
 from titan_rl.serving.conversations.identity import identity_of
-from titan_rl.serving.conversations.reply_message import reply_from
+from titan_rl.serving.conversations.reply import reply_from
 from titan_rl.serving.conversations.tree import Prompt, TurnNode
-from titan_rl.serving.episodes.episode import Episode
-from titan_rl.serving.episodes.store import EpisodeStore
+from titan_rl.serving.episode import Episode
+from titan_rl.serving.episode_store import EpisodeStore
 from titan_rl.training.data.family import find_families
 from titan_rl.training.data.sample_builder import build_samples
 from titan_rl.types import Completion, FinishReason, VersionSpan

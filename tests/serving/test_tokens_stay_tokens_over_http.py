@@ -26,8 +26,8 @@ from talk import BASE, chat_template_renderer
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
-from titan_rl.serving.episodes.store import EpisodeStore
-from titan_rl.serving.policy.stream import unbroken
+from titan_rl.serving.episode_store import EpisodeStore
+from titan_rl.serving.policy import unbroken
 from titan_rl.training.data.sample_builder import build_samples
 from titan_rl.types import Completion
 

@@ -38,11 +38,10 @@ from titan_rl.run.observability.progress import Verbosity, status
 from titan_rl.run.parts import use_monarch
 from titan_rl.run.terminal.standard_streams import OutputError, say, tell
 from titan_rl.run.workers import workers_started
+from titan_rl.serving.access import Keys
 from titan_rl.serving.app import make_app
-from titan_rl.serving.http.address import listener_of
-from titan_rl.serving.http.keys import Keys
-from titan_rl.serving.http.limits import ServerLimits
-from titan_rl.serving.server import seen_from_elsewhere, serve
+from titan_rl.serving.http.exchange import ServerLimits
+from titan_rl.serving.server import listener_of, seen_from_elsewhere, serve
 from titan_rl.weights.published_weights import PublishedWeights
 
 API_KEY, ADMIN_KEY = "TITAN_RL_API_KEY", "TITAN_RL_ADMIN_KEY"

@@ -11,34 +11,21 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from titan_rl.rollout.renderer.types import Renderer
-from titan_rl.serving.admission import Admission
-from titan_rl.serving.conversations.sessions import Conversations
+from titan_rl.serving.access import Admission, Keys
+from titan_rl.serving.conversations.caller import Conversations
 from titan_rl.serving.conversations.turn import Turns
-from titan_rl.serving.episodes.endpoints import Open, Opened, episode_routes
-from titan_rl.serving.episodes.store import EpisodeStore
-from titan_rl.serving.http.admin import Control, admin_routes
-from titan_rl.serving.http.api_error import ApiError
-from titan_rl.serving.http.body import BodyReading
-from titan_rl.serving.http.exchange import Exchanges
-from titan_rl.serving.http.keys import Keys
-from titan_rl.serving.http.limits import ServerLimits
-from titan_rl.serving.http.metrics import ServerMetrics
-from titan_rl.serving.http.middleware import RequestMiddleware
-from titan_rl.serving.policy.served_policy import ServedPolicy
-from titan_rl.serving.policy.stream import StreamFn, unbroken
-from titan_rl.serving.policy.text import Text
-from titan_rl.serving.policy.tokenizing import Tokenizing
-from titan_rl.serving.protocols.about import about_routes
-from titan_rl.serving.protocols.anthropic.errors import ANTHROPIC
-from titan_rl.serving.protocols.anthropic.messages import CountTokensEndpoint, MessagesEndpoint
-from titan_rl.serving.protocols.anthropic.threads import Threads
+from titan_rl.serving.episode_store import EpisodeStore, Open, Opened, episode_routes
+from titan_rl.serving.http.errors import ApiError
+from titan_rl.serving.http.exchange import Exchanges, ServerLimits, ServerMetrics
+from titan_rl.serving.http.request import BodyReading, RequestMiddleware
+from titan_rl.serving.policy import ServedPolicy, StreamFn, unbroken
+from titan_rl.serving.protocols.about import Control, about_routes, admin_routes, openapi
+from titan_rl.serving.protocols.anthropic.messages import ANTHROPIC, CountTokensEndpoint, MessagesEndpoint, Threads
 from titan_rl.serving.protocols.openai.chat import ChatEndpoint
 from titan_rl.serving.protocols.openai.completions import CompletionEndpoint
-from titan_rl.serving.protocols.openai.responses import ResponsesEndpoint
-from titan_rl.serving.protocols.openai.stored_responses import StoredResponses
-from titan_rl.serving.protocols.openapi import openapi
-from titan_rl.serving.protocols.tokenizing import DetokenizeEndpoint, TokenizeEndpoint
-from titan_rl.serving.protocols.tokens import TokenEndpoint
+from titan_rl.serving.protocols.openai.responses import ResponsesEndpoint, StoredResponses
+from titan_rl.serving.protocols.tokens import DetokenizeEndpoint, TokenEndpoint, TokenizeEndpoint
+from titan_rl.serving.text import Text, Tokenizing
 
 Endpoint = Callable[[Request], ASGIApp]
 """Reads a request, and gives what answers it."""

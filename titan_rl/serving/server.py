@@ -1,4 +1,4 @@
-"""Running the application in the event loop that runs already."""
+"""HTTP server for a `PolicyApp`: its listening socket, its connections, and its run within an event loop."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import socket
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
+from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from titan_rl.core.calls.loopback import names_this_machine
+from titan_rl.core.errors import ConfigError
+from titan_rl.serving.access import Keys
 from titan_rl.serving.app import PolicyApp
-from titan_rl.serving.http.address import listener_of
-from titan_rl.serving.http.connection import Connection
+from titan_rl.serving.http.exchange import ServerLimits
 
 GRACE_S = 5
 """How long a connection may take to end when the server does."""
@@ -89,3 +93,163 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Generator[None]:
         """Signals are the run's, not the server's."""
         yield
+
+
+def listener_of(host: str, port: int, keys: Keys) -> socket.socket:
+    """A socket that listens there, for its owner to close.
+
+    Raises:
+        ConfigError: the address is not loopback and there are no keys, or it cannot be bound.
+    """
+    if not (names_this_machine(host) or keys.required):
+        raise ConfigError(
+            f"host is {host!r}, which others can reach, and there is no key for clients; give it one: Keys(api=[...]), "
+            "or TITAN_RL_API_KEY in the environment of titan-rl serve"
+        )
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio turns Nagle's algorithm off for sockets that say they are TCP, and else every answer waits 40 ms.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+    except (OSError, OverflowError, ValueError) as error:
+        listener.close()
+        raise ConfigError(f"host {host!r} and port {port} cannot be served on: {error}") from error
+    return listener
+
+
+LINGER_S = 2.0
+"""How long the rest of a refused body is read and dropped, so that its client can read why."""
+
+_AROUND_A_HEADER = len(": \r\n")
+
+
+class HeadWithBody:
+    """A transport that sends the head of a response together with what is written behind it, at once or in the same
+    turn of the event loop. A packet costs more than most answers, and each wakes its reader."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._is_head_next = False
+        self._head = b""
+
+    def begin_response(self) -> None:
+        """What is written next is a head."""
+        self._is_head_next = True
+
+    def write(self, data: bytes) -> None:
+        if self._is_head_next:
+            self._is_head_next, self._head = False, data
+            self._loop.call_soon(self._send_head)
+        elif self._head:
+            head, self._head = self._head, b""
+            self._transport.write(head + data)
+        else:
+            self._transport.write(data)
+
+    def close(self) -> None:
+        self._send_head()
+        self._transport.close()
+
+    def _send_head(self) -> None:
+        if self._head:
+            head, self._head = self._head, b""
+            self._transport.write(head)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+class Connection(HttpToolsProtocol):
+    """Uvicorn's, with limits on what happens before and beside the application: a request's head, the rest of a body
+    that nobody waits for, and what a client does not read.
+
+    Args:
+        limits: of them `head_bytes`, `head_s` and `read_s`.
+    """
+
+    def __init__(self, limits: ServerLimits, **uvicorns: Any) -> None:
+        super().__init__(**uvicorns)
+        self._limits = limits
+        self._head_bytes: int | None = None  # of the head that is arriving, but those that came with its beginning
+        self._kept_bytes = 0  # of a request's path, headers and trailers
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self._written = HeadWithBody(transport, self.loop)
+        super().connection_made(self._written)  # pyright: ignore[reportArgumentType]
+        self._end_after("head", self._limits.head_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for what in list(self._timers):
+            self._go_on(what)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._head_bytes is not None:
+            self._head_bytes += len(data)
+        super().data_received(data)
+        if self._head_bytes is not None and self._head_bytes > self._limits.head_bytes:
+            self.transport.abort()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._head_bytes = self._kept_bytes = 0
+        self._end_after("head", self._limits.head_s)
+
+    def on_url(self, url: bytes) -> None:
+        self._keep(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._keep(len(name) + len(value) + _AROUND_A_HEADER)
+        super().on_header(name, value)
+
+    def _keep(self, num_bytes: int) -> None:
+        """
+        Raises:
+            ValueError: they are too many. It stops the parser, so that nobody answers a request of which there is more.
+        """
+        self._kept_bytes += num_bytes
+        if self._kept_bytes > self._limits.head_bytes:
+            self.transport.abort()
+            raise ValueError(f"the head of a request has more than {self._limits.head_bytes} bytes")
+
+    def send_400_response(self, msg: str) -> None:
+        if not self.transport.is_closing():
+            super().send_400_response(msg)
+
+    def on_headers_complete(self) -> None:
+        self._head_bytes = None
+        self._go_on("head")
+        self._written.begin_response()
+        super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        is_pipelined = bool(self.pipeline)  # then the body that is arriving is the next one's
+        super().on_response_complete()
+        if self.cycle.more_body and not is_pipelined:  # it was answered before its body had come
+            self._end_after("body", min(LINGER_S, self._limits.body_s))
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._go_on("body")
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._end_after("read", self._limits.read_s)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._go_on("read")
+
+    def _end_after(self, what: str, seconds: float) -> None:
+        """Unless `_go_on` is called before. What nobody reads is not waited for."""
+        if what not in self._timers:
+            self._timers[what] = self.loop.call_later(seconds, self.transport.abort)
+
+    def _go_on(self, what: str) -> None:
+        if (timer := self._timers.pop(what, None)) is not None:
+            timer.cancel()

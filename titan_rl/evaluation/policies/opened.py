@@ -28,8 +28,7 @@ from titan_rl.rollout.renderer import Renderer
 from titan_rl.run.observability.progress import Verbosity
 from titan_rl.run.parts import use_monarch
 from titan_rl.run.workers import workers_started
-from titan_rl.serving.chat_client import HttpChatFn
-from titan_rl.serving.client import HttpGenerateFn
+from titan_rl.serving.client import HttpChatFn, HttpGenerateFn
 from titan_rl.training.settings import ModelConfig
 from titan_rl.types import Completion, GenerateFn, SamplingParams
 

@@ -1,19 +1,116 @@
-"""On whose behalf requests are answered, and what is remembered of them."""
+"""Callers of the server and the conversations that are remembered for them."""
 
 from __future__ import annotations
 
+import uuid
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from hashlib import blake2b
 from typing import Protocol
 
 from starlette.requests import Request
 
 from titan_rl.core.errors import RequestError
-from titan_rl.rollout.renderer.types import Tools
+from titan_rl.rollout.renderer.types import Renderer, Tools
 from titan_rl.rollout.types import Message
-from titan_rl.serving.conversations.sessions import Conversation, Conversations
-from titan_rl.serving.conversations.tree import Prompt, Style
-from titan_rl.serving.policy.served_policy import Ask
+from titan_rl.serving.conversations.identity import identity_of, identity_of_tools
+from titan_rl.serving.conversations.tree import ConversationTree, Prompt, Style, TurnNode
+from titan_rl.serving.policy import Ask
 from titan_rl.types import Completion, SamplingParams
+
+
+class Conversation:
+    """A tree of turns, and the session in which each of them was sampled.
+
+    Args:
+        key: what it is found by.
+    """
+
+    def __init__(self, key: bytes, renderer: Renderer, session_id: str | None) -> None:
+        self.key = key
+        self.tree = ConversationTree(renderer)
+        self._session_id = session_id
+        self._sessions: dict[TurnNode, str] = {}
+
+    def session_of(self, prompt: Prompt) -> str:
+        """That of the turn it goes on from, whose replica has the KV cache. What begins anew may go to any replica, so
+        it has a session of its own, unless the client names one."""
+        known = None if prompt.parent is None else self._sessions.get(prompt.parent)
+        return self._session_id or known or uuid.uuid4().hex
+
+    def add(self, prompt: Prompt, completion: Completion, message: Message, session_id: str) -> None:
+        self._sessions[self.tree.add(prompt, completion, message)] = session_id
+
+
+class Conversations:
+    """The conversations of all clients: each client's own, by the session it names, else by how they begin.
+
+    The least recently used are forgotten, and those with too many turns begin anew: what comes back of them is
+    tokenized again.
+
+    Args:
+        most: conversations that are remembered.
+        most_turns: of each.
+        most_bytes: about what all of them may keep in memory.
+    """
+
+    def __init__(self, renderer: Renderer, *, most: int, most_turns: int, most_bytes: int) -> None:
+        self._renderer = renderer
+        self._most = most
+        self._most_turns = most_turns
+        self._most_bytes = most_bytes
+        self._found: OrderedDict[bytes, Conversation] = OrderedDict()  # the one longest unused comes first
+        self._num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def of(
+        self, client: bytes, session_id: str | None, messages: Sequence[Message], tools: Tools | None
+    ) -> Conversation:
+        """The one that these messages are of, or a new one, which is remembered once it has a turn.
+
+        Args:
+            client: whose it is. Nobody else's requests find it.
+        """
+        how = (b"opening", _opening(messages, tools)) if session_id is None else (b"session", session_id.encode())
+        key = blake2b(b"\0".join((client, *how)), digest_size=16).digest()
+        found = self._found.get(key)
+        if found is None or len(found.tree.turns) >= self._most_turns:
+            return Conversation(key, self._renderer, session_id)
+        with suppress(KeyError):  # forgotten since, where this is called in a thread
+            self._found.move_to_end(key)
+        return found
+
+    def add(
+        self, conversation: Conversation, prompt: Prompt, completion: Completion, message: Message, session_id: str
+    ) -> None:
+        """Record a turn of one of them."""
+        found = self._forget(conversation.key)
+        if found is not None and prompt.after is None and len(found.tree.turns) < self._most_turns:
+            conversation = found  # several began it at once
+        conversation.add(prompt, completion, message, session_id)
+        self._found[conversation.key] = conversation
+        self._num_bytes += conversation.tree.num_bytes
+        while len(self._found) > self._most or (self._num_bytes > self._most_bytes and self._found):
+            self._forget(next(iter(self._found)))
+
+    def _forget(self, key: bytes) -> Conversation | None:
+        if (found := self._found.pop(key, None)) is not None:
+            self._num_bytes -= found.tree.num_bytes
+        return found
+
+
+def _opening(messages: Sequence[Message], tools: Tools | None) -> bytes:
+    """Of what stays as it is while a conversation goes on: its tools, and its messages up to the first of the user."""
+    digest = blake2b(identity_of_tools(tools), digest_size=16)
+    for message in messages:
+        digest.update(identity_of(message).digest)
+        if message.get("role") == "user":
+            break
+    return digest.digest()
+
 
 NO_RENDERER = (
     "this server has no renderer for messages: its model needs a chat_template.jinja in its folder, or the server "

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_rl.rollout.renderer.types import Renderer
-from titan_rl.serving.http.api_error import UNSUPPORTED_VALUE, ApiError
-from titan_rl.serving.policy.text import Text
+from titan_rl.serving.http.errors import UNSUPPORTED_VALUE, ApiError
+from titan_rl.serving.text import Text
 
 Format = dict[str, Any]
 """One of xgrammar's: `{"type": "const_string", "value": "a"}`."""

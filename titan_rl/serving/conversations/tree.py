@@ -1,11 +1,14 @@
-"""Which turn a conversation extends, so that what was sampled is never tokenized again."""
+"""Tree of a conversation's turns: finds the turn that a history extends, so that nothing sampled is tokenized again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from array import array
+from bisect import insort
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from sys import getsizeof
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 from titan_rl.core.calls.plain import snapshot
 from titan_rl.core.calls.user_code import summary
@@ -14,8 +17,50 @@ from titan_rl.rollout.renderer.messages import renderable
 from titan_rl.rollout.renderer.types import Renderer, Tools
 from titan_rl.rollout.types import Message
 from titan_rl.serving.conversations.identity import Identity, identity_of, identity_of_tokens, identity_of_tools
-from titan_rl.serving.conversations.prefixes import Prefixes
 from titan_rl.types import Completion
+
+T = TypeVar("T", bound=Hashable)
+
+
+class Prefixes(Generic[T]):
+    """Finds the longest of many sequences that another begins with, in one pass over that.
+
+    Example:
+
+        prefixes = Prefixes[str]()
+        prefixes.add([5, 6], "short")
+        prefixes.add([5, 6, 7], "long")
+        prefixes.longest([5, 6, 7, 8])      # ["long"]
+    """
+
+    def __init__(self) -> None:
+        self._lengths: list[int] = []
+        self._found: dict[tuple[int, bytes], list[T]] = {}
+
+    def add(self, token_ids: Sequence[int], value: T) -> None:
+        key = len(token_ids), blake2b(_packed(token_ids), digest_size=16).digest()
+        if key not in self._found:
+            self._found[key] = []
+            if len(token_ids) not in self._lengths:
+                insort(self._lengths, len(token_ids))
+        self._found[key].append(value)
+
+    def longest(self, token_ids: Sequence[int]) -> Sequence[T]:
+        """The values of the longest sequence that `token_ids` begins with; none where there is none."""
+        running, position = blake2b(digest_size=16), 0
+        found: Sequence[T] = ()
+        for length in self._lengths:
+            if length > len(token_ids):
+                break
+            running.update(_packed(token_ids[position:length]))
+            position = length
+            found = self._found.get((length, running.digest()), found)
+        return found
+
+
+def _packed(token_ids: Sequence[int]) -> bytes:
+    return array("q", token_ids).tobytes()
+
 
 _IN_TOKENS = b"tokens"
 _TOKEN_BYTES = 36  # of an integer and its place in a list

@@ -19,10 +19,9 @@ from titan_rl.serving.conversations.constraint import Constraining, Constraint
 from titan_rl.serving.conversations.identity import identity_of_kwargs
 from titan_rl.serving.conversations.reply import Delta, Reply, ReplyForm, ReplyReader
 from titan_rl.serving.conversations.tree import Style
-from titan_rl.serving.http.api_error import NOT_HONOURED, UNSUPPORTED_VALUE, ApiError
-from titan_rl.serving.policy.served_policy import ServedPolicy
-from titan_rl.serving.policy.text import Text
-from titan_rl.serving.policy.tokenizing import Tokenizing
+from titan_rl.serving.http.errors import NOT_HONOURED, UNSUPPORTED_VALUE, ApiError
+from titan_rl.serving.policy import ServedPolicy
+from titan_rl.serving.text import Text, Tokenizing
 from titan_rl.types import SamplingParams, TokenChunk
 
 _MOST_VARIANTS = 16

@@ -1,4 +1,4 @@
-"""One request from its arrival to its answer: it ends with its client, its time, or its server."""
+"""One request from its arrival to its answer: server limits, server metrics, streams of events."""
 
 from __future__ import annotations
 
@@ -6,16 +6,144 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, fields
 from typing import Any
 
 import msgspec
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.types import Message, Receive, Scope, Send
 
-from titan_rl.serving.http.api_error import ApiError, api_error_of
-from titan_rl.serving.http.dialect import OPENAI, Dialect
-from titan_rl.serving.http.events import Events
-from titan_rl.serving.http.limits import ServerLimits
-from titan_rl.serving.http.metrics import ServerMetrics
+from titan_rl.serving.http.errors import OPENAI, ApiError, Dialect, api_error_of
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """
+    Args:
+        head_bytes: of a request, its path, headers and trailers; the connection of one with more is closed.
+        head_s: until a request's headers have arrived; later the connection is closed.
+        body_bytes: of a request; more is a 413.
+        body_s: until a request's body has arrived; later is a 408.
+        num_choices: completions of one request (its `n`, and its prompts); more is a 400.
+        num_places: completions under way at once; a request that finds too few free is a 429 with `Retry-After`.
+        request_s: until a request is answered in full, pauses included; later is a 504. A stream that has begun ends
+            with the error as its last event.
+        read_s: until a client goes on reading what is sent to it; later it counts as gone.
+        keep_alive_s: between two signs of life of a stream that has nothing to tell.
+        num_conversations: that are remembered, to keep their tokens when they come back as messages.
+        conversation_turns: of each of them; one with more begins anew.
+        conversation_bytes: about what all of them may keep in memory.
+        response_bytes: of responses that are stored, with their conversations, to be gone on from or asked for again;
+            and as much of the conversations of message threads.
+
+    Raises:
+        ValueError: names the limit that is not positive.
+    """
+
+    head_bytes: int = 64 << 10
+    head_s: float = 60.0
+    body_bytes: int = 8 << 20
+    body_s: float = 60.0
+    num_choices: int = 128
+    num_places: int = 4096
+    request_s: float = 3600.0
+    read_s: float = 60.0
+    keep_alive_s: float = 15.0
+    num_conversations: int = 4096
+    conversation_turns: int = 1024
+    conversation_bytes: int = 1 << 30
+    response_bytes: int = 256 << 20
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if not getattr(self, field.name) > 0:
+                value = getattr(self, field.name)
+                raise ValueError(f"ServerLimits.{field.name} is {value!r}; it must be greater than 0")
+
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
+
+
+class ServerMetrics:
+    """The metrics of one application; another in the same process has its own."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self.responses = Counter(
+            "titan_rl_responses",
+            "Responses, by path and status.",
+            ("path", "status"),
+            registry=self._registry,
+        )
+        self.places = Gauge("titan_rl_completions_running", "Completions under way.", registry=self._registry)
+        self.prompt_tokens = Counter("titan_rl_prompt_tokens", "Prompt tokens.", registry=self._registry)
+        self.completion_tokens = Counter("titan_rl_completion_tokens", "Sampled tokens.", registry=self._registry)
+        self.gone = Counter(
+            "titan_rl_clients_gone", "Requests whose client went away before the answer.", registry=self._registry
+        )
+        self.first_token_s = Histogram(
+            "titan_rl_time_to_first_token_seconds",
+            "From the request to the first token of a completion.",
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+        self.completion_s = Histogram(
+            "titan_rl_completion_seconds",
+            "From the request to the last token of a completion.",
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+
+LIFE = b": waiting\n\n"
+"""A comment, which clients skip."""
+
+
+class Events:
+    """What there is to send. One that sends waits in `next`, and is woken once for all that came in one turn of the
+    event loop.
+
+    Args:
+        keep_alive_s: after so long without an event there is a sign of life.
+    """
+
+    def __init__(self, keep_alive_s: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._keep_alive_s = keep_alive_s
+        self._events: list[bytes] = []
+        self._wake: asyncio.Future[None] = self._loop.create_future()
+        self._taken_at = self._loop.time()
+        self._life = self._loop.call_later(keep_alive_s, self._show_life)
+
+    def add(self, event: bytes) -> None:
+        self._events.append(event)
+        self.rouse()
+
+    def rouse(self, _: object = None) -> None:
+        """Have `next` return, also without events."""
+        if not self._wake.done():
+            self._wake.set_result(None)
+
+    async def next(self) -> bytes:
+        """What came since the last call, once there is something."""
+        await self._wake
+        self._wake, self._taken_at = self._loop.create_future(), self._loop.time()
+        events, self._events = self._events, []
+        return b"".join(events)
+
+    def close(self) -> None:
+        self._life.cancel()
+
+    def _show_life(self) -> None:
+        """One timer for the whole stream: it looks whether an event came meanwhile."""
+        due_s = self._taken_at + self._keep_alive_s - self._loop.time()
+        if due_s <= 0 and not self._events:
+            self.add(LIFE)
+        self._life = self._loop.call_later(due_s if due_s > 0 else self._keep_alive_s, self._show_life)
+
 
 Emit = Callable[[Any], None]
 """Takes the next event of a stream, which is sent as JSON."""

@@ -17,8 +17,8 @@ from titan_rl.core.errors import EpisodeEndedError, RequestError
 from titan_rl.core.tracing.spans import span
 from titan_rl.rollout.environment.types import RolloutPolicy
 from titan_rl.rollout.types import Rollout, RolloutStatus
-from titan_rl.serving.episodes.episode import Episode
-from titan_rl.serving.policy.stream import StreamFn, listened_to, unbroken
+from titan_rl.serving.episode import Episode
+from titan_rl.serving.policy import StreamFn, listened_to, unbroken
 from titan_rl.tasks.agents.host import AgentHost
 from titan_rl.tasks.agents.program import agent_environment, make_folder
 from titan_rl.tasks.agents.template import fields_of, filled_in

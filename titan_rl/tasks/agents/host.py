@@ -17,11 +17,11 @@ from titan_rl.core.errors import ConfigError, RequestError
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.rollout.task import RunContext
+from titan_rl.serving.access import Keys
 from titan_rl.serving.app import PolicyApp, make_app
-from titan_rl.serving.episodes.limits import EpisodeLimits
-from titan_rl.serving.episodes.store import EpisodeStore
-from titan_rl.serving.http.keys import Keys
-from titan_rl.serving.http.limits import ServerLimits
+from titan_rl.serving.episode import EpisodeLimits
+from titan_rl.serving.episode_store import EpisodeStore
+from titan_rl.serving.http.exchange import ServerLimits
 from titan_rl.serving.server import seen_from_elsewhere, serve
 from titan_rl.tasks.agents.processes import agent_processes
 from titan_rl.tasks.agents.program import AgentProgram

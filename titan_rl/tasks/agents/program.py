@@ -14,8 +14,8 @@ from typing import Any
 
 from titan_rl.core.calls.user_code import summary
 from titan_rl.rollout.types import RolloutStatus
-from titan_rl.serving.episodes.endpoints import episode_url
-from titan_rl.serving.episodes.episode import Episode
+from titan_rl.serving.episode import Episode
+from titan_rl.serving.episode_store import episode_url
 from titan_rl.tasks.agents import reaper
 from titan_rl.tasks.agents.output import bounded_output
 from titan_rl.tasks.agents.processes import AgentProcesses

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from titan_rl.core.errors import BusyError
-from titan_rl.serving.episodes.endpoints import Opened
-from titan_rl.serving.episodes.episode import Episode
-from titan_rl.serving.http.api_error import ApiError
+from titan_rl.serving.episode import Episode
+from titan_rl.serving.episode_store import Opened
+from titan_rl.serving.http.errors import ApiError
 
 
 class WaitingSamples:

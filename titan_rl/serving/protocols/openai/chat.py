@@ -12,23 +12,23 @@ from titan_rl.serving.conversations.caller import caller_of
 from titan_rl.serving.conversations.constraint import Constraint
 from titan_rl.serving.conversations.reply import Delta, Reply
 from titan_rl.serving.conversations.turn import ServedTurn, TurnAsk, Turns
-from titan_rl.serving.http.api_error import ApiError
-from titan_rl.serving.http.body import read
+from titan_rl.serving.http.errors import ApiError
 from titan_rl.serving.http.exchange import Answer, Emit, Exchanges, encoded
-from titan_rl.serving.policy.text import Text
-from titan_rl.serving.protocols.logprobs import Tokens, token_logprobs
-from titan_rl.serving.protocols.openai.bodies import ChatBody
-from titan_rl.serving.protocols.openai.messages import begun_in, messages_from, tools_from
+from titan_rl.serving.http.request import read
+from titan_rl.serving.protocols.openai.bodies import ChatBody, begun_in, messages_from, tools_from
 from titan_rl.serving.protocols.wire import (
+    Tokens,
     check_choices,
     constraint_of,
     forced_in,
     schema_in,
     session_id_of,
+    token_logprobs,
     turns_of,
     usage,
     weight_versions,
 )
+from titan_rl.serving.text import Text
 
 
 class ChatEndpoint:

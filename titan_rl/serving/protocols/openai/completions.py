@@ -12,15 +12,13 @@ from starlette.requests import Request
 from titan_rl.generation.partial import tokens_between
 from titan_rl.serving import LEAST_LOGPROB
 from titan_rl.serving.conversations.caller import Talk, caller_of
-from titan_rl.serving.http.api_error import UNSUPPORTED_VALUE, ApiError
-from titan_rl.serving.http.body import read
+from titan_rl.serving.http.errors import UNSUPPORTED_VALUE, ApiError
 from titan_rl.serving.http.exchange import Answer, Emit, Exchanges, encoded
-from titan_rl.serving.policy.served_policy import Ask, ServedPolicy
-from titan_rl.serving.policy.text import Text, TextReader
-from titan_rl.serving.policy.tokenizing import Tokenizing
-from titan_rl.serving.protocols.logprobs import top_by_text
+from titan_rl.serving.http.request import read
+from titan_rl.serving.policy import Ask, ServedPolicy
 from titan_rl.serving.protocols.openai.bodies import CompletionBody
-from titan_rl.serving.protocols.wire import check_choices, session_id_of, usage, weight_versions
+from titan_rl.serving.protocols.wire import check_choices, session_id_of, top_by_text, usage, weight_versions
+from titan_rl.serving.text import Text, TextReader, Tokenizing
 from titan_rl.types import Completion, FinishReason, TokenChunk
 
 MAX_TOKENS = 16

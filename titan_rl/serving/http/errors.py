@@ -1,11 +1,13 @@
-"""What a client is told when a request fails, in the form of OpenAI's errors."""
+"""Errors as clients receive them: `ApiError`, its mapping from exceptions, and the form that each protocol gives it."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
@@ -107,3 +109,33 @@ def bad_body(error: ValidationError) -> ApiError:
     where = f"{param}: " if param else ""
     code = UNSUPPORTED_VALUE if first["type"] == UNSUPPORTED_VALUE else None
     return ApiError(400, f"{where}{first['msg']}", param=param or None, code=code)
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """
+    Args:
+        error: the body of an error.
+        event: one server-sent event.
+        stream_error: the event of an error, in a stream that has begun.
+        last: ends a stream.
+        request_id_headers: of each answer, in which clients look for the request's ID.
+    """
+
+    error: Callable[[ApiError], Any]
+    event: Callable[[Any], bytes]
+    stream_error: Callable[[ApiError], Any]
+    last: bytes = b""
+    request_id_headers: tuple[bytes, ...] = (b"x-request-id",)
+
+
+def plain_event(data: Any) -> bytes:
+    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+def named_event(data: Any) -> bytes:
+    """One that says in its own line of which type it is."""
+    return b"event: " + data["type"].encode() + b"\n" + plain_event(data)
+
+
+OPENAI = Dialect(ApiError.body, plain_event, ApiError.body, b"data: [DONE]\n\n")

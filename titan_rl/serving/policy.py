@@ -1,20 +1,70 @@
-"""The policy that a server serves, and what the endpoints ask of it."""
+"""The served policy: token streams that no abort interrupts, and the completions of a request."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Protocol
 
+from titan_rl.generation.listening import listening, told_whole
 from titan_rl.generation.partial import Partial, tokens_between
 from titan_rl.generation.request import EngineRequest, OnChunk
-from titan_rl.serving.http.api_error import UNSUPPORTED_VALUE, ApiError
-from titan_rl.serving.http.metrics import ServerMetrics
-from titan_rl.serving.policy.stream import StreamFn
-from titan_rl.types import Completion, FinishReason, SamplingParams, TokenChunk
+from titan_rl.generation.resume import resume_on_abort
+from titan_rl.serving.http.errors import UNSUPPORTED_VALUE, ApiError
+from titan_rl.serving.http.exchange import ServerMetrics
+from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams, TokenChunk
+
+
+class StreamFn(Protocol):
+    """A `GenerateFn` that tells of tokens as they come: `GeneratorRouter.stream` is one.
+
+    The completion holds all tokens, told or not. Nothing is told after the call has ended.
+    """
+
+    async def __call__(self, request: EngineRequest, on_chunk: OnChunk) -> Completion: ...
+
+
+def in_one_piece(generate: GenerateFn) -> StreamFn:
+    """A `GenerateFn` as a `StreamFn` that tells of nothing before it ends."""
+
+    async def stream(request: EngineRequest, on_chunk: OnChunk) -> Completion:
+        return await request.sent_to(generate)
+
+    return stream
+
+
+def listened_to(generate: GenerateFn) -> StreamFn:
+    """A `GenerateFn` as a `StreamFn` that tells of what comes from the router behind it, as it comes."""
+
+    async def stream(request: EngineRequest, on_chunk: OnChunk) -> Completion:
+        with listening(on_chunk):
+            return await request.sent_to(generate)
+
+    return stream
+
+
+def unbroken(stream: StreamFn, *, wait_until_resumed: Callable[[], Awaitable[object]] | None = None) -> StreamFn:
+    """Wrap `stream` so that its callers see whole completions, as with `resume_on_abort`, and are told of every token.
+
+    Raises:
+        GenerationError: an answer has other tokens than were told of it.
+    """
+
+    async def whole(request: EngineRequest, on_chunk: OnChunk) -> Completion:
+        async def attempt(
+            prompt_token_ids: Sequence[int], *, request_id: str, session_id: str | None = None, sampling: SamplingParams
+        ) -> Completion:
+            asked = EngineRequest(request_id, prompt_token_ids, sampling, session_id)
+            return await told_whole(lambda tell: stream(asked, tell), on_chunk)
+
+        return await request.sent_to(resume_on_abort(attempt, wait_until_resumed=wait_until_resumed))
+
+    return whole
+
 
 OnTokens = Callable[[int, TokenChunk], int | None]
 """Told of the next tokens of a request's completion of this index. Returns how many of them belong to it if it ends
@@ -49,7 +99,7 @@ class ServedPolicy:
     """
     Args:
         model: the name clients know it by.
-        stream: never broken off by an abort (`titan_rl.serving.policy.stream.unbroken`).
+        stream: never broken off by an abort (`titan_rl.serving.policy.unbroken`).
         max_context: most tokens of prompt and completion.
         any_model: any other name is this policy's, too.
     """

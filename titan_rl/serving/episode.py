@@ -1,29 +1,164 @@
-"""What one agent does from its start to its end, and the rollout that training takes of it."""
+"""Episode of one agent: its limits, rewards and sampling, and the rollout that training takes from it."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import secrets
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from hashlib import blake2b
 
 from titan_rl.core.calls.user_code import Failure
 from titan_rl.core.errors import BusyError, EpisodeEndedError, RequestError
 from titan_rl.rollout.copies import completion_of
+from titan_rl.rollout.group.rollout_ids import turn_seed
 from titan_rl.rollout.renderer.types import Renderer, Tools
 from titan_rl.rollout.types import Message, Rollout, RolloutStatus, Turn
 from titan_rl.serving.conversations.caller import Show, Talk
 from titan_rl.serving.conversations.tree import ConversationTree, Prompt, Style, TurnNode
-from titan_rl.serving.episodes.limits import EpisodeLimits
-from titan_rl.serving.episodes.rewards import Answer, EpisodeRewards
-from titan_rl.serving.episodes.sampling import EpisodeSampling
-from titan_rl.serving.policy.served_policy import Ask
-from titan_rl.serving.policy.stream import StreamFn
-from titan_rl.types import Completion, SamplingParams
+from titan_rl.serving.http.errors import UNSUPPORTED_VALUE, ApiError
+from titan_rl.serving.policy import Ask, StreamFn
+from titan_rl.types import EXTRA_SAMPLING, Completion, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeLimits:
+    """
+    Args:
+        time_s: until an episode ends by itself.
+        turns: of one episode; asking for another ends it.
+        requests: of one episode, in flight at once; one more is a `BusyError`.
+        memory_bytes: about what the conversations of one episode may keep; asking for more ends it.
+        episodes: open at once; one more is a `BusyError`.
+        keep_s: how long the key of an ended episode is still known, so that late requests are told how it ended.
+
+    Raises:
+        ValueError: names the limit that is not positive.
+    """
+
+    time_s: float = 3600.0
+    turns: int = 1000
+    requests: int = 64
+    memory_bytes: int = 256 << 20
+    episodes: int = 4096
+    keep_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if not getattr(self, each.name) > 0:
+                value = getattr(self, each.name)
+                raise ValueError(f"EpisodeLimits.{each.name} is {value!r}; it must be greater than 0")
+
+
+Answer = tuple[str, int]
+"""What a client knows a completion by: the id of the answer, and which of its choices."""
+
+
+class EpisodeRewards:
+    """Rewards by name, of the whole and of each turn. The last report of a name is the one that counts."""
+
+    def __init__(self) -> None:
+        self._whole: dict[str, float] = {}
+        self._by_answer: dict[Answer, dict[str, float]] = {}  # in the order of the turns
+
+    def add_turn(self, answer: Answer) -> None:
+        """
+        Raises:
+            RequestError: there is a turn of this answer.
+        """
+        if answer in self._by_answer:
+            raise RequestError(f"answer {answer[0]!r} has a choice {answer[1]}; each has an id of its own")
+        self._by_answer[answer] = {}
+
+    def report(self, rewards: Mapping[str, float], answer_id: str | None, index: int) -> None:
+        """
+        Args:
+            answer_id: None for the whole.
+
+        Raises:
+            LookupError: there is no such answer.
+            ValueError: a reward is no finite number.
+        """
+        for name, value in rewards.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise ValueError(f"reward {name!r} is {value!r}; it must be a finite number")
+        if answer_id is not None and (answer_id, index) not in self._by_answer:
+            raise LookupError(f"the episode has no choice {index} of an answer {answer_id!r}")
+        of = self._whole if answer_id is None else self._by_answer[answer_id, index]
+        of.update({str(name): float(value) for name, value in rewards.items()})
+
+    def by_turn(self) -> list[dict[str, float]]:
+        """Those of each turn; the last turn's with those of the whole, which are added up."""
+        turns = [dict(rewards) for rewards in self._by_answer.values()]
+        for name, value in self._whole.items() if turns else ():
+            turns[-1][name] = turns[-1].get(name, 0.0) + value
+        return turns
+
+
+_REFUSED = EXTRA_SAMPLING - {"constraint"}
+
+
+class EpisodeSampling:
+    """An agent says when its completions end, and training how they are sampled.
+
+    An agent chooses `max_tokens`, up to the episode's, `stop_token_ids`, how many `top_logprobs` it is told, and a
+    constraint, for which `correction.constrained` accounts. The rest is the episode's: training cannot account for a
+    nucleus or a temperature of 0, and an agent that always asks for the same seed would get the same answer in every
+    sibling. Penalties and biases are refused: an agent that asks for them depends on what they do.
+
+    Where the episode has a seed, each request draws one of its own from it, which depends on its prompt and on how
+    often that was asked before: so agents that ask for several things at once get the same answers again, in whichever
+    order their requests arrive.
+
+    Args:
+        own: None is what the agent asks for.
+        episode_id: in the seeds.
+    """
+
+    def __init__(self, own: SamplingParams | None, episode_id: str) -> None:
+        self._own = own
+        self._episode_id = episode_id
+        self._asked: Counter[str] = Counter()  # times, by prompt
+
+    def of(self, asked: SamplingParams, prompt_token_ids: Sequence[int]) -> SamplingParams:
+        """
+        Raises:
+            ApiError: 400, penalties or biases are asked for.
+        """
+        own = self._own
+        if own is None:
+            return asked
+        for name, value in asked.shaping.items():
+            if name in _REFUSED:
+                shown = dict(asked.logit_bias) if name == "logit_bias" else value
+                raise ApiError(
+                    400,
+                    f"{name} = {shown!r} is not supported in an episode: it changes the distribution that completions "
+                    "are sampled from, and training does not account for that; leave it out",
+                    param=name,
+                    code=UNSUPPORTED_VALUE,
+                )
+        max_tokens = min(own.max_tokens, asked.max_tokens)
+        return replace(
+            own,
+            max_tokens=max_tokens,
+            min_tokens=min(own.min_tokens, max_tokens) if asked.constraint is None else 0,
+            seed=None if own.seed is None else self._draw(own.seed, prompt_token_ids),
+            stop_token_ids=asked.stop_token_ids or own.stop_token_ids,
+            top_logprobs=asked.top_logprobs,
+            constraint=asked.constraint,
+        )
+
+    def _draw(self, seed: int, prompt_token_ids: Sequence[int]) -> int:
+        prompt = blake2b(repr(list(prompt_token_ids)).encode(), digest_size=16).hexdigest()
+        self._asked[prompt] += 1
+        return turn_seed(seed, f"{self._episode_id}/{prompt}", self._asked[prompt] - 1)
+
 
 KEY_PREFIX = "episode-"
 """By which the key of an episode is told from a server's, also when the episode is not known any more."""
