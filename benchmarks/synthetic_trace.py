@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from zlib import crc32
 
-from titan_rl.core.tracing.trace_file import TraceFile
+from titan_rl.core.tracing.recorder import TraceFile
 
 MOST_BYTES = 32 << 20
 """Of each process, as a run keeps by default."""

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_rl.core.arrays.tensor_checksum import box_checksum, covers, is_exact_in
+from titan_rl.core.tensor_checksum import box_checksum, covers, is_exact_in
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8)
 

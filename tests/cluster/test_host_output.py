@@ -14,7 +14,7 @@ from titan_rl.cluster.hosts.agent import new_pieces
 from titan_rl.cluster.hosts.host import Host
 from titan_rl.cluster.hosts.hosts import REST_S, HostOutput
 from titan_rl.core.errors import ActorDiedError
-from titan_rl.core.tracing.trace_file import TraceFile
+from titan_rl.core.tracing.recorder import TraceFile
 
 
 class Agent:

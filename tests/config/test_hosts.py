@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from titan_rl.config.hosts import HostsConfig, Roles, SSHConfig, address_towards, check_own_machine, split_address
-from titan_rl.core.calls.loopback import names_this_machine
+from titan_rl.core.calls.parsing import names_this_machine
 from titan_rl.core.errors import ConfigError
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from titan_rl.core.calls.first_error import FirstError
+from titan_rl.core.calls.cancellation import FirstError
 from titan_rl.core.errors import NoSpaceError, TrainingError
 
 

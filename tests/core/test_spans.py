@@ -21,8 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_rl.core.tracing import spans
+from titan_rl.core.tracing.recorder import TraceFile
 from titan_rl.core.tracing.spans import Track, span
-from titan_rl.core.tracing.trace_file import TraceFile
 from titan_rl.viewer.trace.events import Traces
 
 

@@ -11,8 +11,8 @@ pytest.importorskip("torch", reason="needs the cpu or gpu extra")
 
 import torch
 
-from titan_rl.core.arrays.tensor_checksum import TensorChecksum, box_checksum
 from titan_rl.core.errors import VerificationError
+from titan_rl.core.tensor_checksum import TensorChecksum, box_checksum
 from titan_rl.generation.engine import HeldTensor
 from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.readback import compare, describe, read_back

@@ -15,8 +15,7 @@ from stage import Env, Generator, Stage
 
 from titan_rl import Completion, FinishReason, RolloutGroup, RolloutStatus, TokenStep
 from titan_rl.core.calls import stopwatch
-from titan_rl.core.calls.request_signs import SILENCE_S, moving_with_tokens
-from titan_rl.core.calls.stopwatch import Stopwatch
+from titan_rl.core.calls.stopwatch import SILENCE_S, Stopwatch, moving_with_tokens
 from titan_rl.generation.resume import resume_on_abort
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.generation.scripted_engine import CostModel

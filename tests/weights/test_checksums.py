@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from titan_rl.core.arrays.tensor_checksum import TensorChecksum, box_checksum
 from titan_rl.core.errors import StateDictError
+from titan_rl.core.tensor_checksum import TensorChecksum, box_checksum
 from titan_rl.weights.checksums import published_checksums, with_checksums
 from titan_rl.weights.layouts import KnownLayouts, pack
 from titan_rl.weights.shards import join

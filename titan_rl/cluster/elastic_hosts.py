@@ -13,8 +13,8 @@ from titan_rl.cluster.hosts.host import Host, id_of
 from titan_rl.cluster.hosts.hosts import Hosts
 from titan_rl.cluster.hosts.lifecycle import HostState
 from titan_rl.cluster.liveness.host_monitor import RemoteWatcher
-from titan_rl.core.calls.telling import logged
 from titan_rl.core.calls.user_code import reason
+from titan_rl.core.calls.watchdog import logged
 from titan_rl.core.errors import ConfigError
 from titan_rl.generation.router.router import GeneratorRouter
 

@@ -17,9 +17,9 @@ from titan_rl.cluster.processes.garbage import growing_heap, settle_heap
 from titan_rl.cluster.processes.process import ProcessActor, ProcessSpec, transport_of
 from titan_rl.cluster.request_stream import Packed, RequestServer
 from titan_rl.config.sections import STREAM_INTERVAL, GenerationConfig, StateDictConfig
-from titan_rl.core.arrays.tensor_checksum import TensorChecksum
 from titan_rl.core.calls.cancellation import stray_cancellation_fails
 from titan_rl.core.calls.threads import in_thread
+from titan_rl.core.tensor_checksum import TensorChecksum
 from titan_rl.core.tracing.spans import flush
 from titan_rl.generation.engine import Engine
 from titan_rl.generation.engine_spec import EngineSpec

@@ -23,8 +23,8 @@ from titan_rl.config.hosts import HostsConfig, Roles, own_address
 from titan_rl.config.model_folder import start_limit_s
 from titan_rl.config.sections import GenerationConfig, RoutingConfig, StateDictConfig
 from titan_rl.config.serve import ServeConfig
-from titan_rl.core.calls.telling import logged
 from titan_rl.core.calls.user_code import reason
+from titan_rl.core.calls.watchdog import logged
 from titan_rl.core.errors import ActorDiedError, EngineDeadError, EngineStalledError, TitanRLError
 from titan_rl.generation.router.limits import Limits
 from titan_rl.generation.router.registry import make_strategy

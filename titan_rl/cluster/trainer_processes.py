@@ -26,9 +26,9 @@ from titan_rl.config.hosts import Roles
 from titan_rl.config.model_folder import start_limit_s
 from titan_rl.config.run import RunConfig
 from titan_rl.config.task_tables import type_of
-from titan_rl.core.calls.telling import logged
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.calls.user_code import summary
+from titan_rl.core.calls.watchdog import logged
 from titan_rl.core.errors import ActorDiedError, ConfigError, NoHostError, TitanRLError
 from titan_rl.core.tracing.spans import span
 from titan_rl.training.data.sample import TrainingSample

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from titan_rl.core.arrays.tensor_checksum import TensorChecksum, box_sum, checksums_of, covers, is_exact_in
 from titan_rl.core.errors import VerificationError
+from titan_rl.core.tensor_checksum import TensorChecksum, box_sum, checksums_of, covers, is_exact_in
 from titan_rl.generation.engine import Engine, ReadableEngine
 
 if TYPE_CHECKING:

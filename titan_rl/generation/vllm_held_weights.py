@@ -26,8 +26,8 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from titan_rl.core.arrays.tensor_checksum import box_sum, checksums_of, dot, factors
 from titan_rl.core.errors import VerificationError
+from titan_rl.core.tensor_checksum import box_sum, checksums_of, dot, factors
 from titan_rl.generation.engine import HeldTensor
 
 READ_COLUMNS = 4  # of each packed weight, after each load; others each time

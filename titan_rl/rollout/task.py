@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from titan_rl.core.calls.ctrl_c import is_ctrl_c
+from titan_rl.core.calls.cancellation import is_ctrl_c
 from titan_rl.core.calls.user_code import describe, place_of, reason, stood_at
 from titan_rl.core.errors import DataError
 from titan_rl.rollout.environment.seats import SeatedEnv

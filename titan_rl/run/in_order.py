@@ -16,7 +16,7 @@ from titan_rl.config.changes import settings_of
 from titan_rl.config.concurrency import throttles
 from titan_rl.config.model_files import model_identity
 from titan_rl.config.run import RunConfig
-from titan_rl.core.calls.first_error import FirstError
+from titan_rl.core.calls.cancellation import FirstError
 from titan_rl.core.calls.user_code import describe
 from titan_rl.core.errors import ConfigError, TrainingError
 from titan_rl.run.checkpoints.resumption import Resumption, Standing, find_standing, resume_from_newest

@@ -19,7 +19,7 @@ from titan_rl.cluster.processes.garbage import settled_heap
 from titan_rl.config.build import find_token_texts, make_renderer, open_rollouters, told_of_template
 from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.run import RunConfig
-from titan_rl.core.calls.first_error import FirstError
+from titan_rl.core.calls.cancellation import FirstError
 from titan_rl.core.calls.watchdog import LoopWatchdog
 from titan_rl.rollout.group.runner import GroupRunner
 from titan_rl.rollout.renderer import Renderer

@@ -16,7 +16,7 @@ from titan_rl.cluster.hosts.provided import ProvidedHosts
 from titan_rl.cluster.hosts.requests import HostFiles
 from titan_rl.config.hosts import OPEN, HostsConfig, own_address
 from titan_rl.config.run import RunConfig
-from titan_rl.core.calls.loopback import names_this_machine
+from titan_rl.core.calls.parsing import names_this_machine
 from titan_rl.core.errors import ConfigError, MissingExtraError
 from titan_rl.generation.registry import find_engine
 from titan_rl.generation.router.limits import Limits

@@ -24,7 +24,7 @@ from typing import Any, Protocol, TypeVar
 
 from titan_rl.cluster.processes.roles import RespawnLimit, Respawns, Role
 from titan_rl.config.run import RunConfig
-from titan_rl.core.calls.telling import logged
+from titan_rl.core.calls.watchdog import logged
 from titan_rl.core.errors import ActorDiedError, DamagedCheckpointError, StateDictError, TrainingError
 from titan_rl.core.tracing.spans import span
 from titan_rl.run.directory import RunDirectory

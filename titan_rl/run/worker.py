@@ -22,7 +22,7 @@ from titan_rl.cluster.hosts.meeting_point import MeetingPoint
 from titan_rl.cluster.liveness.local_processes import children_of, unreaped_children_of
 from titan_rl.cluster.liveness.loop_thread import LoopThread
 from titan_rl.config.hosts import OPEN, join_address, split_address
-from titan_rl.core.calls.loopback import names_this_machine
+from titan_rl.core.calls.parsing import names_this_machine
 
 LOOK_CHILDREN_S = 0.5
 CLEAN_FOR_S = 10.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from titan_rl.core.calls.ctrl_c import is_ctrl_c
+from titan_rl.core.calls.cancellation import is_ctrl_c
 from titan_rl.core.calls.imports import find_function
 from titan_rl.core.calls.user_code import describe
 from titan_rl.core.errors import DataError

@@ -12,7 +12,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from titan_rl.core.calls.loopback import names_this_machine
+from titan_rl.core.calls.parsing import names_this_machine
 from titan_rl.core.errors import ConfigError
 from titan_rl.serving.access import Keys
 from titan_rl.serving.app import PolicyApp

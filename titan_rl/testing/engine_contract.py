@@ -24,8 +24,8 @@ from typing import Any
 
 import pytest
 
-from titan_rl.core.arrays.tensor_checksum import TensorChecksum, box_checksum
 from titan_rl.core.errors import RequestError, VerificationError
+from titan_rl.core.tensor_checksum import TensorChecksum, box_checksum
 from titan_rl.generation.engine import Engine, GaugedEngine, ReadableEngine, TokenDelta
 from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.readback import compare, read_back

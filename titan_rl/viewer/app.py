@@ -41,7 +41,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response, Stream
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from titan_rl.core.calls.loopback import host_of, names_this_machine
+from titan_rl.core.calls.parsing import host_of, names_this_machine
 from titan_rl.viewer.described import described
 from titan_rl.viewer.html import STATIC, page_file, served_page
 from titan_rl.viewer.rollout_query import QueryError, RolloutQuery, number, whole

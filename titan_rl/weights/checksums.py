@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from titan_rl.core.arrays.tensor_checksum import TensorChecksum, box_sum, checksums_of
 from titan_rl.core.errors import StateDictError
+from titan_rl.core.tensor_checksum import TensorChecksum, box_sum, checksums_of
 from titan_rl.weights.shards import slices_by_name
 from titan_rl.weights.types import Manifest, TensorEntry, TensorSlice
 

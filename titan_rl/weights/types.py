@@ -60,7 +60,7 @@ class Shard:
     entries: tuple[TensorEntry, ...]
     host: str = ""  # of the writer, where other hosts can read it, too
     remote: Any = None  # by what they read it
-    box_checksums: bytes = b""  # of each entry, 8 bytes little-endian; see `titan_rl.core.arrays.tensor_checksum`
+    box_checksums: bytes = b""  # of each entry, 8 bytes little-endian; see `titan_rl.core.tensor_checksum`
 
 
 @dataclass(frozen=True, slots=True)

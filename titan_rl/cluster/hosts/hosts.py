@@ -26,9 +26,9 @@ from titan_rl.cluster.processes.process import LOOPBACK
 from titan_rl.cluster.processes.remote_process import call
 from titan_rl.cluster.processes.roles import ProcessId, Role
 from titan_rl.config.hosts import HostsConfig, own_address
-from titan_rl.core.calls.telling import logged
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.calls.user_code import summary
+from titan_rl.core.calls.watchdog import logged
 from titan_rl.core.errors import ActorDiedError
 
 INTERVAL_S = 0.5

@@ -14,8 +14,8 @@ from titan_rl.cluster.hosts.lifecycle import HostHistory, HostState
 from titan_rl.cluster.hosts.provided import ProvidedHosts
 from titan_rl.cluster.hosts.requests import AddressFile, HostFiles, HostRequest, HostStates
 from titan_rl.config.hosts import join_address, split_address
-from titan_rl.core.calls.telling import logged
 from titan_rl.core.calls.user_code import reason
+from titan_rl.core.calls.watchdog import logged
 
 logger = logging.getLogger(__name__)
 

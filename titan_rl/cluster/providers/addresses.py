@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping, Sequence
 
-from titan_rl.core.calls.loopback import names_this_machine
+from titan_rl.core.calls.parsing import names_this_machine
 from titan_rl.core.errors import ProviderError
 
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Awaitable
 from contextlib import asynccontextmanager
 from typing import Any, Generic, TypeVar
 
-from titan_rl.core.calls.ctrl_c import passes
+from titan_rl.core.calls.cancellation import passes
 from titan_rl.core.calls.user_code import stood_at, summary, task_place
 from titan_rl.core.errors import StrayCancellationError
 

@@ -1,14 +1,16 @@
-"""Parsers of JSON and TOML from outside: files that anybody may have written, and arguments of commands.
+"""Parsers of JSON, TOML and host names from outside: files, arguments of commands, headers of requests.
 
-The parsers here raise the error that their format has for wrong text, whatever is wrong with it. Python's own also
-raise RecursionError for deep nesting, and a bare ValueError for a number of 4,301 digits.
+The parsers raise the error that their format has for wrong text, whatever is wrong with it. Python's own also raise
+RecursionError for deep nesting, and a bare ValueError for a number of 4,301 digits.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import tomllib
 from typing import Any, TypeVar, cast
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -83,3 +85,27 @@ def _depth(value: object) -> int:
         ]
         depth += 1
     return depth
+
+
+def names_this_machine(host: str | None) -> bool:
+    """Whether a host, without its port, is loopback and nothing else.
+
+    >>> [names_this_machine(host) for host in ("localhost", "127.0.0.1", "::1", "example.com")]
+    [True, True, True, False]
+    """
+    try:
+        return host == "localhost" or ipaddress.ip_address(host or "").is_loopback
+    except ValueError:
+        return False
+
+
+def host_of(header: str) -> str | None:
+    """Of the value of a request's host header, or of a URL; None where it has none.
+
+    >>> host_of("[::1]:8000"), host_of("http://localhost:8000")
+    ('::1', 'localhost')
+    """
+    try:
+        return urlsplit(header if "//" in header else f"//{header}").hostname
+    except ValueError:
+        return None

@@ -1,4 +1,4 @@
-"""Notices that the event loop stands still, and says which call it is that blocks it."""
+"""Watchdog of an event loop: reports that the loop is blocked, and which call blocks it."""
 
 from __future__ import annotations
 
@@ -146,3 +146,13 @@ def _callback(frame: FrameType) -> list[traceback.FrameSummary]:
     frames = traceback.extract_stack(frame)
     starts = [i for i, one in enumerate(frames) if one.name == "_run" and one.filename == asyncio.events.__file__]
     return frames[starts[-1] + 1 :] if starts else frames
+
+
+def logged(tell: Callable[[str], object], logger: logging.Logger) -> Callable[[str], None]:
+    """As `tell`, with each line in the log, too."""
+
+    def both(text: str) -> None:
+        logger.warning("%s", text)
+        tell(text)
+
+    return both

@@ -23,10 +23,10 @@ from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
-from titan_rl.core.arrays.tensor_checksum import TensorChecksum
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.calls.user_code import summary
 from titan_rl.core.errors import RequestError, StateDictError, UnavailableWeightsError
+from titan_rl.core.tensor_checksum import TensorChecksum
 from titan_rl.generation.engine import Engine
 from titan_rl.generation.loop.engine_driver import run_engine
 from titan_rl.generation.loop.engine_rank import Items, Stepping, Verify

@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from titan_rl.core.arrays.tensor_checksum import TensorChecksum
 from titan_rl.core.calls.user_code import summary, with_cause
 from titan_rl.core.errors import EngineDeadError, RequestError, StateDictError
+from titan_rl.core.tensor_checksum import TensorChecksum
 from titan_rl.generation.engine import Engine, SleepingEngine, TokenDelta, check_sampling
 from titan_rl.generation.loop.loop_decision import LoopAction
 from titan_rl.generation.loop.ranks import Ranks, agree

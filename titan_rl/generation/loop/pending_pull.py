@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from titan_rl.core.arrays.tensor_checksum import TensorChecksum
+from titan_rl.core.tensor_checksum import TensorChecksum
 from titan_rl.generation.engine import Engine
 from titan_rl.generation.types import PullResult
 

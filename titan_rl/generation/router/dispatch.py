@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 from titan_rl.core.calls import stopwatch
-from titan_rl.core.calls.request_signs import moving_with_tokens
+from titan_rl.core.calls.stopwatch import moving_with_tokens
 from titan_rl.core.errors import EngineDeadError, EngineStalledError, GenerationError, NoReplicaError, RequestError
 from titan_rl.generation.partial import aborted_late, tokens_between
 from titan_rl.generation.request import EngineRequest, OnChunk

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from titan_rl.core.calls.cancellation import asked_to_cancel
-from titan_rl.core.calls.ctrl_c import passes
+from titan_rl.core.calls.cancellation import asked_to_cancel, passes
 from titan_rl.core.calls.stopwatch import Stopwatch
 from titan_rl.core.calls.user_code import Failure
 from titan_rl.core.errors import PromptTooLongError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from titan_rl.core.calls.ctrl_c import is_ctrl_c
+from titan_rl.core.calls.cancellation import is_ctrl_c
 from titan_rl.core.calls.user_code import describe
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from titan_rl.core.calls.ctrl_c import is_ctrl_c, passes
+from titan_rl.core.calls.cancellation import is_ctrl_c, passes
 from titan_rl.core.calls.user_code import Failure, describe, stood_at, task_place, where
 from titan_rl.core.errors import StrayCancellationError
 from titan_rl.core.tracing.spans import span

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 
-from titan_rl.core.calls.ctrl_c import is_ctrl_c
+from titan_rl.core.calls.cancellation import is_ctrl_c
 from titan_rl.core.calls.user_code import summary, where
 from titan_rl.core.errors import RewardError
 from titan_rl.rollout.types import Rollout, RolloutGroup

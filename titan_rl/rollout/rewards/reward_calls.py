@@ -12,7 +12,7 @@ from itertools import count
 from typing import Any, Literal, TypeVar, cast
 
 from titan_rl.core.calls.bounded import OutOfTimeError, bounded
-from titan_rl.core.calls.ctrl_c import is_ctrl_c
+from titan_rl.core.calls.cancellation import is_ctrl_c
 from titan_rl.core.calls.plain import safe_text, snapshot
 from titan_rl.core.calls.threads import DaemonThreads
 from titan_rl.core.calls.user_code import place_of, summary, where

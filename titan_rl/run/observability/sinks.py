@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
-from titan_rl.core.calls.ctrl_c import is_ctrl_c
+from titan_rl.core.calls.cancellation import is_ctrl_c
 from titan_rl.core.calls.user_code import summary
 from titan_rl.metrics.sinks.registry import find_sink
 from titan_rl.metrics.sinks.settings import LoggingConfig

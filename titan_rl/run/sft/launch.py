@@ -18,7 +18,7 @@ from titan_rl.cluster.hosts.requests import HostFiles
 from titan_rl.config.build import make_renderer, told_of_template
 from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.run import RunConfig
-from titan_rl.core.calls.first_error import FirstError
+from titan_rl.core.calls.cancellation import FirstError
 from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.errors import CheckpointError, MissingExtraError
 from titan_rl.run.checkpoints.resumption import Resumption

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from titan_rl.core.calls.loopback import host_of, names_this_machine
+from titan_rl.core.calls.parsing import host_of, names_this_machine
 from titan_rl.serving.http.errors import OPENAI, ApiError, Dialect, api_error_of, bad_body
 from titan_rl.serving.http.exchange import ServerLimits, ServerMetrics, send_error
 

@@ -1,4 +1,8 @@
-"""Numbers of tokens: ids, logprobs, versions."""
+"""Packed per-token arrays: ids, logprobs, versions, masks and routed experts.
+
+Lists of the same values take five times as much memory, and longer for every operation. NumPy is imported by the
+functions that need it, when they are called.
+"""
 
 from __future__ import annotations
 
@@ -200,3 +204,174 @@ def common_length(one: NumberArray[N], other: NumberArray[N]) -> int:
         else:
             high = middle - 1
     return low
+
+
+class MaskArray(Sequence[bool]):
+    """Booleans in a byte each, which nobody changes."""
+
+    __slots__ = ("_bytes",)
+
+    def __init__(self, values: bytes | bytearray) -> None:
+        self._bytes = bytes(values)
+
+    def __len__(self) -> int:
+        return len(self._bytes)
+
+    @overload
+    def __getitem__(self, index: int) -> bool: ...
+    @overload
+    def __getitem__(self, index: slice) -> MaskArray: ...
+    def __getitem__(self, index: int | slice) -> bool | MaskArray:
+        found = self._bytes[index]
+        return MaskArray(found) if isinstance(found, bytes) else bool(found)
+
+    def __iter__(self) -> Iterator[bool]:
+        return map(bool, self._bytes)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, MaskArray):
+            return self._bytes == other._bytes
+        return list(self) == list(cast("Sequence[Any]", other)) if isinstance(other, list | tuple) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        import numpy as np
+
+        return np.frombuffer(self._bytes, np.bool_).astype(dtype or np.bool_)
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MaskArray, (self._bytes,)
+
+    def count(self, value: Any) -> int:
+        return self._bytes.count(bool(value))
+
+    def index(self, value: Any, start: int = 0, stop: int | None = None) -> int:
+        return self._bytes.index(bool(value), start, len(self) if stop is None else stop)
+
+    def tolist(self) -> list[bool]:
+        return list(self)
+
+
+FREE_ROW = 2**16 - 1
+"""Each expert of a token whose router chooses for itself. The most experts that there may be."""
+
+
+class ExpertRows(Sequence["list[list[int]] | None"]):
+    """The experts that each token took, two bytes each; a row is None where the router is to choose. Nobody changes it.
+
+    Example: of two tokens, two layers, and one expert in each: `expert_rows([[[3], [1]], [[0], [1]]])`.
+    """
+
+    __slots__ = ("_values", "num_layers", "top_k")
+
+    def __init__(self, values: array[int], num_layers: int, top_k: int) -> None:
+        self._values = values
+        self.num_layers = num_layers
+        self.top_k = top_k
+
+    def __len__(self) -> int:
+        return len(self._values) // (self.num_layers * self.top_k)
+
+    @overload
+    def __getitem__(self, index: int) -> list[list[int]] | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> ExpertRows: ...
+    def __getitem__(self, index: int | slice) -> list[list[int]] | ExpertRows | None:
+        width = self.num_layers * self.top_k
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if step != 1:
+                raise ValueError(f"a step of {step}; rows of experts are cut in steps of 1")
+            return ExpertRows(self._values[start * width : max(start, stop) * width], self.num_layers, self.top_k)
+        position = range(len(self))[index] * width
+        row = self._values[position : position + width].tolist()
+        if row[0] == FREE_ROW:
+            return None
+        return [row[layer : layer + self.top_k] for layer in range(0, width, self.top_k)]
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(cast("Sequence[Any]", other)) if isinstance(other, Sequence) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash((self.num_layers, self.top_k, self.tobytes()))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """[num_tokens, num_layers, top_k], with `FREE_ROW` where a row is None."""
+        import numpy as np
+
+        own = np.frombuffer(self._values, np.uint16).reshape(-1, self.num_layers, self.top_k)
+        return own.astype(dtype or np.uint16)
+
+    def __repr__(self) -> str:
+        return f"<experts of {len(self)} tokens, {self.top_k} in each of {self.num_layers} layers>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ExpertRows, (self._values, self.num_layers, self.top_k)
+
+    def tobytes(self) -> bytes:
+        return self._values.tobytes()
+
+    def tolist(self) -> list[list[list[int]] | None]:
+        return list(self)
+
+
+def expert_rows(rows: Any) -> ExpertRows:
+    """
+    Args:
+        rows: [num_tokens, num_layers, top_k]; None for tokens whose router is to choose, but not for all.
+
+    Raises:
+        TypeError: these are not the numbers of experts, or their rows are unlike each other.
+    """
+    if isinstance(rows, ExpertRows):
+        return rows
+    import numpy as np
+
+    free: list[int] = []
+    if not hasattr(rows, "dtype"):
+        rows = list(rows)
+        if free := [place for place, row in enumerate(rows) if row is None]:
+            some = next((row for row in rows if row is not None), None)
+            rows = [some if row is None else row for row in rows]
+    try:
+        given_TRK = np.asarray(rows)
+    except ValueError as error:
+        raise TypeError(f"rows of routed experts are unlike each other: {error}") from error
+    if given_TRK.ndim != 3 or given_TRK.dtype.kind not in "iu":
+        raise TypeError(
+            f"routed experts are of shape {given_TRK.shape} and type {given_TRK.dtype}; they must be integers of shape "
+            "[num_tokens, num_layers, top_k]"
+        )
+    if given_TRK.size and not 0 <= given_TRK.min() <= given_TRK.max() < FREE_ROW:
+        raise TypeError(f"a routed expert is {given_TRK.min()} or {given_TRK.max()}; they are from 0 to {FREE_ROW - 1}")
+    packed_TRK = given_TRK.astype(np.uint16)
+    packed_TRK[free] = FREE_ROW
+    values = array("H")
+    values.frombytes(packed_TRK.tobytes())
+    return ExpertRows(values, given_TRK.shape[1], given_TRK.shape[2])
+
+
+def free_rows(num_tokens: int, like: ExpertRows) -> ExpertRows:
+    """Of tokens whose router is to choose."""
+    width = like.num_layers * like.top_k
+    return ExpertRows(array("H", (FREE_ROW,)) * (num_tokens * width), like.num_layers, like.top_k)
+
+
+def joined_rows(parts: Iterable[ExpertRows]) -> ExpertRows | None:
+    """Behind each other; None of none.
+
+    Raises:
+        TypeError: they are of models unlike each other.
+    """
+    values, first = array("H"), None
+    for part in parts:
+        first = first or part
+        if (part.num_layers, part.top_k) != (first.num_layers, first.top_k):
+            raise TypeError(f"{part!r} do not continue {first!r}")
+        values.frombytes(part.tobytes())
+    return None if first is None else ExpertRows(values, first.num_layers, first.top_k)
