@@ -25,7 +25,7 @@ from titan_rl.cluster.processes.garbage import settle_heap
 from titan_rl.cluster.request_stream import Packed, pack, unpack
 from titan_rl.config.sections import STREAM_INTERVAL
 from titan_rl.generation.engine import TokenDelta
-from titan_rl.generation.loop.pending_call import PendingCall
+from titan_rl.generation.loop.calls import PendingCall
 from titan_rl.generation.partial import Partial
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.router import GeneratorRouter

@@ -129,8 +129,7 @@ def run_engines(plan: Plan) -> None:
     """One rank: try every fault on every pair of versions."""
     from titan_rl.core.errors import VerificationError
     from titan_rl.generation.engine_spec import EngineSpec
-    from titan_rl.generation.loop.engine_rank import EngineRank, Weights
-    from titan_rl.generation.loop.ranks import GlooRanks, OneRank
+    from titan_rl.generation.loop.ranks import EngineRank, GlooRanks, OneRank, Weights
     from titan_rl.generation.types import KVPolicy
     from titan_rl.generation.vllm_engine import VLLMEngine
     from titan_rl.weights.checksums import published_checksums

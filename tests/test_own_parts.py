@@ -16,7 +16,7 @@ from titan_rl.config.load import load_config
 from titan_rl.core.errors import ConfigError, DataError
 from titan_rl.generation.engine_spec import EngineSpec
 from titan_rl.generation.registry import find_engine, make_engine
-from titan_rl.generation.router.registry import make_strategy
+from titan_rl.generation.router.strategies import make_strategy
 from titan_rl.generation.scripted_engine import ScriptedEngine
 from titan_rl.scheduling.filters import first_reason
 from titan_rl.scheduling.registry import find_filter

@@ -51,8 +51,7 @@ if TYPE_CHECKING:
     from titan_rl.evaluation.results import Evaluation, read_evaluation
     from titan_rl.evaluation.table import table
     from titan_rl.generation.engine import Engine, TokenDelta
-    from titan_rl.generation.loop.engine_loop import EngineLoop
-    from titan_rl.generation.loop.local_replica import LocalReplica
+    from titan_rl.generation.loop.engine_loop import EngineLoop, LocalReplica
     from titan_rl.generation.request import EngineRequest
     from titan_rl.generation.resume import resume_on_abort
     from titan_rl.generation.router import (
@@ -127,8 +126,7 @@ _NAMES = {
     "evaluation.results": "Evaluation read_evaluation",
     "evaluation.table": "table",
     "generation.engine": "Engine TokenDelta",
-    "generation.loop.engine_loop": "EngineLoop",
-    "generation.loop.local_replica": "LocalReplica",
+    "generation.loop.engine_loop": "EngineLoop LocalReplica",
     "generation.request": "EngineRequest",
     "generation.resume": "resume_on_abort",
     "generation.router": "GeneratorRouter LeastLoaded Limits PauseMode Replica RoundRobin StickySession",

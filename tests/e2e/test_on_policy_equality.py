@@ -23,8 +23,7 @@ from titan_rl import (
     TokenObservation,
     TokenStep,
 )
-from titan_rl.generation.loop.engine_loop import EngineLoop
-from titan_rl.generation.loop.local_replica import LocalReplica
+from titan_rl.generation.loop.engine_loop import EngineLoop, LocalReplica
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.generation.scripted_engine import ScriptedEngine
 from titan_rl.scheduling.lease import Lease

@@ -7,8 +7,7 @@ import threading
 from collections.abc import Iterable
 from typing import Any
 
-from titan_rl.generation.loop.engine_loop import EngineLoop
-from titan_rl.generation.loop.local_replica import LocalReplica
+from titan_rl.generation.loop.engine_loop import EngineLoop, LocalReplica
 from titan_rl.generation.router import GeneratorRouter, Limits
 from titan_rl.generation.scripted_engine import ScriptedEngine
 from titan_rl.types import SamplingParams

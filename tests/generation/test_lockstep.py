@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from titan_rl.core.errors import EngineDeadError, GenerationError, RequestError, StateDictError
 from titan_rl.generation.engine import TokenDelta
 from titan_rl.generation.loop.engine_loop import EngineLoop
-from titan_rl.generation.loop.engine_rank import Weights, follow_leader
-from titan_rl.generation.loop.loop_decision import LoopAction, LoopDecision
-from titan_rl.generation.loop.ranks import ThreadRanks, agree
+from titan_rl.generation.loop.ranks import ThreadRanks, Weights, agree, follow_leader
+from titan_rl.generation.loop.state import LoopAction, LoopDecision
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.scripted_engine import ScriptedEngine
 from titan_rl.types import FinishReason, SamplingParams

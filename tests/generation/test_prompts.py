@@ -9,8 +9,7 @@ import pytest
 
 from titan_rl.core.errors import RequestError
 from titan_rl.generation.function_replica import FunctionReplica
-from titan_rl.generation.loop.engine_loop import EngineLoop
-from titan_rl.generation.loop.local_replica import LocalReplica
+from titan_rl.generation.loop.engine_loop import EngineLoop, LocalReplica
 from titan_rl.generation.router import ConsistentHash, GeneratorRouter, GroupAffinity, RoundRobin, StickySession
 from titan_rl.generation.scripted_engine import ScriptedEngine
 from titan_rl.testing.engine_contract import NO_PROMPTS

@@ -12,8 +12,7 @@ import pytest
 
 from titan_rl.core.errors import GenerationError, RequestError
 from titan_rl.generation.engine import TokenDelta
-from titan_rl.generation.loop.engine_loop import EngineLoop
-from titan_rl.generation.loop.local_replica import LocalReplica
+from titan_rl.generation.loop.engine_loop import EngineLoop, LocalReplica
 from titan_rl.generation.resume import resume_on_abort
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.generation.scripted_engine import ScriptedEngine

@@ -12,10 +12,8 @@ import pytest
 
 from titan_rl.core.errors import EngineDeadError, GenerationError
 from titan_rl.generation.engine import TokenDelta
-from titan_rl.generation.loop.engine_loop import EngineLoop
-from titan_rl.generation.loop.engine_rank import Weights, follow_leader
-from titan_rl.generation.loop.local_replica import LocalReplica
-from titan_rl.generation.loop.ranks import ThreadRanks
+from titan_rl.generation.loop.engine_loop import EngineLoop, LocalReplica
+from titan_rl.generation.loop.ranks import ThreadRanks, Weights, follow_leader
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.resume import resume_on_abort
 from titan_rl.generation.router import GeneratorRouter, LeastLoaded

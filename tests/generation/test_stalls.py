@@ -17,8 +17,8 @@ from looptime import new_event_loop
 
 from titan_rl.core.errors import EngineStalledError, GenerationError
 from titan_rl.generation.router import GeneratorRouter, Limits
+from titan_rl.generation.router.health import StallWatch
 from titan_rl.generation.router.pool import PooledReplica
-from titan_rl.generation.router.stall import StallWatch
 from titan_rl.generation.scripted_engine import CostModel
 from titan_rl.testing.fake_replica import FakeReplica
 from titan_rl.testing.simulate.simulated_replica import SimulatedReplica

@@ -9,7 +9,7 @@ import pytest
 
 from titan_rl.core.errors import GenerationError, StrayCancellationError
 from titan_rl.generation.router import GeneratorRouter, LeastLoaded, Limits, RoundRobin
-from titan_rl.generation.router.background_tasks import BackgroundTasks
+from titan_rl.generation.router.health import BackgroundTasks
 from titan_rl.testing.fake_replica import FakeReplica
 from titan_rl.types import Completion, FinishReason, SamplingParams
 

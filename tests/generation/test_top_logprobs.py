@@ -9,7 +9,7 @@ import pytest
 from titan_rl import EngineLoop, GeneratorRouter, SamplingParams, ScriptedEngine, VersionSpan
 from titan_rl.core.errors import GenerationError
 from titan_rl.generation.engine import TokenDelta
-from titan_rl.generation.loop.local_replica import LocalReplica
+from titan_rl.generation.loop.engine_loop import LocalReplica
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.scripted_engine import scripted_logprobs
 from titan_rl.serving.policy import unbroken

@@ -10,8 +10,7 @@ from typing import Any
 
 import httpx
 
-from titan_rl.generation.loop.engine_loop import EngineLoop
-from titan_rl.generation.loop.local_replica import LocalReplica
+from titan_rl.generation.loop.engine_loop import EngineLoop, LocalReplica
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.generation.scripted_engine import ScriptedEngine
 from titan_rl.serving.app import PolicyApp, make_app

@@ -15,8 +15,7 @@ from served import client_of, served
 from speaking import VOCAB, byte_tokenizer, qwen3, script
 
 from titan_rl.generation.engine import TokenDelta
-from titan_rl.generation.loop.engine_loop import EngineLoop
-from titan_rl.generation.loop.local_replica import LocalReplica
+from titan_rl.generation.loop.engine_loop import EngineLoop, LocalReplica
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.generation.scripted_engine import ScriptedEngine

@@ -15,8 +15,7 @@ import pytest
 from served import client_of, served
 
 from titan_rl.core.errors import ConfigError
-from titan_rl.generation.loop.engine_loop import EngineLoop
-from titan_rl.generation.loop.local_replica import LocalReplica
+from titan_rl.generation.loop.engine_loop import EngineLoop, LocalReplica
 from titan_rl.generation.scripted_engine import ScriptedEngine
 from titan_rl.serving.access import Keys
 from titan_rl.serving.app import make_app

@@ -25,8 +25,7 @@ from titan_rl.generation.engine import Engine
 from titan_rl.generation.engine_spec import EngineSpec
 from titan_rl.generation.gpu_share import CPU_KV_GIB
 from titan_rl.generation.loop.engine_loop import EngineLoop
-from titan_rl.generation.loop.engine_rank import Items, Weights, follow_leader
-from titan_rl.generation.loop.ranks import GlooRanks, OneRank
+from titan_rl.generation.loop.ranks import GlooRanks, Items, OneRank, Weights, follow_leader
 from titan_rl.generation.readback import describe
 from titan_rl.generation.registry import make_engine
 from titan_rl.generation.request import EngineRequest

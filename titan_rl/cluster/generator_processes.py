@@ -26,11 +26,9 @@ from titan_rl.config.serve import ServeConfig
 from titan_rl.core.calls.user_code import reason
 from titan_rl.core.calls.watchdog import logged
 from titan_rl.core.errors import ActorDiedError, EngineDeadError, EngineStalledError, TitanRLError
-from titan_rl.generation.router.limits import Limits
-from titan_rl.generation.router.registry import make_strategy
-from titan_rl.generation.router.replica import Replica
+from titan_rl.generation.router.replica import Limits, Replica
 from titan_rl.generation.router.router import GeneratorRouter
-from titan_rl.generation.router.strategies import Strategy
+from titan_rl.generation.router.strategies import Strategy, make_strategy
 from titan_rl.training.settings import ModelConfig
 from titan_rl.weights.published_weights import PublishedWeights
 from titan_rl.weights.types import StateDictTransport

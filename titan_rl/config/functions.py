@@ -21,7 +21,7 @@ from titan_rl.core.calls.imports import find_function, search_in
 from titan_rl.core.errors import ConfigError
 from titan_rl.core.settings import FunctionName, Section, path_problem
 from titan_rl.generation.registry import EngineKind, find_engine
-from titan_rl.generation.router.registry import make_strategy
+from titan_rl.generation.router.strategies import make_strategy
 from titan_rl.generation.vllm_options import problem_of
 from titan_rl.weights.transports.registry import TransportKind
 

@@ -19,11 +19,9 @@ from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.parsing import names_this_machine
 from titan_rl.core.errors import ConfigError, MissingExtraError
 from titan_rl.generation.registry import find_engine
-from titan_rl.generation.router.limits import Limits
-from titan_rl.generation.router.registry import make_strategy
-from titan_rl.generation.router.replica import Replica
+from titan_rl.generation.router.replica import Limits, Replica
 from titan_rl.generation.router.router import GeneratorRouter
-from titan_rl.generation.router.strategies import Strategy
+from titan_rl.generation.router.strategies import Strategy, make_strategy
 from titan_rl.metrics.sinks.types import MetricSink
 from titan_rl.rollout.group.runner import GroupRunner
 from titan_rl.rollout.renderer import Renderer

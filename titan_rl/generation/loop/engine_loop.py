@@ -1,12 +1,12 @@
-"""One thread drives an engine; any number of asyncio callers share its batch.
+"""Engine loop: one thread drives an engine; any number of asyncio callers share its batch.
 
 Calls only enqueue and await a future. Between two engine steps the loop decides, in this order:
 
     CLOSE   resolve everything and end
-    WAKE    take back the memory that was given back, ahead of a pull or when there is no pause any more
+    WAKE    take back released memory, before a pull or after a pause has ended
     PULL    swap weights; running requests wait for it and go on with their KV cache
-    ABORT   forget requests, whose callers get what they have
-    SLEEP   give memory back, in a pause that says so
+    ABORT   forget requests, whose callers get the tokens they have
+    SLEEP   release memory, in a pause of mode "sleep"
     STEP    let waiting requests join, and advance the batch by a token
 
 so a pull or an abort waits for one engine step at most.
@@ -28,14 +28,12 @@ from titan_rl.core.calls.user_code import summary
 from titan_rl.core.errors import RequestError, StateDictError, UnavailableWeightsError
 from titan_rl.core.tensor_checksum import TensorChecksum
 from titan_rl.generation.engine import Engine
-from titan_rl.generation.loop.engine_driver import run_engine
-from titan_rl.generation.loop.engine_rank import Items, Stepping, Verify
-from titan_rl.generation.loop.loop_state import LoopState
-from titan_rl.generation.loop.pending_call import PendingCall
-from titan_rl.generation.loop.pending_pull import PendingPull
-from titan_rl.generation.loop.ranks import OneRank, Ranks
+from titan_rl.generation.loop.calls import PendingCall
+from titan_rl.generation.loop.engine_thread import run_engine
+from titan_rl.generation.loop.ranks import Items, OneRank, Ranks, Stepping, Verify
+from titan_rl.generation.loop.state import LoopState, PendingPull
 from titan_rl.generation.request import EngineRequest, OnChunk
-from titan_rl.generation.types import KVPolicy, PauseMode, PullResult
+from titan_rl.generation.types import GaugeSummary, KVPolicy, PauseMode, PullResult
 from titan_rl.types import Completion, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -293,3 +291,55 @@ def _open(make_items: Callable[[], Items], version: int) -> tuple[Items, Iterato
     ) as error:  # a CancelledError would look like the caller's own, and a StopIteration fits no future
         raise UnavailableWeightsError(f"version {version} could not be opened: {summary(error)}") from error
     return ((), source) if first is None else (chain([first], source), source)
+
+
+class LocalReplica:
+    """The `StreamingReplica` of an engine loop, for tests, simulations, and whatever needs no second process.
+
+    Example:
+
+        replica = LocalReplica("engine-0", EngineLoop(ScriptedEngine), lambda version: [])
+        await replica.loop.start()
+        router = GeneratorRouter([replica])
+
+    Args:
+        items_of: (name, tensor) pairs of a published version.
+    """
+
+    def __init__(self, name: str, loop: EngineLoop, items_of: Callable[[int], Iterable[tuple[str, Any]]]) -> None:
+        self.name = name
+        self.loop = loop
+        self._items_of = items_of
+        self.gauges: GaugeSummary | None = None
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        request_id: str,
+        session_id: str | None = None,
+        sampling: SamplingParams,
+    ) -> Completion:
+        return await self.loop.generate(
+            prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling
+        )
+
+    async def stream(self, request: EngineRequest, on_chunk: OnChunk) -> Completion:
+        return await self.loop.stream(request, on_chunk)
+
+    async def pull(self, version: int) -> int:
+        result = await self.loop.pull(version, lambda: self._items_of(version))
+        self.gauges = result.gauges or self.gauges
+        return result.version
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self.loop.set_paused(mode)
+
+    async def resume(self) -> None:
+        await self.loop.set_paused(None)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        await self.loop.abort(request_ids)
+
+    async def close(self) -> None:
+        await self.loop.close()

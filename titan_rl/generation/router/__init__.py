@@ -1,13 +1,17 @@
 """Many generators behind one `generate`. Plain asyncio: an actor only wraps it."""
 
-from titan_rl.generation.router.affinity import ConsistentHash, GroupAffinity
-from titan_rl.generation.router.limits import Limits
-from titan_rl.generation.router.pause import PauseReport
+from titan_rl.generation.router.control import PauseReport, PullMode, PullReport
 from titan_rl.generation.router.pool import ReplicaStatus
-from titan_rl.generation.router.pull import PullMode, PullReport
-from titan_rl.generation.router.replica import Replica
+from titan_rl.generation.router.replica import Limits, Replica
 from titan_rl.generation.router.router import GeneratorRouter
-from titan_rl.generation.router.strategies import LeastLoaded, RoundRobin, StickySession, Strategy
+from titan_rl.generation.router.strategies import (
+    ConsistentHash,
+    GroupAffinity,
+    LeastLoaded,
+    RoundRobin,
+    StickySession,
+    Strategy,
+)
 from titan_rl.generation.types import PauseMode
 
 __all__ = [

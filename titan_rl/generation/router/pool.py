@@ -12,8 +12,7 @@ from typing import Literal
 from titan_rl.core.calls.bounded import limited
 from titan_rl.core.calls.user_code import reason
 from titan_rl.generation.request import EngineRequest
-from titan_rl.generation.router.replica import GaugedReplica, Replica
-from titan_rl.generation.router.replica_calls import ReplicaCalls
+from titan_rl.generation.router.replica import GaugedReplica, Replica, ReplicaCalls
 from titan_rl.generation.router.strategies import Strategy
 from titan_rl.generation.types import GaugeSummary, PauseMode
 

@@ -11,19 +11,12 @@ from titan_rl.core.calls import stopwatch
 from titan_rl.core.errors import EngineDeadError, EngineStalledError
 from titan_rl.generation.listening import listener
 from titan_rl.generation.request import EngineRequest, OnChunk
-from titan_rl.generation.router.aborts import Aborts
-from titan_rl.generation.router.background_tasks import BackgroundTasks
-from titan_rl.generation.router.control_calls import ControlCalls
-from titan_rl.generation.router.dispatch import Dispatcher
-from titan_rl.generation.router.health import Health, OnReplicaFailed
-from titan_rl.generation.router.in_flight import RequestsInFlight
-from titan_rl.generation.router.limits import Limits
-from titan_rl.generation.router.moves import Moves
-from titan_rl.generation.router.pause import Pause, PauseReport
+from titan_rl.generation.router.control import ControlCalls, Pause, PauseReport, Puller, PullMode, PullReport
+from titan_rl.generation.router.dispatch import Dispatcher, Moves
+from titan_rl.generation.router.health import BackgroundTasks, Health, OnReplicaFailed, StallWatch
 from titan_rl.generation.router.pool import Pool, PooledReplica, ReplicaStatus
-from titan_rl.generation.router.pull import Puller, PullMode, PullReport
-from titan_rl.generation.router.replica import Replica
-from titan_rl.generation.router.stall import StallWatch
+from titan_rl.generation.router.replica import Limits, Replica
+from titan_rl.generation.router.requests import Aborts, RequestsInFlight
 from titan_rl.generation.router.strategies import LeastLoaded, StickySession, Strategy
 from titan_rl.generation.types import PauseMode
 from titan_rl.types import Completion, SamplingParams

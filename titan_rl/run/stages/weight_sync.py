@@ -6,7 +6,7 @@ import logging
 
 from titan_rl.core.errors import StateDictError, TrainingError
 from titan_rl.core.tracing.spans import span
-from titan_rl.generation.router.pull import PullMode
+from titan_rl.generation.router.control import PullMode
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.training.protocol import Trainer
 from titan_rl.weights.published_weights import PublishedWeights

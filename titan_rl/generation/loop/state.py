@@ -1,22 +1,76 @@
-"""What the callers of an engine loop and its thread share, and the rule that decides what the thread does next."""
+"""State shared by the callers of an engine loop and its thread, and the rule that decides what the thread does next."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
 
+from titan_rl.core.tensor_checksum import TensorChecksum
 from titan_rl.core.calls.user_code import with_cause
 from titan_rl.core.errors import EngineDeadError, GenerationError, StateDictError
-from titan_rl.generation.engine import TokenDelta
-from titan_rl.generation.loop.loop_decision import LoopAction, LoopDecision
-from titan_rl.generation.loop.outbox import Outbox
-from titan_rl.generation.loop.pending_call import PendingCall
-from titan_rl.generation.loop.pending_calls import PendingCalls
-from titan_rl.generation.loop.pending_pull import PendingPull
+from titan_rl.generation.engine import Engine, TokenDelta
+from titan_rl.generation.loop.calls import Outbox, PendingCall, PendingCalls
+from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.types import PauseMode, PullResult
 from titan_rl.types import FinishReason
+
+logger = logging.getLogger(__name__)
+
+
+class LoopAction(StrEnum):
+    """What a loop does, in the order in which they go first."""
+
+    CLOSE = "close"
+    WAKE = "wake"
+    PULL = "pull"
+    ABORT = "abort"
+    SLEEP = "sleep"
+    STEP = "step"
+
+
+@dataclass(frozen=True, slots=True)
+class LoopDecision:
+    """One turn of the loop. It pickles, and names everything that a follower needs.
+
+    Example: two requests join the batch before this step.
+
+        LoopDecision(LoopAction.STEP, requests=(first, second))
+    """
+
+    action: LoopAction
+    version: int | None = None  # PULL: the version to load
+    manifest: Any = None  # PULL: what a follower opens the version from
+    request_ids: tuple[str, ...] = ()  # ABORT: the requests to forget
+    requests: tuple[EngineRequest, ...] = ()  # STEP: what joins the batch first
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PendingPull:
+    """One `pull` call."""
+
+    version: int
+    items: Iterable[tuple[str, Any]]
+    source: Iterator[tuple[str, Any]]  # what `items` reads from; closed if nobody does
+    verify: Callable[[Engine], object] | None
+    manifest: Any
+    published: Mapping[str, TensorChecksum]
+    future: asyncio.Future[PullResult]
+
+    def close(self) -> None:
+        """Let go of what was opened. What that raises is told of in the log: it is no reason to serve no more, and says
+        nothing against weights that were loaded and found right."""
+        try:
+            if (close := getattr(self.source, "close", None)) is not None:
+                close()
+        except BaseException:  # a transport's own, whatever it is
+            logger.exception("the source of version %d failed to close", self.version)
+
 
 Waiters = list[asyncio.Future[None]]
 

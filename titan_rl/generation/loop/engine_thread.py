@@ -1,24 +1,135 @@
-"""The engine thread's part of an engine loop: do what was decided, and hand back what the engine produced."""
+"""The engine thread of a loop, which carries out one decision after the other, with its gauges and trace."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 from titan_rl.core.calls.user_code import summary
 from titan_rl.core.errors import StateDictError
-from titan_rl.core.tracing.spans import span
-from titan_rl.generation.engine import Engine
-from titan_rl.generation.loop.engine_rank import EngineRank, Stepping, Weights
-from titan_rl.generation.loop.engine_track import EngineTrack
-from titan_rl.generation.loop.gauge_window import GaugeWindow
-from titan_rl.generation.loop.loop_decision import LoopAction, LoopDecision
-from titan_rl.generation.loop.loop_state import LoopState
-from titan_rl.generation.loop.outbox import Outbox
-from titan_rl.generation.loop.pending_pull import PendingPull
-from titan_rl.generation.loop.ranks import Ranks
+from titan_rl.core.tracing.spans import Track, count, span
+from titan_rl.generation.engine import Engine, GaugedEngine
+from titan_rl.generation.loop.calls import Outbox
+from titan_rl.generation.loop.ranks import EngineRank, Ranks, Stepping, Weights
+from titan_rl.generation.loop.state import LoopAction, LoopDecision, LoopState, PendingPull
 from titan_rl.generation.request import EngineRequest
-from titan_rl.generation.types import KVPolicy, PullResult
+from titan_rl.generation.types import GaugeSummary, KVPolicy, PullResult
+
+REST_NS = 1_000_000
+"""Between two steps, without one for so long, an engine rests; less belongs to its steps."""
+
+TOLD_NS = 500_000_000
+"""After so long steps without a rest are told of, many as one."""
+
+
+class EngineTrack:
+    """A lane of the timeline, and the seconds that metrics have of it."""
+
+    def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self.clock_ns = clock_ns
+        self._track = Track("engine", "generator", clock_ns)
+        self._track.enter("idle", idle=True)
+        self._begun_ns = clock_ns()  # of the steps that are told of next
+        self._steps = self._tokens = 0
+
+    def rested(self, began_ns: int, *, paused: bool) -> None:
+        """There was nothing to decide from then until now."""
+        if self.clock_ns() - began_ns > REST_NS:
+            self._rest("paused" if paused else "idle", began_ns)
+
+    def stepped(self, began_ns: int, num_tokens: int, num_running: int) -> None:
+        """A step that began then has ended now."""
+        if self._track.state != "generating" or began_ns - self._begun_ns >= TOLD_NS:
+            self._tell()
+            self._track.enter("generating", at_ns=began_ns)
+            self._begun_ns = began_ns
+            count("running requests", "generator", requests=num_running)
+        self._steps += 1
+        self._tokens += num_tokens
+
+    def pulls(self, version: int) -> None:
+        """A pull begins."""
+        self._tell()
+        self._track.enter("pull", kind="sync", version=version)
+
+    def pulled(self) -> None:
+        self._rest("idle", self.clock_ns())
+
+    def take(self) -> dict[str, float]:
+        """Seconds since it was last taken, as counts of an engine's gauges."""
+        seconds = self._track.take()
+        idle = seconds.pop("idle", 0.0) + seconds.pop("paused", 0.0)
+        return {"idle_s": idle, "busy_s": sum(seconds.values())}
+
+    def close(self) -> None:
+        self._tell()
+        self._track.close()
+
+    def _rest(self, state: str, since_ns: int) -> None:
+        if self._track.state == state:
+            return
+        self._tell()
+        self._track.enter(state, idle=True, at_ns=since_ns)
+        count("running requests", "generator", requests=0)
+
+    def _tell(self) -> None:
+        if self._steps:
+            self._track.note(steps=self._steps, tokens=self._tokens)
+        self._steps = self._tokens = 0
+
+
+_TOTAL = "_total"
+
+
+class GaugeWindow:
+    """The gauges of one engine since the window was last taken. Of one that reports none there is nothing.
+
+    Args:
+        engine: asked now, for what its totals begin from.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine if isinstance(engine, GaugedEngine) else None
+        self._now = self._read()
+        self._before = self._now
+        self._begin()
+
+    def note_step(self) -> None:
+        """The engine has taken a step."""
+        if self._engine is None:
+            return
+        self._num_steps += 1
+        self._now = self._read()
+        for name, value in self._now.items():
+            if not name.endswith(_TOTAL):
+                self._sums[name] = self._sums.get(name, 0.0) + value
+                self._maxima[name] = max(self._maxima.get(name, value), value)
+
+    def take(self, more: Mapping[str, float]) -> GaugeSummary:
+        """The window so far; the next one begins.
+
+        Args:
+            more: counts that are not the engine's own.
+        """
+        totals = dict(more) | {
+            name.removesuffix(_TOTAL): value - self._before.get(name, 0.0)
+            for name, value in self._now.items()
+            if name.endswith(_TOTAL)
+        }
+        summary = GaugeSummary(self._num_steps, self._sums, self._maxima, totals)
+        self._before = self._now
+        self._begin()
+        return summary
+
+    def _read(self) -> Mapping[str, float]:
+        return {} if self._engine is None else {name: float(value) for name, value in self._engine.gauges().items()}
+
+    def _begin(self) -> None:
+        self._num_steps = 0
+        self._sums: dict[str, float] = {}
+        self._maxima: dict[str, float] = {}
+
 
 logger = logging.getLogger(__name__)
 
