@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
 
-from titan_rl.core.tensor_checksum import TensorChecksum
 from titan_rl.core.calls.user_code import summary, with_cause
 from titan_rl.core.errors import EngineDeadError, RequestError, StateDictError
+from titan_rl.core.tensor_checksum import TensorChecksum
 from titan_rl.generation.engine import Engine, SleepingEngine, TokenDelta, check_sampling
 from titan_rl.generation.loop.state import LoopAction, LoopDecision
 from titan_rl.generation.readback import Readback, compare, read_back

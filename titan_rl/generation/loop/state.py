@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from titan_rl.core.tensor_checksum import TensorChecksum
 from titan_rl.core.calls.user_code import with_cause
 from titan_rl.core.errors import EngineDeadError, GenerationError, StateDictError
+from titan_rl.core.tensor_checksum import TensorChecksum
 from titan_rl.generation.engine import Engine, TokenDelta
 from titan_rl.generation.loop.calls import Outbox, PendingCall, PendingCalls
 from titan_rl.generation.request import EngineRequest
