@@ -19,7 +19,7 @@ from titan_rl.run.journal.log import read_log
 from titan_rl.run.journal.records import decode
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.journal.state import DataPosition, list_segments, read_segments
-from titan_rl.scheduling.mix.events import Assigned
+from titan_rl.scheduling.task_mix import Assigned
 from titan_rl.viewer.report import write_report
 
 STEPS, ROLLOUTS_A_STEP = 10_000, 4

@@ -49,9 +49,9 @@ from titan_rl.cluster.processes.garbage import settled_heap
 from titan_rl.config.hosts import HostsConfig
 from titan_rl.config.sections import GenerationConfig, RoutingConfig, StateDictConfig
 from titan_rl.generation.request import EngineRequest
+from titan_rl.scheduling.curriculum import InOrder
 from titan_rl.scheduling.lease import Lease
-from titan_rl.scheduling.mix.curricula import InOrder
-from titan_rl.scheduling.mix.task_mix import Share, TaskMix
+from titan_rl.scheduling.task_mix import Share, TaskMix
 from titan_rl.training.settings import ModelConfig
 from titan_rl.weights.layouts import ShardLayout
 from titan_rl.weights.published_weights import PublishedWeights

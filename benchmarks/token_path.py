@@ -32,7 +32,7 @@ from titan_rl.generation.router import GeneratorRouter
 from titan_rl.rollout.types import Rollout, RolloutGroup, Turn
 from titan_rl.run.journal.records import encode, group_record
 from titan_rl.run.journal.run_journal import RunJournal
-from titan_rl.scheduling.mix.events import Assigned
+from titan_rl.scheduling.task_mix import Assigned
 from titan_rl.training.data.family import find_families
 from titan_rl.training.data.packer import pack as pack_rows
 from titan_rl.training.data.sample_builder import build_samples

@@ -18,8 +18,7 @@ from titan_rl.generation.engine_spec import EngineSpec
 from titan_rl.generation.registry import find_engine, make_engine
 from titan_rl.generation.router.strategies import make_strategy
 from titan_rl.generation.scripted_engine import ScriptedEngine
-from titan_rl.scheduling.filters import first_reason
-from titan_rl.scheduling.registry import find_filter
+from titan_rl.scheduling.filters import find_filter, first_reason
 from titan_rl.weights.transports.registry import TransportSpec, find_transport, make_transport
 
 OWN = """

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_rl.config.load import load_config
-from titan_rl.scheduling.mix.task_mix import Share, TaskMix
+from titan_rl.scheduling.task_mix import Share, TaskMix
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/how_to/several_tasks.md").read_text()

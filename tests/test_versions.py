@@ -9,7 +9,7 @@ import pytest
 from titan_rl.core.errors import CheckpointError, StateDictError, TrainingError
 from titan_rl.run.checkpoints.resumption import Resumption
 from titan_rl.run.journal.state import RunState
-from titan_rl.scheduling.batches.batch import GroupBatch
+from titan_rl.scheduling.batches import GroupBatch
 from titan_rl.training.protocol import agreed_version
 from titan_rl.weights.published_weights import PublishedWeights
 from titan_rl.weights.shards import join

@@ -94,10 +94,9 @@ if TYPE_CHECKING:
     from titan_rl.rollout.task import DemonstratingTask, Demonstration, Task
     from titan_rl.rollout.types import Message, Rollout, RolloutGroup, RolloutStatus, Turn
     from titan_rl.scheduling.backlog import Backlog
-    from titan_rl.scheduling.batches.batch import GroupBatch
-    from titan_rl.scheduling.lease import Lease
-    from titan_rl.scheduling.mix.curriculum import Curriculum
-    from titan_rl.scheduling.run_group import RunGroup
+    from titan_rl.scheduling.batches import GroupBatch
+    from titan_rl.scheduling.curriculum import Curriculum
+    from titan_rl.scheduling.lease import Lease, RunGroup
     from titan_rl.scheduling.scheduler import GroupScheduler
     from titan_rl.scheduling.settings import SchedulingConfig
     from titan_rl.tasks import (
@@ -148,10 +147,9 @@ _NAMES = {
     "rollout.types": "Message Rollout RolloutGroup RolloutStatus Turn",
     "api": "evaluate evaluate_async train",
     "scheduling.backlog": "Backlog",
-    "scheduling.batches.batch": "GroupBatch",
-    "scheduling.lease": "Lease",
-    "scheduling.mix.curriculum": "Curriculum",
-    "scheduling.run_group": "RunGroup",
+    "scheduling.batches": "GroupBatch",
+    "scheduling.curriculum": "Curriculum",
+    "scheduling.lease": "Lease RunGroup",
     "scheduling.scheduler": "GroupScheduler",
     "scheduling.settings": "SchedulingConfig",
     "tasks": "ArgumentsError MessageTask PromptTask Rows Tool "

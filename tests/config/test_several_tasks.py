@@ -14,7 +14,7 @@ from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import TaskSource, name_of
 from titan_rl.core.errors import ConfigError
 from titan_rl.rollout.types import Rollout, RolloutGroup
-from titan_rl.scheduling.mix.curricula import ByDifficulty
+from titan_rl.scheduling.curriculum import ByDifficulty
 
 pytest_plugins = ["user_project"]
 
@@ -259,7 +259,7 @@ CURRICULUM = '\n[[tasks]]\ntype = "echo_task:Echo"\ncurriculum = {type = "by_dif
 
 def test_a_curriculum_is_one_of_the_librarys_or_ones_own(project: Path):
     Path("own_curriculum.py").write_text(
-        "from titan_rl.scheduling.mix.curricula import InOrder\nclass Own(InOrder):\n    step: int = 2\n"
+        "from titan_rl.scheduling.curriculum import InOrder\nclass Own(InOrder):\n    step: int = 2\n"
     )
     config = load(CURRICULUM)
     assert config.tasks[0].curriculum == ByDifficulty(samples=9)

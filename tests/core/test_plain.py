@@ -16,7 +16,7 @@ from titan_rl.core.calls.user_code import Failure
 from titan_rl.rollout.group.transcript import transcript
 from titan_rl.run.directory import RunDirectory, read_jsonl
 from titan_rl.run.journal.records import DropRecord, GroupRecord, decode, encode, group_record
-from titan_rl.scheduling.mix.events import Assigned
+from titan_rl.scheduling.task_mix import Assigned
 from titan_rl.viewer.report import write_report
 
 PLAYED = Assigned(7, "task", 0)

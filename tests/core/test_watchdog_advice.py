@@ -29,8 +29,7 @@ from titan_rl.core.calls.watchdog import LoopWatchdog
 from titan_rl.rollout.group.rollouter import Rollouter
 from titan_rl.rollout.task import drop_reason
 from titan_rl.run.stages.rollout_stage import RolloutStage
-from titan_rl.scheduling.filters import first_reason
-from titan_rl.scheduling.registry import find_filter
+from titan_rl.scheduling.filters import find_filter, first_reason
 
 IN_THREADS = {
     "environment": "rollout.env_in_thread = true",

@@ -17,8 +17,8 @@ from titan_rl.generation.resume import resume_on_abort
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.generation.scripted_engine import ScriptedEngine
 from titan_rl.rollout.types import Rollout, RolloutGroup, Turn
+from titan_rl.scheduling.filters import BY_NAME
 from titan_rl.scheduling.lease import Lease
-from titan_rl.scheduling.registry import BY_NAME
 from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.scheduling.settings import SchedulingConfig
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams, VersionSpan

@@ -14,7 +14,7 @@ from titan_rl import Completion, Rollout, RolloutStatus, Turn
 from titan_rl.rollout.environment.types import RolloutPolicy
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.run.journal.records import encode, group_record
-from titan_rl.scheduling.mix.events import Assigned
+from titan_rl.scheduling.task_mix import Assigned
 from titan_rl.training.data.sample_builder import build_samples
 
 pytestmark = pytest.mark.looptime

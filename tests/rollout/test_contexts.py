@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from titan_rl import Completion, FinishReason, Rollout, RolloutGroup, SamplingParams, Turn, VersionSpan, build_samples
 from titan_rl.rollout.contexts import num_shared, shared
 from titan_rl.run.journal.records import GroupRecord, decode, encode, group_record
-from titan_rl.scheduling.mix.events import Assigned
+from titan_rl.scheduling.task_mix import Assigned
 from titan_rl.training.data.sample_builder import count_branches
 
 TOKENS = st.lists(st.integers(0, 3), max_size=4)

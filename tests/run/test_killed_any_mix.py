@@ -22,8 +22,8 @@ from titan_rl.core.settings import Section
 from titan_rl.run.journal.log import frame, read_log
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.observability.rollout_log import GroupRecords, RolloutLog
-from titan_rl.scheduling.mix.curricula import ByDifficulty, InOrder, Stages
-from titan_rl.scheduling.mix.task_mix import Share, TaskMix
+from titan_rl.scheduling.curriculum import ByDifficulty, InOrder, Stages
+from titan_rl.scheduling.task_mix import Share, TaskMix
 
 
 class Filtered(Counting):

@@ -16,8 +16,8 @@ from titan_rl.generation.router.strategies import LeastLoaded
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.stages.rollout_stage import RolloutStage
-from titan_rl.scheduling.mix.curricula import InOrder
-from titan_rl.scheduling.mix.task_mix import Share, TaskMix
+from titan_rl.scheduling.curriculum import InOrder
+from titan_rl.scheduling.task_mix import Share, TaskMix
 from titan_rl.training.settings import ModelConfig
 
 

@@ -24,7 +24,7 @@ from titan_rl.run.journal import run_journal
 from titan_rl.run.journal.log import LogWriter, frame
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.journal.state import DataPosition
-from titan_rl.scheduling.mix.events import Assigned
+from titan_rl.scheduling.task_mix import Assigned
 from titan_rl.types import TokenChunk
 
 SAMPLING = SamplingParams(max_tokens=8)

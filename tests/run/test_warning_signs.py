@@ -14,7 +14,7 @@ from titan_rl.run.observability.group_metrics import group_metrics
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.rollout_log import DroppedGroups, RolloutLog
 from titan_rl.run.observability.steps import StepReports
-from titan_rl.scheduling.batches.batch import GroupBatch
+from titan_rl.scheduling.batches import GroupBatch
 from titan_rl.types import Completion, FinishReason, VersionSpan
 from titan_rl.viewer.run_reader import RunReader
 from titan_rl.viewer.warning_signs import IN_A_ROW, WarningSigns

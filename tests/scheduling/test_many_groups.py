@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_rl.scheduling.batches.ready_queue import ReadyQueue
-from titan_rl.scheduling.mix.turns import TaskTurns
+from titan_rl.scheduling.batches import ReadyQueue
+from titan_rl.scheduling.turns import TaskTurns
 
 
 def choose(waiting: Iterable[int], is_ready: Callable[[int], bool], *, size: int, window: int) -> list[int]:

@@ -15,7 +15,7 @@ from titan_rl import Completion, FinishReason, Rollout, RolloutGroup, RolloutSta
 from titan_rl.core.calls.user_code import Failure
 from titan_rl.core.errors import ConfigError, StrayCancellationError, TrainingError
 from titan_rl.scheduling.backlog import Backlog
-from titan_rl.scheduling.batches.batch import GroupBatch
+from titan_rl.scheduling.batches import GroupBatch
 from titan_rl.scheduling.lease import Lease
 from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.scheduling.settings import SchedulingConfig

@@ -14,10 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_rl.core.errors import CheckpointError, DataError
-from titan_rl.scheduling.mix.curricula import ByDifficulty, InOrder, Stages
-from titan_rl.scheduling.mix.curriculum import Curriculum, CurriculumState
-from titan_rl.scheduling.mix.events import Assigned, Dropped, MixEvent
-from titan_rl.scheduling.mix.task_mix import Share, TaskMix
+from titan_rl.scheduling.curriculum import ByDifficulty, Curriculum, CurriculumState, InOrder, Stages
+from titan_rl.scheduling.task_mix import Assigned, Dropped, MixEvent, Share, TaskMix
 
 SLOTS = 8
 
@@ -235,7 +233,7 @@ def test_weights_that_change_count_from_then_on():
 
 def test_a_state_of_other_tasks_is_refused():
     state = TaskMix({"a": Share(1.0, InOrder())}).state()
-    with pytest.raises(CheckpointError, match="saved with the tasks a, and goes on with b"):
+    with pytest.raises(CheckpointError, match="saved with the tasks a, and continues with b"):
         TaskMix({"b": Share(1.0, InOrder())}, state=state)
 
 

@@ -19,12 +19,11 @@ from test_scheduler import MORE_AGE, aged, group_of, settle
 from titan_rl import RolloutGroup
 from titan_rl.core.errors import TrainingError
 from titan_rl.scheduling.backlog import Backlog
+from titan_rl.scheduling.curriculum import InOrder
 from titan_rl.scheduling.lease import Lease
-from titan_rl.scheduling.mix.curricula import InOrder
-from titan_rl.scheduling.mix.events import MixEvent
-from titan_rl.scheduling.mix.task_mix import Share, TaskMix
 from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.scheduling.settings import SchedulingConfig
+from titan_rl.scheduling.task_mix import MixEvent, Share, TaskMix
 
 
 @dataclass

@@ -20,8 +20,7 @@ from titan_rl.core.calls.user_code import describe
 from titan_rl.core.errors import ConfigError
 from titan_rl.core.settings import INNER, Section
 from titan_rl.rollout.task import CheckedTask, Task
-from titan_rl.scheduling.mix.curriculum import Curriculum
-from titan_rl.scheduling.mix.registry import BY_NAME as CURRICULA
+from titan_rl.scheduling.curriculum import CURRICULA, Curriculum
 
 
 @dataclass(frozen=True, slots=True)

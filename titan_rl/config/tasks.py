@@ -13,9 +13,8 @@ from titan_rl.core.errors import ConfigError
 from titan_rl.core.settings import FunctionName, Section
 from titan_rl.rollout.rewards.registry import BY_NAME as ADVANTAGES
 from titan_rl.rollout.task import Task
-from titan_rl.scheduling.mix.curricula import InOrder
-from titan_rl.scheduling.mix.curriculum import Curriculum
-from titan_rl.scheduling.registry import BY_NAME as FILTERS
+from titan_rl.scheduling.curriculum import Curriculum, InOrder
+from titan_rl.scheduling.filters import BY_NAME as FILTERS
 
 NAME = r"^[A-Za-z0-9_-]+$"
 """What a task or a suite may be called: part of a metric's name and of an option's."""

@@ -52,7 +52,7 @@ from titan_rl.run.stages.training import SkippedSteps, TrainerCalls, training_sa
 from titan_rl.run.stages.validation import Validation
 from titan_rl.run.stages.weight_sync import WeightSync
 from titan_rl.run.terminal.view import RunLook
-from titan_rl.scheduling.batches.batch import GroupBatch
+from titan_rl.scheduling.batches import GroupBatch
 from titan_rl.scheduling.filters import GroupFilter
 from titan_rl.training.protocol import Trainer
 from titan_rl.weights.published_weights import PublishedWeights

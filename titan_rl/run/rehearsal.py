@@ -33,7 +33,7 @@ from titan_rl.rollout.task import DEMONSTRATED_CALL_S, DemonstratingTask, callin
 from titan_rl.rollout.types import Message, Rollout, RolloutGroup, RolloutStatus
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.scheduling.filters import first_reason
-from titan_rl.scheduling.mix.events import Assigned
+from titan_rl.scheduling.task_mix import Assigned
 from titan_rl.training.data.demonstrations import encode
 from titan_rl.training.losses import ClipRange, trial
 from titan_rl.types import Completion, SamplingParams

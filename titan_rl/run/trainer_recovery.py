@@ -32,7 +32,7 @@ from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.journal.state import RunState
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.stages.training import training_samples
-from titan_rl.scheduling.batches.batch import GroupBatch, step_from
+from titan_rl.scheduling.batches import GroupBatch, step_from
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.protocol import StepResult, Trainer
 from titan_rl.training.state.checkpoint import list_checkpoints, step_of

@@ -1,17 +1,20 @@
-"""Where an earlier run of the same data stood, so that a scheduler goes on from there."""
+"""Resuming a scheduler: the record that an observer keeps of its groups, and the groups to restore from it."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from titan_rl.core.errors import ConfigError
 from titan_rl.rollout.types import RolloutGroup
+from titan_rl.scheduling.task_mix import TaskMix
 
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """The groups before `next_index` that are neither trained nor dropped, and what is known of them.
+    """Groups before `next_index` that are neither trained nor dropped, with the state they were in.
 
     Example: a run was lost when 5 and 7 had finished, 6 had not, and a step on 5 was not yet in a checkpoint:
 
@@ -24,7 +27,7 @@ class Backlog:
     next_index: int = 0
     unsettled: Sequence[int] = ()
     finished: Mapping[int, RolloutGroup] = field(default_factory=dict[int, RolloutGroup])
-    batches: Sequence[Sequence[int]] = ()  # handed out since, to be handed out again just so
+    batches: Sequence[Sequence[int]] = ()  # handed out since the checkpoint, to be handed out again unchanged
 
     def __post_init__(self) -> None:
         if len(set(self.unsettled)) < len(self.unsettled):
@@ -35,14 +38,14 @@ class Backlog:
             )
 
     def check_admission(self, num_slots: int, budget: int) -> None:
-        """Check that every batch can be handed out again. Its groups are admitted first, so it need only fit.
+        """Check that every batch can be handed out again. Its groups are admitted first, so it only has to fit.
 
         Args:
-            num_slots: groups that are admitted and not yet trained on, at most.
-            budget: groups that are still to be trained on.
+            num_slots: most groups that are admitted and not yet trained on.
+            budget: groups that remain to be trained on.
 
         Raises:
-            ConfigError: one does not fit, because the settings are others than those of the earlier run.
+            ConfigError: a batch does not fit, because the settings differ from those of the earlier run.
         """
         left = budget
         for batch in self.batches:
@@ -55,3 +58,64 @@ class Backlog:
                     f"oversample come to, with {left} groups more to train; resume with the settings that the run had"
                 )
             left -= len(batch)
+
+
+class RestoreQueue:
+    """Unsettled groups of a backlog that have not been admitted yet.
+
+    The groups of the batches that are handed out again come first, then the others in the order of their turns. Data
+    order would not do with several tasks: a group that took the turn of a dropped one is late in the data and early in
+    the turns, and the groups between would hold slots for more steps than the age bound allows.
+
+    Args:
+        order: tasks and turns of the groups; None for a single task in data order.
+    """
+
+    def __init__(self, backlog: Backlog, order: TaskMix | None) -> None:
+        self._order = order
+        self._left = dict.fromkeys(backlog.unsettled)
+        self._batched = deque(index for batch in backlog.batches for index in batch)
+
+    def take(self) -> int | None:
+        """The group to admit next; None if a new one is to be admitted."""
+        index = self._next() if self._left else None
+        if index is not None:
+            del self._left[index]
+        return index
+
+    def _next(self) -> int | None:
+        while self._batched:
+            if (index := self._batched.popleft()) in self._left:
+                return index
+        first = next(iter(self._left))
+        if self._order is None:
+            return first
+        if (index := self._order.next_restored()) is not None:
+            return index if index in self._left else first
+        task_of = self._order.task_of
+        return next((index for index in self._left if task_of(index) is None), None)  # its records were lost
+
+
+class SchedulerObserver(Protocol):
+    """Records the scheduler events that a later run needs. `index` is a group's position in the data."""
+
+    def finished(self, index: int, group: RolloutGroup) -> None:
+        """A group has finished and will be in a batch."""
+        ...
+
+    def dropped(self, step: int, index: int, reason: str, group: RolloutGroup | None) -> None:
+        """A group will be in no batch. Another one replaces it, in `step` at the earliest.
+
+        Args:
+            group: None if it never finished.
+        """
+        ...
+
+    def discarded(self, index: int, group: RolloutGroup) -> None:
+        """A group of an earlier run is generated again, because its tokens are older than the bound. Earlier records
+        of it are void."""
+        ...
+
+    def batch(self, version: int, indices: Sequence[int]) -> None:
+        """The step from `version` is trained on these groups."""
+        ...

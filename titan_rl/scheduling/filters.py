@@ -1,13 +1,18 @@
-"""Why a finished group is not trained on.
+"""Filters: functions from a finished group to the reason why it is not trained on, or None to keep it.
 
-A filter is a function from a group to a reason, or None for a group to keep. `scheduling.filters` names those of a run,
-and a task adds its own with a method `drop_reason(group)`.
+`scheduling.filters` names the filters of a run, and a task adds its own with a method `drop_reason(group)`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
+from titan_rl.core.calls.cancellation import is_ctrl_c
+from titan_rl.core.calls.imports import find_function
+from titan_rl.core.calls.user_code import describe
+from titan_rl.core.errors import DataError
 from titan_rl.rollout.types import RolloutGroup
 
 GroupFilter = Callable[[RolloutGroup], str | None]
@@ -18,13 +23,12 @@ EQUAL_REWARDS_ADVICE = (
     "for part of an answer; a larger rollout.group_size; a higher sampling.temperature; harder samples where all "
     "answers are right"
 )
-"""What to try where siblings always earn the same."""
+"""Advice for runs whose siblings always earn the same reward."""
 
 
 def too_few_siblings(group: RolloutGroup) -> str | None:
-    """An advantage needs two siblings to compare, of one seat where there are several. Where there are fewer, the
-    reason says what is to blame: `aborted`, `failed` for errors that are not the policy's, `reward_failed` for a
-    reward."""
+    """Drop groups without two siblings (of one seat, if there are several) to compare. The reason names the cause:
+    `aborted`, `failed` for errors that are not the policy's, `reward_failed` for a reward, or `too_few_siblings`."""
     if group.failure is not None:
         return "reward_failed"
     if any(sum(rollout.advantage is not None for rollout in of_a_seat) >= 2 for of_a_seat in group.by_seat.values()):
@@ -35,8 +39,8 @@ def too_few_siblings(group: RolloutGroup) -> str | None:
 
 
 def zero_variance(group: RolloutGroup) -> str | None:
-    """Siblings with equal rewards, those of each seat among themselves, teach nothing; leaving them out is DAPO's
-    dynamic sampling (arXiv:2503.14476)."""
+    """Drop groups whose siblings, compared per seat, have equal rewards and so teach nothing: DAPO's dynamic sampling
+    (arXiv:2503.14476)."""
     rewards = [
         {rollout.reward for rollout in of_a_seat if rollout.advantage is not None}
         for of_a_seat in group.by_seat.values()
@@ -45,7 +49,7 @@ def zero_variance(group: RolloutGroup) -> str | None:
 
 
 def too_long(max_tokens: int) -> GroupFilter:
-    """A filter for groups none of whose siblings fits: each has a context of more than `max_tokens` tokens."""
+    """Make a filter that drops groups in which every sibling has a context of more than `max_tokens` tokens."""
 
     def reason(group: RolloutGroup) -> str | None:
         lengths = [
@@ -59,9 +63,38 @@ def too_long(max_tokens: int) -> GroupFilter:
 
 
 LOST = frozenset({"failed", "reward_failed"})
-"""The reasons that are errors: `scheduling.max_failed_groups` of them in a row end a run."""
+"""Drop reasons that are errors: `scheduling.max_failed_groups` of them in a row end a run."""
 
 
 def first_reason(filters: Sequence[GroupFilter], group: RolloutGroup) -> str | None:
-    """What the first filter that objects says."""
+    """Reason of the first filter that drops the group."""
     return next((reason for check in filters if (reason := check(group)) is not None), None)
+
+
+BY_NAME: dict[str, GroupFilter] = {"zero_variance": zero_variance}
+"""Built-in filters that `scheduling.filters` can name."""
+
+
+def find_filter(name: str) -> GroupFilter:
+    """Look up a filter of `scheduling.filters`: built-in, or "module:function". It raises DataError where the user's
+    function fails or returns anything but a metric's name or None.
+
+    Raises:
+        ConfigError: no filter has that name.
+    """
+    return partial(_reason, name, find_function("scheduling.filters", name, BY_NAME))
+
+
+def _reason(name: str, check: GroupFilter, group: RolloutGroup) -> str | None:
+    try:
+        reason: Any = check(group)
+    except BaseException as error:  # nothing is awaited here, so that a CancelledError is the filter's own
+        if is_ctrl_c(error):
+            raise
+        raise DataError(f"filter {name!r} failed on group {group.group_id!r}: {describe(error)}") from error
+    if reason is not None and not isinstance(reason, str):
+        raise DataError(
+            f"filter {name!r} gave {reason!r} for group {group.group_id!r}; it must give a metric's name, or None to "
+            "train on the group"
+        )
+    return reason

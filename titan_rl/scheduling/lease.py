@@ -1,25 +1,145 @@
-"""A lease: what a group has been given for the time from its admission until it is settled."""
+"""Lifecycle of a group: its states, the lease that moves through them, and the ledger of time spent in each."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from statistics import fmean
+from typing import Protocol
 
 from titan_rl.core.tracing.spans import Track
 from titan_rl.rollout.types import Rollout, RolloutGroup
-from titan_rl.scheduling.admission.capacity import RolloutCapacity, RolloutPermits
-from titan_rl.scheduling.admission.slots import Slot
-from titan_rl.scheduling.group_state import GroupState
-from titan_rl.scheduling.ledger import Ledger
+from titan_rl.scheduling.limits import RolloutCapacity, RolloutPermits, Slot
 from titan_rl.scheduling.suspension import Suspension
 
 
+class GroupState(StrEnum):
+    """State of a group that holds a slot."""
+
+    PENDING = "pending"  # waits until its rollouts fit beside those in flight
+    RUNNING = "running"
+    SUSPENDED = "suspended"  # waits, with its tokens, for the tail batch
+    DONE = "done"  # waits for its batch
+    TRAINING = "training"  # in a batch, until the version trained on it is pulled
+
+
+TRANSITIONS: dict[GroupState, tuple[GroupState | None, ...]] = {
+    GroupState.PENDING: (GroupState.RUNNING, GroupState.DONE, None),  # done at once if an earlier run finished it
+    GroupState.RUNNING: (GroupState.SUSPENDED, GroupState.DONE, None),
+    GroupState.SUSPENDED: (GroupState.RUNNING, GroupState.DONE, None),
+    GroupState.DONE: (GroupState.TRAINING, GroupState.PENDING, None),  # pending if it is generated again
+    GroupState.TRAINING: (None,),
+}
+"""States that may follow each state. None: the group has given its slot back, and nothing follows."""
+
+
+class Ledger:
+    """Scheduler metrics: time of the slots in each state and dropped groups between two batches, accepted lengths over
+    the run.
+
+    Args:
+        clock: seconds, from any start.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._states: Counter[GroupState] = Counter()
+        self._seconds: defaultdict[GroupState, float] = defaultdict(float)
+        self._since = clock()
+        self._dropped: Counter[str] = Counter()
+        self._wasted_tokens = 0
+        self._generated = _Mean()
+        self._accepted = _Mean()
+
+    def move(self, before: GroupState | None, after: GroupState | None) -> None:
+        """Count a state change; None is before admission and after the slot is given back."""
+        self._advance()
+        if before is not None:
+            self._states[before] -= 1
+        if after is not None:
+            self._states[after] += 1
+
+    @property
+    def states(self) -> Counter[GroupState]:
+        """Current number of groups in each state."""
+        return +self._states
+
+    def finished(self, group: RolloutGroup) -> None:
+        self._generated.add(lengths(group))
+
+    def dropped(self, reason: str, group: RolloutGroup | None) -> None:
+        """`group` is None where it never finished; its tokens are not known then."""
+        self._dropped[reason] += 1
+        if group is not None:
+            self.wasted(group)
+
+    def wasted(self, group: RolloutGroup) -> None:
+        """Count the tokens of a group that finished and is not trained on."""
+        self._wasted_tokens += sum(lengths(group))
+
+    def close_batch(self, groups: Sequence[RolloutGroup], version: int) -> dict[str, float]:
+        """Metrics since the last batch, whose counts start again from zero.
+
+        Returns:
+            slot_s/<state>: seconds that slots spent in a state, added up over the slots.
+            age/<n>: groups whose oldest token is n versions old; age_mean.
+            dropped/<reason>: groups. wasted_tokens: completion tokens of dropped groups.
+            accepted_tokens_mean, generated_tokens_mean: mean completion tokens over the run of the rollouts trained on
+            and of all that finished. If the first is less, the schedule prefers short answers.
+        """
+        self._advance()
+        for group in groups:
+            self._accepted.add(lengths(group))
+        ages = [version - min(group.versions, default=version) for group in groups]
+        metrics = {f"slot_s/{state}": self._seconds[state] for state in GroupState}
+        metrics |= {f"age/{age}": float(count) for age, count in sorted(Counter(ages).items())}
+        metrics |= {f"dropped/{reason}": float(count) for reason, count in self._dropped.items()}
+        metrics |= {
+            "age_mean": fmean(ages),
+            "wasted_tokens": float(self._wasted_tokens),
+            "accepted_tokens_mean": self._accepted.value,
+            "generated_tokens_mean": self._generated.value,
+        }
+        self._seconds.clear()
+        self._dropped.clear()
+        self._wasted_tokens = 0
+        return metrics
+
+    def _advance(self) -> None:
+        now = self._clock()
+        elapsed, self._since = now - self._since, now
+        for state, count in self._states.items():
+            self._seconds[state] += elapsed * count
+
+
+def lengths(group: RolloutGroup) -> list[int]:
+    """Number of completion tokens of each rollout."""
+    return [rollout.num_completion_tokens for rollout in group.rollouts]
+
+
+class _Mean:
+    def __init__(self) -> None:
+        self._sum = self._count = 0
+
+    def add(self, values: Sequence[int]) -> None:
+        self._sum += sum(values)
+        self._count += len(values)
+
+    @property
+    def value(self) -> float:
+        return self._sum / self._count if self._count else 0.0
+
+
 class Lease:
-    """What one group holds for a time and then gives back: a slot of the scheduler, and a permit for each sibling.
+    """Resources held by one group: a slot of the scheduler, and a permit for each sibling.
 
-    It is handed to what runs the group, which generates through `suspension`, and says when a sibling is done.
+    `RunGroup` receives it, generates through `suspension`, and reports when a sibling is done.
 
-    Its two parts end apart. The slot goes when the group is settled, which is when its step has been pulled or when it
-    is dropped. The permits go as the rollouts end, also those of a dropped group that takes its time.
+    Slot and permits are given back separately. The slot is released when the group is settled: when its step has been
+    pulled, or when it is dropped. The permits are released as the rollouts end, also those of a dropped group that
+    takes a while to end.
 
     Example:
 
@@ -39,10 +159,10 @@ class Lease:
         self._permits = RolloutPermits()
         self._unfinished = 0  # siblings
         self._finished: set[int] = set()  # siblings
-        self._due = asyncio.Event()  # a suspended group may go on
-        self._state: GroupState | None = None
+        self._due = asyncio.Event()  # a suspended group may continue
         self._track = Track("slot", "scheduler")
-        self._move(GroupState.PENDING)
+        self._state: GroupState | None = GroupState.PENDING
+        self._note_move(None)
 
     @property
     def state(self) -> GroupState | None:
@@ -50,7 +170,7 @@ class Lease:
         return self._state
 
     def rollout_finished(self, rollout: Rollout) -> None:
-        """One sibling is done, with all its seats; the next group may take its place."""
+        """Release the permit of one sibling that is done with all its seats."""
         if rollout.sibling not in self._finished:
             self._finished.add(rollout.sibling)
             self._unfinished = max(0, self._unfinished - 1)
@@ -61,13 +181,13 @@ class Lease:
         self._move(GroupState.RUNNING)
 
     def suspend(self) -> None:
-        """From now on no request of the group begins. `wait_suspended` is what follows."""
+        """Block new requests of the group. The caller then runs `wait_suspended`."""
         self.suspension.suspend()
         self._due.clear()
         self._move(GroupState.SUSPENDED)
 
     async def wait_suspended(self, capacity: RolloutCapacity) -> None:
-        """Free the engines, wait until the group is due, take permits again, and go on."""
+        """Abort the requests in flight, wait for `let_resume`, take permits again, and continue."""
         await self.suspension.abort_in_flight()
         self._permits.keep(0)
         await self._due.wait()
@@ -80,11 +200,11 @@ class Lease:
             self.suspension.resume()
 
     def let_resume(self) -> None:
-        """A suspended group goes on as soon as there are permits."""
+        """Let a suspended group continue as soon as there are permits."""
         self._due.set()
 
     def has_ended(self) -> None:
-        """What ran the group has returned, or failed: no rollout of it is in flight."""
+        """Release all permits: `RunGroup` has returned or failed, so no rollout of the group is in flight."""
         self._unfinished = 0
         self._permits.keep(0)
         self._due.set()
@@ -94,7 +214,7 @@ class Lease:
         self._move(GroupState.DONE)
 
     def begin_again(self) -> None:
-        """Discard the finished group, which is about to be generated again in the same slot."""
+        """Discard the finished group before it is generated again in the same slot."""
         self.group = None
         self._finished.clear()
         self._move(GroupState.PENDING)
@@ -110,9 +230,23 @@ class Lease:
         self._move(None)
 
     def _move(self, state: GroupState | None) -> None:
-        self._ledger.move(self._state, state)
+        before = self._state
+        assert before is not None, f"group {self.index} is settled and cannot be {state}"
+        assert state in TRANSITIONS[before], f"group {self.index} cannot go from {before} to {state}"
         self._state = state
-        if state is None:
+        self._note_move(before)
+
+    def _note_move(self, before: GroupState | None) -> None:
+        self._ledger.move(before, self._state)
+        if self._state is None:
             self._track.close()
         else:
-            self._track.enter(state, group=self.index)
+            self._track.enter(self._state, group=self.index)
+
+
+class RunGroup(Protocol):
+    """Runs one group; the scheduler calls it for each group that it starts."""
+
+    async def __call__(self, lease: Lease) -> RolloutGroup:
+        """Run the group of training sample number `lease.index` to its end."""
+        ...

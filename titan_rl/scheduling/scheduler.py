@@ -1,28 +1,25 @@
-"""Which groups run now, in which batch they are trained, and what becomes of the long tail."""
+"""Group scheduler: admits groups as slots come free, plays them, and hands out batches of those that finish."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from titan_rl.core.errors import TrainingError
-from titan_rl.scheduling.admission.budget import Budget
-from titan_rl.scheduling.backlog import Backlog
-from titan_rl.scheduling.batches.batch import GroupBatch, check_age, step_from
-from titan_rl.scheduling.batches.order import TrainingOrder
-from titan_rl.scheduling.batches.waiting_groups import WaitingGroups
-from titan_rl.scheduling.filters import GroupFilter, too_few_siblings
-from titan_rl.scheduling.group_admission import GroupAdmission
-from titan_rl.scheduling.group_state import GroupState
-from titan_rl.scheduling.lease import Lease
-from titan_rl.scheduling.ledger import Ledger
-from titan_rl.scheduling.observer import SchedulerObserver
-from titan_rl.scheduling.run_group import RunGroup
+from titan_rl.rollout.types import RolloutGroup
+from titan_rl.scheduling.backlog import Backlog, RestoreQueue, SchedulerObserver
+from titan_rl.scheduling.batches import GroupBatch, WaitingGroups, check_age, step_from
+from titan_rl.scheduling.filters import GroupFilter, first_reason, too_few_siblings
+from titan_rl.scheduling.lease import GroupState, Lease, Ledger, RunGroup
+from titan_rl.scheduling.limits import Budget, DropLimits, RolloutCapacity, SlotPool
 from titan_rl.scheduling.settings import SchedulingConfig
-from titan_rl.scheduling.tail import LongTail
+from titan_rl.scheduling.task_mix import TaskMix
 from titan_rl.scheduling.task_scope import TaskScope, WithEndCallback
+
+logger = logging.getLogger(__name__)
 
 
 class GroupScheduler:
@@ -37,33 +34,34 @@ class GroupScheduler:
     Example: P=2, S=1 gives four slots. Groups 0-3 start at version 0. The step on 0 and 1 makes version 1; once the
     generators have it, groups 4 and 5 start, while the trainer may already take 2 and 3.
 
-    A group that a batch leaves unfinished goes on, later also under newer weights. By `settings.tail` it may wait for
-    others like it, so that the slowest run together, or be dropped at an age.
+    A group that a batch leaves unfinished continues, later also under newer weights. With `settings.tail` it may
+    instead wait for others like it, so that the slowest run together, or be dropped at an age.
 
-    An exception of a group ends everything: the block is left with it. So does a cancellation of its task that is none
-    of the scheduler's own.
+    An exception in a group ends the scheduler: the block raises it. So does a cancellation of the group's task that
+    the scheduler did not request.
 
-    Example, a loop that has the weights pulled before it goes on:
+    Example, a loop that waits for each pull:
 
         async with GroupScheduler(run_group, SchedulingConfig(), group_size=8, budget=steps * 16) as scheduler:
             async for batch in scheduler.batches():
                 result = await asyncio.to_thread(trainer.step, samples_of(batch.groups))
                 await router.pull_state_dict(result.version)
 
-    One that trains while the generators pull takes `next_batch` and calls the batch's `release` itself, and one that
-    has a task group of its own may have it carry `run`, in place of the block.
+    A loop that trains while the generators pull calls `next_batch` and the batch's `release` itself. A loop with its
+    own task group may run `run` there instead of entering the block.
 
     Args:
         group_size: rollouts of a group, for `settings.max_running_rollouts`.
-        budget: groups to be trained on from now on; a dropped one is replaced. Where it is no multiple of
+        budget: groups to train on from now on; dropped groups are replaced. If it is no multiple of
             `settings.groups_per_step`, the last batch has fewer.
-        filters: say which finished groups cannot be trained on. Such a group returns its slot at once.
+        filters: decide which finished groups cannot be trained on. Such a group returns its slot at once.
         version: newest version pulled.
-        order: which groups a batch is of; by default that of the data. It is to be told of drops by who gave it.
+        order: assigns groups to tasks and batches; by default there is one task, in data order. The caller must
+            report finished, dropped and trained groups to it.
         clock: seconds, for the metrics; by default the event loop's.
 
     Raises:
-        ConfigError: the settings would never admit what `backlog` has to hand out again.
+        ConfigError: the settings would never admit a batch that `backlog` has to hand out again.
     """
 
     def __init__(
@@ -77,60 +75,54 @@ class GroupScheduler:
         version: int = 0,
         backlog: Backlog | None = None,
         observer: SchedulerObserver | None = None,
-        order: TrainingOrder | None = None,
+        order: TaskMix | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
         backlog = backlog or Backlog()
         backlog.check_admission(settings.num_slots, budget)
+        self._run_group = run_group
         self._settings = settings
+        self._group_size = group_size
+        self._filters = filters
         self._observer = observer
+        self._order = order
+        self._pulled_version = self._next_version = version  # `_next_version`: the next batch is trained from it
+        self._next_index = backlog.next_index
+        self._backlog = backlog
+        self._to_restore = RestoreQueue(backlog, order)
+        self._restored: dict[int, Lease] = {}  # admitted groups of the backlog, until settled or generated again
         self._ledger = Ledger(clock or asyncio.get_running_loop().time)
+        self._slots = SlotPool(settings.num_slots)
+        self._capacity = RolloutCapacity(settings.max_running_rollouts)
         self._budget = Budget(budget)
-        self._waiting = WaitingGroups(
-            settings.groups_per_step, settings.overtaking_window, settings.max_group_age, backlog.batches, order
-        )
-        self._changed = asyncio.Event()
-        self._tasks = TaskScope(on_error=self._changed.set)
-        self._admission = GroupAdmission(
-            run_group,
-            settings,
-            group_size=group_size,
-            filters=filters,
-            version=version,
-            backlog=backlog,
-            observer=observer,
-            order=order,
-            ledger=self._ledger,
-            budget=self._budget,
-            waiting=self._waiting,
-            tasks=self._tasks,
-            changed=self._changed,
-        )
-        self._tail = LongTail(
-            settings.tail, settings.tail_age, self._waiting, self._admission.capacity, self._tasks, self._ledger
-        )
+        self._drop_limits = DropLimits(settings)
+        self._waiting = WaitingGroups(settings, backlog.batches, order)
+        self._changed = asyncio.Event()  # a batch may have become available, or the scheduler has ended
+        self._tasks = TaskScope(failed=self._changed)
+        self._group_tasks: dict[int, asyncio.Task[None]] = {}
         self._is_running = self._is_over = False  # `run` was called; it ends
+        self._resume_checked_at: tuple[int, int, int, bool] | None = None  # inputs of the last `_resume_suspended`
 
     @property
     def slots_held(self) -> int:
-        return self._admission.slots.held
+        return self._slots.held
 
     @property
     def states(self) -> Mapping[GroupState, int]:
-        """Groups that hold a slot, by what they do now."""
+        """Number of groups in each state that holds a slot."""
         return self._ledger.states
 
     @property
     def rollouts_in_flight(self) -> int:
-        return self._admission.capacity.in_flight
+        return self._capacity.in_flight
 
     @property
     def next_index(self) -> int:
         """The data position: the sample number that is admitted next."""
-        return self._admission.next_index
+        return self._next_index
 
     async def __aenter__(self) -> Self:
-        """`run` begins, and ends with the block."""
+        """Start `run`, which ends with the block."""
         self._block = asyncio.TaskGroup()
         await self._block.__aenter__()
         self._running = self._block.create_task(self.run(), name="scheduler")
@@ -146,13 +138,13 @@ class GroupScheduler:
         except BaseExceptionGroup:
             failed = True
         if failed and (error is None or isinstance(error, asyncio.CancelledError)):
-            assert self._tasks.error is not None, "a task that fails says so"
+            assert self._tasks.error is not None, "a task that fails records its error"
             raise self._tasks.error  # itself, and not a group that holds it
 
     def run(self) -> Coroutine[Any, Any, None]:
         """Admit groups as slots come free, until all of the budget are handed out.
 
-        Called once. Cancelling it cancels every unfinished group, and `next_batch` raises from then on, also where it
+        Called once. Cancelling it cancels every unfinished group, and `next_batch` raises from then on, also if it
         was cancelled before its first turn.
         """
         if self._is_running:
@@ -162,10 +154,10 @@ class GroupScheduler:
 
     async def _run(self) -> None:
         async with self._tasks:
-            admission = self._tasks.begin(self._admission.run, "admission")
+            admission = self._tasks.begin(self._admit_groups(), "admission")
             try:
                 await self._budget.wait_used_up()
-            finally:  # told at once, though groups may take a while to be cancelled
+            finally:  # reported at once, though groups may take a while to be cancelled
                 self._note_over()
             self._tasks.cancel(admission)
 
@@ -177,11 +169,85 @@ class GroupScheduler:
         self._note_over()
         self._waiting.settle_all()
 
+    # Admission: from a free slot to a finished group
+
+    async def _admit_groups(self) -> None:
+        """Admit groups until cancelled: first those of the backlog, then new ones in data order."""
+        while True:
+            await self._drop_limits.wait_within()
+            await self._budget.admit()
+            slot = await self._slots.acquire()
+            await self._drop_limits.wait_within()  # the drop that freed the slot may have reached a limit
+            index = self._to_restore.take()
+            is_restored = index is not None
+            if index is None:
+                index = self._next_index
+            lease = Lease(index, slot, self._ledger)
+            if is_restored:
+                self._restored[index] = lease
+            self._waiting.add(lease, -1 if is_restored else self._pulled_version)
+            self._next_index = max(self._next_index, index + 1)
+            if (group := self._backlog.finished.get(index)) is not None:
+                self._mark_done(lease, group)
+                self._changed.set()
+                continue
+            lease.mark_running(await self._capacity.take(self._group_size), self._pulled_version)
+            self._begin(lease, self._play(lease))
+
+    def _begin(self, lease: Lease, work: Coroutine[Any, Any, None]) -> None:
+        self._group_tasks[lease.index] = task = self._tasks.begin(work, f"group-{lease.index}")
+
+        def note_end(task: asyncio.Task[None]) -> None:  # also called if the task was cancelled before its first turn
+            if self._group_tasks[lease.index] is task:  # else the group is being generated again
+                del self._group_tasks[lease.index]
+            lease.has_ended()
+
+        task.add_done_callback(note_end)
+
+    async def _play(self, lease: Lease) -> None:
+        try:
+            group = await self._run_group(lease)
+        except Exception as error:
+            if lease.state is not None:
+                raise
+            logger.warning("group %d failed after it was dropped: %r", lease.index, error)
+            return
+        self._ledger.finished(group)
+        if lease.state is None:  # dropped meanwhile
+            self._ledger.wasted(group)
+            return
+        reason = first_reason(self._filters, group)
+        self._drop_limits.finished(group, reason)
+        if reason is None:
+            self._mark_done(lease, group)
+            if self._observer is not None:
+                self._observer.finished(lease.index, group)
+        else:
+            self._drop(lease, reason, group)
+        self._changed.set()
+
+    def _mark_done(self, lease: Lease, group: RolloutGroup) -> None:
+        lease.mark_done(group)
+        self._waiting.finished(lease)
+
+    def _drop(self, lease: Lease, reason: str, group: RolloutGroup | None = None) -> None:
+        """Give up on a group; another one is admitted for it."""
+        self._waiting.remove(lease)
+        lease.settle()
+        self._budget.replace()
+        task = None if self._order is None else self._order.task_of(lease.index)
+        self._drop_limits.dropped(reason, group, task)
+        self._ledger.dropped(reason, group)
+        if self._observer is not None:
+            self._observer.dropped(step_from(self._next_version), lease.index, reason, group)
+
+    # Batches
+
     async def batches(self) -> AsyncGenerator[GroupBatch]:
-        """Every batch of the budget. One is released when the next is asked for: until then its version is pulled.
+        """Every batch of the budget. Each is released when the next is requested; its version must be pulled by then.
 
         Raises:
-            As `next_batch`.
+            Exception: see `next_batch`.
         """
         while self._budget.left:
             batch = await self.next_batch()
@@ -189,73 +255,47 @@ class GroupScheduler:
             batch.release()
 
     async def next_batch(self) -> GroupBatch:
-        """The next `groups_per_step` groups to train on, as soon as so many can be had.
+        """Wait for the next `groups_per_step` groups to train on.
 
         Raises:
             TrainingError: too many groups were dropped since the last batch, or lost to errors in a row; or a token
-                is older than the bound, which only a generator that pulled other weights than it says can bring about;
+                is older than the bound, which happens only if a generator pulled other weights than it reports;
                 or there are no further batches, because the budget is handed out or `run` was cancelled.
-            RuntimeError: nothing runs yet that a batch could come from.
-            Exception: what a group raised.
+            RuntimeError: the scheduler is not running.
+            Exception: raised by a group.
         """
-        self._check_going()
+        self._check_running()
         self._remove_stale()
         while not (indices := self._next_indices()):
-            self._admission.drop_limits.check()
-            self._tail.resume_if_due(
-                self._batch_size,
-                self._admission.next_version,
-                more_can_come=self._admission.slots.free > 0 and self._budget.may_admit,
-            )
+            self._drop_limits.check()
+            self._resume_suspended()
             self._changed.clear()
             await self._changed.wait()
-            self._check_going()
+            self._check_running()
             self._remove_stale()
-        self._tail.batch_formed(indices)
+        self._suspend_overtaken(indices)
+        version, step = self._next_version, step_from(self._next_version)
         leases = self._waiting.take_batch(indices)
         self._budget.hand_out(len(leases))
         groups = [lease.mark_training() for lease in leases]
-        check_age(groups, self._admission.next_version, self._settings.age_bound, self._settings.max_staleness)
-        self._admission.drop_limits.batch_found()
+        check_age(groups, version, self._settings.age_bound, self._settings.max_staleness)
+        self._drop_limits.batch_found()
         if self._observer is not None:
-            self._observer.batch(self._admission.next_version, indices)
-        metrics = self._ledger.close_batch(groups, self._admission.next_version)
-        step = step_from(self._admission.next_version)
-        batch = GroupBatch(groups, self._admission.next_version, metrics, lambda: self._settle(leases, step))
-        self._admission.next_version = step
-        return batch
-
-    def _remove_stale(self) -> None:
-        """Take out the waiting groups that are too old for the next batch, and so for any later one."""
-        self._drop_stale()
-        self._admission.play_expired_again(self._admission.next_version - self._settings.age_bound)
-
-    def _drop_stale(self) -> None:
-        """Drop groups none of whose tokens is young enough to be trained on."""
-        max_age = self._settings.max_token_age
-        if max_age is None or self._settings.stale_groups == "mask" or self._waiting.has_batches_again:
-            return
-        for lease in self._waiting.take_stale(self._admission.next_version - max_age):
-            self._admission.drop(lease, "too_stale", lease.group)
+            self._observer.batch(version, indices)
+        metrics = self._ledger.close_batch(groups, version)
+        self._next_version = step
+        return GroupBatch(groups, version, metrics, lambda: self._release(leases, step))
 
     def _next_indices(self) -> list[int]:
-        """The groups of the next batch, if it can be had. A batch without a token to train is dropped."""
-        while indices := self._waiting.next_batch(
-            self._batch_size, self._admission.next_version, are_all=self._are_all
-        ):
-            if not self._is_masked(leases := self._waiting.leases(indices)):
+        """Positions of the groups of the next batch, or none if it is not available. Batches with no token to train
+        are dropped."""
+        while indices := self._waiting.next_batch(self._batch_size, self._next_version, are_all=self._are_all):
+            leases = self._waiting.leases(indices)
+            if not self._is_masked(leases):
                 return indices
             for lease in leases:
-                self._admission.drop(lease, "too_stale", lease.group)
+                self._drop(lease, "too_stale", lease.group)
         return []
-
-    def _is_masked(self, leases: Sequence[Lease]) -> bool:
-        """Whether all tokens of these groups are too old to be trained."""
-        max_age = self._settings.max_token_age
-        if max_age is None or self._waiting.has_batches_again:
-            return False
-        versions = [version for lease in leases if lease.group is not None for version in lease.group.versions]
-        return bool(versions) and max(versions) < self._admission.next_version - max_age
 
     @property
     def _batch_size(self) -> int:
@@ -263,28 +303,27 @@ class GroupScheduler:
 
     @property
     def _are_all(self) -> bool:
-        """No group can be admitted before the next batch is found."""
-        return len(self._waiting) in (self._admission.slots.size, self._budget.left)
+        """Whether no group can be admitted before the next batch is found."""
+        return len(self._waiting) in (self._slots.size, self._budget.left)
 
-    def _settle(self, leases: Sequence[Lease], version: int) -> None:
-        """The generators have pulled what was trained on these.
+    def _release(self, leases: Sequence[Lease], version: int) -> None:
+        """Give the slots of a batch back, once the generators have pulled the version trained on it.
 
         Raises:
             RuntimeError: an earlier batch has not been released.
         """
-        if version > self._admission.version + 1:
+        if version > self._pulled_version + 1:
             raise RuntimeError(
-                f"the batch of step {version} is released before that of step {self._admission.version + 1}; release "
+                f"the batch of step {version} is released before that of step {self._pulled_version + 1}; release "
                 "batches in the order of their steps"
             )
         for lease in leases:
             lease.settle()
-        self._admission.version = version
-        for lease in self._tail.too_old(version):
-            self._admission.cancel(lease, "too_old")
+        self._pulled_version = version
+        self._drop_old_tail()
         self._changed.set()
 
-    def _check_going(self) -> None:
+    def _check_running(self) -> None:
         if not self._is_running:
             raise RuntimeError("GroupScheduler is not running; enter its block, or call run, before next_batch")
         if self._tasks.error is not None:
@@ -293,3 +332,82 @@ class GroupScheduler:
             raise TrainingError("there is no further batch: all groups of the budget have been handed out")
         if self._is_over:
             raise TrainingError("there is no further batch: GroupScheduler.run was cancelled")
+
+    # Age: finished groups that are too old for the next batch, and so for any later one
+
+    def _remove_stale(self) -> None:
+        """Drop finished groups that have no token young enough to train, and generate expired restored ones again."""
+        max_age = self._settings.max_token_age
+        if max_age is not None and self._settings.stale_groups == "drop" and not self._waiting.has_batches_again:
+            for lease in self._waiting.take_stale(self._next_version - max_age):
+                self._drop(lease, "too_stale", lease.group)
+        self._regenerate_expired(self._next_version - self._settings.age_bound)
+
+    def _is_masked(self, leases: Sequence[Lease]) -> bool:
+        """Whether all tokens of these groups are too old to be trained."""
+        max_age = self._settings.max_token_age
+        if max_age is None or self._waiting.has_batches_again:
+            return False
+        versions = [version for lease in leases if lease.group is not None for version in lease.group.versions]
+        return bool(versions) and max(versions) < self._next_version - max_age
+
+    def _regenerate_expired(self, oldest_version: int) -> None:
+        """Generate restored groups again that have finished with a token of a version before this one.
+
+        In a run that was not killed, admission alone keeps the bound. A group from the journal may be older, if part
+        of it was lost or the settings changed. So may a group that is generated now, if its turn was lost with the
+        journal. This happens to a group once: if it is too old a second time, a generator reports wrong versions.
+        """
+        for index, lease in list(self._restored.items()):
+            if lease.state in (None, GroupState.TRAINING):
+                del self._restored[index]
+            elif lease.group is not None and min(lease.group.versions, default=oldest_version) < oldest_version:
+                del self._restored[index]
+                self._generate_again(lease, lease.group)
+
+    def _generate_again(self, lease: Lease, group: RolloutGroup) -> None:
+        self._ledger.wasted(group)
+        self._waiting.remove(lease)
+        lease.begin_again()
+        self._waiting.add(lease, -1)
+        if self._observer is not None:
+            self._observer.discarded(lease.index, group)
+
+        async def play_when_permitted() -> None:
+            lease.mark_running(await self._capacity.take(self._group_size), self._pulled_version)
+            await self._play(lease)
+
+        self._begin(lease, play_when_permitted())
+
+    # The long tail: groups that still run when later ones are trained on (`scheduling.tail`)
+
+    def _suspend_overtaken(self, indices: Sequence[int]) -> None:
+        """With `tail_batch`, suspend the running groups that the batch of these positions overtook."""
+        if self._settings.tail == "tail_batch":
+            for lease in self._waiting.overtaken_by(indices):
+                lease.suspend()
+                self._tasks.begin(lease.wait_suspended(self._capacity), f"suspend-{lease.index}")
+
+    def _resume_suspended(self) -> None:
+        """Resume all suspended groups together: when they fill a batch, or when no batch is possible without them."""
+        num_suspended = self._ledger.states[GroupState.SUSPENDED]
+        if self._settings.tail != "tail_batch" or not num_suspended:
+            return
+        size, more_can_come = self._batch_size, self._slots.free > 0 and self._budget.may_admit
+        checked_at = self._waiting.num_changes, num_suspended, size, more_can_come
+        if checked_at == self._resume_checked_at:  # another group has finished, which changes nothing
+            return
+        self._resume_checked_at = checked_at
+        if num_suspended >= size or (not more_can_come and not self._waiting.could_give(size, self._next_version)):
+            for lease in self._waiting:
+                if lease.state is GroupState.SUSPENDED:
+                    lease.let_resume()
+
+    def _drop_old_tail(self) -> None:
+        """With `tail = "drop"`, drop running groups that were admitted `tail_age` versions ago or earlier."""
+        if self._settings.tail != "drop":
+            return
+        for lease in self._waiting:
+            if lease.state is GroupState.RUNNING and self._pulled_version - lease.version >= self._settings.tail_age:
+                self._tasks.cancel(self._group_tasks[lease.index])
+                self._drop(lease, "too_old")

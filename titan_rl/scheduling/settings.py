@@ -1,4 +1,4 @@
-"""The settings of the scheduling plane: the table [scheduling]."""
+"""Settings of the scheduling plane: the table [scheduling]."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from titan_rl.core.settings import FunctionName, Section, TakesEffect
-from titan_rl.scheduling.registry import BY_NAME
-from titan_rl.scheduling.tail import Tail
+from titan_rl.scheduling.filters import BY_NAME
 
 
 class SchedulingConfig(Section):
-    """Which groups run now, how stale they may be, and what becomes of the long tail."""
+    """Number of groups that run, their staleness, and the handling of the long tail."""
 
     groups_per_step: PositiveInt = 16
     """Groups trained on in one optimizer step."""
@@ -31,7 +30,7 @@ class SchedulingConfig(Section):
     """While a batch is trained and pulled, generation goes on, is frozen with its KV cache, leaves the engines, or
     leaves them while they give the memory of weights and KV cache to a trainer on the same GPUs, until the pull.
     "sleep" is experimental."""
-    tail: Tail = "carry_over"
+    tail: Literal["carry_over", "tail_batch", "drop"] = "carry_over"
     """Unfinished groups that a batch overtook run on, wait until groups_per_step of them do, or are dropped by age."""
     tail_age: Annotated[PositiveInt, TakesEffect("scheduling.tail", one_of=("drop",))] = 1
     """With tail = "drop": versions pulled since its admission at which an unfinished group is dropped."""

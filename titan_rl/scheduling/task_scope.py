@@ -1,4 +1,4 @@
-"""Tasks that end together, whose first failure is known at once, and whose end is told of in any case."""
+"""Task group that records its first failure at once, and a coroutine whose end is always reported."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from titan_rl.core.errors import StrayCancellationError, TrainingError
 
 
 class TaskScope(asyncio.TaskGroup):
-    """A task group that says what failed before the other tasks have been cancelled, which may take them a while.
+    """A task group that records what failed before the other tasks have been cancelled, which may take a while.
 
-    It knows which of its tasks were to be cancelled: all when it ends, and what `cancel` was called for. That another
-    one ends as cancelled, whoever has cancelled it, is a failure.
+    A task may end as cancelled only if this scope cancelled it: with `cancel`, or all when it ends. Any other
+    cancellation is a failure.
 
     Args:
-        on_error: called when `error` is there.
+        failed: set once `error` is known.
     """
 
-    def __init__(self, on_error: Callable[[], object]) -> None:
+    def __init__(self, failed: asyncio.Event) -> None:
         super().__init__()
         self.error: Exception | None = None  # of the task that failed first
-        self._on_error = on_error
+        self._failed = failed
         self._cancelled: set[asyncio.Task[None]] = set()
         self._is_ending = False
 
-    def begin(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> asyncio.Task[None]:
-        task = self.create_task(work(), name=name)
+    def begin(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = self.create_task(work, name=name)
         task.add_done_callback(self._note_end)
         return task
 
     def cancel(self, task: asyncio.Task[None]) -> None:
-        """Cancel one that `begin` gave."""
+        """Cancel a task that `begin` returned."""
         if not task.done():
             self._cancelled.add(task)
             task.cancel()
@@ -55,17 +55,17 @@ class TaskScope(asyncio.TaskGroup):
             if not was_to_end:
                 error = StrayCancellationError(f"{task.get_name()} was cancelled, though nobody had asked for that")
                 error.__cause__ = cancellation
-                self.create_task(_fail(error))  # a task group takes no notice of one that was cancelled
+                self.create_task(_fail(error))  # a task group ignores cancelled tasks
         if error is not None and self.error is None:
             self.error = _as_exception(error, task.get_name())
-            self._on_error()
+            self._failed.set()
 
 
 class WithEndCallback(Coroutine[Any, Any, None]):
-    """Runs `work`, and calls `on_end` once when it returns or raises.
+    """Coroutine that runs `work` and calls `on_end` once when it returns or raises.
 
-    A task that is cancelled before its first turn throws into a coroutine that has not begun, where neither an `except`
-    nor a `finally` of its body is reached. Here `on_end` is called all the same.
+    A task that is cancelled before its first turn throws into a coroutine that has not begun, so no `except` or
+    `finally` in its body runs. `on_end` is called even then.
     """
 
     def __init__(self, work: Coroutine[Any, Any, None], on_end: Callable[[], object]) -> None:
@@ -73,7 +73,11 @@ class WithEndCallback(Coroutine[Any, Any, None]):
         self._on_end: Callable[[], object] | None = on_end
 
     def send(self, value: Any) -> Any:
-        return self._go_on(lambda: self._work.send(value))
+        try:
+            return self._work.send(value)
+        except BaseException:  # also StopIteration, with which it returns
+            self._end()
+            raise
 
     def throw(
         self,
@@ -83,7 +87,11 @@ class WithEndCallback(Coroutine[Any, Any, None]):
         /,
     ) -> Any:
         raised = kind if isinstance(kind, BaseException) else error if isinstance(error, BaseException) else kind()
-        return self._go_on(lambda: self._work.throw(raised))
+        try:
+            return self._work.throw(raised)
+        except BaseException:
+            self._end()
+            raise
 
     def close(self) -> None:
         try:
@@ -97,13 +105,6 @@ class WithEndCallback(Coroutine[Any, Any, None]):
         finally:
             self._end()
 
-    def _go_on(self, advance: Callable[[], Any]) -> Any:
-        try:
-            return advance()
-        except BaseException:  # StopIteration, with which it returns, too
-            self._end()
-            raise
-
     def _end(self) -> None:
         on_end, self._on_end = self._on_end, None
         if on_end is not None:
@@ -115,7 +116,7 @@ async def _fail(error: BaseException) -> None:
 
 
 def _as_exception(error: BaseException, name: str) -> Exception:
-    """What `next_batch` raises: no task of others is to end as by SystemExit, or by what no `except Exception` sees."""
+    """Error for `next_batch` to raise. SystemExit and the like are wrapped, so that they end no other task."""
     if isinstance(error, Exception):
         return error
     raised = TrainingError(f"{name} raised {describe(error)}")

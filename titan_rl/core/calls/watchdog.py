@@ -38,7 +38,7 @@ _CALLERS = {  # module and function of titan_rl that call code of each kind
     ("run/stages/rollout_stage.py", "validation_samples"): "task",
     ("rollout/task.py", "drop_reason"): "task",
     ("rollout/rewards/advantages.py", "compare"): "advantage",
-    ("scheduling/registry.py", "_reason"): "filter",
+    ("scheduling/filters.py", "_reason"): "filter",
     ("rollout/group/callbacks.py", "call"): "other",
 }
 

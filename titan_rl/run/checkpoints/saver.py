@@ -25,8 +25,8 @@ from titan_rl.run.journal.state import FILE, RunState
 from titan_rl.run.machine.requirements import free_bytes, gigabytes, no_space, require_room, size_of
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.stages.training import TrainerCalls
-from titan_rl.scheduling.mix.task_mix import TaskMix
 from titan_rl.scheduling.scheduler import GroupScheduler
+from titan_rl.scheduling.task_mix import TaskMix
 from titan_rl.training.protocol import Trainer
 from titan_rl.training.state import checksums
 from titan_rl.training.state.checkpoint import (

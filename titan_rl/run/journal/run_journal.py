@@ -36,7 +36,7 @@ from titan_rl.run.journal.state import (
     version_of,
 )
 from titan_rl.scheduling.backlog import Backlog
-from titan_rl.scheduling.mix.events import Assigned, Dropped, MixEvent
+from titan_rl.scheduling.task_mix import Assigned, Dropped, MixEvent
 from titan_rl.types import Completion, GenerateFn, SamplingParams
 
 logger = logging.getLogger(__name__)

@@ -32,8 +32,8 @@ from titan_rl.run.journal.records import (
     decode,
     mix_events,
 )
-from titan_rl.scheduling.batches.batch import step_from
-from titan_rl.scheduling.mix.events import MixEvent
+from titan_rl.scheduling.batches import step_from
+from titan_rl.scheduling.task_mix import MixEvent
 
 FILE = "run_state.json"
 

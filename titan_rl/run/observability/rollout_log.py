@@ -16,7 +16,7 @@ from titan_rl.rollout.group.transcript import transcript
 from titan_rl.rollout.types import Rollout, RolloutGroup
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.observability.sinks import BestEffort, Tell
-from titan_rl.scheduling.mix.task_mix import TaskMix
+from titan_rl.scheduling.task_mix import TaskMix
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from titan_rl.rollout.types import RolloutGroup
 from titan_rl.run.observability.group_metrics import group_metrics
 from titan_rl.run.observability.progress import Progress, StepReport
 from titan_rl.run.observability.rollout_log import DroppedGroups, RolloutLog
-from titan_rl.scheduling.batches.batch import GroupBatch
+from titan_rl.scheduling.batches import GroupBatch
 from titan_rl.viewer.warning_signs import WarningSigns
 
 

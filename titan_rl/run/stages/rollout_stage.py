@@ -20,11 +20,11 @@ from titan_rl.rollout.types import Rollout, RolloutGroup
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.journal.state import RunState
 from titan_rl.run.observability.generation_status import Peak
+from titan_rl.scheduling.backlog import SchedulerObserver
 from titan_rl.scheduling.filters import GroupFilter
 from titan_rl.scheduling.lease import Lease
-from titan_rl.scheduling.mix.task_mix import Share, TaskMix
-from titan_rl.scheduling.observer import SchedulerObserver
 from titan_rl.scheduling.scheduler import GroupScheduler
+from titan_rl.scheduling.task_mix import Share, TaskMix
 from titan_rl.types import Completion, GenerateFn, SamplingParams
 
 

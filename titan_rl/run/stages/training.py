@@ -11,7 +11,7 @@ from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.cancellation import stray_cancellation_fails
 from titan_rl.core.errors import TrainingError, listed
 from titan_rl.rollout.rewards.advantages import subtract_batch_mean
-from titan_rl.scheduling.batches.batch import GroupBatch
+from titan_rl.scheduling.batches import GroupBatch
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.data.sample_builder import build_samples
 from titan_rl.training.protocol import StepResult, Trainer

@@ -18,9 +18,8 @@ from titan_rl.rollout.rewards.reward import Reward
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
-from titan_rl.scheduling.batches.batch import GroupBatch
-from titan_rl.scheduling.lease import Lease
-from titan_rl.scheduling.ledger import lengths
+from titan_rl.scheduling.batches import GroupBatch
+from titan_rl.scheduling.lease import Lease, lengths
 from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.scheduling.settings import SchedulingConfig
 from titan_rl.testing.simulate.cluster import UNLIMITED, Cluster

@@ -1,4 +1,4 @@
-"""The library's own curricula. Each is the table of its settings, too."""
+"""Curricula: the choice of a task's next sample, given the results of those before."""
 
 from __future__ import annotations
 
@@ -7,16 +7,64 @@ from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from operator import itemgetter
 from statistics import fmean
-from typing import Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from titan_rl.core.settings import Section
-from titan_rl.scheduling.mix.curriculum import CurriculumState
+
+CurriculumState = dict[str, Any]
+"""State of a curriculum. The run keeps it, and checkpoints hold it as JSON: keys are strings, values numbers, strings,
+lists, dicts or None."""
+
+
+@runtime_checkable
+class Curriculum(Protocol):
+    """Chooses the samples of one task by their numbers. `curriculum = {type = "module:Class"}` of one of `[[tasks]]`
+    names an implementation that is also a `titan_rl.core.settings.Section`; the other keys are its fields.
+
+    It is stateless: its methods receive a state, which the last two change in place. After a stop or a kill the state
+    is restored, without another call of `next_sample` for groups that already have their samples.
+
+    Example, every sample three times:
+
+        class Thrice(Section):
+            def begin(self):
+                return {"given": 0}
+
+            def next_sample(self, state):
+                return state["given"] // 3
+
+            def given(self, state, sample):
+                state["given"] += 1
+
+            def finished(self, state, sample, rewards):
+                pass
+    """
+
+    def begin(self) -> CurriculumState:
+        """State before the first sample."""
+        ...
+
+    def next_sample(self, state: CurriculumState) -> int:
+        """Number of the sample that the task's next group plays. Must not change the state."""
+        ...
+
+    def given(self, state: CurriculumState, sample: int) -> None:
+        """A group is to play the sample: the result of `next_sample`, unless the run has lost part of its journal."""
+        ...
+
+    def finished(self, state: CurriculumState, sample: int, rewards: Sequence[float]) -> None:
+        """A group that played the sample has ended, whether or not it is trained on. Groups end in any order.
+
+        Args:
+            rewards: rewards of its rollouts; empty if all were lost to errors.
+        """
+        ...
 
 
 class InOrder(Section):
-    """Each sample once, by their numbers."""
+    """Each sample once, in the order of their numbers."""
 
     def begin(self) -> CurriculumState:
         return {"next": 0, "beyond": []}
@@ -25,7 +73,7 @@ class InOrder(Section):
         return state["next"]
 
     def given(self, state: CurriculumState, sample: int) -> None:
-        beyond: list[int] = state["beyond"]  # given before their turn, since a record of the journal was lost
+        beyond: list[int] = state["beyond"]  # given out of order because a record of the journal was lost
         if sample >= state["next"]:
             beyond.append(sample)
         while state["next"] in beyond:
@@ -37,17 +85,17 @@ class InOrder(Section):
 
 
 class ByDifficulty(Section):
-    """Goes through the first samples again and again, and leaves out for some passes those that are too easy or too
-    hard to learn from: whose last group had a mean reward at one of the ends."""
+    """Repeated passes through the first samples. A sample that is too easy or too hard to learn from, by the mean
+    reward of its last group, is left out for some passes."""
 
     samples: PositiveInt
-    """So many are gone through, in the order of their numbers."""
+    """Number of samples in a pass, in the order of their numbers."""
     too_hard: float = 0.0
     """A mean reward of this or less leaves a sample out."""
     too_easy: float = 1.0
     """A mean reward of this or more leaves a sample out."""
     left_out: NonNegativeInt = 3
-    """For so many passes it is. Then it is tried again."""
+    """Number of passes for which a sample is left out. Then it is tried again."""
 
     @model_validator(mode="after")
     def _ends_are_apart(self) -> Self:
@@ -79,12 +127,12 @@ class ByDifficulty(Section):
             return
         if not is_out:
             _leave_out(state["out"], sample)
-        state["due"].pop(str(sample), None)  # the last that was left out is the last to come back
+        state["due"].pop(str(sample), None)  # the last to be left out is the last to return
         state["due"][str(sample)] = state["pass"] + 1 + self.left_out
 
     def _search(self, state: CurriculumState) -> tuple[int, int]:
-        """(pass, sample) of the next one that is due. O(log samples) within a pass, and at its end O(those that come
-        back), each of which a group will play."""
+        """(pass, sample) of the next sample that is due. O(log samples) within a pass, and at its end O(returning
+        samples), each of which a group will play."""
         number: int = state["pass"]
         if (sample := _first_in(state["out"], state["next"])) < self.samples:
             return number, sample
@@ -95,22 +143,22 @@ class ByDifficulty(Section):
 
 
 def _due_by(state: CurriculumState, number: int) -> Iterator[int]:
-    """The samples that are left out no longer in a pass. `due` has them in the order in which they come back."""
+    """Samples that return in this pass or earlier. `due` has them in the order in which they return."""
     return (int(sample) for sample, _ in takewhile(lambda entry: entry[1] <= number, state["due"].items()))
 
 
 def _first_in(out: list[list[int]], sample: int) -> int:
-    """The first sample from one on that is not left out.
+    """First sample, from `sample` on, that is not left out.
 
     Args:
-        out: those that are, as ranges [first, end) that neither overlap nor touch, ascending.
+        out: samples left out, as ranges [first, end) that neither overlap nor touch, ascending.
     """
     at = bisect_right(out, sample, key=itemgetter(0)) - 1
     return max(sample, out[at][1]) if at >= 0 else sample
 
 
 def _leave_out(out: list[list[int]], sample: int) -> None:
-    """Add a sample to the ranges."""
+    """Add a sample to the ranges of those left out."""
     at = bisect_right(out, sample, key=itemgetter(0))
     first, end = sample, sample + 1
     if at < len(out) and out[at][0] == end:
@@ -122,7 +170,7 @@ def _leave_out(out: list[list[int]], sample: int) -> None:
 
 
 def _take_back(state: CurriculumState, sample: int) -> None:
-    """Have a sample played again: the ranges are without it."""
+    """Remove a sample from those left out, so that it is played again."""
     del state["due"][str(sample)]
     out: list[list[int]] = state["out"]
     at = bisect_right(out, sample, key=itemgetter(0)) - 1
@@ -131,15 +179,15 @@ def _take_back(state: CurriculumState, sample: int) -> None:
 
 
 class Stages(Section):
-    """One stage of samples after the other: the next begins once the policy does well enough at this one. Samples of a
-    stage are gone through in the order of their numbers, again and again."""
+    """Stages of samples: the next stage begins once the policy does well enough at the current one. The samples of a
+    stage are repeated in the order of their numbers."""
 
     sizes: tuple[PositiveInt, ...] = Field(min_length=1, strict=False)
-    """Samples of each stage: [500, 1000] has samples 0 to 499, then 500 to 1499."""
+    """Number of samples of each stage: [500, 1000] has samples 0 to 499, then 500 to 1499."""
     threshold: float
-    """A stage is over at this mean reward ..."""
+    """A stage ends at this mean reward ..."""
     window: PositiveInt = 64
-    """... of so many groups of it, the last that ended. The last stage is never over."""
+    """... over this number of its groups, those that ended last. The last stage never ends."""
 
     def begin(self) -> CurriculumState:
         return {"stage": 0, "next": 0, "means": []}
@@ -149,7 +197,7 @@ class Stages(Section):
 
     def given(self, state: CurriculumState, sample: int) -> None:
         first, end = self._range(state)
-        if first <= sample < end:  # else it is of another stage, since a record of the journal was lost
+        if first <= sample < end:  # else a record of the journal was lost, and it belongs to another stage
             state["next"] = first if sample + 1 == end else sample + 1
 
     def finished(self, state: CurriculumState, sample: int, rewards: Sequence[float]) -> None:
@@ -162,7 +210,11 @@ class Stages(Section):
             state.update({"stage": state["stage"] + 1, "next": end, "means": []})
 
     def _range(self, state: CurriculumState) -> tuple[int, int]:
-        """The first sample of the stage, and the first that is beyond it."""
+        """First sample of the stage, and the first after it."""
         stage: int = state["stage"]
         first = sum(self.sizes[:stage])
         return first, first + self.sizes[stage]
+
+
+CURRICULA: dict[str, type[Section]] = {"in_order": InOrder, "by_difficulty": ByDifficulty, "stages": Stages}
+"""Built-in curricula that `curriculum = {type = ...}` can name."""

@@ -1,1 +1,0 @@
-"""What bounds how many groups and rollouts are admitted, and how many may be lost."""

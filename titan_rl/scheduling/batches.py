@@ -1,0 +1,388 @@
+"""Batches: the groups of one optimizer step, and the queue of groups from which they are formed."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from typing import Self
+
+from titan_rl.core.errors import TrainingError
+from titan_rl.rollout.types import RolloutGroup
+from titan_rl.scheduling.lease import GroupState, Lease
+from titan_rl.scheduling.settings import SchedulingConfig
+from titan_rl.scheduling.task_mix import TaskMix
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBatch:
+    """Groups that hold their slots until `release`."""
+
+    groups: list[RolloutGroup]  # [groups_per_step], the oldest first; the last batch may have fewer
+    version: int  # the step on them starts from it
+    metrics: Mapping[str, float]  # see Ledger.close_batch
+    on_release: Callable[[], None]
+
+    @property
+    def step(self) -> int:
+        """Number of the step on this batch, which is also the version that the step makes."""
+        return step_from(self.version)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of completion tokens."""
+        return sum(rollout.num_completion_tokens for group in self.groups for rollout in group.rollouts)
+
+    def trained(self, version: int) -> None:
+        """Check the version that the trainer reports for the step on this batch.
+
+        Raises:
+            TrainingError: it is not the version of this step.
+        """
+        if version != self.step:
+            raise TrainingError(
+                f"the step from version {self.version} gave version {version}: the trainer and the data are out of step"
+            )
+
+    def release(self) -> None:
+        """Give the slots back. Call once, after the generators have pulled the version trained on these groups.
+
+        Raises:
+            RuntimeError: the batch of an earlier step has not been released.
+        """
+        self.on_release()
+
+
+def step_from(version: int) -> int:
+    """Number of the step that starts from a version. A step makes the version of its number: the trainer assigns
+    versions this way, and `GroupBatch.trained` checks it."""
+    return version + 1
+
+
+def check_age(groups: Sequence[RolloutGroup], version: int, bound: int, max_staleness: int) -> None:
+    """Check that no token of a batch is more than `bound` versions old in the step from `version`.
+
+    Args:
+        max_staleness: setting from which the bound follows, for the message.
+
+    Raises:
+        TrainingError: a token is older.
+    """
+    oldest = min((v for group in groups for v in group.versions), default=version)
+    if version - oldest > bound:
+        raise TrainingError(
+            f"a token of version {oldest} reached the step from version {version}, but with "
+            f"scheduling.max_staleness = {max_staleness} tokens are at most {bound} versions old"
+        )
+
+
+class ReadyQueue:
+    """Groups of one task that wait for a batch, by their places in the task's order.
+
+    A finished group is eligible if it overtakes an unfinished one by fewer than `window` places: over all batches
+    together, a group is overtaken by at most `window - 1` others. Each operation on a group takes O(log groups).
+
+    Example: the groups at 4 to 7 wait, and all but 4 are finished. With a window of 3 only 5 and 6 may overtake it:
+
+        queue.count(window=3)   # 2
+        queue.first(2)          # their indices
+    """
+
+    def __init__(self) -> None:
+        self._indices: dict[int, int] = {}  # place -> index in the data, of all waiting groups
+        self._unfinished: list[int] = []  # heap of places; those not in `_open` are ignored
+        self._open = set[int]()  # unfinished places
+        self._beyond: list[int] = []  # heap of finished places outside the window at the last `count`
+        self._eligible = set[int]()  # finished places within it
+
+    def add(self, place: int, index: int, version: int = 0) -> None:
+        """Append an admitted group.
+
+        Args:
+            version: newest version pulled; never less than that of the previous group.
+        """
+        self._indices[place] = index
+        self._open.add(place)
+        heapq.heappush(self._unfinished, place)
+
+    def finish(self, place: int) -> None:
+        self._open.discard(place)
+        heapq.heappush(self._beyond, place)
+
+    def remove(self, place: int) -> None:
+        """Remove a group that is in a batch or dropped."""
+        del self._indices[place]
+        self._open.discard(place)
+        self._eligible.discard(place)
+
+    def count(self, window: int) -> int:
+        """Number of eligible groups. The window never shrinks."""
+        while self._unfinished and self._unfinished[0] not in self._open:
+            heapq.heappop(self._unfinished)
+        limit = self._unfinished[0] + window if self._unfinished else math.inf
+        while self._beyond and self._beyond[0] < limit:
+            place = heapq.heappop(self._beyond)
+            if place in self._indices and place not in self._open:  # a group that is generated again is open once more
+                self._eligible.add(place)
+        return len(self._eligible)
+
+    def first(self, count: int) -> list[int]:
+        """Indices of the first `count` eligible groups, in order; call the method `count` before."""
+        return [self._indices[place] for place in heapq.nsmallest(count, self._eligible)]
+
+    def finished_but(self, places: Set[int]) -> Self:
+        """Copy of this queue in which all groups have finished except those at these places. O(groups)."""
+        later = copy(self)
+        vars(later).update({name: copy(value) for name, value in vars(self).items()})
+        for place in self._open - places:
+            later.finish(place)
+        return later
+
+
+class AgedQueue(ReadyQueue):
+    """Ready queue bounded by age: a finished group is eligible if the groups that it overtakes can still be trained on
+    in time, one after the other, at most `max_age` versions after their admission. Groups of one version are admitted
+    together, so their counts suffice: a batch takes O(versions).
+    """
+
+    def __init__(self, max_age: int) -> None:
+        super().__init__()
+        self._max_age = max_age
+        self._versions: dict[int, int] = {}  # place -> newest version pulled at its admission
+        self._waiting: Counter[int] = Counter()  # by version
+        self._finished: Counter[int] = Counter()
+
+    def add(self, place: int, index: int, version: int = 0) -> None:
+        super().add(place, index, version)
+        self._versions[place] = version
+        self._waiting[version] += 1
+
+    def finish(self, place: int) -> None:
+        super().finish(place)
+        self._finished[self._versions[place]] += 1
+
+    def remove(self, place: int) -> None:
+        version = self._versions.pop(place)
+        if place not in self._open:
+            self._finished[version] -= 1
+        super().remove(place)
+        self._waiting[version] -= 1
+        if not self._waiting[version]:
+            del self._waiting[version], self._finished[version]
+
+    def can_give(self, count: int, version_of: Callable[[int], int]) -> bool:
+        """Whether the first `count` finished groups are eligible.
+
+        Args:
+            version_of: maps the number of groups before a group, after these have left, to the version that the
+                group's step starts from.
+        """
+        if self._finished.total() < count:
+            return False
+        left, behind, in_time = count, 0, True
+        for version, waiting in sorted(self._waiting.items()):
+            taken = min(left, self._finished[version])
+            left -= taken
+            behind += waiting - taken
+            if waiting > taken and in_time:
+                in_time = version_of(behind - 1) <= version + self._max_age
+        return in_time or self.count(window=1) >= count
+
+    def first(self, count: int) -> list[int]:
+        """Indices of the first `count` finished groups, in order."""
+        finished = (place for place in self._indices if place not in self._open)
+        return [self._indices[place] for place in heapq.nsmallest(count, finished)]
+
+
+class WaitingGroups:
+    """Leases of the groups that wait for a batch, running or finished, by their position in the data.
+
+    Each operation on a group takes O(log groups), since there may be tens of thousands.
+
+    Args:
+        batches_again: groups of the first batches, regardless of what is ready before.
+        order: tasks and turns of the groups; None for a single task in data order.
+    """
+
+    def __init__(
+        self, settings: SchedulingConfig, batches_again: Sequence[Sequence[int]] = (), order: TaskMix | None = None
+    ) -> None:
+        self._leases: dict[int, Lease] = {}  # in order of admission
+        self._window = settings.overtaking_window
+        self._groups_per_step = settings.groups_per_step
+        self._order = order
+        self._batches_again = deque(batches_again)
+        self._queues = defaultdict[str | None, ReadyQueue](
+            ReadyQueue if settings.max_group_age is None else partial(AgedQueue, settings.max_group_age)
+        )  # by task
+        self._places: dict[int, tuple[str | None, int]] = {}  # index -> task, place
+        self._turns: Counter[str | None] = Counter()  # of the next batch, by task; empty if not known
+        self._num_finished = 0
+        self.num_changes = 0  # additions and removals
+        self._by_age: list[tuple[int, int]] = []  # heap of (newest version, index); has some removed groups too
+
+    def __iter__(self) -> Iterator[Lease]:
+        """Iterate over a snapshot in data order; groups may be removed meanwhile."""
+        return iter([self._leases[index] for index in sorted(self._leases)])
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    @property
+    def has_batches_again(self) -> bool:
+        """Whether the next batch is one that is handed out again."""
+        return bool(self._batches_again)
+
+    def add(self, lease: Lease, version: int) -> None:
+        """Append an admitted group.
+
+        Args:
+            version: newest version pulled; -1 for a group whose first tokens may be older, which is then not overtaken.
+        """
+        index = lease.index
+        self._leases[index] = lease
+        task, place = None, index
+        if self._order is not None:
+            self._order.admitted(index)
+            task, place = self._order.task_of(index), self._order.place_of(index)
+        self._places[index] = task, place
+        self._queues[task].add(place, index, version)
+        self._turns.clear()
+        self.num_changes += 1
+
+    def finished(self, lease: Lease) -> None:
+        """Mark a group as finished."""
+        task, place = self._places[lease.index]
+        self._queues[task].finish(place)
+        self._num_finished += 1
+        if lease.group is not None and (versions := lease.group.versions):
+            heapq.heappush(self._by_age, (max(versions), lease.index))
+        if len(self._by_age) > 2 * len(self._leases) + 16:
+            self._by_age = [entry for entry in self._by_age if entry[1] in self._leases]
+            heapq.heapify(self._by_age)
+
+    def remove(self, lease: Lease) -> None:
+        del self._leases[lease.index]
+        task, place = self._places.pop(lease.index)
+        self._queues[task].remove(place)
+        self._num_finished -= lease.group is not None
+        self.num_changes += 1
+
+    def settle_all(self) -> None:
+        for lease in list(self._leases.values()):
+            self.remove(lease)
+            lease.settle()
+
+    def next_batch(self, size: int, version: int, *, are_all: bool) -> list[int]:
+        """Groups of the next batch; none while one of them has not finished.
+
+        Args:
+            version: the step on the batch starts from it.
+            are_all: no others will come before this batch is found. If then all have finished, and none is of a task
+                whose turn it is, others go first; this happens after settings were changed.
+        """
+        if self._batches_again:
+            batch = list(self._batches_again[0])
+            return batch if all(index in self._leases and _is_done(self._leases[index]) for index in batch) else []
+        if self._num_finished < size:
+            return []
+        batch = self._first_finished(size, version)
+        if not batch and are_all and self._num_finished == len(self._leases):
+            batch = sorted(self._leases)[:size]
+        return batch
+
+    def leases(self, indices: Sequence[int]) -> list[Lease]:
+        return [self._leases[index] for index in indices]
+
+    def take_batch(self, indices: Sequence[int]) -> list[Lease]:
+        """Remove the groups that `next_batch` returned."""
+        if self._batches_again:
+            self._batches_again.popleft()
+        leases = self.leases(indices)
+        for lease in leases:
+            self.remove(lease)
+        if self._order is not None:
+            self._order.batched(indices)
+        self._turns.clear()
+        return leases
+
+    def overtaken_by(self, batch: Sequence[int]) -> list[Lease]:
+        """Running groups with later groups of their task in the batch."""
+        newest = {self._task_of(index): index for index in sorted(batch)}
+        return [
+            lease
+            for lease in self
+            if lease.state is GroupState.RUNNING and lease.index < newest.get(self._task_of(lease.index), -1)
+        ]
+
+    def take_stale(self, oldest_version: int) -> Iterator[Lease]:
+        """Yield, once each, the finished groups that have no token of this version or a later one."""
+        while self._by_age and self._by_age[0][0] < oldest_version:
+            lease = self._leases.get(heapq.heappop(self._by_age)[1])
+            if lease is not None and lease.group is not None and max(lease.group.versions) < oldest_version:
+                yield lease
+
+    def could_give(self, size: int, version: int) -> bool:
+        """Whether a batch is possible once all groups but the suspended ones have finished. O(groups).
+
+        Args:
+            version: the step on the batch starts from it.
+        """
+        suspended: defaultdict[str | None, set[int]] = defaultdict(set)  # their places, by task
+        for index, lease in self._leases.items():
+            if lease.state is GroupState.SUSPENDED:
+                task, place = self._places[index]
+                suspended[task].add(place)
+                if self._batches_again and index in self._batches_again[0]:
+                    return False
+        turns = self._next_turns(size)
+        return turns.total() >= size and all(
+            self._can_give(self._queues[task].finished_but(suspended[task]), task, turns, version) for task in turns
+        )
+
+    def _first_finished(self, size: int, version: int) -> list[int]:
+        """Groups of the next batch, or none if it is not available."""
+        turns = self._next_turns(size)
+        if turns.total() < size or not all(self._can_give(self._queues[task], task, turns, version) for task in turns):
+            return []
+        return sorted(index for task, count in turns.items() for index in self._queues[task].first(count))
+
+    def _can_give(self, queue: ReadyQueue, task: str | None, turns: Counter[str | None], version: int) -> bool:
+        """Whether the task has an eligible group for each of its turns in the next batch."""
+        count, window = turns[task], self._window_of(task)
+        if not isinstance(queue, AgedQueue):
+            return queue.count(window) >= count
+        if self._order is not None and task is not None and self._order.window(task, _WIDE) == 1:
+            return queue.count(window=1) >= count  # the turns were dealt with other weights
+
+        def version_of(num_before: int) -> int:
+            if self._order is not None and task is not None:
+                num_before = self._order.turns_before(task, count + num_before) - turns.total()
+            return version + 1 + num_before // self._groups_per_step
+
+        return queue.can_give(count, version_of)
+
+    def _next_turns(self, size: int) -> Counter[str | None]:
+        """Number of turns of each task in the next batch."""
+        if self._order is None:
+            return Counter({None: size})
+        if self._turns.total() != size:
+            self._turns = Counter(self._order.turns(size))
+        return self._turns
+
+    def _window_of(self, task: str | None) -> int:
+        return self._window if self._order is None or task is None else self._order.window(task, self._window)
+
+    def _task_of(self, index: int) -> str | None:
+        return None if self._order is None else self._order.task_of(index)
+
+
+_WIDE = 1 << 30
+
+
+def _is_done(lease: Lease) -> bool:
+    return lease.state is GroupState.DONE

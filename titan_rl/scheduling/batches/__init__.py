@@ -1,1 +1,0 @@
-"""Which finished groups make a batch, and what a batch is."""

@@ -1,1 +1,0 @@
-"""Which task a group is of, and with which of its samples."""

@@ -1,0 +1,355 @@
+"""Mix of tasks: the task and the sample that the group at each position in the data plays."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from titan_rl.core.errors import CheckpointError
+from titan_rl.rollout.task import calling
+from titan_rl.scheduling.curriculum import Curriculum, CurriculumState
+from titan_rl.scheduling.turns import Shares, TaskTurns
+
+
+@dataclass(frozen=True, slots=True)
+class Assigned:
+    """The group at a position in the data plays a sample of a task."""
+
+    index: int
+    task: str  # its name
+    sample: int  # number of the task's training sample
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The group at a position has ended."""
+
+    index: int
+    rewards: tuple[float, ...]  # of its rollouts that have one
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """The group at a position is not trained on."""
+
+    index: int
+
+
+MixEvent = Assigned | Result | Dropped
+
+
+KEYS = frozenset({"weights", "taken", "places", "turns", "old_turns", "curricula", "open"})
+"""Keys of `Position.to_json`."""
+
+
+@dataclass(slots=True)
+class OpenGroup:
+    """A group that is neither trained nor dropped."""
+
+    task: str
+    sample: int
+    place: int  # among all groups of the task
+    is_told: bool = False  # its curriculum has its result
+    in_batch: bool = False
+
+
+@dataclass(slots=True)
+class Position:
+    """State of a mix: all that is needed to continue it."""
+
+    weights: dict[str, float]
+    shares: Shares
+    places: dict[str, int]  # groups that each task has had
+    curricula: dict[str, CurriculumState]
+    turns: TaskTurns = field(default_factory=TaskTurns)
+    open: dict[int, OpenGroup] = field(default_factory=dict[int, OpenGroup])  # by position in the data
+
+    def to_json(self) -> dict[str, Any]:
+        """State as JSON values.
+
+        Raises:
+            DataError: the state of a curriculum cannot be written as JSON.
+        """
+        return {
+            "weights": dict(self.weights),
+            "taken": dict(self.shares.taken),
+            "places": dict(self.places),
+            "turns": self.turns.all(),
+            "old_turns": self.turns.num_old,
+            "curricula": {name: json_copy(name, state) for name, state in self.curricula.items()},
+            "open": [
+                [index, group.task, group.sample, group.place, group.is_told]
+                for index, group in sorted(self.open.items())
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, state: Mapping[str, Any], tasks: Collection[str]) -> Position:
+        """Position from the result of `to_json`.
+
+        Args:
+            tasks: names of the run's tasks.
+
+        Raises:
+            CheckpointError: `state` is damaged, or has other tasks.
+        """
+        if complaint := _complaint(state):
+            raise _unreadable(complaint)
+        if set(state["weights"]) != set(tasks):
+            raise CheckpointError(
+                f"the run was saved with the tasks {', '.join(state['weights'])}, and continues with "
+                f"{', '.join(tasks)}; name the tasks as they were"
+            )
+        try:
+            position = cls(
+                dict(state["weights"]),
+                Shares(state["weights"], state["taken"]),
+                dict(state["places"]),
+                json.loads(json.dumps(state["curricula"])),
+                TaskTurns(state["turns"], int(state["old_turns"])),
+                {int(index): OpenGroup(*group) for index, *group in state["open"]},
+            )
+            for group in position.open.values():
+                if not position.turns.fill(group.task):
+                    raise ValueError(f"a group of task {group.task!r} has no turn")
+            return position
+        except (TypeError, ValueError) as error:
+            raise _unreadable(str(error)) from error
+
+
+def json_copy(name: str, state: CurriculumState) -> CurriculumState:
+    """Copy of the state of a task's curriculum, made through JSON.
+
+    Raises:
+        DataError: the copy differs.
+    """
+    with calling(f"the curriculum's state, {name!r},"):
+        copy = json.loads(json.dumps(state, allow_nan=False))
+        if copy != state:
+            raise TypeError(f"{state!r} comes back from JSON as {copy!r}; names must be strings, and sequences lists")
+    return copy
+
+
+def _complaint(state: Mapping[str, Any]) -> str:
+    """Problem with the keys of a state; empty if there is none."""
+    found = set(state)
+    parts = [
+        f"{what} {', '.join(map(repr, sorted(keys)))}"
+        for what, keys in (("lacks", KEYS - found), ("has an unknown", found - KEYS))
+        if keys
+    ]
+    if parts:
+        return f"it {' and '.join(parts)}"
+    for key in ("weights", "taken", "places", "curricula"):
+        if not isinstance(state[key], dict) or set(state[key]) != set(state["weights"]):
+            return f"{key!r} must be a table with an entry for each task"
+    return ""
+
+
+def _unreadable(complaint: str) -> CheckpointError:
+    return CheckpointError(
+        f"the state of the task mix ('tasks' of run_state.json) cannot be read: {complaint}. Another version of "
+        "titan_rl wrote it, or it was edited: continue with that version, or write the weights with titan-rl export "
+        "and start a run with them as model.path"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Weight and curriculum of one task in a mix.
+
+    Args:
+        weight: divided by the sum of all weights, the task's share of the groups.
+    """
+
+    weight: float
+    curriculum: Curriculum
+
+
+class TaskMix:
+    """Assigns the positions in the data to the tasks of a run, and orders their training.
+
+    Each task has its share of the groups that are trained on, regardless of drops. A batch takes the first turns, and a
+    group of the turn's task for each. A turn is dealt when a group is admitted, deterministically by weight (`Shares`),
+    and stays when that group is dropped: the next group to be admitted fills the first free turn. So there are never
+    more turns than slots, and with data order within each task a group is trained on no later than the turn it was
+    admitted for. The samples of a task are chosen by its curriculum.
+
+    The mix depends on the order in which groups end, so it reports each event. A mix that is given `state` and the
+    events since then continues as this one.
+
+    Args:
+        tasks: by their names.
+        note: called with each event.
+        state: earlier result of `state`; by default the mix starts from the beginning.
+        events: events since then, or those that were not lost.
+        is_settled: whether the group at a position was trained or dropped before `state` was taken.
+        is_dropped: whether it was trained or dropped by the time of the last event.
+
+    Raises:
+        CheckpointError: the state is damaged, or has other tasks.
+        DataError: a curriculum failed.
+    """
+
+    def __init__(
+        self,
+        tasks: Mapping[str, Share],
+        note: Callable[[MixEvent], None] = lambda event: None,
+        *,
+        state: Mapping[str, Any] | None = None,
+        events: Iterable[MixEvent] = (),
+        is_settled: Callable[[int], bool] = lambda index: False,
+        is_dropped: Callable[[int], bool] = lambda index: False,
+    ) -> None:
+        self._tasks = tasks
+        self._note = note
+        self._unchecked = {(name, kind) for name in tasks for kind in (Assigned, Result)}
+        weights = {name: share.weight for name, share in tasks.items()}
+        self._at = Position.from_json(state, tasks) if state else self._beginning(weights)
+        for event in events:
+            if not is_settled(event.index):
+                self._apply(event)
+        for index in [index for index in self._at.open if is_dropped(index)]:
+            self._apply(Dropped(index))  # else its turn would wait for a group that is never played
+        by_place = sorted(self._at.open, key=self.place_of)
+        self._restored = {  # groups that are not admitted yet, by their task's order
+            name: {index: None for index in by_place if self._at.open[index].task == name} for name in tasks
+        }
+        if self._at.weights != weights:  # turns dealt with other weights are not compensated
+            self._at.weights, self._at.shares = weights, Shares(weights)
+            self._at.turns.become_old()
+
+    def assignment(self, index: int) -> Assigned:
+        """Task and sample of the group at a position; the same at every call until it is settled."""
+        if (group := self._at.open.get(index)) is None:
+            task = self._at.turns.first_free() or self._at.shares.next()
+            event = Assigned(index, task, self._next_sample(task))
+            self._happens(event)
+            return event
+        return Assigned(index, group.task, group.sample)
+
+    def admitted(self, index: int) -> None:
+        """Note that the group at a position has a slot."""
+        self._restored[self.assignment(index).task].pop(index, None)
+
+    def next_restored(self) -> int | None:
+        """The group of an earlier run to admit next: that of the first turn without an admitted group.
+
+        None if that turn is free, or there are no turns; then a group without a turn is to be admitted. So no admitted
+        group has as many turns before it as there are slots.
+        """
+        task = self._at.turns.first_free({name: len(groups) for name, groups in self._restored.items()})
+        return None if task is None else next(iter(self._restored[task]), None)
+
+    def turns(self, count: int) -> list[str]:
+        """Tasks of the next `count` turns that are not in a batch, or of as many as there are, the next one first."""
+        return self._at.turns.next(count)
+
+    def turns_before(self, task: str, number: int) -> int:
+        """Number of those turns before the task's turn that has `number` of the same task before it."""
+        return self._at.turns.before(task, number)
+
+    def batched(self, indices: Iterable[int]) -> None:
+        """Note that groups are in a batch."""
+        for index in indices:
+            group = self._at.open[index]
+            if not group.in_batch:
+                group.in_batch = True
+                self._at.turns.batched(group.task)
+
+    def window(self, task: str, window: int) -> int:
+        """Places of its task by which a finished group may overtake, so that no other is moved by `window` turns.
+
+        With share w, k + 1 turns of a task span at most (k + 1) / w turns, rounded up.
+        """
+        if self._at.turns.num_old:
+            return 1
+        share = self._at.shares.of(task)
+        return window if share == 1 else max(1, math.floor((window - 1) * share))
+
+    def place_of(self, index: int) -> int:
+        """Place of an open group among all groups that its task has had."""
+        return self._at.open[index].place
+
+    def task_of(self, index: int) -> str | None:
+        """Task of the group at a position; None if it has not begun, or is settled."""
+        return None if (group := self._at.open.get(index)) is None else group.task
+
+    def finished(self, index: int, rewards: Sequence[float]) -> None:
+        """Note that the group at a position has ended with these rewards. Its curriculum receives them once."""
+        if not self._at.open[index].is_told:
+            self._happens(Result(index, tuple(rewards)))
+
+    def dropped(self, index: int) -> None:
+        """Note that the group at a position is not trained on."""
+        if index in self._at.open:  # else it had not begun
+            self._happens(Dropped(index))
+
+    def trained(self, indices: Iterable[int]) -> None:
+        """Remove groups that the saved weights were trained on; `state` leaves them out."""
+        for index in indices:
+            if (group := self._at.open.pop(index, None)) is not None:
+                self._at.turns.take(group.task, in_batch=group.in_batch)
+
+    def state(self) -> dict[str, Any]:
+        """State of the mix as JSON values.
+
+        Raises:
+            DataError: the state of a curriculum cannot be written as JSON.
+        """
+        return self._at.to_json()
+
+    def _beginning(self, weights: dict[str, float]) -> Position:
+        curricula: dict[str, CurriculumState] = {}
+        for name, share in self._tasks.items():
+            with calling(f"curriculum.begin, {name!r}"):
+                curricula[name] = share.curriculum.begin()
+            json_copy(name, curricula[name])
+        return Position(weights, Shares(weights), dict.fromkeys(weights, 0), curricula)
+
+    def _happens(self, event: MixEvent) -> None:
+        task = event.task if isinstance(event, Assigned) else self._at.open[event.index].task
+        self._apply(event)
+        if (task, type(event)) in self._unchecked:  # fail early on a state that cannot be saved
+            self._unchecked.discard((task, type(event)))
+            json_copy(task, self._at.curricula[task])
+        self._note(event)
+
+    def _apply(self, event: MixEvent) -> None:
+        """Apply an event. A repeated event, or one of an unknown group, changes nothing."""
+        at = self._at
+        group = at.open.get(event.index)
+        match event:
+            case Assigned(index, task, sample) if group is None:
+                if not at.turns.fill(task):
+                    at.shares.take(task)
+                    at.turns.deal(task)
+                with calling(f"curriculum.given({sample}), {task!r}"):
+                    self._tasks[task].curriculum.given(at.curricula[task], sample)
+                at.open[index] = OpenGroup(task, sample, at.places[task])
+                at.places[task] += 1
+            case Result(rewards=rewards) if group is not None and not group.is_told:
+                group.is_told = True
+                with calling(f"curriculum.finished({group.sample}, {list(rewards)}), {group.task!r}"):
+                    self._tasks[group.task].curriculum.finished(at.curricula[group.task], group.sample, rewards)
+            case Dropped(index) if group is not None:
+                del at.open[index]
+                at.turns.free(group.task, in_batch=group.in_batch)
+            case _:
+                pass
+
+    def _next_sample(self, task: str) -> int:
+        with calling(f"curriculum.next_sample, {task!r}"):
+            state = self._at.curricula[task]
+            place = self._at.places[task]
+            is_checked = place & (place - 1) == 0  # 0, 1, 2, 4, 8 ...: a state may be large
+            before = repr(state) if is_checked else ""
+            sample: Any = self._tasks[task].curriculum.next_sample(state)
+            if is_checked and repr(state) != before:
+                raise TypeError("it changed the state, and may be asked again; `given` is what changes it")
+            if not isinstance(sample, int) or not 0 <= sample < 2**63:  # the journal keeps it in 64 bits
+                raise TypeError(f"it gave {sample!r}; it must give the number of a sample, from 0 to 2**63 - 1")
+        return sample
