@@ -20,8 +20,7 @@ from own_venv import asked_for, python_with
 from prometheus_client.parser import text_string_to_metric_families
 
 from titan_rl.core.errors import MissingExtraError
-from titan_rl.metrics.sinks.prometheus_sink import sample
-from titan_rl.metrics.sinks.registry import BY_NAME, find_sink
+from titan_rl.metrics.sinks.registry import BY_NAME, find_sink, sample
 from titan_rl.metrics.sinks.settings import NAMES, LoggingConfig, PrometheusConfig, WandbConfig
 from titan_rl.metrics.sinks.types import MetricSink, SinkSpec
 from titan_rl.run.directory import RunDirectory

@@ -132,7 +132,7 @@ def test_a_name_has_the_most_exact_entry(name: str, entry: str):
 def test_what_stands_in_the_places_of_an_entry_is_told():
     match = match_metric("validation/hard/reward/in place")
     assert match is not None
-    assert (match.metric.name, match.places) == (
+    assert (match.metric.name, match.labels) == (
         "validation/<suite>/reward/<reward>",
         {"suite": "hard", "reward": "in place"},
     )

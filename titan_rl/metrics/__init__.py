@@ -1,1 +1,1 @@
-"""Every metric that titan_rl writes: what it means, and what to do where it is not as it should be."""
+"""Descriptions of all metrics that titan_rl writes: their meaning, normal values, and advice for other values."""

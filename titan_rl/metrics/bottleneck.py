@@ -1,8 +1,8 @@
-"""What the steps of a run spend most of their time on, and what to do about it.
+"""Bottleneck of a run: the activity that takes most of its steps' time, and advice against it.
 
-It is told by `metrics.jsonl` alone. The stages of the training loop say when it was held up by training, by the way of
-the weights, by validation and checkpoints. It waits for a batch because of generation for as long as the engines were
-busy, and for the rest of that because of environments and rewards, as rollouts spent their time in them.
+It is computed from `metrics.jsonl` alone. Training, weight sync, validation and checkpoints are stages of the training
+loop, whose times are measured. The wait for a batch is attributed to generation for as long as the engines were busy.
+The rest of it is shared between environments and rewards in proportion to the time that rollouts spent in each.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ADVICE = {
     "validation": "a larger validation.interval, or a smaller validation.num_prompts",
     "checkpoints": "a larger checkpoint.interval, or a faster disk",
 }
-"""What helps against each."""
+"""Advice by bottleneck."""
 
 _STAGES = {
     "time/samples_s": "training",
@@ -37,11 +37,12 @@ _STAGES = {
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
-    """
+    """Activity that takes most of the time of steps.
+
     Args:
-        name: one of `ADVICE`.
-        share: of the steps' time that is spent on it, in [0, 1].
-        sentence: for a person, with what may help.
+        name: A key of `ADVICE`.
+        share: Its share of the steps' time, in [0, 1].
+        sentence: Message for a person, with the advice.
     """
 
     name: str
@@ -50,13 +51,13 @@ class Bottleneck:
 
 
 def bottleneck(records: Iterable[Mapping[str, Any]]) -> Bottleneck | None:
-    """Of one step, or of several together.
+    """The bottleneck of one step, or of several steps together.
 
     Args:
-        records: of `metrics.jsonl`. Those that are of no step are left out.
+        records: Records of `metrics.jsonl`. Records that belong to no step are ignored.
 
     Returns:
-        None where no record says how long a step's stages took.
+        None if no record has the times of a step's stages.
 
     Example:
 
@@ -71,7 +72,7 @@ def bottleneck(records: Iterable[Mapping[str, Any]]) -> Bottleneck | None:
 
 
 def bottleneck_of(parts: Mapping[str, float]) -> Bottleneck | None:
-    """Of sums of `parts_of`; None where nothing took any time."""
+    """The bottleneck by sums of `parts_of`; None if nothing took any time."""
     total = sum(parts.values())
     if not total:
         return None
@@ -81,7 +82,7 @@ def bottleneck_of(parts: Mapping[str, float]) -> Bottleneck | None:
 
 
 def parts_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds of one step by what they were spent on; none of a record that does not say."""
+    """Seconds of one step by activity; empty if the record does not have them."""
     if "time/train_s" not in record:
         return {}
     parts: defaultdict[str, float] = defaultdict(float)

@@ -1,4 +1,4 @@
-"""What is said of a metric."""
+"""Description of one metric, and the groups that metrics are shown in."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class MetricGroup(StrEnum):
-    """What a metric is shown among, in this order."""
+    """Groups of metrics, in the order in which they are shown."""
 
     REWARD = "Reward"
     ENDS = "Ends and lengths"
@@ -25,14 +25,14 @@ class MetricGroup(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One entry of the table.
+    """One entry of the table of metrics.
 
     Args:
-        name: as in `metrics.jsonl`. A part in angle brackets stands for a name of the run's: "task/<task>/share".
-        unit: "" for a number without one.
-        help: a sentence.
-        normal: what it is where all is well, where that can be said.
-        otherwise: what to do where it is not.
+        name: Name in `metrics.jsonl`. A part in angle brackets is variable, such as a task's name: "task/<task>/share".
+        unit: "" for a number without a unit.
+        help: One sentence.
+        normal: Values of a healthy run, where they can be stated.
+        otherwise: Advice for other values.
     """
 
     name: str
@@ -44,5 +44,5 @@ class Metric:
 
     @property
     def is_open(self) -> bool:
-        """It stands for whatever names a task, a reward or an engine of the user's gives."""
+        """Whether the name is chosen by a task, a reward or an engine of the user."""
         return self.name.endswith(("<reward>", "<metric>", "<gauge>", "<gauge>_mean", "<gauge>_max", "<measure>"))

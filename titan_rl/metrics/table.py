@@ -1,4 +1,4 @@
-"""The table of all metrics, and what an entry of it says of a name."""
+"""Table of all metrics, and the lookup of a name of `metrics.jsonl` in it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from titan_rl.metrics.metric import Metric, MetricGroup
-from titan_rl.metrics.of_engines import ENGINE_METRICS
-from titan_rl.metrics.of_rollouts import ROLLOUT_METRICS
-from titan_rl.metrics.of_running import (
+from titan_rl.metrics.rollouts import ROLLOUT_METRICS
+from titan_rl.metrics.system import (
+    ENGINE_METRICS,
     HOST_METRICS,
     SCHEDULING_METRICS,
     SERVER_METRICS,
     SPEED_METRICS,
     SYNC_METRICS,
 )
-from titan_rl.metrics.of_training import TRAINING_METRICS
+from titan_rl.metrics.training import TRAINING_METRICS
 
 VALIDATION, TASKS = MetricGroup.VALIDATION, MetricGroup.TASKS
 
@@ -56,7 +56,7 @@ VALIDATION_METRICS = (
     Metric("validation/<measure>", "", "What the task's `measure` says of its held-out groups.", VALIDATION),
     Metric("validation/<suite>/<measure>", "", "The same, of one suite.", VALIDATION),
 )
-"""Beside these, `validation/<name>` and `validation/<suite>/<name>` for each `rollout/<name>` and `completion/...`."""
+"""There are also `validation/<name>` and `validation/<suite>/<name>` for each `rollout/<name>` and `completion/...`."""
 
 TASK_METRICS = (
     Metric("task/<task>/num_groups", "groups", "Groups of one task that the step was trained on.", TASKS),
@@ -72,7 +72,7 @@ TASK_METRICS = (
         replace(
             metric,
             name=f"task/<task>/{metric.name.removeprefix('rollout/')}",
-            help=f"As {metric.name}, of one task.",
+            help=f"{metric.name} of one task.",
             normal="",
             otherwise="",
             group=TASKS,
@@ -106,22 +106,22 @@ METRICS: tuple[Metric, ...] = (
     *TASK_METRICS,
     *SERVER_METRICS,
 )
-"""By their groups, in the order of `MetricGroup`."""
+"""All metrics, sorted by group in the order of `MetricGroup`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What a name in `metrics.jsonl` is.
+    """Entry of a name in `metrics.jsonl`, with the values of its variable parts.
 
     Args:
-        metric: its entry. Of held-out rollouts it is made of that of the others.
-        places: what stands in the places of the entry's angle brackets.
+        metric: The entry. That of a metric of held-out rollouts is derived from the training metric.
+        labels: Values of the parts in angle brackets.
 
-    Example: `task/sums/share` is of the entry `task/<task>/share`, with the places {"task": "sums"}.
+    Example: `task/sums/share` matches the entry `task/<task>/share`, with the labels {"task": "sums"}.
     """
 
     metric: Metric
-    places: Mapping[str, str]
+    labels: Mapping[str, str]
 
 
 def find_metric(name: str) -> Metric | None:
@@ -134,47 +134,47 @@ def find_metric(name: str) -> Metric | None:
 
 
 def match_metric(name: str) -> Match | None:
-    """The entry of a name in `metrics.jsonl`, the most exact one, and what stands in its places."""
+    """The most specific entry of a name in `metrics.jsonl`, and the values of its variable parts."""
     match = _entry(name)
     if name.startswith("validation/") and (match is None or match.metric.is_open):
-        return _of_held_out(name) or match
+        return _held_out(name) or match
     return match
 
 
-def _of_held_out(name: str) -> Match | None:
-    """What is said of rollouts in training is said of held-out ones, too."""
+def _held_out(name: str) -> Match | None:
+    """The entry of a metric of held-out rollouts, derived from that of the training rollouts."""
     rest = name.removeprefix("validation/")
-    suite, _, of_suite = rest.partition("/")
-    for inner, prefix, places in ((rest, "validation", {}), (of_suite, "validation/<suite>", {"suite": suite})):
+    suite, _, in_suite = rest.partition("/")
+    for inner, prefix, labels in ((rest, "validation", {}), (in_suite, "validation/<suite>", {"suite": suite})):
         full = inner if inner.startswith("completion/") else f"rollout/{inner}"
         if (match := _entry(full)) is not None:
             metric = match.metric
-            told = replace(
+            derived = replace(
                 metric,
                 name=f"{prefix}/{metric.name.removeprefix('rollout/')}",
                 help=f"{metric.help} Of held-out samples.",
                 group=VALIDATION,
             )
-            return Match(told, {**places, **match.places})
+            return Match(derived, {**labels, **match.labels})
     return None
 
 
 def _entry(name: str) -> Match | None:
     found = [Match(metric, match.groupdict()) for metric in METRICS if (match := _pattern(metric.name).fullmatch(name))]
-    return min(found, key=lambda match: (match.metric.is_open, len(match.places)), default=None)
+    return min(found, key=lambda match: (match.metric.is_open, len(match.labels)), default=None)
 
 
 @cache
 def _pattern(name: str) -> re.Pattern[str]:
-    return re.compile("".join(_place(part) for part in re.split(r"(<\w+>)", name)))
+    return re.compile("".join(_part_pattern(part) for part in re.split(r"(<\w+>)", name)))
 
 
-def _place(part: str) -> str:
-    """Names of a run have no slash; what users name may have."""
+def _part_pattern(part: str) -> str:
     if not part.startswith("<"):
         return re.escape(part)
     name = part.strip("<>")
-    return f"(?P<{name}>{_PLACES.get(name, '.+')})"
+    return f"(?P<{name}>{_PATTERNS.get(name, '.+')})"
 
 
-_PLACES = {"task": "[^/]+", "suite": "[^/]+", "seat": "[^/]+", "measure": "[^/]+", "age": r"-?\d+", "host": "[^/]+"}
+_PATTERNS = {"task": "[^/]+", "suite": "[^/]+", "seat": "[^/]+", "measure": "[^/]+", "age": r"-?\d+", "host": "[^/]+"}
+"""Names that the library checks have no slash; other names of users may have one."""

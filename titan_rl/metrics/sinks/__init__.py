@@ -1,1 +1,1 @@
-"""Where the metrics of a run go beside its folder: Weights & Biases, TensorBoard, trackio, Prometheus, or your own."""
+"""Metric sinks besides the run's folder: Weights & Biases, TensorBoard, trackio, Prometheus, or your own."""

@@ -1,77 +1,224 @@
-"""The sinks by name: the library's own, or the user's as "module:function".
+"""Metric sinks by name: Weights & Biases, TensorBoard, trackio, Prometheus, or the user's as "module:function".
 
-Importing this imports no sink: what one needs is imported by the function that makes it.
+Importing this module imports none of these packages: each sink imports its own when it is made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from titan_rl.core.calls.imports import find_function, require
 from titan_rl.core.errors import ConfigError
 from titan_rl.metrics.sinks.types import MetricSink, SinkSpec
+from titan_rl.metrics.table import match_metric
+
+CLOSE_TIMEOUT_S = 5.0
+
+
+class WandbSink:
+    """Weights & Biases run whose files lie in the run's folder. A resumed run continues the same W&B run.
+
+    Raises:
+        MissingExtraError: wandb is not installed.
+    """
+
+    def __init__(self, spec: SinkSpec) -> None:
+        wandb = require("wandb", "cpu")
+        options = spec.settings.wandb
+        self._run = wandb.init(
+            project=options.project,
+            entity=options.entity,
+            group=options.group,
+            tags=list(options.tags) or None,
+            mode=options.mode,
+            id=spec.run,
+            resume="allow" if spec.step else None,
+            name=spec.run,
+            dir=str(spec.folder),
+        )
+        self._run.define_metric("*", step_metric="step")
+        if spec.config.exists():
+            self._run.save(str(spec.config), base_path=str(spec.folder), policy="now")
+        if url := self._run.url:
+            spec.tell(f"Weights & Biases: {url}")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        # W&B's own step counter must rise with every call, but a step's validation follows its training.
+        self._run.log({"step": step, **metrics})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class TensorBoardSink:
+    """TensorBoard events under `tensorboard/` of the run's folder. Steps that are run again replace the earlier events.
+
+    Raises:
+        MissingExtraError: tensorboard is not installed.
+    """
+
+    def __init__(self, spec: SinkSpec) -> None:
+        require("tensorboard", "cpu")
+        module = require("torch.utils.tensorboard", "cpu")
+        folder = spec.folder / "tensorboard"
+        self._writer = module.SummaryWriter(
+            str(folder),
+            purge_step=spec.step + 1 if spec.step else None,
+            flush_secs=spec.settings.tensorboard.flush_s,
+        )
+        if spec.config.exists():
+            self._writer.add_text("config", f"```toml\n{spec.config.read_text(encoding='utf-8')}\n```")
+        spec.tell(f"TensorBoard: tensorboard --logdir {folder}")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class TrackioSink:
+    """trackio run, on this machine or in a Hugging Face Space. A resumed run continues the same trackio run.
+
+    Raises:
+        MissingExtraError: trackio is not installed.
+    """
+
+    def __init__(self, spec: SinkSpec) -> None:
+        trackio = require("trackio", "trackio")
+        options = spec.settings.trackio
+        self._run = trackio.init(
+            project=options.project,
+            name=spec.run,
+            space_id=options.space,
+            resume="allow" if spec.step else "never",
+            embed=False,
+        )
+        spec.tell(f"trackio: {options.space or f'trackio show --project {options.project}'}")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One gauge of Prometheus: `task/sums/share` is `titan_rl_task_share{task="sums"}`."""
+
+    family: str
+    help: str
+    labels: Mapping[str, str]
+    value: float
+
+
+class PrometheusSink:
+    """Endpoint `/metrics` with the newest value of each metric.
+
+    Metrics are gauges. Their labels are `run` and the variable parts of the metric's name: task, suite, seat, reward,
+    reason. titan_rl_step and titan_rl_record_timestamp_seconds are added, the latter for an alarm when records stop.
+
+    Raises:
+        MissingExtraError: prometheus-client is not installed.
+        OSError: the port is taken, or the address is none of this machine.
+    """
+
+    def __init__(self, spec: SinkSpec) -> None:
+        self._client: Any = require("prometheus_client", "serve")
+        self._core: Any = require("prometheus_client.core", "serve")
+        options = spec.settings.prometheus
+        self._run = spec.run
+        self._latest: dict[str, Sample] = {}
+        registry = self._client.CollectorRegistry()
+        registry.register(self)
+        self._server, self._thread = self._client.start_http_server(options.port, options.host, registry)
+        self.url = f"http://{options.host}:{self._server.server_port}/metrics"
+        spec.tell(f"Prometheus: {self.url}")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        own = {
+            "step": Sample("titan_rl_step", "Newest step that has a record.", {}, step),
+            "time": Sample("titan_rl_record_timestamp_seconds", "When its newest record came.", {}, time.time()),
+        }
+        # A scrape runs in a thread of its own, so the dictionary that it reads is replaced, not changed.
+        self._latest = {**self._latest, **{name: sample(name, value) for name, value in metrics.items()}, **own}
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+    def collect(self) -> Iterator[Any]:
+        """The metric families of a scrape. Called by the registry."""
+        families: defaultdict[str, list[Sample]] = defaultdict(list)
+        for one in self._latest.values():
+            families[one.family].append(one)
+        for name, samples in families.items():
+            labels = sorted({label for one in samples for label in one.labels})
+            family = self._core.GaugeMetricFamily(name, samples[0].help, labels=["run", *labels])
+            for one in samples:
+                family.add_metric([self._run, *(one.labels.get(label, "") for label in labels)], one.value)
+            yield family
+
+
+def sample(name: str, value: float) -> Sample:
+    """A metric under a name and labels that Prometheus allows.
+
+    Example: `sample("scheduling/dropped/too_old", 2.0)` is
+    `Sample("titan_rl_scheduling_dropped", ..., {"reason": "too_old"}, 2.0)`.
+    """
+    match = match_metric(name)
+    pattern = name if match is None else match.metric.name
+    family = re.sub(r"[^a-zA-Z0-9]+", "_", f"titan_rl_{re.sub(r'<[a-z]+>', '', pattern)}").strip("_")
+    if match is None:
+        return Sample(family, "", {}, value)
+    return Sample(family, match.metric.help, match.labels, value)
 
 
 @dataclass(frozen=True, slots=True)
 class SinkKind:
-    """How a sink is made, and what it needs. A plain function from `SinkSpec` to `MetricSink` is of a kind that needs
-    nothing."""
+    """Constructor and requirements of a sink.
+
+    A plain function from `SinkSpec` to `MetricSink` becomes a kind without requirements.
+    """
 
     make: Callable[[SinkSpec], MetricSink]  # may take long: it is called in a thread
     title: str  # for messages
-    modules: tuple[str, ...] = ()  # that it needs
-    extra: str = ""  # of titan_rl, that brings them
+    modules: tuple[str, ...] = ()  # required modules
+    extra: str = ""  # extra of titan_rl that installs them
 
     def check(self) -> None:
-        """
+        """Import the required modules.
+
         Raises:
-            MissingExtraError: what it needs is not installed.
+            MissingExtraError: a module is not installed.
         """
         for module in self.modules:
             require(module, self.extra)
 
 
-def _wandb(spec: SinkSpec) -> MetricSink:
-    from titan_rl.metrics.sinks.wandb_sink import WandbSink
-
-    return WandbSink(spec)
-
-
-def _tensorboard(spec: SinkSpec) -> MetricSink:
-    from titan_rl.metrics.sinks.tensorboard_sink import TensorBoardSink
-
-    return TensorBoardSink(spec)
-
-
-def _trackio(spec: SinkSpec) -> MetricSink:
-    from titan_rl.metrics.sinks.trackio_sink import TrackioSink
-
-    return TrackioSink(spec)
-
-
-def _prometheus(spec: SinkSpec) -> MetricSink:
-    from titan_rl.metrics.sinks.prometheus_sink import PrometheusSink
-
-    return PrometheusSink(spec)
-
-
 BY_NAME = {
     # The extra "cpu" brings both, as dependencies of torchtitan.
-    "wandb": SinkKind(_wandb, "Weights & Biases", ("wandb",), "cpu"),
-    "tensorboard": SinkKind(_tensorboard, "TensorBoard", ("tensorboard",), "cpu"),
-    "trackio": SinkKind(_trackio, "trackio", ("trackio",), "trackio"),
-    "prometheus": SinkKind(_prometheus, "Prometheus", ("prometheus_client",), "serve"),
+    "wandb": SinkKind(WandbSink, "Weights & Biases", ("wandb",), "cpu"),
+    "tensorboard": SinkKind(TensorBoardSink, "TensorBoard", ("tensorboard",), "cpu"),
+    "trackio": SinkKind(TrackioSink, "trackio", ("trackio",), "trackio"),
+    "prometheus": SinkKind(PrometheusSink, "Prometheus", ("prometheus_client",), "serve"),
 }
-"""The library's own that `logging.sinks` names."""
+"""Sinks of the library, by their names in `logging.sinks`."""
 
 
 def find_sink(name: str) -> SinkKind:
     """The kind of sink that `logging.sinks` names.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is no sink of that name.
     """
     found: Any = find_function("logging.sinks", name, BY_NAME)
     return found if isinstance(found, SinkKind) else SinkKind(_checked(name, found), name)

@@ -1,4 +1,4 @@
-"""The table [logging]: where metrics go beside the run's folder."""
+"""Settings of the table [logging]: metric sinks, transcripts and traces."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from titan_rl.core.settings import FunctionName, Section, TakesEffect
 
 NAMES = ("wandb", "tensorboard", "trackio", "prometheus")
-"""The library's own sinks, see `titan_rl.metrics.sinks.registry`."""
+"""Sinks of the library, see `titan_rl.metrics.sinks.registry`."""
 
 
 class WandbConfig(Section):
@@ -20,11 +20,11 @@ class WandbConfig(Section):
     entity: str | None = None
     """User or team; by default yours."""
     group: str | None = None
-    """Runs that belong together."""
+    """Group of runs that belong together."""
     tags: tuple[str, ...] = Field(default=(), strict=False)
-    """Of the run."""
+    """Tags of the run."""
     mode: Literal["online", "offline"] | None = None
-    """offline needs no login, and writes to the run's folder for `wandb sync`; by default what WANDB_MODE says."""
+    """offline needs no login, and writes to the run's folder for `wandb sync`. Defaults to WANDB_MODE."""
 
 
 class TensorBoardConfig(Section):
@@ -40,33 +40,33 @@ class TrackioConfig(Section):
     project: str = "titan_rl"
     """Project to log to."""
     space: str | None = None
-    """A Hugging Face Space, `user/name`, that shows the runs; by default they are shown here, by `trackio show`."""
+    """Hugging Face Space, `user/name`, that shows the runs. By default `trackio show` shows them on this machine."""
 
 
 class PrometheusConfig(Section):
-    """An endpoint /metrics that Prometheus scrapes, where `logging.sinks` names prometheus."""
+    """Endpoint /metrics that Prometheus scrapes, where `logging.sinks` names prometheus."""
 
     host: str = "127.0.0.1"
-    """Address that it listens on. Whoever reaches it reads the metrics: it asks for no key."""
+    """Address that it listens on. It requires no key: anybody who can reach it can read the metrics."""
     port: int = Field(default=9464, ge=0, le=65535)
-    """Port that it listens on; 0 takes one that is free, which is told."""
+    """Port that it listens on; 0 takes a free port, which is reported."""
 
 
 class LoggingConfig(Section):
-    """Where metrics go beside the run's folder, which always has them in metrics.jsonl."""
+    """Metric sinks besides metrics.jsonl of the run's folder, which is always written; transcripts and traces."""
 
     sinks: tuple[Annotated[str, FunctionName(NAMES, ("spec",))], ...] = Field(default=(), strict=False)
-    """Each has a table of options of its own, `[logging.wandb]` for instance. Several are a list: ["wandb", "trackio"].
-    A function of yours makes a `MetricSink` of a `titan_rl.metrics.sinks.types.SinkSpec`."""
+    """Metric sinks, such as ["wandb", "trackio"]. Each has a table of its own options, for instance `[logging.wandb]`.
+    A function of yours takes a `titan_rl.metrics.sinks.types.SinkSpec` and returns a `MetricSink`."""
     transcripts_per_step: NonNegativeInt = 4
-    """Groups a step whose rollouts are written to rollouts.jsonl."""
+    """Groups per step whose rollouts are written to rollouts.jsonl."""
     transcript_tokens: bool = True
-    """Write the tokens of these rollouts, too, each with its text and logprob: about 30 bytes a token."""
+    """Also write the tokens of these rollouts, each with its text and logprob: about 30 bytes per token."""
     trace: bool = True
-    """Write what each process does when into trace/ of the run's folder, for `titan-rl view` and Perfetto."""
+    """Write a timeline of each process to trace/ of the run's folder, for `titan-rl view` and Perfetto."""
     trace_mib: Annotated[PositiveInt, TakesEffect("logging.trace", one_of=(True,))] = 32
-    """Most MiB of a process's trace: some hundred steps of single environment calls, which go first, and many thousand
-    of the rest."""
+    """Largest trace of a process in MiB: a few hundred steps of single environment calls, which are dropped first, and
+    many thousand steps of other events."""
     wandb: Annotated[WandbConfig, TakesEffect("logging.sinks", one_of=("wandb",))] = WandbConfig()
     tensorboard: Annotated[TensorBoardConfig, TakesEffect("logging.sinks", one_of=("tensorboard",))] = (
         TensorBoardConfig()

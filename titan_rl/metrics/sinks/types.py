@@ -1,4 +1,4 @@
-"""What takes metrics, and what it is opened with."""
+"""Interface of metric sinks: `MetricSink`, and the `SinkSpec` that one is opened with."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from titan_rl.metrics.sinks.settings import LoggingConfig
 
 @runtime_checkable
 class MetricSink(Protocol):
-    """Takes the metrics of steps, in order. What it raises is told of, and ends nothing."""
+    """Receives the metrics of steps, in order. Its exceptions are reported, and end nothing."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """
+        """Record the metrics of a step.
+
         Args:
-            step: that they are of; a step may have several records, its validation for instance.
-            metrics: by the names of docs/metrics.md.
+            step: Number of the step. A step may have several records, for instance one of its validation.
+            metrics: Values by the names of docs/metrics.md.
         """
         ...
 
@@ -27,14 +28,14 @@ class MetricSink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SinkSpec:
-    """What a sink is opened with.
+    """Arguments that a sink is opened with.
 
     Args:
-        run: the name of the run's folder.
-        folder: the run's, with its `config.toml`. A sink may write below it.
-        settings: all of `[logging]`.
-        step: that the run goes on from: later ones that the sink has are run again. 0 where it begins.
-        tell: shows a person a line: where to look, for instance.
+        run: Name of the run's folder.
+        folder: The run's folder, with its `config.toml`. A sink may write below it.
+        settings: The table `[logging]`.
+        step: Step from which the run resumes: later steps that the sink has are run again. 0 for a new run.
+        tell: Shows a person one line, for instance the URL of the metrics.
     """
 
     run: str
@@ -45,5 +46,5 @@ class SinkSpec:
 
     @property
     def config(self) -> Path:
-        """The settings of the run as TOML; it need not be there."""
+        """Path of the run's settings as TOML. The file need not exist."""
         return self.folder / "config.toml"

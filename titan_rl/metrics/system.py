@@ -1,11 +1,11 @@
-"""Metrics of where time goes: steps, slots, the way of the weights, hosts, the server."""
+"""Metrics of speed, scheduling, weight sync, engines, hosts and the server."""
 
 from __future__ import annotations
 
 from titan_rl.metrics.metric import Metric, MetricGroup
 
-SPEED, SCHEDULING = MetricGroup.SPEED, MetricGroup.SCHEDULING
-SYNC, HOSTS, SERVER = MetricGroup.SYNC, MetricGroup.HOSTS, MetricGroup.SERVER
+SPEED, SCHEDULING, SYNC = MetricGroup.SPEED, MetricGroup.SCHEDULING, MetricGroup.SYNC
+ENGINES, HOSTS, SERVER = MetricGroup.ENGINES, MetricGroup.HOSTS, MetricGroup.SERVER
 
 SPEED_METRICS = (
     Metric(
@@ -232,4 +232,114 @@ SERVER_METRICS = (
     Metric("titan_rl_clients_gone", "requests", "Requests whose client went away before the answer.", SERVER, "Few."),
     Metric("titan_rl_time_to_first_token_seconds", "s", "From the request to the first token of a completion.", SERVER),
     Metric("titan_rl_completion_seconds", "s", "From the request to the last token of a completion.", SERVER),
+)
+
+ENGINE_METRICS = (
+    Metric("generation/requests_in_flight_max", "requests", "Most requests in flight at once.", ENGINES),
+    Metric(
+        "generation/moved_requests",
+        "requests",
+        "Requests that an emptier generator took over since the step before, where routing.move_below is set.",
+        ENGINES,
+        "Few.",
+        "Each is computed anew on the other generator: a smaller routing.move_below.",
+    ),
+    Metric(
+        "completion/queue_s",
+        "s",
+        "From the request until its engine first ran it.",
+        ENGINES,
+        "Near 0.",
+        "A larger generation.max_running, more generators, or fewer rollouts in flight.",
+    ),
+    Metric("completion/time_to_first_token_s", "s", "From the request to its first token.", ENGINES),
+    Metric("completion/inter_token_s", "s", "Between two tokens of a completion.", ENGINES),
+    Metric("completion/requests_in_flight", "requests", "Requests that its engine had when one came.", ENGINES),
+    Metric("completion/cached_prompt_tokens", "tokens", "Prompt tokens that the prefix cache had.", ENGINES),
+    Metric(
+        "completion/interrupted_s",
+        "s",
+        "Time in which a request waited for a pause, a suspension or another generator, where any did.",
+        ENGINES,
+    ),
+    Metric(
+        "completion/num_resumes",
+        "resumes",
+        "How often a request was sent again behind the tokens that it had, where any was.",
+        ENGINES,
+    ),
+    Metric("completion/completion_tokens", "tokens", "Tokens that a policy behind a URL says it wrote.", ENGINES),
+    Metric("completion/<metric>", "", "Mean of a metric that your engine gives its completions.", ENGINES),
+    Metric("engine/running_requests_mean", "requests", "Requests in the batch of one engine.", ENGINES),
+    Metric("engine/running_requests_max", "requests", "The same, at most.", ENGINES),
+    Metric(
+        "engine/waiting_requests_mean",
+        "requests",
+        "Requests that wait for a place in it.",
+        ENGINES,
+        "Near 0.",
+        "A larger generation.max_running or generation.kv_cache_gib.",
+    ),
+    Metric("engine/waiting_requests_max", "requests", "The same, at most.", ENGINES),
+    Metric(
+        "engine/places_mean",
+        "requests",
+        'Requests that one engine may advance: generation.max_running, or with "auto" what that comes to.',
+        ENGINES,
+        "As many as run.",
+        "A larger generation.kv_cache_gib, if requests wait.",
+    ),
+    Metric("engine/places_max", "requests", "The same, at most.", ENGINES),
+    Metric("engine/kv_cache_usage_mean", "share", "Share of the KV cache that requests hold.", ENGINES, "Below 0.9."),
+    Metric("engine/kv_cache_usage_max", "share", "The same, at most.", ENGINES),
+    Metric(
+        "engine/preemptions",
+        "requests",
+        "Requests that gave up their part of the KV cache, and are computed again.",
+        ENGINES,
+        "0.",
+        'generation.max_running = "auto", a smaller one, or a larger generation.kv_cache_gib.',
+    ),
+    Metric("engine/prefix_cache_queries", "tokens", "Prompt tokens that were looked up in the prefix cache.", ENGINES),
+    Metric(
+        "engine/prefix_cache_hits",
+        "tokens",
+        "Those that it had.",
+        ENGINES,
+        "Most, where rollouts have several turns or long prompts.",
+        'routing.strategy = "group_affinity".',
+    ),
+    Metric("engine/prefix_cache_hit_share", "share", "Share of these prompt tokens that it had.", ENGINES),
+    Metric("engine/drafts", "drafts", "How often tokens were guessed for a request.", ENGINES),
+    Metric("engine/draft_tokens", "tokens", "Tokens that were guessed, and checked by the policy.", ENGINES),
+    Metric("engine/accepted_tokens", "tokens", "Guessed tokens that the policy took.", ENGINES),
+    Metric(
+        "engine/accepted_share",
+        "share",
+        "Share of the guessed tokens that the policy took.",
+        ENGINES,
+        "Above 0.3.",
+        "Fewer generation.speculative.num_speculative_tokens, or another method: what is refused was computed in vain.",
+    ),
+    Metric(
+        "engine/accepted_per_draft",
+        "tokens",
+        "Tokens that a forward pass with guesses gives a request beside the one that it gives without.",
+        ENGINES,
+        "Steady; above 0.5.",
+        "Falling in a run whose guesses come from weights: training moves the policy away from them.",
+    ),
+    Metric("engine/busy_s", "s", "Time of all engines in which they generated or pulled weights.", ENGINES),
+    Metric("engine/idle_s", "s", "Time of all engines in which they had no request, or were paused.", ENGINES),
+    Metric(
+        "engine/idle_share",
+        "",
+        "Share of all engines' time in which they were idle.",
+        ENGINES,
+        "Near 0 with scheduling.max_staleness of 1 or more.",
+        "The engines wait for training, environments or rewards: see the timeline.",
+    ),
+    Metric("engine/<gauge>_mean", "", "Mean over its steps of what your engine's gauges give.", ENGINES),
+    Metric("engine/<gauge>_max", "", "The same, at most.", ENGINES),
+    Metric("engine/<gauge>", "", "What a count of your engine has grown by.", ENGINES),
 )

@@ -1,4 +1,4 @@
-"""Metrics of rollouts: what they earned, how they ended, how long they are."""
+"""Metrics of rollouts: rewards, endings and lengths."""
 
 from __future__ import annotations
 
