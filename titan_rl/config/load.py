@@ -26,7 +26,7 @@ from titan_rl.config.model_folder import (
 )
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import SFTConfig
-from titan_rl.config.tables import dotted, give, read_tables, without_unset
+from titan_rl.config.tables import UNSET, dotted, give, read_tables, without_unset
 from titan_rl.config.task_tables import (
     check_task,
     dump_tasks,
@@ -41,6 +41,7 @@ from titan_rl.core.calls.imports import find_attribute
 from titan_rl.core.errors import ConfigError
 from titan_rl.core.settings import Section
 from titan_rl.rollout.task import Task
+from titan_rl.scheduling.settings import MODES
 from titan_rl.training.settings import MADE_BY_SFT
 
 
@@ -115,12 +116,20 @@ def dump_config(config: RunConfig, *, with_defaults: bool = True) -> str:
     Args:
         with_defaults: also those that are what they are by default.
     """
-    figures = "".join(f"# {line}\n" for line in describe_concurrency(config))
+    mode = config.scheduling.describe_mode()
+    figures = "".join(f"# {line}\n" for line in [*describe_concurrency(config), *([] if mode is None else [mode])])
     tables = config.model_dump(mode="json", exclude_none=True, exclude_defaults=not with_defaults, exclude={"tasks"})
     if suites := [suite_table(suite) for suite in config.validation.suites]:
         tables.setdefault("validation", {})["suites"] = suites
     else:
         tables.get("validation", {}).pop("suites", None)
+    if config.scheduling.mode is not None:  # whatever the mode sets, and what was given in the place of that
+        names = MODES[config.scheduling.mode]
+        tables["scheduling"] |= {
+            name: UNSET if value is None else value
+            for name in names
+            if (value := getattr(config.scheduling, name)) is not None or config.scheduling.window is None
+        }
     return f"{figures}\n{tomli_w.dumps({**tables, **dump_tasks(config.tasks)})}"
 
 

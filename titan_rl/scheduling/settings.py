@@ -3,17 +3,40 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    ModelWrapValidatorHandler,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from titan_rl.core.settings import FunctionName, Section, TakesEffect
 from titan_rl.scheduling.filters import BY_NAME
+
+Mode = Literal["sync", "one_step_off", "streaming", "async"]
+
+MODES: Mapping[Mode, Mapping[str, Any]] = {
+    "sync": {"max_staleness": 0},
+    "one_step_off": {"max_staleness": 1},
+    "streaming": {"max_staleness": 0, "oversample": 0.5},
+    "async": {"max_staleness": 3, "oversample": 1.0, "max_group_age": 7},
+}
+"""Presets of `scheduling.mode`: the settings that each sets where they are not given."""
 
 
 class SchedulingConfig(Section):
     """Number of groups that run, their staleness, and the handling of the long tail."""
 
+    mode: Mode | None = None
+    """Preset of the settings below, each of which may still be given. sync: max_staleness = 0. one_step_off:
+    max_staleness = 1. streaming: max_staleness = 0 and oversample = 0.5. async: max_staleness = 3, oversample = 1.0 and
+    max_group_age = 7, unless window is given."""
     groups_per_step: PositiveInt = 16
     """Groups trained on in one optimizer step."""
     max_staleness: NonNegativeInt = 1
@@ -53,6 +76,21 @@ class SchedulingConfig(Section):
     max_failed_groups: PositiveInt = 8
     """Groups in a row that may be lost to errors before the run stops with the most frequent."""
 
+    @model_validator(mode="wrap")
+    @classmethod
+    def _with_preset(cls, data: Any, check: ModelWrapValidatorHandler[Self]) -> Self:
+        """Fill in what the mode sets. `model_fields_set` has what was given alone."""
+        if not isinstance(data, Mapping):
+            return check(data)
+        given = dict(cast("Mapping[str, Any]", data))
+        preset = _preset(given)
+        made = check({**preset, **given})
+        made.__pydantic_fields_set__.difference_update(preset.keys() - given.keys())
+        if made.mode is not None and all(getattr(made, name) != value for name, value in MODES[made.mode].items()):
+            others = " and ".join(f"{name} = {_told(getattr(made, name))}" for name in MODES[made.mode])
+            raise ValueError(f'mode = "{made.mode}" has no effect where {others}; leave mode out, or the others')
+        return made
+
     @model_validator(mode="after")
     def _has_stale_groups(self) -> Self:
         if self.stale_groups == "mask" and self.max_token_age is None:
@@ -72,9 +110,11 @@ class SchedulingConfig(Section):
                 "overtake others; leave one of them out"
             )
         if self.max_group_age < (least := (self.num_slots - 1) // self.groups_per_step):
+            by_mode = self.mode is not None and MODES[self.mode].get("max_group_age") == self.max_group_age
+            origin = f' (set by mode = "{self.mode}")' if by_mode else ""
             raise ValueError(
-                f"max_group_age = {self.max_group_age} is less than {least}, the age of the last of {self.num_slots} "
-                "groups where none overtakes another; raise it, or lower max_staleness or oversample"
+                f"max_group_age = {self.max_group_age}{origin} is less than {least}, the age of the last of "
+                f"{self.num_slots} groups where none overtakes another; raise it, or lower max_staleness or oversample"
             )
         return self
 
@@ -102,3 +142,28 @@ class SchedulingConfig(Section):
         if self.max_group_age is not None:
             return self.max_group_age
         return (self.num_slots + self.overtaking_window - 2) // self.groups_per_step
+
+    def describe_mode(self) -> str | None:
+        """A line that says what the mode set and what was given beside it; None without a mode.
+
+        Example: `scheduling.mode = "async" sets oversample = 1.0 and max_group_age = 7; given: max_staleness = 2`
+        """
+        if self.mode is None:
+            return None
+        preset = _preset({"mode": self.mode, **{name: getattr(self, name) for name in self.model_fields_set}})
+        shown = {name: f"{name} = {_told(getattr(self, name))}" for name in type(self).model_fields}
+        sets = [shown[name] for name in preset if name not in self.model_fields_set]
+        given = [shown[name] for name in shown if name in self.model_fields_set and name != "mode"]
+        text = f'scheduling.mode = "{self.mode}" sets {" and ".join(sets) or "nothing that is not given"}'
+        return f"{text}; given: {', '.join(given)}" if given else text
+
+
+def _preset(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Settings that the mode of a table sets. A given `window` takes the place of `max_group_age`."""
+    mode: Any = given.get("mode")
+    preset = MODES.get(mode, {}) if isinstance(mode, str) else {}
+    return {name: value for name, value in preset.items() if name != "max_group_age" or given.get("window") is None}
+
+
+def _told(value: object) -> str:
+    return "none" if value is None else f'"{value}"' if isinstance(value, str) else str(value)
