@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from titan_rl.viewer.run_status import RunStatus
+from titan_rl.core.run_files import RunStatus
 
 STATUSES = {"completed": 90, "truncated_length": 6, "error_parse": 3, "error_env": 1}
 TASKS = ("sort", "countdown")

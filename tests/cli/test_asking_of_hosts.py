@@ -10,7 +10,7 @@ import pytest
 from titan_rl.cli.exit_codes import EXIT_INTERRUPTED
 from titan_rl.cli.main import main
 from titan_rl.cluster.hosts.requests import HostFiles
-from titan_rl.viewer.run_status import RunStatus
+from titan_rl.core.run_files import RunStatus
 
 
 def test_who_asks_is_told_for_what_it_waits_and_that_ctrl_c_takes_nothing_back(

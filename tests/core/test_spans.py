@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from titan_rl.core.tracing import spans
 from titan_rl.core.tracing.recorder import TraceFile
 from titan_rl.core.tracing.spans import Track, span
-from titan_rl.viewer.trace.events import Traces
+from titan_rl.viewer.trace import Traces
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from e2e.runs import run_training
 from transformers import Qwen3ForCausalLM
 
 from titan_rl.config.load import load_config
-from titan_rl.viewer.trace.events import Traces
+from titan_rl.viewer.trace import Traces
 
 
 def test_a_tiny_model_is_made_taught_saved_and_put_in_its_place(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from depth import on_more_hosts
 from hosts.namespaces import PROJECT, Namespaces
 from hosts.scripted import TESTS, run_controller
 
-from titan_rl.viewer.trace.events import Traces
+from titan_rl.viewer.trace import Traces
 
 WRONG = """
 import socket, time

@@ -20,7 +20,7 @@ from hosts.namespaces import HostProcess, NamespaceHost, Namespaces
 from hosts.scripted import GATE
 from hosts.whole_runs import TESTS_AS_CODE, pid_of, run_on
 
-from titan_rl.viewer.run_status import read_status
+from titan_rl.core.run_files import read_status
 
 pytestmark = on_more_hosts
 

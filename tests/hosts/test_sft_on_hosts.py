@@ -18,9 +18,8 @@ from e2e.runs import Run, run_training
 from hosts.namespaces import HostProcess, Namespaces
 
 from titan_rl.cli.main import main
-from titan_rl.viewer.hosts import read_hosts
-from titan_rl.viewer.run_status import read_status
-from titan_rl.viewer.trace.events import Traces
+from titan_rl.core.run_files import read_hosts, read_status
+from titan_rl.viewer.trace import Traces
 
 pytestmark = on_more_hosts
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from titan_rl.cluster.hosts.lifecycle import BECOMES, MOST_EVENTS, HostHistory, HostState
 from titan_rl.core.tracing import spans
-from titan_rl.viewer.trace.events import Traces
+from titan_rl.viewer.trace import Traces
 
 STATES = ["in the run", "draining", "left", "gone"]
 

@@ -33,12 +33,12 @@ from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import CheckpointConfig, SamplingConfig, ValidationConfig
 from titan_rl.config.tasks import TaskSource
 from titan_rl.core.errors import TrainingError
+from titan_rl.core.run_files import read_status
 from titan_rl.rollout.environment.chat import ChatReply
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.scheduling.settings import SchedulingConfig
 from titan_rl.training.protocol import StepResult
 from titan_rl.training.settings import ModelConfig, TrainingConfig
-from titan_rl.viewer.run_status import read_status
 
 
 def config(folder: Path, **tables: Any) -> RunConfig:

@@ -17,8 +17,8 @@ from titan_rl.cluster.hosts.provided import ASK_S, MISSES, ProvidedHosts
 from titan_rl.cluster.hosts.requests import HostFiles, HostRequest, HostStates, describe
 from titan_rl.cluster.hosts.roster import RETRY_S, Roster
 from titan_rl.core.errors import ActorDiedError, ConfigError, TitanRLError
+from titan_rl.core.run_files import RunStatus
 from titan_rl.run.status import noted
-from titan_rl.viewer.run_status import RunStatus
 
 
 class Hosts:

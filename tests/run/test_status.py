@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from titan_rl.core.errors import TrainingError
+from titan_rl.core.run_files import LOST, SILENT_S, read_status
 from titan_rl.run.status import noted, reported
-from titan_rl.viewer.run_status import LOST, SILENT_S, read_status
 from titan_rl.viewer.runs import is_run
 
 
@@ -96,7 +96,7 @@ def test_a_run_is_seen_to_go_on_where_its_lock_is_not(tmp_path: Path, monkeypatc
     lock.touch()
     with noted(tmp_path, begins=True):
         assert read_status(tmp_path).state == "failed", "here the lock says that it was killed"
-        monkeypatch.setattr("titan_rl.viewer.run_status.seen_from", lambda: "elsewhere")
+        monkeypatch.setattr("titan_rl.core.run_files.seen_from", lambda: "elsewhere")
         assert read_status(tmp_path).state == "running"
         long_ago = time.time() - SILENT_S - 1
         os.utime(lock, (long_ago, long_ago))

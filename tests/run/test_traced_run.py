@@ -17,10 +17,8 @@ from titan_rl.generation.scripted_engine import ScriptedEngine
 from titan_rl.run.json_lines import cut_traces
 from titan_rl.viewer.app import make_viewer
 from titan_rl.viewer.runs import Runs
-from titan_rl.viewer.trace.chrome import chrome_trace
-from titan_rl.viewer.trace.events import Traces
-from titan_rl.viewer.trace.lanes import ProcessTrace, TraceSpan
-from titan_rl.viewer.trace.timeline import timeline
+from titan_rl.viewer.timeline import chrome_trace, timeline
+from titan_rl.viewer.trace import ProcessTrace, Traces, TraceSpan
 
 IDLE_OF_THE_LOOP = ("time/wait_for_rollouts_s", "sync/wait_for_pull_s")
 

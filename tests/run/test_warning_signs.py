@@ -16,8 +16,8 @@ from titan_rl.run.observability.rollout_log import DroppedGroups, RolloutLog
 from titan_rl.run.observability.steps import StepReports
 from titan_rl.scheduling.batches import GroupBatch
 from titan_rl.types import Completion, FinishReason, VersionSpan
-from titan_rl.viewer.run_reader import RunReader
-from titan_rl.viewer.warning_signs import IN_A_ROW, WarningSigns
+from titan_rl.viewer.runs import RunReader
+from titan_rl.viewer.verdicts import IN_A_ROW, WarningSigns
 
 EQUAL = {"rollout/zero_variance_groups": 1.0}
 SOME = {"rollout/zero_variance_groups": 0.99}

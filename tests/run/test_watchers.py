@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from titan_rl.core.run_files import read_status
 from titan_rl.run.observability.watchers import warn_of_shortage, warn_of_stalls
 from titan_rl.run.status import note_waiting, noted
-from titan_rl.viewer.run_status import describe_run, read_status
+from titan_rl.viewer.summary import describe_run
 
 
 @dataclass

@@ -18,10 +18,10 @@ import pytest
 
 from benchmarks.synthetic_run import line, metric_records, write_run
 from titan_rl.core.errors import ConfigError
+from titan_rl.core.files import MAX_LINE_BYTES
 from titan_rl.viewer.app import ViewerApp, make_viewer
 from titan_rl.viewer.metric_columns import MetricColumns
 from titan_rl.viewer.runs import Runs
-from titan_rl.viewer.tail import MAX_LINE_BYTES
 
 
 @contextlib.asynccontextmanager

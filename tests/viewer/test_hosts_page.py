@@ -10,10 +10,9 @@ import pytest
 from viewer.viewed import OpenPage, until
 
 from benchmarks.synthetic_run import write_run
-from titan_rl.viewer.hosts import read_hosts, work_of
-from titan_rl.viewer.trace.chrome import chrome_trace
-from titan_rl.viewer.trace.events import Traces
-from titan_rl.viewer.trace.timeline import timeline
+from titan_rl.core.run_files import read_hosts, work_of
+from titan_rl.viewer.timeline import chrome_trace, timeline
+from titan_rl.viewer.trace import Traces
 
 in_browser = pytest.mark.asyncio(loop_scope="session")
 BEGAN = 1_767_225_600.0

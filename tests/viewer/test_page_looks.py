@@ -14,9 +14,9 @@ import pytest
 from viewer.viewed import FIRST, SECOND, OpenPage, until
 
 from benchmarks.synthetic_run import write_run
+from titan_rl.core.run_files import RunStatus
 from titan_rl.viewer.html import page_file
 from titan_rl.viewer.report import write_report
-from titan_rl.viewer.run_status import RunStatus
 
 in_browser = pytest.mark.asyncio(loop_scope="session")
 BOTH = f"runs={FIRST},{SECOND}"

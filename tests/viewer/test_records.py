@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from titan_rl.viewer.records import read_json, strict_json
+from titan_rl.core.files import read_json, strict_json
 
 
 @pytest.mark.parametrize(

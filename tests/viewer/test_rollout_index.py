@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_rl.core.calls.plain import json_line
-from titan_rl.viewer.rollout_index import KEPT_TEXT, RolloutIndex
-from titan_rl.viewer.rollout_query import SORTABLE, QueryError, RolloutQuery
+from titan_rl.viewer.rollout_index import KEPT_TEXT, SORTABLE, QueryError, RolloutIndex, RolloutQuery
 
 Record = dict[str, Any]
 

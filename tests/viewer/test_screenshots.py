@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from viewer.viewed import serving, until
 
-from titan_rl.viewer.run_status import RunStatus
+from titan_rl.core.run_files import RunStatus
 from titan_rl.viewer.runs import find_runs
 
 RUNS = os.environ.get("TITAN_RL_SCREENSHOTS", "")

@@ -8,7 +8,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_rl.viewer.tail import Tail, last_lines
+from titan_rl.core.files import Tail, last_lines
 
 
 class Follower:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from titan_rl.viewer.trace.events import Traces
-from titan_rl.viewer.trace.timeline import timeline
+from titan_rl.viewer.timeline import timeline
+from titan_rl.viewer.trace import Traces
 
 BEGAN = 1_700_000_000.0
 Span = tuple[float, float, str, str, dict[str, object]]

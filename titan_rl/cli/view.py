@@ -17,7 +17,7 @@ from titan_rl.run.machine.environment import file_modes
 from titan_rl.run.terminal.standard_streams import say, tell
 from titan_rl.viewer.report import write_report
 from titan_rl.viewer.runs import Runs
-from titan_rl.viewer.trace.chrome import chrome_trace
+from titan_rl.viewer.timeline import chrome_trace
 
 USUAL = "runs"
 
@@ -87,8 +87,7 @@ def _serve(runs: Runs, port: int | None, *, opens: bool) -> int:
     for module in ("starlette", "uvicorn"):
         if importlib.util.find_spec(module) is None:
             raise MissingExtraError(module, "serve")
-    from titan_rl.viewer.app import make_viewer
-    from titan_rl.viewer.server import listen, run_viewer
+    from titan_rl.viewer.app import listen, make_viewer, run_viewer
 
     key = secrets.token_urlsafe(16)
     app = make_viewer(runs, key=key)

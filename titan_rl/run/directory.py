@@ -20,10 +20,9 @@ from titan_rl.config.load import dump_config
 from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.errors import CheckpointError, ConfigError
+from titan_rl.core.files import last_lines, read_json
 from titan_rl.run.journal.state import RunState, ranges
 from titan_rl.run.json_lines import JsonLines, cut_records, cut_traces, records
-from titan_rl.viewer.records import read_json
-from titan_rl.viewer.tail import last_lines
 
 LONGEST = 80
 SAYS_NOTHING = ("run_dir", "share_run_dir", "name", "logging.", "pythonpath", "hosts.")

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan_rl.core.calls.user_code import reason, summary
+from titan_rl.core.run_files import LOCK, RunStatus, read_status, seen_from
 from titan_rl.run.machine.signals import tell_on_stderr
 from titan_rl.viewer.report import write_report
-from titan_rl.viewer.run_status import LOCK, RunStatus, read_status, seen_from
 
 logger = logging.getLogger(__name__)
 

@@ -1,38 +1,43 @@
-"""The application behind `titan-rl view`: a page, and the API that it reads. All of it is GET, and JSON.
+"""Application and server behind `titan-rl view`: a page, and the API that it reads. All of it is GET, and JSON.
 
 /api/runs                        {"runs": [{"id", "name", "kind", "state", "reason", "waits_for", "steps",
                                  "steps_planned", "began", "resumed", "ended", "seconds", "tasks", "named"}]}, the
-                                 newest first; times are of seconds; "named" are those that the viewer was asked for by
-                                 their own folders
-/api/settings                    {"settings": {id: {"training.lr": 0.0003}}}, those of all runs, by dotted names
+                                 newest first, with times in seconds; "named" tells whether the run's own folder was
+                                 given on the command line
+/api/settings                    {"settings": {id: {"training.lr": 0.0003}}}, settings of all runs, by dotted names
 /api/runs/{id}/summary           see `summarize`
 /api/runs/{id}/metrics           {"metrics": [{"name", "unit", "help", "group"}]}
 /api/runs/{id}/curves            ?names=a,b&points=1000&from=&to=: {"curves": {"a": {"steps", "values", "low", "high"}}}
-/api/runs/{id}/rollouts          filters as of `RolloutQuery`: {"total", "rows", "facets", "ranges", "indexed"}
+/api/runs/{id}/rollouts          filters: see `RolloutQuery`: {"total", "rows", "facets", "ranges", "indexed"}
 /api/runs/{id}/rollouts/{index}  a line of `rollouts.jsonl`
 /api/runs/{id}/prompts           see `RolloutIndex.prompts`
-/api/runs/{id}/timeline          ?from=&to=&width=1000&seen_from=&seen_to=: see `titan_rl.viewer.trace.timeline`
+/api/runs/{id}/timeline          ?from=&to=&width=1000&seen_from=&seen_to=: see `titan_rl.viewer.timeline`
 /api/runs/{id}/trace.json        a Chrome trace of all processes, for ui.perfetto.dev
 /api/events                      server-sent events {"run", "changed": ["metrics", "rollouts", "timeline"]} of runs that
                                  somebody has asked about, and {"run": "", "changed": ["runs"]} where /api/runs differs.
-                                 The first, {"run": "", "changed": []}, says that what changes from there on is told
+                                 The first, {"run": "", "changed": []}, says that changes are reported from there on
 
-What is wrong with a request is said as {"error": "...", "field": "limit"}: 400 for a parameter, 404 for what there is
-not, 403 for one that does not come from the page.
+Errors are {"error": "...", "field": "limit"}: 400 for a wrong parameter, 404 for an unknown path or run, 403 for a
+request that does not come from the page.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import math
+import os
 import secrets
-from collections.abc import AsyncGenerator, Callable
+import signal
+import socket
+from collections.abc import AsyncGenerator, Callable, Generator
 from typing import Any
 from urllib.parse import quote
 
 import msgspec
+import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -42,13 +47,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from titan_rl.core.calls.parsing import host_of, names_this_machine
-from titan_rl.viewer.described import described
+from titan_rl.core.errors import ConfigError
 from titan_rl.viewer.html import STATIC, page_file, served_page
-from titan_rl.viewer.rollout_query import QueryError, RolloutQuery, number, whole
-from titan_rl.viewer.run_reader import RunReader
-from titan_rl.viewer.runs import Runs
+from titan_rl.viewer.metric_columns import described
+from titan_rl.viewer.rollout_index import QueryError, RolloutQuery, number, whole
+from titan_rl.viewer.runs import RunReader, Runs
 from titan_rl.viewer.summary import settings_of
-from titan_rl.viewer.trace.chrome import chrome_trace
+from titan_rl.viewer.timeline import chrome_trace
 
 LOOK_S = 0.5
 """How often files are looked at for what is new, where a page is open."""
@@ -275,3 +280,88 @@ async def _wrong_query(request: Request, error: QueryError) -> Response:
 
 async def _refused(request: Request, error: HTTPException) -> Response:
     return _error(error.status_code, error.detail)
+
+
+HOST = "127.0.0.1"
+PORT = 8484
+GRACE_S = 1
+"""How long an answer may take once the server is to end."""
+
+
+def listen(port: int | None) -> socket.socket:
+    """A socket that listens on loopback, for its owner to close.
+
+    Args:
+        port: None for `PORT`, or any that is free where it is taken; 0 for any.
+
+    Raises:
+        ConfigError: it cannot be listened on.
+    """
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((HOST, PORT if port is None else port))
+        except OSError as error:
+            if port is not None or error.errno != errno.EADDRINUSE:
+                raise
+            listener.bind((HOST, 0))
+        listener.listen()
+    except (OSError, OverflowError) as error:
+        listener.close()
+        said = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+        raise ConfigError(f"--port {port}: {said}; take another one, or 0 for any that is free") from None
+    return listener
+
+
+def run_viewer(app: ViewerApp, listener: socket.socket, ready: Callable[[], None]) -> int:
+    """Serve until SIGINT or SIGTERM.
+
+    Args:
+        ready: called once answers are given.
+
+    Returns:
+        128 + the number of the signal.
+    """
+    return asyncio.run(_serve(app, listener, ready))
+
+
+async def _serve(app: ViewerApp, listener: socket.socket, ready: Callable[[], None]) -> int:
+    config = uvicorn.Config(
+        app,
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=GRACE_S,
+    )
+    server = _Server(config, ready)
+    loop, received = asyncio.get_running_loop(), [0]
+
+    def stop(signum: int) -> None:
+        received[0] = signum
+        app.end()
+        server.should_exit = True
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signum, stop, signum)
+    await server.serve(sockets=[listener])
+    return 128 + received[0] if received[0] else 0
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """They are this module's."""
+        yield

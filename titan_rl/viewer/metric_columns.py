@@ -1,4 +1,4 @@
-"""A run's metrics as columns of numbers, and curves of them."""
+"""A run's metrics as columns of numbers, curves of them, and their descriptions."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import math
 import sys
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from typing_extensions import TypeIs
+
+from titan_rl.metrics.metric import MetricGroup
+from titan_rl.metrics.table import find_metric
 
 Curve = dict[str, list[float | None]]
 """{"steps": [...], "values": [...]}, and "low" and "high" where each point stands for several steps."""
@@ -89,3 +92,30 @@ def _is_number(value: object) -> TypeIs[float]:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+OTHERS = "Others"
+_ORDER = {group.value: place for place, group in enumerate(MetricGroup)}
+
+
+def described(names: Iterable[str]) -> list[dict[str, Any]]:
+    """The answer to /api/runs/{id}/metrics: by groups in their order, those that the table does not have last.
+
+    Example: `described(["train/loss"])` begins `[{"name": "train/loss", "unit": "", "help": "...",`.
+    """
+    metrics = [_described(name) for name in names if name != "time_s"]
+    return sorted(metrics, key=lambda metric: (_ORDER.get(metric["group"], len(_ORDER)), metric["name"]))
+
+
+def _described(name: str) -> dict[str, Any]:
+    metric = find_metric(name)
+    if metric is None:
+        return {"name": name, "unit": "", "help": "", "normal": "", "otherwise": "", "group": OTHERS}
+    return {
+        "name": name,
+        "unit": metric.unit,
+        "help": metric.help,
+        "normal": metric.normal,
+        "otherwise": metric.otherwise,
+        "group": metric.group.value,
+    }

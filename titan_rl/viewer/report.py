@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from titan_rl.viewer.described import described
 from titan_rl.viewer.html import report_page
-from titan_rl.viewer.run_reader import RunReader
-from titan_rl.viewer.run_status import describe_run
+from titan_rl.viewer.metric_columns import described
+from titan_rl.viewer.runs import RunReader
+from titan_rl.viewer.summary import describe_run
 
 MAX_BYTES = 10_000_000
 """Of the data in a report, whatever there is of the runs."""

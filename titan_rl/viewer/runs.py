@@ -1,18 +1,215 @@
-"""Which runs are looked at."""
+"""Readers of runs: each follows the files of one run's folder as they grow, and answers questions about it."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import threading
+import time
 import zlib
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from titan_rl.core.errors import ConfigError
-from titan_rl.viewer.run_reader import RunReader
-from titan_rl.viewer.run_status import describe_run
+from titan_rl.core.files import Tail, file_status, open_file, read_json, strict_json
+from titan_rl.core.run_files import HOSTS
+from titan_rl.metrics.bottleneck import bottleneck_of, parts_of
+from titan_rl.viewer.metric_columns import Curve, MetricColumns
+from titan_rl.viewer.rollout_index import RolloutIndex, RolloutQuery
+from titan_rl.viewer.summary import describe_run, summarize
+from titan_rl.viewer.timeline import TraceReader
+from titan_rl.viewer.verdicts import WarningSigns
+
+PATIENCE_S = 0.5
+"""How long an answer about rollouts waits for what is not indexed yet."""
+
+LOOK_PATIENCE_S = 2.0
+INDEXED_AT_ONCE = 1 << 20
+_READ = ("status.json", "config.toml", "metrics.jsonl", "rollouts.jsonl", "results.json", "trace")
+_PAUSE_S = 0.001  # between two chunks of a large file, in which answers get their turn
+
+
+class RunReader:
+    """A run's metrics and rollouts, read as far as they are written. Threads may share one.
+
+    Args:
+        folder: of a run, or of an evaluation. `traces` has what its processes did when.
+        searches: whether the text of rollouts can be searched, see `RolloutIndex`.
+        clock: seconds.
+    """
+
+    def __init__(self, folder: Path, *, searches: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
+        self.folder = folder
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._metrics_tail = Tail(folder / "metrics.jsonl")
+        self._rollouts_tail = Tail(folder / "rollouts.jsonl")
+        self._columns = MetricColumns()
+        self._parts: defaultdict[str, float] = defaultdict(float)  # of the steps' time, see `parts_of`
+        self.traces = TraceReader(folder)
+        self._signs = WarningSigns()
+        self._warnings: list[str] = []
+        self._num_broken = 0  # lines of metrics
+        self._index = RolloutIndex(keeps_text=searches)
+        self._indexed = 1.0
+        self._changes = {"metrics": 0, "rollouts": 0}
+        self._hosts_at = self._written_at(HOSTS)
+
+    def close(self) -> None:
+        with self._lock:
+            self._index.close()
+
+    def look(self) -> dict[str, int]:
+        """Read what is new, and give for "metrics", "rollouts" and "timeline" a number that differs once there is more,
+        or less."""
+        if self._metrics_tail.has_changed():
+            with self._lock:
+                self._read_metrics()
+        if self._rollouts_tail.has_changed():
+            self._read_rollouts(LOOK_PATIENCE_S)
+        before, self._hosts_at = self._hosts_at, self._written_at(HOSTS)
+        self._changes["metrics"] += before != self._hosts_at  # they are told beside those
+        return {**self._changes, "timeline": self.traces.look()}
+
+    def columns(self) -> MetricColumns:
+        """All metrics so far."""
+        with self._lock:
+            self._read_metrics()
+            return self._columns
+
+    def summary(self) -> dict[str, Any]:
+        """See `summarize`. And time: what the steps' time was spent on, [{"name", "seconds", "share"}], shares that
+        add up to 1; bottleneck: {"name", "share", "sentence"} of the greatest, or None where no metrics say it."""
+        with self._lock:
+            self._read_metrics()
+            warnings = list(self._warnings)
+            for name, count in {"metrics": self._num_broken, "rollouts": self._index.num_broken}.items():
+                if count:
+                    lines = "line cannot be read, and is" if count == 1 else "lines cannot be read, and are"
+                    warnings.append(f"{count} {lines} left out of {name}.jsonl")
+            warnings += [
+                f"{name} is a link, which is not followed; put what it leads to in its place"
+                for name in _READ
+                if (self.folder / name).is_symlink()
+            ]
+            total = math.fsum(self._parts.values())
+            return {
+                **summarize(self.folder, self._columns, warnings),
+                "bottleneck": None if (found := bottleneck_of(self._parts)) is None else asdict(found),
+                "time": [
+                    {"name": name, "seconds": seconds, "share": seconds / total}
+                    for name, seconds in sorted(self._parts.items(), key=lambda part: -part[1])
+                    if seconds
+                ],
+            }
+
+    def curves(self, names: Sequence[str], points: int, first: float, last: float) -> dict[str, Curve]:
+        """Those of the names that the run has, see `MetricColumns.curve`."""
+        with self._lock:
+            self._read_metrics()
+            return {
+                name: self._columns.curve(name, points=points, first=first, last=last)
+                for name in names
+                if name in self._columns
+            }
+
+    def rollouts(self, query: RolloutQuery, patience_s: float = PATIENCE_S) -> dict[str, Any]:
+        """As `RolloutIndex.find`, with `indexed`: which share of the file that is of, in [0, 1]."""
+        self._read_rollouts(patience_s)
+        with self._lock:
+            return {**self._index.find(query), "indexed": self._indexed}
+
+    def prompts(self, patience_s: float = PATIENCE_S) -> dict[str, Any]:
+        """See `RolloutIndex.prompts`."""
+        self._read_rollouts(patience_s)
+        with self._lock:
+            return self._index.prompts()
+
+    def count_groups(self, patience_s: float = math.inf) -> tuple[dict[str, int], float]:
+        """See `RolloutIndex.count_groups`; and of which share of the file that is, in [0, 1]."""
+        self._read_rollouts(patience_s)
+        with self._lock:
+            return self._index.count_groups(), self._indexed
+
+    def group(self, phase: str, place: int) -> list[int]:
+        """See `RolloutIndex.group`."""
+        with self._lock:
+            return self._index.group(phase, place)
+
+    @property
+    def num_rollouts(self) -> int:
+        """As far as they are indexed."""
+        return len(self._index)
+
+    def rows(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """See `RolloutIndex.rows`."""
+        with self._lock:
+            return self._index.rows(indices)
+
+    def rollout(self, index: int) -> bytes | None:
+        """A line of `rollouts.jsonl`, see `strict_json`; None where there is none of this index."""
+        if index >= len(self._index):
+            self._read_rollouts(PATIENCE_S)
+        with self._lock:
+            place = self._index.place(index)
+            if place is None:
+                return None
+            offset, length = place
+            try:
+                with open_file(self.folder / "rollouts.jsonl") as file:
+                    file.seek(offset)
+                    return strict_json(file.read(length))
+            except (OSError, ValueError):  # the file has been replaced since it was indexed
+                return None
+
+    def _written_at(self, name: str) -> int:
+        try:
+            return file_status(self.folder / name).st_mtime_ns
+        except OSError:
+            return 0
+
+    def _read_metrics(self) -> None:
+        while True:
+            chunk = self._metrics_tail.read()
+            if chunk.begins:
+                self._columns, self._signs, self._warnings = MetricColumns(), WarningSigns(), []
+                self._parts.clear()
+                self._num_broken = 0
+            self._changes["metrics"] += chunk.begins or bool(chunk.data)
+            self._num_broken += chunk.num_skipped
+            if chunk.is_last:
+                return
+            for _, line in chunk.lines:
+                record = read_json(line)
+                if record is None:
+                    self._num_broken += bool(line.strip())
+                    continue
+                self._columns.add(record)
+                for name, seconds in parts_of(record).items():
+                    self._parts[name] += seconds
+                told = self._signs.look(record)
+                self._warnings += [f"step {record.get('step')}: {text}" for text in told]
+
+    def _read_rollouts(self, patience_s: float) -> None:
+        """Index what is new, until all is or the time is up. Other threads may have the lock in between."""
+        until = self._clock() + patience_s
+        while True:
+            with self._lock:
+                chunk = self._rollouts_tail.read(INDEXED_AT_ONCE)
+                if chunk.begins:
+                    self._index.clear()
+                self._changes["rollouts"] += chunk.begins or bool(chunk.data)
+                self._index.num_broken += chunk.num_skipped
+                self._index.add(chunk.lines)
+                self._indexed = chunk.read / chunk.size if chunk.size else 1.0
+            if chunk.is_last or self._clock() >= until:
+                return
+            time.sleep(_PAUSE_S)
+
 
 _MARKS = ("status.json", "metrics.jsonl", "rollouts.jsonl", "results.json")
 _DEPTH = 3  # runs/evaluations/<date>-<name>/<policy>

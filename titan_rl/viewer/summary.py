@@ -1,26 +1,21 @@
-"""A run at a glance: what was learned, what it cost, what is wrong with it."""
+"""Summary of a run: what it learned, what it cost, what is wrong with it; and its entry in the list of runs."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from titan_rl.config.tasks import name_of
+from titan_rl.core.calls.parsing import parse_toml
 from titan_rl.core.calls.plain import plain_json
-from titan_rl.viewer.hosts import read_hosts
+from titan_rl.core.files import as_list, as_table, file_status, last_lines, read_file, read_json
+from titan_rl.core.run_files import read_hosts, read_results, read_status
 from titan_rl.viewer.metric_columns import MetricColumns
-from titan_rl.viewer.records import as_list, as_table
-from titan_rl.viewer.run_status import (
-    config_text,
-    describe_run,
-    read_config,
-    read_results,
-    read_status,
-    steps_planned,
-    tasks_of,
-)
 from titan_rl.viewer.verdicts import (
     EARNED,
     HELD_OUT,
@@ -182,3 +177,87 @@ def _seconds_left(columns: MetricColumns, planned: int | None) -> float | None:
     if not seconds or planned is None:
         return None
     return max(0.0, planned - points[-1][0]) * fmean(seconds[-RECENT:])
+
+
+def describe_run(name: str, folder: Path) -> dict[str, Any]:
+    """An entry of /api/runs, without its id."""
+    status, config, record = read_status(folder), read_config(folder), _last_record(folder)
+    results = read_results(folder)
+    steps = record.get("step", results.get("version", 0))
+    seconds = record.get("time_s", results.get("seconds", 0.0))
+    if status.state == "running":
+        seconds = max(_number(seconds), time.time() - max([status.began, *status.resumed]))
+    return {
+        "name": name,
+        "kind": "evaluation" if results else "sft" if (folder / "supervised.json").exists() else "train",
+        "state": status.state,
+        "reason": status.reason,
+        "waits_for": status.waits_for,
+        "steps": int(_number(steps)),
+        "steps_planned": steps_planned(folder, config),
+        "began": status.began,
+        "resumed": status.resumed,
+        "ended": status.ended,
+        "seconds": _number(seconds),
+        "tasks": tasks_of(config) or list(results.get("tasks", ())),
+    }
+
+
+def read_config(folder: Path) -> Mapping[str, Any]:
+    """The settings; none where they cannot be read."""
+    path = folder / "config.toml"
+    try:
+        status = file_status(path)
+        return _parsed(path, status.st_mtime_ns, status.st_size)
+    except (OSError, ValueError):
+        return {}
+
+
+@lru_cache(1024)
+def _parsed(path: Path, mtime_ns: int, size: int) -> Mapping[str, Any]:
+    """Hundreds of runs are looked at twice a second, and their settings hardly ever differ."""
+    return parse_toml(read_file(path).decode())
+
+
+def config_text(folder: Path) -> str:
+    try:
+        return read_file(folder / "config.toml").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def steps_planned(folder: Path, config: Mapping[str, Any]) -> int | None:
+    """None of what has no steps."""
+    steps = as_table(config.get("training")).get("steps")
+    return steps if isinstance(steps, int) else None
+
+
+def tasks_of(config: Mapping[str, Any]) -> list[str]:
+    """The names of a run's tasks."""
+    tables = map(as_table, as_list(config.get("tasks")) or [config.get("task")])
+    return [
+        str(table.get("name") or name_of(str(table["type"]).rpartition(":")[2])) for table in tables if "type" in table
+    ]
+
+
+def _last_record(folder: Path) -> Mapping[str, Any]:
+    """Of the metrics, the last one that can be read."""
+    path = folder / "metrics.jsonl"
+    try:
+        status = file_status(path)
+    except OSError:
+        return {}
+    return _last_step(path, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(1024)
+def _last_step(path: Path, inode: int, size: int, mtime_ns: int) -> Mapping[str, Any]:
+    for line in last_lines(path):
+        record = read_json(line)
+        if record is not None and isinstance(record.get("step"), int | float):
+            return record
+    return {}
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0

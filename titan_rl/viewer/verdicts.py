@@ -1,7 +1,8 @@
-"""Verdicts on a run: does it learn, and if not, why; each with a link to the rollouts or curves that show it.
+"""Verdicts on a run: whether it learns, and if not, why; each with a link to the rollouts or curves that show it.
 
-    learning    what is measured on held-out prompts and what training earned, at first and now, against their noise
+    learning    held-out and training reward, at first and now, against their noise
     reasons     signs of the last steps: equal rewards, cut off or unreadable answers, collapse, stale or wrong weights
+    warnings    signs that a run prints, since nothing fails while it learns nothing
 
 A verdict is {"tone": "good", "warn", "bad" or "", "title", "text", "link": {"label", "tab", "values"} or None}, where
 `values` go into the hash of the page: {"rollouts.status": "error_parse", "rollouts.step_min": 11}.
@@ -240,7 +241,7 @@ def _of_tasks(columns: MetricColumns, tasks: Sequence[Mapping[str, Any]], hidden
 
 
 @dataclass(frozen=True, slots=True)
-class _Sign:
+class _Reason:
     """
     Args:
         metrics: that are added up; what is looked at is their mean over the last steps.
@@ -257,39 +258,39 @@ class _Sign:
     status: str = ""
 
 
-_SIGNS = (
-    _Sign(("rollout/zero_variance_groups",), 0.9, 0.99,
+_REASONS = (
+    _Reason(("rollout/zero_variance_groups",), 0.9, 0.99,
           "{:.0%} of the groups teach nothing: all their rollouts earn the same",
           f"Try: {EQUAL_REWARDS_ADVICE}.", "*"),
-    _Sign(("rollout/status/error_parse",), 0.1, 0.5, "{:.0%} of the answers cannot be parsed",
+    _Reason(("rollout/status/error_parse",), 0.1, 0.5, "{:.0%} of the answers cannot be parsed",
           "Try the model.renderer that is made for this model, or titan-rl sft on demonstrations.", "error_parse"),
-    _Sign(("rollout/status/truncated_length",), 0.1, 0.5, "{:.0%} of the rollouts are cut off at sampling.max_tokens",
+    _Reason(("rollout/status/truncated_length",), 0.1, 0.5, "{:.0%} of the rollouts are cut off at sampling.max_tokens",
           "Try a larger one, or a prompt that asks for less.", "truncated_length"),
-    _Sign(("rollout/status/truncated_prompt",), 0.1, 0.5, "{:.0%} of the rollouts fill model.max_context",
+    _Reason(("rollout/status/truncated_prompt",), 0.1, 0.5, "{:.0%} of the rollouts fill model.max_context",
           "Try a larger one, fewer turns (rollout.max_turns), or shorter prompts.", "truncated_prompt"),
-    _Sign(("rollout/status/truncated_turns",), 0.5, 1.1, "{:.0%} of the rollouts use up their turns",
+    _Reason(("rollout/status/truncated_turns",), 0.5, 1.1, "{:.0%} of the rollouts use up their turns",
           "Try a larger rollout.max_turns.", "truncated_turns"),
-    _Sign(("rollout/status/truncated_time",), 0.1, 0.5, "{:.0%} of the rollouts run out of time",
+    _Reason(("rollout/status/truncated_time",), 0.1, 0.5, "{:.0%} of the rollouts run out of time",
           "Try a larger rollout.timeout_s, or a faster environment.", "truncated_time"),
-    _Sign(("rollout/status/error_env",), 0.05, 0.3, "{:.0%} of the rollouts fail in the environment",
+    _Reason(("rollout/status/error_env",), 0.05, 0.3, "{:.0%} of the rollouts fail in the environment",
           "They take no part in training. logs/controller.log has each error in full.", "error_env"),
-    _Sign(("rollout/status/error_timeout",), 0.05, 0.3, "{:.0%} of the rollouts end because a call takes too long",
+    _Reason(("rollout/status/error_timeout",), 0.05, 0.3, "{:.0%} of the rollouts end because a call takes too long",
           "They take no part in training.", "error_timeout"),
-    _Sign(("rollout/status/error_generate",), 0.05, 0.3, "{:.0%} of the rollouts fail while generating",
+    _Reason(("rollout/status/error_generate",), 0.05, 0.3, "{:.0%} of the rollouts fail while generating",
           "They take no part in training.", "error_generate"),
-    _Sign(("train/on_policy_logprob_diff_mean",), 1e-2, 1e-1, "Trainer and generators disagree on logprobs by {:.2g}",
+    _Reason(("train/on_policy_logprob_diff_mean",), 1e-2, 1e-1, "Trainer and generators disagree on logprobs by {:.2g}",
           "They do not compute the same, and what follows from rewards is a consequence of that."),
-    _Sign(("train/approx_kl",), 0.05, 0.5, "The trained policy is far from the one that sampled: a KL of {:.2g}",
+    _Reason(("train/approx_kl",), 0.05, 0.5, "The trained policy is far from the one that sampled: a KL of {:.2g}",
           "Try a lower training.lr, or a smaller scheduling.max_staleness."),
-    _Sign(("train/clip_fraction",), 0.2, 0.5, "{:.0%} of the tokens are clipped",
+    _Reason(("train/clip_fraction",), 0.2, 0.5, "{:.0%} of the tokens are clipped",
           "Steps are too large: try a lower training.lr."),
-    _Sign(("train/num_nonfinite_tokens",), 1e-9, 1.0, "{:.2g} tokens a step have a loss that is not finite",
+    _Reason(("train/num_nonfinite_tokens",), 1e-9, 1.0, "{:.2g} tokens a step have a loss that is not finite",
           "They are left out."),
 )  # fmt: skip
 
 
 def _reasons(columns: MetricColumns) -> Iterator[Verdict]:
-    for sign in _SIGNS:
+    for sign in _REASONS:
         recent = [columns.values(name)[-RECENT:] for name in sign.metrics]
         if not all(recent):
             continue
@@ -342,3 +343,78 @@ def _named(columns: MetricColumns, pattern: str) -> list[str]:
 
 def _figure(value: float) -> str:
     return f"{value:.3f}" if abs(value) < 1000 else f"{value:.3g}"
+
+
+IN_A_ROW = 3
+"""Steps that show a sign before it is told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """
+    Args:
+        metric: a share, in [0, 1].
+        least: of it that is a sign.
+        text: for a person: what it means, and what to try.
+    """
+
+    metric: str
+    least: float
+    text: str
+
+
+SIGNS = (
+    Sign(
+        "rollout/zero_variance_groups",
+        1.0,
+        f"in no group do rewards differ, so that nothing is learned. Try: {EQUAL_REWARDS_ADVICE}",
+    ),
+    Sign(
+        "rollout/status/truncated_length",
+        0.9,
+        "nearly all rollouts are cut off at sampling.max_tokens. Try: a larger one; a prompt that asks for less, or "
+        "titan-rl sft on demonstrations that are short and end",
+    ),
+    Sign(
+        "rollout/status/truncated_prompt",
+        0.9,
+        "nearly all rollouts end because their prompts fill model.max_context. Try: a larger one, fewer turns "
+        "(rollout.max_turns), or shorter prompts",
+    ),
+    Sign(
+        "rollout/status/error_parse",
+        0.9,
+        "nearly no answer can be parsed (error_parse). Try: the model.renderer that is made for this model; titan-rl "
+        "sft on demonstrations, for the form of calls of tools",
+    ),
+    Sign(
+        "sync/unverified_share",
+        0.001,
+        "nothing has shown that the generators hold the trainer's weights: the engine cannot be read back, and the "
+        "probes cannot tell a version from the one before. Try: held_weights() in an engine of your own; more "
+        "statedict.num_probes",
+    ),
+)
+
+
+class WarningSigns:
+    """Watches the steps of a run. Each sign is told once, when `IN_A_ROW` steps in a row have shown it."""
+
+    def __init__(self) -> None:
+        self._seen = dict.fromkeys(SIGNS, 0)  # in how many of the last steps
+
+    def look(self, metrics: Mapping[str, Any]) -> list[str]:
+        """What is to be told after a step with these metrics.
+
+        Args:
+            metrics: as in a line of `metrics.jsonl`; what lacks a sign's metric is no step for it.
+        """
+        told: list[str] = []
+        for sign in SIGNS:
+            share = metrics.get(sign.metric)
+            if not isinstance(share, int | float) or self._seen[sign] >= IN_A_ROW:
+                continue
+            self._seen[sign] = self._seen[sign] + 1 if share >= sign.least else 0
+            if self._seen[sign] == IN_A_ROW:
+                told.append(f"for {IN_A_ROW} steps {sign.text}")
+        return told

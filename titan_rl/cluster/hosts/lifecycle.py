@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from titan_rl.cluster.processes.roles import Role
+from titan_rl.core.run_files import HostEvent
 from titan_rl.core.tracing.spans import Track
-from titan_rl.viewer.hosts import HostEvent
 
 
 @dataclass(frozen=True, slots=True)

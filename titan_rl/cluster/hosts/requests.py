@@ -17,9 +17,8 @@ from titan_rl.cluster.hosts.lifecycle import HostState
 from titan_rl.config.hosts import split_address
 from titan_rl.core.calls.parsing import parse_json_as
 from titan_rl.core.errors import ConfigError, TitanRLError
-from titan_rl.viewer.files import read_file
-from titan_rl.viewer.hosts import HOSTS, HostEvent
-from titan_rl.viewer.run_status import read_status
+from titan_rl.core.files import read_file
+from titan_rl.core.run_files import HOSTS, HostEvent, read_status
 
 logger = logging.getLogger(__name__)
 

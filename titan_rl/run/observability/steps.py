@@ -15,7 +15,7 @@ from titan_rl.run.observability.group_metrics import group_metrics
 from titan_rl.run.observability.progress import Progress, StepReport
 from titan_rl.run.observability.rollout_log import DroppedGroups, RolloutLog
 from titan_rl.scheduling.batches import GroupBatch
-from titan_rl.viewer.warning_signs import WarningSigns
+from titan_rl.viewer.verdicts import WarningSigns
 
 
 class Stage(Enum):

@@ -11,7 +11,7 @@ from statistics import fmean
 from rich.text import Text
 
 from titan_rl.cluster.hosts.lifecycle import HostState
-from titan_rl.viewer.hosts import work_of
+from titan_rl.core.run_files import work_of
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 

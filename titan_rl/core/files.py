@@ -1,14 +1,100 @@
-"""Follows a file of JSON lines that somebody else writes."""
+"""Reading of files that another process or user writes: JSON with NaN, files that grow, links that lead elsewhere.
+
+A run may come from anybody: a link in its folder leads anywhere, and a pipe never ends. Python writes NaN and Infinity,
+which JSON lacks: they are read as null.
+"""
 
 from __future__ import annotations
 
+import errno
+import json
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, cast
 
-from titan_rl.viewer.files import file_status, open_file
+import msgspec
+
+from titan_rl.core.calls.plain import json_line, plain_json
+
+
+def open_file(path: Path) -> BinaryIO:
+    """
+    Raises:
+        OSError: it cannot be opened, or is a link or no regular file.
+    """
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    try:
+        _check(path, os.fstat(file.fileno()))
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def read_file(path: Path) -> bytes:
+    """
+    Raises:
+        OSError: as of `open_file`.
+    """
+    with open_file(path) as file:
+        return file.read()
+
+
+def file_status(path: Path) -> os.stat_result:
+    """
+    Raises:
+        OSError: it is not there, or is a link or no regular file.
+    """
+    return _check(path, path.lstat())
+
+
+def _check(path: Path, status: os.stat_result) -> os.stat_result:
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return status
+
+
+_STRICT = msgspec.json.Decoder()
+
+
+def read_json(text: bytes) -> dict[str, Any] | None:
+    """The object; None where the text is none."""
+    try:
+        found = _STRICT.decode(text)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        try:  # msgspec takes neither a NaN nor half of a surrogate pair
+            found = plain_json(json.loads(text))
+        except (ValueError, RecursionError):
+            return None
+    table = as_table(found)
+    return table if isinstance(found, dict) else None
+
+
+def as_table(value: object) -> dict[str, Any]:
+    """What was read, where it is an object; else an empty one."""
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+
+
+def as_list(value: object) -> list[Any]:
+    """What was read, where it is a list; else an empty one."""
+    return cast("list[Any]", value) if isinstance(value, list) else []
+
+
+def strict_json(line: bytes) -> bytes:
+    """A line of an object as JSON that every reader takes: as it is where it is so already.
+
+    Raises:
+        ValueError: it is no JSON.
+    """
+    try:
+        _STRICT.decode(line)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return json_line(json.loads(line.decode("utf-8", "replace"))).encode()
+    return line
+
 
 CHUNK_BYTES = 4 << 20
 MAX_LINE_BYTES = 64 << 20

@@ -1,4 +1,4 @@
-"""Where a run stands, told by a few small files and the ends of large ones."""
+"""Files by which a run tells its state: `status.json`, its lock, `hosts.json`, `results.json`."""
 
 from __future__ import annotations
 
@@ -6,19 +6,16 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Mapping
-from functools import lru_cache
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from titan_rl.config.tasks import name_of
-from titan_rl.core.calls.parsing import parse_json_as, parse_toml
+from titan_rl.core.calls.parsing import parse_json_as
 from titan_rl.core.errors import means_no_space
-from titan_rl.viewer.files import file_status, read_file
-from titan_rl.viewer.records import as_list, as_table, read_json
-from titan_rl.viewer.tail import last_lines
+from titan_rl.core.files import read_file, read_json
 
 STATUS = "status.json"
 LOCK = "lock"
@@ -124,67 +121,6 @@ def is_locked(path: Path) -> bool:
     return any(device in line and "FLOCK" in line for line in locks.splitlines())
 
 
-def describe_run(name: str, folder: Path) -> dict[str, Any]:
-    """An entry of /api/runs, without its id."""
-    status, config, record = read_status(folder), read_config(folder), _last_record(folder)
-    results = read_results(folder)
-    steps = record.get("step", results.get("version", 0))
-    seconds = record.get("time_s", results.get("seconds", 0.0))
-    if status.state == "running":
-        seconds = max(_number(seconds), time.time() - max([status.began, *status.resumed]))
-    return {
-        "name": name,
-        "kind": "evaluation" if results else "sft" if (folder / "supervised.json").exists() else "train",
-        "state": status.state,
-        "reason": status.reason,
-        "waits_for": status.waits_for,
-        "steps": int(_number(steps)),
-        "steps_planned": steps_planned(folder, config),
-        "began": status.began,
-        "resumed": status.resumed,
-        "ended": status.ended,
-        "seconds": _number(seconds),
-        "tasks": tasks_of(config) or list(results.get("tasks", ())),
-    }
-
-
-def read_config(folder: Path) -> Mapping[str, Any]:
-    """The settings; none where they cannot be read."""
-    path = folder / "config.toml"
-    try:
-        status = file_status(path)
-        return _parsed(path, status.st_mtime_ns, status.st_size)
-    except (OSError, ValueError):
-        return {}
-
-
-@lru_cache(1024)
-def _parsed(path: Path, mtime_ns: int, size: int) -> Mapping[str, Any]:
-    """Hundreds of runs are looked at twice a second, and their settings hardly ever differ."""
-    return parse_toml(read_file(path).decode())
-
-
-def config_text(folder: Path) -> str:
-    try:
-        return read_file(folder / "config.toml").decode(errors="replace")
-    except OSError:
-        return ""
-
-
-def steps_planned(folder: Path, config: Mapping[str, Any]) -> int | None:
-    """None of what has no steps."""
-    steps = as_table(config.get("training")).get("steps")
-    return steps if isinstance(steps, int) else None
-
-
-def tasks_of(config: Mapping[str, Any]) -> list[str]:
-    """The names of a run's tasks."""
-    tables = map(as_table, as_list(config.get("tasks")) or [config.get("task")])
-    return [
-        str(table.get("name") or name_of(str(table["type"]).rpartition(":")[2])) for table in tables if "type" in table
-    ]
-
-
 def read_results(folder: Path) -> Mapping[str, Any]:
     """Of an evaluation."""
     try:
@@ -195,25 +131,6 @@ def read_results(folder: Path) -> Mapping[str, Any]:
 
 def _has_result(folder: Path) -> bool:
     return bool(read_results(folder).get("is_complete")) or (folder / "export").is_dir()
-
-
-def _last_record(folder: Path) -> Mapping[str, Any]:
-    """Of the metrics, the last one that can be read."""
-    path = folder / "metrics.jsonl"
-    try:
-        status = file_status(path)
-    except OSError:
-        return {}
-    return _last_step(path, status.st_ino, status.st_size, status.st_mtime_ns)
-
-
-@lru_cache(1024)
-def _last_step(path: Path, inode: int, size: int, mtime_ns: int) -> Mapping[str, Any]:
-    for line in last_lines(path):
-        record = read_json(line)
-        if record is not None and isinstance(record.get("step"), int | float):
-            return record
-    return {}
 
 
 def _began(folder: Path) -> float:
@@ -229,5 +146,74 @@ def _last_change(folder: Path) -> float | None:
     return max((path.stat().st_mtime for name in names if (path := folder / name).exists()), default=None)
 
 
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0
+HOSTS = "hosts.json"
+
+
+class HostEvent(msgspec.Struct, frozen=True):
+    """What became of a host.
+
+    Args:
+        at: seconds since 1970.
+        what: "joined", "drains", "left" or "lost".
+    """
+
+    at: float
+    host: str
+    what: str
+    why: str = ""
+
+
+class _Host(msgspec.Struct):
+    name: str
+    address: str = ""
+    state: str = ""
+    reason: str = ""
+    processes: list[str] = []
+
+
+class _Said(msgspec.Struct):
+    hosts: list[_Host] = []
+    events: list[HostEvent] = []
+
+
+def read_hosts(folder: Path) -> dict[str, Any] | None:
+    """
+    Args:
+        folder: of a run.
+
+    Returns:
+        hosts: [{"name", "address", "state", "reason", "does"}]; events: [{"at", "host", "what", "why"}], in their
+        order. None of a run that has one host, to which nothing happened.
+    """
+    try:
+        said = parse_json_as(read_file(folder / HOSTS), _Said)
+    except (OSError, msgspec.MsgspecError):
+        return None
+    if len(said.hosts) < 2 and not said.events:
+        return None
+    return {
+        "hosts": [
+            {
+                "name": host.name,
+                "address": host.address,
+                "state": host.state,
+                "reason": host.reason,
+                "does": work_of(host.processes),
+            }
+            for host in said.hosts
+        ],
+        "events": [msgspec.to_builtins(event) for event in said.events],
+    }
+
+
+def work_of(processes: Sequence[str]) -> str:
+    """What these are for.
+
+    Example: of trainer, generator-0 and generator-3 it is "trainer, 2 generators".
+    """
+    kinds = Counter(re.sub(r"-\d+$", "", name).replace("-", " ") for name in sorted(processes, key=_place))
+    return ", ".join(kind if count == 1 else f"{count} {kind}s" for kind, count in kinds.items())
+
+
+def _place(name: str) -> tuple[bool, str]:
+    return name != "trainer", name

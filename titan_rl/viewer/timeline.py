@@ -1,16 +1,19 @@
-"""The timeline of a run: lanes of spans in as much detail as there are pixels, and how long each lane was idle."""
+"""Timeline of a run at the resolution of the screen, idle times of its lanes, and its Chrome trace."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from itertools import count
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from titan_rl.viewer.trace.events import Traces
-from titan_rl.viewer.trace.lanes import Lane, Names, ProcessTrace, Spans, plane_of, sorted_lanes
+from titan_rl.viewer.trace import Lane, Names, ProcessTrace, Spans, Traces, plane_of, sorted_lanes
 
 STEPS = "steps"
 """The controller's lane of the stages of the training loop."""
@@ -191,3 +194,126 @@ def _joined(narrow: Spans, pixel: float) -> list[tuple[int, int, str, dict[str, 
 
 def _us(seconds: float) -> int:
     return round(min(max(seconds, -_FAR_S), _FAR_S) * 1e6)
+
+
+WIDTHS = (1000, 300, 100)
+"""Pixels that a timeline is kept in, the first that there is room for."""
+
+
+class TraceReader:
+    """The traces of a run, read as far as they are written. Threads may share one.
+
+    Args:
+        folder: of the run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._lock = threading.Lock()
+        self._traces = Traces(folder / "trace")
+        self._changes = 0
+
+    def look(self) -> int:
+        """Differs once there is more, or less. Nothing is read."""
+        with self._lock:
+            self._changes += self._traces.has_grown()
+            return self._changes
+
+    def timeline(
+        self,
+        first: float | None = None,
+        last: float | None = None,
+        width: int = 1000,
+        seen: tuple[float, float] | None = None,
+        patience_s: float = math.inf,
+    ) -> dict[str, Any]:
+        """See `timeline`, of what is read within `patience_s`."""
+        with self._lock:
+            return timeline(self._traces, first, last, width, seen, patience_s)
+
+    def small_timeline(self, most_bytes: int) -> dict[str, Any] | None:
+        """All of it, as JSON of at most so many bytes; None where there is no room for it, or no trace."""
+        found: dict[str, Any] = {}
+        for width in WIDTHS:
+            found = self.timeline(width=width)
+            if not found["lanes"]:
+                return None
+            if len(msgspec.json.encode(found)) <= most_bytes:
+                return found
+        found["lanes"] = [lane for lane in found["lanes"] if lane["kind"] not in ("environment", "reward", "request")]
+        return found if len(msgspec.json.encode(found)) <= most_bytes else None
+
+
+PUBLISHED, PULLED = "publish copy", "pull"
+
+
+def chrome_trace(folder: Path) -> Iterator[bytes]:
+    """The JSON, in parts.
+
+    Args:
+        folder: of a run. One without traces gives a trace without events.
+    """
+    events = _events(Traces(folder / "trace"))
+    yield b'{"displayTimeUnit":"ms","traceEvents":['
+    for number, event in enumerate(events):
+        yield (b",\n" if number else b"\n") + msgspec.json.encode(event)
+    yield b"\n]}\n"
+
+
+def _events(traces: Traces) -> Iterator[Mapping[str, Any]]:
+    processes = traces.read()
+    tids = count(1)
+    places: dict[tuple[str, str], dict[str, int]] = {}
+    are_apart = len({trace.host for trace in processes.values() if trace.host}) > 1
+    for pid, (process, trace) in enumerate(processes.items(), start=1):
+        yield _name("process_name", pid, 0, {"name": process})
+        if are_apart and trace.host:
+            yield _name("process_labels", pid, 0, {"labels": f"on {trace.host}"})
+        yield _name("process_sort_index", pid, 0, {"sort_index": pid})
+        for lane in sorted_lanes(trace.lanes):
+            place = places[process, lane] = {"pid": pid, "tid": next(tids)}
+            yield _name("thread_name", **place, args={"name": lane})
+            yield _name("thread_sort_index", **place, args={"sort_index": place["tid"]})
+            for span in trace.lanes[lane]:
+                times = {"ts": _chrome_us(span.start), "dur": _chrome_us(span.end - span.start)}
+                yield {"ph": "X", "name": span.name, "cat": span.kind, **place, **times, "args": span.args}
+        for name, counts in trace.counters.items():
+            for one in counts:
+                yield {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": _chrome_us(one.start), "args": one.args}
+    yield from _flows(traces, processes, places)
+
+
+def _flows(
+    traces: Traces, processes: Mapping[str, ProcessTrace], places: Mapping[tuple[str, str], dict[str, int]]
+) -> Iterator[Mapping[str, Any]]:
+    """An arrow from the copy of each version to every pull of it."""
+    ids = count(1)
+    published, pulled = traces.names.places([PUBLISHED, PULLED])
+    copies: dict[int, tuple[int, dict[str, int]]] = {}
+    pulls: list[tuple[int, int, dict[str, int]]] = []
+    for process, trace in processes.items():
+        for lane, found in trace.lanes.items():
+            spans = found.spans
+            if process.startswith("trainer"):
+                for version, start in _versions(spans[spans["name"] == published]):
+                    copies.setdefault(version, (start, places[process, lane]))
+            elif process.startswith("generator"):
+                for version, start in _versions(spans[spans["name"] == pulled]):
+                    pulls.append((version, start, places[process, lane]))
+    for version, start, to in pulls:
+        if version in copies:
+            copied, place = copies[version]
+            about = {"name": f"version {version}", "cat": "sync", "id": next(ids)}
+            yield {"ph": "s", **about, **place, "ts": copied}
+            yield {"ph": "f", "bp": "e", **about, **to, "ts": start}
+
+
+def _versions(spans: Spans) -> list[tuple[int, int]]:
+    return [*zip(spans["version"].tolist(), spans["start"].tolist(), strict=True)]
+
+
+def _name(name: str, pid: int, tid: int, args: Mapping[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args}
+
+
+def _chrome_us(seconds: float) -> float:
+    return round(seconds * 1e6, 1)
