@@ -67,7 +67,7 @@ try:
     main(["hosts", "--help"])
 except SystemExit:
     pass
-others = "init train launch sft serve play eval view export doctor worker completion".split()
+others = "init train launch sft serve play eval view export settings doctor worker completion".split()
 assert not {f"titan_rl.cli.{other}" for other in others} & ours(), ours()
 """
 

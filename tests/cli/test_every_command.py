@@ -35,7 +35,7 @@ def commands() -> list[str]:
 
 
 def test_help_is_a_result(commands: list[str], capsys: pytest.CaptureFixture[str]):
-    assert {"train", "serve", "doctor", "init", "completion"} <= set(commands)
+    assert {"train", "serve", "doctor", "settings", "init", "completion"} <= set(commands)
     for command in commands:
         code, out, err = run([command, "--help"], capsys)
         assert (code, err) == (0, ""), command

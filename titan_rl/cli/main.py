@@ -29,6 +29,7 @@ COMMANDS = {
     "view": "show runs in a browser, also while they go on",
     "hosts": "show the hosts of a run, or have one join or leave it",
     "export": "write a run's policy as a Hugging Face folder",
+    "settings": "explain the settings",
     "doctor": "say what this machine lacks for a run",
     "worker": "let runs use this machine",
     "completion": "complete commands and settings in a shell",

@@ -1,0 +1,134 @@
+"""Reference of all settings: the keys of each table with their types, defaults and meanings.
+
+Made from the classes that check the settings and their docstrings, for the docs' page and for `titan-rl settings`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from titan_rl.config.functions import function_name
+from titan_rl.config.run import RunConfig
+from titan_rl.config.serve import ServerConfig
+from titan_rl.config.tasks import TaskSource, ValidationSuite
+from titan_rl.core.settings import FunctionName, Section
+
+LISTS = {"tasks": ("tasks", TaskSource), "suites": ("validation.suites", ValidationSuite)}
+"""Fields that hold a list of tables: the name of the list, and the class of one of its tables."""
+
+RUN = "run"
+"""Name of the settings that are in no table."""
+
+TASK = "Class of the task, as `module:Class`. Its fields are further keys of this table."
+
+
+@dataclass(frozen=True, slots=True)
+class SettingEntry:
+    """Description of one setting.
+
+    Example: `SettingEntry("training.steps", "integer", "100", "Optimizer steps of the run.")`
+    """
+
+    key: str  # dotted
+    kind: str
+    default: str  # as TOML; "required", or empty for an optional setting
+    about: str
+
+
+@dataclass(frozen=True, slots=True)
+class TableEntry:
+    """Description of one table.
+
+    Attributes:
+        name: Dotted, `RUN` for settings that are in no table.
+        title: As TOML writes it: `[training]`, `[[tasks]]`.
+    """
+
+    name: str
+    title: str
+    about: str
+    settings: tuple[SettingEntry, ...]
+
+
+def tables() -> list[TableEntry]:
+    """Every table of a run, and that of a server, in the order of their classes."""
+    return [*_tables(RunConfig, RUN, "", ""), *_tables(ServerConfig, "server", "[server]", "server.")]
+
+
+def _tables(section: type[Section], name: str, title: str, prefix: str) -> Iterator[TableEntry]:
+    below: list[tuple[type[Section], str, str, str]] = []
+    entries: list[SettingEntry] = []
+    for field_name, field in section.model_fields.items():
+        key, kind = f"{prefix}{field_name}", typing.cast(Any, field.annotation)
+        if isinstance(kind, type) and issubclass(kind, Section):
+            below.append((kind, key, f"[{key}]", f"{key}."))
+        elif field_name in LISTS:
+            table, inner = LISTS[field_name]
+            below.append((inner, table, f"[[{table}]]", f"{table}.NAME."))
+        elif field_name == "task" and section is TaskSource:
+            entries.append(SettingEntry(f"{prefix}type", "name", "required", TASK))
+        elif field_name == "curriculum":
+            entries.append(SettingEntry(key, "table", "", _one_line(field.description or "")))
+        else:
+            entries.append(_entry(key, field, function_name(section, field_name)))
+    paragraph = (inspect.getdoc(section) or "").partition("\n\n")[0]
+    about = "Settings that are in no table." if section is RunConfig else _one_line(paragraph)
+    yield TableEntry(name, title, about, tuple(entries))
+    for inner in below:
+        yield from _tables(*inner)
+
+
+def _entry(key: str, field: FieldInfo, function: FunctionName | None) -> SettingEntry:
+    if field.is_required():
+        default = "required"
+    elif field.default_factory is not None or field.default is None:
+        default = ""
+    else:
+        default = _toml(field.default)
+    about = field.description or ""
+    if function:
+        about += f" One of {', '.join(f'`{one}`' for one in function.names)}, or your own as `module:function`."
+    kind = "name" if function is not None else _kind(typing.cast(Any, field.annotation))
+    return SettingEntry(key, kind, default, _one_line(about))
+
+
+def _kind(kind: Any) -> str:
+    """Name of a type: `_kind(int | Literal["auto"])` is 'integer or "auto"'."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return ", ".join(map(_toml, arguments))
+    if origin is typing.Annotated:
+        return _kind(arguments[0])
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(dict.fromkeys(_kind(one) for one in arguments if one is not type(None)))
+    if origin in (tuple, list):
+        return f"list of {_kind(arguments[0])}"
+    if origin is not None and issubclass(origin, typing.Mapping):
+        return "table"
+    if isinstance(kind, type) and issubclass(kind, Section):
+        return "table"
+    return {str: "text", bool: "true, false", int: "integer", float: "number"}.get(
+        kind, getattr(kind, "__name__", str(kind))
+    )
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, typing.Mapping):
+        entries = typing.cast("typing.Mapping[str, Any]", value).items()
+        return f"{{{', '.join(f'{name} = {_toml(each)}' for name, each in entries)}}}"
+    return f"[{', '.join(map(_toml, value))}]" if isinstance(value, tuple | list) else str(value)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
