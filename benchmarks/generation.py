@@ -36,7 +36,7 @@ from titan_rl.generation.gpu_share import CPU_KV_GIB
 from titan_rl.generation.registry import make_engine
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.router import GeneratorRouter
-from titan_rl.rollout.group.rollout_ids import turn_seed
+from titan_rl.rollout.group.turns import turn_seed
 from titan_rl.run.machine.environment import run_environment
 from titan_rl.weights.published_weights import PublishedWeights
 from titan_rl.weights.types import Manifest, Probe

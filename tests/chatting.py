@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from titan_rl import Message, MessageTask, Rollout, Rollouter, SamplingParams
-from titan_rl.rollout.chat_env import ChatEnv
-from titan_rl.rollout.environment.chat import ChatReply
+from titan_rl.rollout.chat_env import ChatEnv, ChatReply
 
 
 async def play(task: MessageTask, sample: Any, say: Callable[[Sequence[Message]], str | Message]) -> Rollout:

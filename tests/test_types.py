@@ -25,8 +25,7 @@ from titan_rl import (
 )
 from titan_rl.rollout.environment.seats import MessagePlayer, TokenPlayer
 from titan_rl.rollout.group.rollouter import Rollouter
-from titan_rl.rollout.rewards.reward_calls import FailurePolicy
-from titan_rl.rollout.rewards.shaping import SoftOverlong
+from titan_rl.rollout.rewards.reward import FailurePolicy, SoftOverlong
 from titan_rl.types import TokenChunk
 
 INF, NAN = float("inf"), float("nan")

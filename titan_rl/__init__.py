@@ -64,8 +64,7 @@ if TYPE_CHECKING:
         StickySession,
     )
     from titan_rl.generation.scripted_engine import ScriptedEngine
-    from titan_rl.rollout.environment.message_game import MessageGame
-    from titan_rl.rollout.environment.message_token_env import MessageTokenEnv
+    from titan_rl.rollout.environment.messages import MessageGame, MessageTokenEnv
     from titan_rl.rollout.environment.seats import (
         MessagePlayer,
         MessageSeat,
@@ -87,8 +86,7 @@ if TYPE_CHECKING:
     )
     from titan_rl.rollout.group.rollouter import Rollouter
     from titan_rl.rollout.renderer import ChatTemplateRenderer, Renderer
-    from titan_rl.rollout.rewards.reward import GroupReward, Reward, WeightedReward, env_reward
-    from titan_rl.rollout.rewards.reward_calls import FailurePolicy
+    from titan_rl.rollout.rewards.reward import FailurePolicy, GroupReward, Reward, WeightedReward, env_reward
     from titan_rl.rollout.rewards.rubric import Rubric
     from titan_rl.rollout.settings import RolloutConfig
     from titan_rl.rollout.task import DemonstratingTask, Demonstration, Task
@@ -131,16 +129,14 @@ _NAMES = {
     "generation.router": "GeneratorRouter LeastLoaded Limits PauseMode Replica RoundRobin StickySession",
     "generation.scripted_engine": "ScriptedEngine",
     "tasks.players.task": "SeatedTask",
-    "rollout.environment.message_game": "MessageGame",
-    "rollout.environment.message_token_env": "MessageTokenEnv",
+    "rollout.environment.messages": "MessageGame MessageTokenEnv",
     "rollout.environment.seats": "MessagePlayer MessageSeat Player SeatOutError "
     "SeatedEnv SeatedMessageEnv TokenPlayer TokenSeat",
     "rollout.environment.threaded": "ThreadedEnv",
     "rollout.environment.types": "MessageEnv MessageObservation MessageStep TokenEnv TokenObservation TokenStep",
     "rollout.group.rollouter": "Rollouter",
     "rollout.renderer": "ChatTemplateRenderer Renderer",
-    "rollout.rewards.reward": "GroupReward Reward WeightedReward env_reward",
-    "rollout.rewards.reward_calls": "FailurePolicy",
+    "rollout.rewards.reward": "FailurePolicy GroupReward Reward WeightedReward env_reward",
     "rollout.rewards.rubric": "Rubric",
     "rollout.settings": "RolloutConfig",
     "rollout.task": "DemonstratingTask Demonstration Task",

@@ -35,7 +35,7 @@ from titan_rl.generation.router.replica import Replica
 from titan_rl.generation.router.strategies import Strategy
 from titan_rl.generation.vocabulary import within_vocabulary
 from titan_rl.metrics.sinks.types import MetricSink
-from titan_rl.rollout.environment.chat import ChatFn
+from titan_rl.rollout.chat_env import ChatFn
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.run.machine.environment import run_environment
 from titan_rl.run.machine.signals import run_to_its_end

@@ -13,7 +13,7 @@ from examples.alphabet_sort.demonstrations import RIGHT, SHUFFLED, demonstrate
 from examples.alphabet_sort.env import AlphabetSortEnv
 from examples.alphabet_sort.rubric import alphabet_sort_rubric
 from titan_rl.core.settings import Section
-from titan_rl.rollout.environment.message_token_env import MessageTokenEnv
+from titan_rl.rollout.environment.messages import MessageTokenEnv
 from titan_rl.rollout.environment.types import TokenEnv
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.rewards.rubric import Rubric

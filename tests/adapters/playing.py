@@ -6,8 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from titan_rl.rollout.chat_env import ChatEnv
-from titan_rl.rollout.environment.chat import ChatReply
+from titan_rl.rollout.chat_env import ChatEnv, ChatReply
 from titan_rl.rollout.group.rollouter import Rollouter
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.rollout.types import Message, RolloutGroup

@@ -14,7 +14,7 @@ from titan_rl.rollout.rewards.advantages import (
     standardized,
     subtract_batch_mean,
 )
-from titan_rl.rollout.rewards.shaping import SoftOverlong
+from titan_rl.rollout.rewards.reward import SoftOverlong
 from titan_rl.rollout.types import Rollout, RolloutGroup, Turn
 from titan_rl.types import Completion, FinishReason, VersionSpan
 

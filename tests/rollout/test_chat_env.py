@@ -22,8 +22,7 @@ from titan_rl import (
     env_reward,
 )
 from titan_rl.core.errors import GenerationError
-from titan_rl.rollout.chat_env import ChatEnv
-from titan_rl.rollout.environment.chat import ChatReply
+from titan_rl.rollout.chat_env import ChatEnv, ChatReply
 from titan_rl.types import FinishReason
 
 TOOLS = [{"type": "function", "function": {"name": "look"}}]

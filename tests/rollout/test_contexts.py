@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_rl import Completion, FinishReason, Rollout, RolloutGroup, SamplingParams, Turn, VersionSpan, build_samples
-from titan_rl.rollout.contexts import num_shared, shared
+from titan_rl.rollout.copies import num_shared, shared
 from titan_rl.run.journal.records import GroupRecord, decode, encode, group_record
 from titan_rl.scheduling.task_mix import Assigned
 from titan_rl.training.data.sample_builder import count_branches

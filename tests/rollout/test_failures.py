@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from titan_rl import Rollout, RolloutStatus, Rubric, SamplingParams
-from titan_rl.rollout.group.failures import ErrorCounts
 from titan_rl.rollout.group.rollouter import Rollouter
-from titan_rl.rollout.group.transcript import transcript
+from titan_rl.rollout.group.transcript import ErrorCounts, transcript
 from titan_rl.rollout.rewards.reward import Reward
 
 

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from titan_rl import Completion, FinishReason, SamplingParams, TokenObservation, TokenStep, VersionSpan
 from titan_rl.core.errors import RewardError
 from titan_rl.rollout.group.rollouter import Rollouter
-from titan_rl.rollout.rewards.reward import GroupReward, Reward
-from titan_rl.rollout.rewards.reward_calls import FailurePolicy
+from titan_rl.rollout.rewards.reward import FailurePolicy, GroupReward, Reward
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus

@@ -24,7 +24,7 @@ from titan_rl import (
     env_reward,
 )
 from titan_rl.core.errors import DataError
-from titan_rl.rollout.environment.message_token_env import MessageTokenEnv
+from titan_rl.rollout.environment.messages import MessageTokenEnv
 from titan_rl.rollout.group.rollouter import Rollouter
 from titan_rl.rollout.settings import RolloutConfig
 

@@ -6,7 +6,7 @@ import pytest
 
 from titan_rl import Completion, FinishReason, Message, MessageObservation, MessageStep, RolloutStatus, VersionSpan
 from titan_rl.core.errors import DataError
-from titan_rl.rollout.environment.message_token_env import MessageTokenEnv
+from titan_rl.rollout.environment.messages import MessageTokenEnv
 from titan_rl.rollout.renderer import ChatTemplateRenderer, Renderer
 
 pytest.importorskip("tokenizers")

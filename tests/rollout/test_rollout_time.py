@@ -19,7 +19,7 @@ from titan_rl.core.calls.stopwatch import SILENCE_S, Stopwatch, moving_with_toke
 from titan_rl.generation.resume import resume_on_abort
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.generation.scripted_engine import CostModel
-from titan_rl.rollout.group.timed import RETURN_S
+from titan_rl.rollout.group.turns import RETURN_S
 from titan_rl.rollout.rewards.reward import Reward
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.settings import RolloutConfig

@@ -9,8 +9,7 @@ import pytest
 from stage import Generator, Stage
 
 from titan_rl.core.errors import RewardError
-from titan_rl.rollout.rewards.reward import GroupReward, Reward, env_reward
-from titan_rl.rollout.rewards.reward_calls import FailurePolicy
+from titan_rl.rollout.rewards.reward import FailurePolicy, GroupReward, Reward, env_reward
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
 from titan_rl.types import Completion, FinishReason

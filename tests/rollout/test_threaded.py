@@ -20,7 +20,7 @@ from titan_rl import (
 )
 from titan_rl import TokenObservation as Observation
 from titan_rl import TokenStep as Step
-from titan_rl.rollout.environment.message_token_env import MessageTokenEnv
+from titan_rl.rollout.environment.messages import MessageTokenEnv
 from titan_rl.rollout.environment.threaded import ThreadedEnv
 from titan_rl.rollout.group.rollouter import Rollouter
 from titan_rl.rollout.rewards.reward import Reward

@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_rl import Completion, FinishReason, Rollout, RolloutGroup, RolloutStatus, SamplingParams, Turn, VersionSpan
-from titan_rl.rollout.group.token_records import TokenRecords
-from titan_rl.rollout.group.transcript import transcript
-from titan_rl.rollout.renderer.token_texts import TokenTexts
+from titan_rl.rollout.group.transcript import TokenRecords, transcript
+from titan_rl.rollout.renderer.tokenizer import TokenTexts
 from titan_rl.training.data.sample_builder import build_samples
 
 

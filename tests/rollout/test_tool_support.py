@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from titan_rl.core.errors import ModelError
-from titan_rl.rollout.environment.message_token_env import MessageTokenEnv
+from titan_rl.rollout.environment.messages import MessageTokenEnv
 from titan_rl.tasks import ToolEnv
 
 

@@ -34,7 +34,7 @@ from titan_rl.config.sections import CheckpointConfig, SamplingConfig, Validatio
 from titan_rl.config.tasks import TaskSource
 from titan_rl.core.errors import TrainingError
 from titan_rl.core.run_files import read_status
-from titan_rl.rollout.environment.chat import ChatReply
+from titan_rl.rollout.chat_env import ChatReply
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.scheduling.settings import SchedulingConfig
 from titan_rl.training.protocol import StepResult

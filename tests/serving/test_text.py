@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from speaking import byte_tokenizer
 
-from titan_rl.rollout.renderer.detokenizer import Detokenizer
+from titan_rl.rollout.renderer.tokenizer import Detokenizer
 from titan_rl.serving.text import Text, TextReader
 
 WORDS = ["[UNK]", "un", "##happi", "##ness", "the", ",", "cat", "##s"]

@@ -17,7 +17,7 @@ from serving.speaking import byte_tokenizer
 
 import titan_rl.training.tiny_model
 from titan_rl.config.build import make_renderer, told_of_template
-from titan_rl.rollout.renderer.template_fit import TemplateFit, fit_template
+from titan_rl.rollout.renderer.registry import TemplateFit, fit_template
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.training.settings import ModelConfig
 from titan_rl.training.state.hf_export import export_hf

@@ -28,8 +28,8 @@ from titan_rl.core.calls.watchdog import LoopWatchdog
 from titan_rl.core.errors import ActorDiedError, RequestError
 from titan_rl.generation.request import EngineRequest
 from titan_rl.rollout.copies import portable
-from titan_rl.rollout.group.callbacks import Callbacks
-from titan_rl.rollout.group.timed import generate_within
+from titan_rl.rollout.group.sessions import Callbacks
+from titan_rl.rollout.group.turns import generate_within
 from titan_rl.rollout.types import Rollout, RolloutGroup
 from titan_rl.types import Completion, GenerateFn, SamplingParams
 

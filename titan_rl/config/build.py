@@ -16,11 +16,9 @@ from titan_rl.core.calls.user_code import describe
 from titan_rl.core.errors import ConfigError, MissingExtraError, ModelError
 from titan_rl.rollout.group.rollouter import Rollouter
 from titan_rl.rollout.renderer import Renderer
-from titan_rl.rollout.renderer.registry import find_renderer
-from titan_rl.rollout.renderer.template_fit import fit_template
-from titan_rl.rollout.renderer.token_texts import TokenTexts
-from titan_rl.rollout.renderer.tokenizer import load_tokenizer
-from titan_rl.rollout.rewards.registry import find_advantage
+from titan_rl.rollout.renderer.registry import find_renderer, fit_template
+from titan_rl.rollout.renderer.tokenizer import TokenTexts, load_tokenizer
+from titan_rl.rollout.rewards.advantages import find_advantage
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.task import FilteringTask, RunContext, calling, drop_reason, opened, wrong_result
 from titan_rl.rollout.types import RolloutGroup

@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, Positi
 
 from titan_rl.core.errors import ConfigError
 from titan_rl.core.settings import FunctionName, Section
-from titan_rl.rollout.rewards.registry import BY_NAME as ADVANTAGES
+from titan_rl.rollout.rewards.advantages import BY_NAME as ADVANTAGES
 from titan_rl.rollout.task import Task
 from titan_rl.scheduling.curriculum import Curriculum, InOrder
 from titan_rl.scheduling.filters import BY_NAME as FILTERS

@@ -20,14 +20,11 @@ from titan_rl.core.calls.plain import json_line
 from titan_rl.core.errors import ConfigError, GenerationError, RewardError
 from titan_rl.evaluation.policies.opened import OpenedPolicy
 from titan_rl.evaluation.results import is_fault
-from titan_rl.rollout.chat_env import ChatEnv, NoTokens, message_env_of
-from titan_rl.rollout.environment.chat import ChatFn
+from titan_rl.rollout.chat_env import ChatEnv, ChatFn, NoTokens, message_env_of
 from titan_rl.rollout.environment.threaded import ThreadedEnv
 from titan_rl.rollout.environment.types import MessageEnv
-from titan_rl.rollout.group.failures import ErrorCounts
-from titan_rl.rollout.group.rollouter import Rollouter
-from titan_rl.rollout.group.runner import GroupRunner
-from titan_rl.rollout.group.transcript import transcript
+from titan_rl.rollout.group.rollouter import GroupRunner, Rollouter
+from titan_rl.rollout.group.transcript import ErrorCounts, transcript
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.task import MeasuredTask, RunContext, held_out_samples, measured, opened
 from titan_rl.rollout.types import RolloutGroup

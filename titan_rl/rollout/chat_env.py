@@ -1,25 +1,67 @@
-"""Plays an environment of messages with a policy of messages."""
+"""Policies of chat messages without known tokens, and the environment adapter that plays them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
 
 from titan_rl.core.calls.plain import snapshot
 from titan_rl.core.errors import PromptTooLongError
 from titan_rl.rollout.copies import messages_of
-from titan_rl.rollout.environment.chat import ChatFn, ChatReply
-from titan_rl.rollout.environment.message_token_env import MessageTokenEnv
-from titan_rl.rollout.environment.methods import EnvMethods
+from titan_rl.rollout.environment.messages import MessageTokenEnv
+from titan_rl.rollout.environment.threaded import EnvMethods
 from titan_rl.rollout.environment.types import MessageEnv, MessageObservation, MessageStep, RolloutPolicy
 from titan_rl.rollout.group.boundary import EndsWith, RolloutEnded
-from titan_rl.rollout.group.rollout_ids import turn_seed
+from titan_rl.rollout.group.turns import turn_seed
 from titan_rl.rollout.renderer.types import ParsedResponse, RenderedTokens
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.rollout.types import Message, Rollout, RolloutStatus, Turn
-from titan_rl.types import Completion, FinishReason
+from titan_rl.types import Completion, FinishReason, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class ChatReply:
+    """What such a policy answers.
+
+    Args:
+        message: the assistant's, with "content", and "reasoning_content" and "tool_calls" where it has some. The
+            arguments of a call are a dictionary, or the text that is none.
+        num_tokens: of the reply, as far as the policy says.
+    """
+
+    message: Message
+    finish_reason: FinishReason = FinishReason.STOP
+    num_tokens: int | None = None
+
+
+@runtime_checkable
+class ChatFn(Protocol):
+    """What a `GenerateFn` is where there are messages in the place of tokens. Calls run concurrently.
+
+    Args:
+        messages: the whole conversation.
+        tools: that may be called, in OpenAI's form; None for none.
+        request_id: unique for one call.
+        session_id: stable over the turns of one rollout.
+        sampling: its `stop_token_ids` mean nothing here.
+
+    Raises:
+        titan_rl.core.errors.PromptTooLongError: the conversation leaves no room for an answer.
+        titan_rl.core.errors.RequestError: this request can never succeed.
+        titan_rl.core.errors.GenerationError: the infrastructure failed.
+    """
+
+    async def __call__(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        request_id: str,
+        session_id: str | None = None,
+        sampling: SamplingParams,
+    ) -> ChatReply: ...
 
 
 class ChatEnv:

@@ -47,7 +47,7 @@ class RolloutStatus(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One request and its completion. Those of a rollout that has been played share one array of tokens, in which each
-    has what it adds to the context: `titan_rl.rollout.contexts`.
+    has what it adds to the context: `titan_rl.rollout.copies`.
 
     Args:
         prompt_token_ids: the whole context, which is read out of that array where it is asked for.

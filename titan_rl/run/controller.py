@@ -34,9 +34,9 @@ from titan_rl.config.changes import settings_of
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import NoSpaceError
 from titan_rl.generation.router.router import GeneratorRouter
-from titan_rl.rollout.group.runner import GroupRunner
-from titan_rl.rollout.group.token_records import TokenRecords
-from titan_rl.rollout.renderer.token_texts import TokenTexts
+from titan_rl.rollout.group.rollouter import GroupRunner
+from titan_rl.rollout.group.transcript import TokenRecords
+from titan_rl.rollout.renderer.tokenizer import TokenTexts
 from titan_rl.run.checkpoints.saver import CheckpointSaver, RunCopy, RunSaving
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.journal.run_journal import RunJournal

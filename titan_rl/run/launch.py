@@ -21,7 +21,7 @@ from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.cancellation import FirstError
 from titan_rl.core.calls.watchdog import LoopWatchdog
-from titan_rl.rollout.group.runner import GroupRunner
+from titan_rl.rollout.group.rollouter import GroupRunner
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.run.checkpoints.resumption import Resumption
 from titan_rl.run.controller import Controller

@@ -23,7 +23,7 @@ from titan_rl.generation.router.replica import Limits, Replica
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.generation.router.strategies import Strategy, make_strategy
 from titan_rl.metrics.sinks.types import MetricSink
-from titan_rl.rollout.group.runner import GroupRunner
+from titan_rl.rollout.group.rollouter import GroupRunner
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.machine.environment import process_scratch

@@ -1,5 +1,5 @@
-"""A group of each task, played without engines before a run begins: what is wrong with an environment, a reward, the
-renderer or a limit shows in a second, and not once processes have started."""
+"""Rehearsal of a run without engines: plays a group of each task with a mock policy, to show errors in an environment,
+a reward, the renderer or a limit in a second, before any process starts."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ from titan_rl.core.calls.user_code import where
 from titan_rl.core.calls.watchdog import BLOCKED_AFTER_S, LoopWatchdog
 from titan_rl.core.errors import ConfigError, DataError
 from titan_rl.generation.resume import resume_on_abort
-from titan_rl.rollout.environment.message_token_env import MessageTokenEnv
+from titan_rl.rollout.environment.messages import MessageTokenEnv
 from titan_rl.rollout.environment.seats import SeatedEnv
 from titan_rl.rollout.environment.types import AgentEnv, TokenEnv, TokenObservation, TokenStep
 from titan_rl.rollout.group.rollouter import Rollouter
-from titan_rl.rollout.mock_policy import MockPolicy
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.rollout.task import DEMONSTRATED_CALL_S, DemonstratingTask, calling
@@ -36,7 +35,47 @@ from titan_rl.scheduling.filters import first_reason
 from titan_rl.scheduling.task_mix import Assigned
 from titan_rl.training.data.demonstrations import encode
 from titan_rl.training.losses import ClipRange, trial
-from titan_rl.types import Completion, SamplingParams
+from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
+
+ECHOED = 8
+
+
+class MockPolicy:
+    """A `GenerateFn` without a model for one group, whose id has no slash. Siblings in turn give the answers of an
+    untrained policy: the demonstrated answer, the end of the prompt, nothing at all, and more than allowed.
+
+    Args:
+        shown: demonstrated answers to the first request of a rollout, the second, and so on, each with its stop token;
+            the last one is repeated. Without them the end of the prompt takes their place.  # [num_turns][num_tokens]
+        stop_token_id: ends the other answers.
+    """
+
+    def __init__(self, shown: Sequence[Sequence[int]], stop_token_id: int) -> None:
+        self._shown = shown
+        self._stop = stop_token_id
+
+    async def __call__(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        request_id: str,
+        session_id: str | None = None,
+        sampling: SamplingParams,
+    ) -> Completion:
+        _, sibling, *_, turn = request_id.split("/")
+        answer = self._answer(int(sibling) % 4, int(turn), prompt_token_ids, sampling.max_tokens)
+        ends = FinishReason.STOP if len(answer) <= sampling.max_tokens else FinishReason.LENGTH
+        answer = answer[: sampling.max_tokens]
+        return Completion(request_id, answer, [0.0] * len(answer), ends, [VersionSpan(0, len(answer))])
+
+    def _answer(self, way: int, turn: int, prompt: Sequence[int], max_tokens: int) -> list[int]:
+        plain = [token for token in prompt if token != self._stop][-ECHOED:]
+        if way == 0 and self._shown:
+            return list(self._shown[min(turn, len(self._shown) - 1)])
+        if way == 2:
+            return [self._stop]
+        return plain[-1:] * (max_tokens + 1) if way == 3 else [*plain, self._stop]
+
 
 AnyEnv = TokenEnv | AgentEnv | SeatedEnv
 

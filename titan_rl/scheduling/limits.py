@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 
 from titan_rl.core.errors import TrainingError
-from titan_rl.rollout.group.failures import ErrorCounts
+from titan_rl.rollout.group.transcript import ErrorCounts
 from titan_rl.rollout.types import RolloutGroup, RolloutStatus
 from titan_rl.scheduling.filters import EQUAL_REWARDS_ADVICE, LOST
 from titan_rl.scheduling.settings import SchedulingConfig

@@ -10,8 +10,8 @@ from typing import Any, cast
 import httpx
 
 from titan_rl.core.errors import GenerationError, PromptTooLongError, RequestError
+from titan_rl.rollout.chat_env import ChatReply
 from titan_rl.rollout.copies import LARGEST_TOKEN_ID
-from titan_rl.rollout.environment.chat import ChatReply
 from titan_rl.rollout.types import Message
 from titan_rl.serving import LEAST_LOGPROB
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan

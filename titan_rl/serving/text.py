@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any, TypeVar, cast
 
-from titan_rl.rollout.renderer.detokenizer import Decode, Detokenizer
+from titan_rl.rollout.renderer.tokenizer import Decode, Detokenizer
 
 
 class Text:

@@ -14,10 +14,9 @@ from titan_rl.core.calls.bounded import OutOfTimeError, bounded
 from titan_rl.core.calls.threads import DaemonThreads
 from titan_rl.core.calls.user_code import Failure, place_of, thread_place
 from titan_rl.core.errors import DataError, TitanRLError
-from titan_rl.rollout.environment.methods import expected
+from titan_rl.rollout.environment.threaded import expected
 from titan_rl.rollout.environment.types import MessageEnv, MessageObservation, MessageStep
-from titan_rl.rollout.group.boundary import EndsWith, RolloutEnded
-from titan_rl.rollout.group.env_calls import EnvCalls
+from titan_rl.rollout.group.boundary import EndsWith, EnvCalls, RolloutEnded
 from titan_rl.rollout.task import DEMONSTRATED_CALL_S, Demonstration
 from titan_rl.rollout.types import Message, RolloutStatus
 

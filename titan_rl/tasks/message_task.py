@@ -13,7 +13,7 @@ from pydantic import Field
 
 from titan_rl.core.errors import ConfigError, DataError
 from titan_rl.core.settings import Section
-from titan_rl.rollout.environment.message_token_env import MessageTokenEnv
+from titan_rl.rollout.environment.messages import MessageTokenEnv
 from titan_rl.rollout.environment.types import MessageEnv, TokenEnv
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.rewards.rubric import Rubric

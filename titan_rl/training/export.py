@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from titan_rl.core.errors import CheckpointError
-from titan_rl.rollout.renderer.template_fit import fit_template
+from titan_rl.rollout.renderer.registry import fit_template
 from titan_rl.training.choices import DType
 from titan_rl.training.parallel.parallel import local_slice
 from titan_rl.training.parallel.world import World

@@ -15,7 +15,7 @@ from pydantic import (
 
 from titan_rl.core.settings import FunctionName, PathText, Section, TakesEffect
 from titan_rl.rollout.renderer.registry import BY_NAME as RENDERERS
-from titan_rl.rollout.rewards.registry import BY_NAME as ADVANTAGES
+from titan_rl.rollout.rewards.advantages import BY_NAME as ADVANTAGES
 from titan_rl.training.choices import (
     ActivationCheckpointing,
     Attention,

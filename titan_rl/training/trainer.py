@@ -14,7 +14,7 @@ import torch
 
 from titan_rl.core.errors import CheckpointError, UntrainableError
 from titan_rl.core.tracing.spans import IDLE, span
-from titan_rl.rollout.renderer.template_fit import fit_template
+from titan_rl.rollout.renderer.registry import fit_template
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.data.step_plan import StepPlan
 from titan_rl.training.gradient_pass import MinibatchGradient

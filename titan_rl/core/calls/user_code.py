@@ -141,7 +141,7 @@ def innermost(frames: Sequence[traceback.FrameSummary]) -> str | None:
 
 def callers(frames: Sequence[traceback.FrameSummary]) -> Iterator[tuple[str, str]]:
     """Which code of titan_rl has called the innermost line of the user's own, the nearest first: module and function,
-    such as `("rollout/group/env_calls.py", "make")`. Nothing where no line is the user's."""
+    such as `("rollout/group/boundary.py", "make")`. Nothing where no line is the user's."""
     is_below = False
     for frame in reversed(frames):
         if is_below and frame.filename.startswith(_OWN + os.sep):

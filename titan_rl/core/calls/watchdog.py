@@ -30,16 +30,16 @@ _ADVICE = {
     "other": "Await instead, or let it run in a thread, as by asyncio.to_thread",
 }
 _CALLERS = {  # module and function of titan_rl that call code of each kind
-    ("rollout/group/env_calls.py", "make"): "environment",
+    ("rollout/group/boundary.py", "make"): "environment",
     ("rollout/group/rollouter.py", "made"): "environment",
-    ("rollout/rewards/reward_calls.py", "call"): "reward",
-    ("rollout/rewards/reward_calls.py", "_awaited"): "reward",
+    ("rollout/rewards/reward.py", "call"): "reward",
+    ("rollout/rewards/reward.py", "_awaited"): "reward",
     ("run/stages/rollout_stage.py", "train_sample"): "task",
     ("run/stages/rollout_stage.py", "validation_samples"): "task",
     ("rollout/task.py", "drop_reason"): "task",
     ("rollout/rewards/advantages.py", "compare"): "advantage",
     ("scheduling/filters.py", "_reason"): "filter",
-    ("rollout/group/callbacks.py", "call"): "other",
+    ("rollout/group/sessions.py", "call"): "other",
 }
 
 Tell = Callable[[str], object]

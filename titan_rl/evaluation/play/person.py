@@ -10,7 +10,7 @@ from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.calls.plain import printable
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.evaluation.play.screen import Screen
-from titan_rl.rollout.environment.chat import ChatReply
+from titan_rl.rollout.chat_env import ChatReply
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.types import Message
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 from titan_rl.core.calls.plain import printable
 from titan_rl.core.calls.user_code import Failure
-from titan_rl.rollout.environment.methods import EnvMethods, require_methods
 from titan_rl.rollout.environment.seats import Player, SeatedEnv, SeatOutError, TokenSeat
+from titan_rl.rollout.environment.threaded import EnvMethods, require_methods
 from titan_rl.rollout.environment.types import (
     MessageEnv,
     MessageObservation,
@@ -19,7 +19,7 @@ from titan_rl.rollout.environment.types import (
     TokenObservation,
     TokenStep,
 )
-from titan_rl.rollout.group.failures import error_text
+from titan_rl.rollout.group.transcript import error_text
 from titan_rl.rollout.types import Message, Rollout, RolloutGroup, RolloutStatus
 from titan_rl.types import Completion
 

@@ -23,7 +23,7 @@ from titan_rl.config.serve import ServeConfig, load_serve_config
 from titan_rl.core.errors import ConfigError, GenerationError, MissingExtraError, RequestError
 from titan_rl.evaluation.policies.source import PolicySource, export, find_policy, with_copies
 from titan_rl.generation.registry import find_engine
-from titan_rl.rollout.environment.chat import ChatFn
+from titan_rl.rollout.chat_env import ChatFn
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.run.observability.progress import Verbosity
 from titan_rl.run.parts import use_monarch

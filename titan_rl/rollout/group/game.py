@@ -1,18 +1,26 @@
-"""One game: an environment with several seats, played to its end."""
+"""Games with several seats: their time, their seats and the players of these."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator, Mapping, Sequence
+import inspect
+import math
+import re
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
+from dataclasses import replace
+from typing import Any, Final, NoReturn, TypeVar, cast
 
+from titan_rl.core.calls.bounded import OutOfTimeError, bounded
+from titan_rl.core.calls.plain import snapshot
 from titan_rl.core.calls.stopwatch import Stopwatch
-from titan_rl.rollout.environment.seats import SeatOutError, TokenSeat
-from titan_rl.rollout.group.boundary import EndsWith, RolloutEnded
-from titan_rl.rollout.group.env_calls import EnvCalls
-from titan_rl.rollout.group.timed import RETURN_S
-from titan_rl.rollout.types import Rollout, RolloutStatus
+from titan_rl.core.calls.user_code import Failure, summary
+from titan_rl.rollout.copies import completion_of, completion_to_give, messages_of, token_ids_of
+from titan_rl.rollout.environment.seats import MessagePlayer, Player, SeatOutError, TokenPlayer, TokenSeat
+from titan_rl.rollout.group.boundary import EndsWith, EnvCalls, RolloutEnded
+from titan_rl.rollout.group.turns import RETURN_S, TurnTaker, of_seat, turn_seed
+from titan_rl.rollout.types import Message, Rollout, RolloutStatus
+from titan_rl.types import Completion, FinishReason
 
 LAST_CALL_S = 1.0
 """What an environment has at least to see an answer that was finished in time."""
@@ -149,3 +157,233 @@ class Game:
 def _first(outs: BaseExceptionGroup[SeatOutError]) -> SeatOutError:
     first = outs.exceptions[0]
     return _first(first) if isinstance(first, BaseExceptionGroup) else first
+
+
+T = TypeVar("T")
+
+SEAT_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
+
+
+def rollouts_of_seats(game: Rollout, given: Any) -> list[Rollout]:
+    """Those of the seats that the policy plays.
+
+    Raises:
+        TypeError, ValueError: what `players` gave does not say who plays each seat, or the policy plays none.
+    """
+    if not isinstance(given, Mapping):
+        raise TypeError(f"players gave {type(given).__name__}; it must map the names of seats to who plays them")
+    players = cast("Mapping[Any, Any]", given)
+    for name, player in players.items():
+        if not (isinstance(name, str) and SEAT_NAME.fullmatch(name)):
+            raise ValueError(f"a seat is called {name!r}; it must be letters and digits, and begin with a letter")
+        if not (player == "policy" or isinstance(player, TokenPlayer | MessagePlayer)):
+            raise TypeError(f'seat {name!r} has {player!r}; it must be "policy", a TokenPlayer or a MessagePlayer')
+    trained = [name for name, player in players.items() if player == "policy"]
+    if not trained:
+        raise ValueError(f'of the seats {list(players)} the policy plays none; give one of them "policy"')
+    return [of_seat(game, name) for name in trained]
+
+
+async def play_game(
+    env: EnvCalls,
+    game_id: str,
+    players: Mapping[str, Player],
+    rollouts: Sequence[Rollout],
+    game: Game,
+    turns_of: Callable[[Rollout], TurnTaker],
+    *,
+    max_turns: int,
+) -> None:
+    """Play a `SeatedEnv` to its end, and fill in the rollouts of the policy's seats.
+
+    Raises:
+        RolloutEnded: something ended it that ends all rollouts alike.
+    """
+    seats: dict[str, _PolicySeat | _OtherSeat] = {}
+    own = {str(rollout.seat): rollout for rollout in rollouts}
+    any_turns = turns_of(rollouts[0])
+    for name, player in players.items():
+        if name in own:
+            seats[name] = _PolicySeat(game, turns_of(own[name]), max_turns)
+        else:
+            seats[name] = _OtherSeat(game, name, player, any_turns, f"{game_id}/{name}")
+    out: SeatOutError | None = None
+    end = RolloutStatus.COMPLETED
+    try:
+        out = await game.play(env, seats)
+    except RolloutEnded as error:
+        if error.status is not RolloutStatus.TRUNCATED_TIME:
+            raise
+        end = error.status
+        for rollout in rollouts:
+            rollout.error = error.error
+    if out is not None and out.seat not in own:
+        raise RolloutEnded(RolloutStatus.ERROR_ENV, f"{out}; the policy does not play it")
+    for name, rollout in own.items():
+        gone = seats[name].out
+        if gone is not None:
+            rollout.status, rollout.error = gone.status, gone.why
+        else:
+            rollout.status = end if rollout.turns and out is None else RolloutStatus.UNDECIDED
+        if rollout.status is RolloutStatus.UNDECIDED and out is not None:
+            rollout.error = str(out)
+
+
+class _Seat:
+    """What seats share: each is asked for one answer at a time, and not once it is out.
+
+    Attributes:
+        out: why it cannot go on.
+    """
+
+    def __init__(self, game: Game, name: str, player: Player) -> None:
+        self.name = name
+        self.player: Player = player
+        self.out: SeatOutError | None = None
+        self._game = game
+        self._is_asked = False
+
+    async def reply(self, messages: Sequence[Message]) -> Message:
+        raise TypeError(f"seat {self.name!r} is asked in messages, and no MessagePlayer plays it")
+
+    def leave(self, status: RolloutStatus, why: str) -> SeatOutError:
+        self.out = self.out or SeatOutError(self.name, status, why)
+        return self.out
+
+    def record(self, messages: Sequence[Message]) -> None:
+        pass
+
+    def reward(self, name: str, value: float) -> None:
+        if not isinstance(name, str) or not math.isfinite(value):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"seat {self.name!r} is given the reward {name!r}: {value!r}; it must be a finite number")
+
+    @contextmanager
+    def _asked(self) -> Generator[None]:
+        if self.out is not None:
+            raise self.out
+        if self._is_asked:
+            raise RuntimeError(f"seat {self.name!r} is asked while it is asked; await its answer first")
+        self._is_asked = True
+        try:
+            with self._game.asking():
+                yield
+        finally:
+            self._is_asked = False
+
+
+class _PolicySeat(_Seat):
+    """Its turns are a rollout."""
+
+    def __init__(self, game: Game, turns: TurnTaker, max_turns: int) -> None:
+        super().__init__(game, str(turns.rollout.seat), "policy")
+        self._rollout = turns.rollout
+        self._turns = turns
+        self._max_turns = max_turns
+        self._early: dict[str, float] = {}  # rewards from before its first turn
+
+    async def generate(self, prompt_token_ids: Sequence[int]) -> Completion:
+        prompt = token_ids_of(prompt_token_ids, "the prompt")
+        is_cut = False
+        end: RolloutEnded | None = None
+        with self._asked():
+            if len(self._rollout.turns) >= self._max_turns:
+                raise self.leave(RolloutStatus.TRUNCATED_TURNS, f"it has had {self._max_turns} turns (max_turns)")
+            try:
+                is_cut = await self._turns.take(prompt)
+            except RolloutEnded as error:
+                if error.status is RolloutStatus.TRUNCATED_PROMPT:
+                    raise self.leave(error.status, str(error.error)) from None
+                end = error
+        for name, value in self._early.items():
+            self.reward(name, value)
+        self._early = {}
+        if end is not None or is_cut:
+            await self._game.stop(end or self._game.time_is_up())
+        completion = self._rollout.turns[-1].completion
+        if completion.finish_reason is FinishReason.LENGTH:
+            self.leave(RolloutStatus.TRUNCATED_LENGTH, "an answer used up the token budget")
+        return completion_to_give(completion)
+
+    def record(self, messages: Sequence[Message]) -> None:
+        self._rollout.messages.extend(messages_of(messages))
+
+    def reward(self, name: str, value: float) -> None:
+        super().reward(name, value)
+        if not self._rollout.turns:
+            self._early[name] = self._early.get(name, 0.0) + float(value)
+            return
+        last = self._rollout.turns[-1]
+        rewards = {**last.rewards, name: last.rewards.get(name, 0.0) + float(value)}
+        self._rollout.turns[-1] = replace(last, rewards=rewards)
+
+
+class _OtherSeat(_Seat):
+    """Its player is part of the environment: while it thinks the game's time stands still, and what it does wrong ends
+    the game as a fault."""
+
+    def __init__(self, game: Game, name: str, player: Player, policys: TurnTaker, session_id: str) -> None:
+        super().__init__(game, name, player)
+        self._session_id = session_id
+        self._sampling = policys.sampling
+        self._max_context = policys.max_context
+        self._num_turns = 0
+
+    async def generate(self, prompt_token_ids: Sequence[int]) -> Completion:
+        player = self.player
+        if not isinstance(player, TokenPlayer):
+            raise TypeError(f"seat {self.name!r} is asked in tokens, and no TokenPlayer plays it")
+        prompt = token_ids_of(prompt_token_ids, "the prompt")
+        room, base = self._max_context - len(prompt), self._sampling.seed
+
+        async def answer() -> Completion:
+            sampling = replace(
+                self._sampling.within(room),
+                temperature=self._sampling.temperature if player.temperature is None else player.temperature,
+                seed=None if base is None else turn_seed(base, self._session_id, self._num_turns),
+                return_routed_experts=False,
+            )
+            request_id = f"{self._session_id}/{self._num_turns}"
+            asked = player.generate(prompt, request_id=request_id, session_id=self._session_id, sampling=sampling)
+            completion = completion_of(await asked, sampling.max_tokens)
+            if completion.finish_reason is FinishReason.ABORT:
+                raise RuntimeError("its completion was aborted")
+            return completion
+
+        if room < 1:
+            raise self.leave(RolloutStatus.TRUNCATED_PROMPT, f"its prompt has {len(prompt)} tokens")
+        completion = await self._answer(answer, player.timeout_s)
+        if completion.finish_reason is FinishReason.LENGTH:
+            self.leave(RolloutStatus.TRUNCATED_LENGTH, "an answer used up the token budget")
+        return completion
+
+    async def reply(self, messages: Sequence[Message]) -> Message:
+        player = self.player
+        if not isinstance(player, MessagePlayer):
+            return await super().reply(messages)
+
+        async def answer() -> Message:
+            said: Any = player.reply(messages)
+            said = await said if inspect.isawaitable(said) else said
+            if isinstance(said, str):
+                return {"role": "assistant", "content": said}
+            if not isinstance(said, Mapping):
+                raise TypeError(f"it said {said!r}; a reply is text or a message")
+            return snapshot(said)
+
+        return await self._answer(answer, self._game.env_timeout_s if player.timeout_s is None else player.timeout_s)
+
+    async def _answer(self, work: Callable[[], Awaitable[T]], timeout_s: float) -> T:
+        with self._asked():
+            try:
+                with self._game.watch.pause():
+                    answer = await bounded(work(), timeout_s, f"the player of seat {self.name!r}")
+            except Exception as error:
+                end = self._fault(error)
+            else:
+                self._num_turns += 1
+                return answer
+        return await self._game.stop(end)
+
+    def _fault(self, error: Exception) -> RolloutEnded:
+        status = RolloutStatus.ERROR_TIMEOUT if isinstance(error, OutOfTimeError) else RolloutStatus.ERROR_ENV
+        return RolloutEnded(status, Failure.of(error, f"the player of seat {self.name!r}: {summary(error)}"))

@@ -10,13 +10,10 @@ from typing import Any, cast
 
 from titan_rl.core.calls.bounded import OutOfTimeError, limited
 from titan_rl.core.calls.stopwatch import Stopwatch
-from titan_rl.rollout.contexts import shared
-from titan_rl.rollout.copies import token_advantages_of
+from titan_rl.rollout.copies import shared, token_advantages_of
 from titan_rl.rollout.environment.types import RolloutPolicy
-from titan_rl.rollout.group.boundary import EndsWith, RolloutEnded
-from titan_rl.rollout.group.env_calls import EnvCalls
-from titan_rl.rollout.group.rollout_ids import RequestIds
-from titan_rl.rollout.group.timed import generate_within
+from titan_rl.rollout.group.boundary import EndsWith, EnvCalls, RolloutEnded
+from titan_rl.rollout.group.turns import RequestIds, generate_within
 from titan_rl.rollout.types import Rollout, RolloutStatus, Turn
 from titan_rl.types import Completion, GenerateFn, SamplingParams, float_or_none, require_member
 

@@ -1,38 +1,133 @@
-"""Runs the sibling rollouts of one sample, scores them, and compares them with each other."""
+"""Rollouter: runs the sibling rollouts of one sample, scores them, and compares them with each other."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence, Sized
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Sized
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from titan_rl.core.calls.stopwatch import Stopwatch
 from titan_rl.core.calls.user_code import Failure
+from titan_rl.core.errors import StrayCancellationError
 from titan_rl.core.tracing.spans import span
 from titan_rl.rollout.copies import completion_to_give, messages_of, token_advantages_of, token_ids_of
-from titan_rl.rollout.environment.growing_prompt import MAX_CONTEXT
-from titan_rl.rollout.environment.methods import expected
+from titan_rl.rollout.environment.messages import MAX_CONTEXT
 from titan_rl.rollout.environment.seats import Player, SeatedEnv
-from titan_rl.rollout.environment.threaded import ThreadedEnv
+from titan_rl.rollout.environment.threaded import ThreadedEnv, expected
 from titan_rl.rollout.environment.types import AgentEnv, TokenEnv, TokenObservation, TokenStep
-from titan_rl.rollout.group.boundary import EndsWith, RolloutEnded
-from titan_rl.rollout.group.callbacks import Callbacks
-from titan_rl.rollout.group.env_calls import EnvCalls
-from titan_rl.rollout.group.game import LAST_CALL_S, Game
+from titan_rl.rollout.group.boundary import EndsWith, EnvCalls, RolloutEnded
+from titan_rl.rollout.group.game import LAST_CALL_S, Game, play_game, rollouts_of_seats
 from titan_rl.rollout.group.playing import play
-from titan_rl.rollout.group.rollout_ids import new_rollout
-from titan_rl.rollout.group.seats import play_game, rollouts_of_seats
-from titan_rl.rollout.group.sibling_rollouts import SiblingRollouts
-from titan_rl.rollout.group.turn_taker import TurnTaker
+from titan_rl.rollout.group.sessions import Callbacks
+from titan_rl.rollout.group.turns import TurnTaker, new_rollout
 from titan_rl.rollout.rewards.advantages import AdvantageFn, compare, standardized
-from titan_rl.rollout.rewards.judging import Judging
-from titan_rl.rollout.rewards.judging_pause import JudgingPause
+from titan_rl.rollout.rewards.judging import Judging, JudgingPause
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
 from titan_rl.types import FinishReason, GenerateFn, SamplingParams
+
+
+class GroupRunner(Protocol):
+    """Runs the groups of a run: a `Rollouter`, or the workers that each have one."""
+
+    async def run_group(
+        self,
+        generate: GenerateFn,
+        sample: Any,
+        *,
+        group_id: str,
+        group_size: int,
+        sampling: SamplingParams,
+        on_finished: Callable[[Rollout], None] | None = None,
+    ) -> RolloutGroup:
+        """Run, score and compare the siblings of one sample; see `Rollouter.run_group`."""
+        ...
+
+    def pause_judging(self) -> None:
+        """Generation is paused; see `Rollouter.pause_judging`."""
+        ...
+
+    def resume_judging(self) -> None: ...
+
+
+logger = logging.getLogger(__name__)
+
+
+class SiblingRollouts:
+    """
+    Args:
+        new: the rollout of a sibling that has been run so often before, not begun.
+        run: runs one to its end, in place: it is in a list, and where its environment has several seats that becomes
+            one for each.
+        max_retries: of all siblings together.
+    """
+
+    def __init__(
+        self,
+        new: Callable[[int, int], Rollout],
+        run: Callable[[list[Rollout]], Awaitable[object]],
+        *,
+        group_size: int,
+        max_retries: int,
+    ) -> None:
+        self._new = new
+        self._run = run
+        self._retries_left = max_retries
+        self._siblings = [[new(sibling, 0)] for sibling in range(group_size)]
+        self._tasks: list[asyncio.Task[None]] = []
+        self._why_stopped: str | None = None
+
+    def start(self, tasks: asyncio.TaskGroup, ended: Callable[[Rollout], None]) -> None:
+        """
+        Args:
+            ended: called with each rollout when its sibling has ended for good, or was stopped. It is not kept, so that
+                a group holds no cycle of references, which would keep its tokens until the garbage collector finds it.
+        """
+        self._tasks = [tasks.create_task(self._run_sibling(sibling, ended)) for sibling in range(len(self._siblings))]
+
+    def stop(self, why: str) -> None:
+        """Those that still run end as ABORTED, with the turns they have."""
+        self._why_stopped = why
+        for task in self._tasks:
+            task.cancel()
+
+    def rollouts(self) -> list[Rollout]:
+        """As they ended, siblings one after the other. Called once the task group has.
+
+        Raises:
+            StrayCancellationError: one was cancelled, and nobody had stopped it.
+        """
+        for task, rollouts in zip(self._tasks, self._siblings, strict=True):
+            if task.cancelled():
+                what = f"rollout {rollouts[0].rollout_id!r}"
+                raise StrayCancellationError(f"{what} was cancelled, though nobody had asked for that")
+        return [rollout for rollouts in self._siblings for rollout in rollouts]
+
+    async def _run_sibling(self, sibling: int, ended: Callable[[Rollout], None]) -> None:
+        attempt = 0
+        while True:
+            rollouts = self._siblings[sibling]
+            try:
+                await self._run(rollouts)
+            except asyncio.CancelledError:
+                if self._why_stopped is None:
+                    raise
+                for rollout in rollouts:
+                    rollout.status, rollout.error = RolloutStatus.ABORTED, self._why_stopped
+            failed = next((rollout for rollout in rollouts if rollout.status.is_fault), None)
+            if failed is None or self._retries_left == 0:
+                break
+            self._retries_left -= 1
+            attempt += 1
+            logger.warning("%s is run again after %s: %s", failed.rollout_id, failed.status, failed.error)
+            self._siblings[sibling] = [self._new(sibling, attempt)]
+        for rollout in rollouts:
+            rollout.metrics["retries"] = float(attempt)
+            ended(rollout)
 
 
 class Rollouter:

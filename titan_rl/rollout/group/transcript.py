@@ -1,13 +1,170 @@
-"""One rollout as plain data: a line of `rollouts.jsonl`."""
+"""Records of rollouts: the transcript, its tokens, and errors counted by kind."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from titan_rl.core.arrays import token_array
 from titan_rl.core.calls.plain import plain_json
-from titan_rl.rollout.types import Rollout
+from titan_rl.rollout.copies import num_shared
+from titan_rl.rollout.renderer.tokenizer import TokenTexts
+from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
+
+_FIRST, _LAST = 100, 500  # characters of an error's text in a message; what went wrong often stands at its end
+
+
+def error_kind(rollout: Rollout) -> str:
+    """Equal for errors of one type from one line of code, whatever their texts."""
+    return f"{rollout.status}: {rollout.failure.kind}" if rollout.failure is not None else str(rollout.status)
+
+
+def error_text(rollout: Rollout) -> str:
+    """The status, and what is known of the error: `error_env: KeyError: 'answer' (env.py:17 in step)`."""
+    text = _whole(rollout)
+    shown = text if len(text) <= _FIRST + _LAST else f"{text[:_FIRST]} ... {text[-_LAST:]}"
+    return f"{rollout.status}: {shown}"
+
+
+def error_in_full(rollout: Rollout) -> str:
+    """As `error_text`, of any length, and with the traceback."""
+    trace = f"\n{rollout.failure.traceback}" if rollout.failure is not None else ""
+    return f"{rollout.status}: {_whole(rollout)}{trace}"
+
+
+def _whole(rollout: Rollout) -> str:
+    return str(rollout.error) if rollout.failure is None else str(rollout.failure)
+
+
+def _in_a_line(text: str) -> str:
+    """The first line and the last."""
+    lines = text.splitlines()
+    return text if len(lines) < 2 else f"{lines[0]} ... {lines[-1]}"
+
+
+class ErrorCounts:
+    """How many rollouts each kind of error has hit.
+
+    Example:
+
+        counts = ErrorCounts(group.rollouts)
+        counts.describe()   # "30 of 32 rollouts were lost to errors, 29 of them to error_env: KeyError: 'a' (e.py:7)"
+    """
+
+    def __init__(self, rollouts: Iterable[Rollout] = ()) -> None:
+        self.num_rollouts = 0
+        self._counts: Counter[str] = Counter()
+        self._texts: dict[str, str] = {}  # of the first of each kind
+        self.add(rollouts)
+
+    def add(self, rollouts: Iterable[Rollout]) -> None:
+        for rollout in rollouts:
+            self.num_rollouts += 1
+            if rollout.status.is_fault:
+                kind = error_kind(rollout)
+                self._counts[kind] += 1
+                self._texts.setdefault(kind, _in_a_line(error_text(rollout)))
+
+    def add_group(self, group: RolloutGroup) -> None:
+        """All rollouts of a group. A reward that failed has hit each of them."""
+        if group.failure is None:
+            self.add(group.rollouts)
+        else:
+            self.num_rollouts += len(group.rollouts)
+            self._counts[group.failure.kind] += len(group.rollouts)
+            self._texts.setdefault(group.failure.kind, str(group.failure))
+
+    @property
+    def num_errors(self) -> int:
+        return self._counts.total()
+
+    def most_common(self) -> list[tuple[str, int]]:
+        """The text of each kind's first, in a line, and how many rollouts it hit, the most frequent first."""
+        return [(self._texts[kind], count) for kind, count in self._counts.most_common()]
+
+    def describe(self) -> str:
+        """How many there are, and the most frequent. Empty where there is none."""
+        if not self._counts:
+            return ""
+        text, count = self.most_common()[0]
+        hit = "all of them" if count == self.num_errors else f"{count} of them"
+        return f"{self.num_errors} of {self.num_rollouts} rollouts were lost to errors, {hit} to {text}"
+
+
+_DIGITS = 4
+
+
+class TokenRecords:
+    """Makes what a transcript says of the tokens of each turn.
+
+    Args:
+        texts: None where nobody can read the tokens.
+        max_token_age: tokens of versions that are older than the trained one by more are not trained.
+    """
+
+    def __init__(self, texts: TokenTexts | None, max_token_age: int | None = None) -> None:
+        self._texts = texts
+        self._max_token_age = max_token_age
+
+    def of(self, rollout: Rollout, trained_at: int | None) -> list[dict[str, Any]]:
+        """One for each turn.
+
+        Args:
+            trained_at: the version that learns from the rollout; None where none does.
+
+        Returns:
+            shared: how many tokens the prompt begins with that are those of the prompt and completion before it.
+            prompt: `ids` and `text` of its other tokens.
+            completion: `ids`, `text` and `logprobs`, as they were sampled, of its tokens.
+            trained: whether they are learned from, as `build_samples` has it: one for all, or one for each.
+            advantages: of the tokens: one for all, or one for each; None where there is none.
+            A `text` is that of each token, see `TokenTexts`; None where nobody can read them.
+        """
+        records: list[dict[str, Any]] = []
+        before: Turn | None = None
+        for turn in rollout.turns:
+            shared = num_shared(before, turn)
+            prompt = token_array(turn.prompt_token_ids)[shared:].tolist()
+            completion = token_array(turn.completion.token_ids).tolist()
+            logprobs = [round(float(logprob), _DIGITS) + 0.0 for logprob in turn.completion.logprobs]
+            records.append(
+                {
+                    "shared": shared,
+                    "prompt": self._read(prompt),
+                    "completion": {**self._read(completion), "logprobs": logprobs},
+                    "trained": self._trained(rollout, turn, trained_at),
+                    "advantages": _advantages(rollout, turn),
+                }
+            )
+            before = turn
+        return records
+
+    def _read(self, token_ids: list[int]) -> dict[str, Any]:
+        try:
+            text = None if self._texts is None else self._texts.of(token_ids)
+        except Exception:  # an environment may ask with tokens that the tokenizer does not have
+            text = None
+        return {"ids": token_ids, "text": text}
+
+    def _trained(self, rollout: Rollout, turn: Turn, trained_at: int | None) -> bool | list[bool]:
+        if trained_at is None or rollout.advantage is None:
+            return False
+        if rollout.status.is_fault or rollout.status is RolloutStatus.ABORTED:
+            return False
+        oldest = 0 if self._max_token_age is None else trained_at - self._max_token_age
+        if all(span.version >= oldest for span in turn.completion.version_spans):
+            return True
+        return [version >= oldest for version in turn.completion.versions]
+
+
+def _advantages(rollout: Rollout, turn: Turn) -> float | list[float] | None:
+    if rollout.advantage is None:
+        return None
+    if turn.token_advantages is None:
+        return round(rollout.advantage, _DIGITS)
+    return [round(rollout.advantage + float(own), _DIGITS) for own in turn.token_advantages]
 
 
 def transcript(rollout: Rollout, tokens: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:

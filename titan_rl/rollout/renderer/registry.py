@@ -1,14 +1,124 @@
-"""The renderers by name: the library's own, or the user's as "module:function"."""
+"""Renderers by name, the choice of a suitable one for a model, and its fit with the model's chat template."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import copy
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, cast
 
 from titan_rl.core.calls.imports import find_function
-from titan_rl.rollout.renderer.auto import keeping_reasoning, suitable_renderer
+from titan_rl.core.errors import RequestError
 from titan_rl.rollout.renderer.chat_template import ChatTemplateRenderer
+from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.rollout.renderer.types import Renderer
+from titan_rl.rollout.types import Message
+
+logger = logging.getLogger(__name__)
+
+_HUB_FOLDER = re.compile(r"models--.+--(.+)")
+"""Of a model in the cache of the Hugging Face hub: `models--Qwen--Qwen3-0.6B/snapshots/c1899de2`."""
+
+
+def suitable_renderer(tokenizer: Any) -> Renderer:
+    """One of the `renderers` package, which reads calls of tools; `ChatTemplateRenderer` where none is known to suit.
+
+    One suits where the model's folder has the name of a model that it is for, or where it renders a conversation with
+    a call of a tool as the model's own chat template does.
+
+    Raises:
+        ModelError: none suits, and `ChatTemplateRenderer` refuses the tokenizer.
+    """
+    try:
+        base: Any = import_module("renderers.base")
+    except ImportError:
+        return ChatTemplateRenderer(tokenizer)
+    models: dict[str, str] = base.MODEL_RENDERER_MAP
+    folders = Path(str(getattr(tokenizer, "name_or_path", ""))).parts
+    names = {match[1] if (match := _HUB_FOLDER.fullmatch(part)) else part for part in folders[-3:]}
+    for model, name in models.items():
+        if model.rpartition("/")[2] in names and (renderer := _made(name, tokenizer)) is not None:
+            return renderer
+    of_text = {name for model, name in models.items() if model not in base.MULTIMODAL_MODELS}
+    return next(_alike(sorted(of_text), tokenizer), None) or ChatTemplateRenderer(tokenizer)
+
+
+def keeping_reasoning(make: Callable[[Any], Renderer]) -> Callable[[Any], Renderer]:
+    """A class of the `renderers` package so that earlier reasoning stays, as `auto` makes it: with its own default it
+    renders a conversation again at a user's message, which leaves out tokens that were sampled. Anything else as it is.
+    """
+    name = str(getattr(make, "__name__", ""))
+    if not isinstance(make, type) or make.__module__.partition(".")[0] != "renderers":
+        return make
+    config_type: Any = getattr(import_module("renderers.configs"), f"{name}Config", None)
+    if config_type is None or "thinking_retention" not in config_type.model_fields:
+        return make
+    config, make_with = config_type(thinking_retention="all"), cast("Callable[[Any, Any], Renderer]", make)
+    return lambda tokenizer: make_with(tokenizer, config)
+
+
+def _alike(names: Iterable[str], tokenizer: Any) -> Iterator[Renderer]:
+    """Those that render the text of the tokenizer's own template. Its tokens may be others: a renderer tokenizes what
+    stands around a message by itself."""
+    try:
+        wanted = [
+            tokenizer.apply_chat_template(list(messages), tools=_TOOLS, add_generation_prompt=True, tokenize=False)
+            for messages in (_ASKED, _CALLED)
+        ]
+    except Exception:  # there is none, or it knows no tools
+        return
+    for name in names:
+        renderer = _made(name, tokenizer)
+        try:
+            if renderer is not None and wanted == [
+                tokenizer.decode(renderer.render_ids(list(messages), tools=list(_TOOLS), add_generation_prompt=True))
+                for messages in (_ASKED, _CALLED)
+            ]:
+                logger.info("model.renderer: %s renders as the chat template does", type(renderer).__name__)
+                yield renderer
+        except Exception as error:
+            logger.debug("renderer %s does not suit: %s", name, error)
+
+
+def _made(name: str, tokenizer: Any) -> Renderer | None:
+    """None where it does not know the tokens of the tokenizer."""
+    package: Any = import_module("renderers")
+    try:
+        config = package.config_from_name(name)
+        # Earlier reasoning stays, for no prompt may lose tokens that were sampled.
+        return package.create_renderer(tokenizer, config.model_copy(update={"thinking_retention": "all"}))
+    except Exception as error:
+        logger.debug("renderer %s does not suit: %s", name, error)
+        return None
+
+
+_TOOLS: tuple[dict[str, Any], ...] = (
+    {
+        "type": "function",
+        "function": {
+            "name": "look_up",
+            "description": "Look up a word.",
+            "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
+        },
+    },
+)
+_ASKED: tuple[Message, ...] = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Define it."})
+_CALLED: tuple[Message, ...] = (
+    *_ASKED,
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"type": "function", "id": "call_1", "function": {"name": "look_up", "arguments": {"word": "it"}}}
+        ],
+    },
+    {"role": "tool", "name": "look_up", "tool_call_id": "call_1", "content": "a pronoun"},
+)
+
 
 RendererFn = Callable[[Any], Renderer]
 """Makes a renderer of a Hugging Face tokenizer. A class is one, too."""
@@ -24,3 +134,188 @@ def find_renderer(name: str) -> RendererFn:
         ConfigError: there is none of that name.
     """
     return keeping_reasoning(find_function("model.renderer", name, BY_NAME))
+
+
+def with_template_kwargs(renderer: Renderer, kwargs: Mapping[str, Any], tokenizer: Any) -> Renderer:
+    """The same renderer, but for these keywords. Those of the `renderers` package have them in their config.
+
+    Raises:
+        RequestError: the renderer takes no such keyword or no such value, or cannot extend conversations with it.
+    """
+    if isinstance(renderer, ChatTemplateRenderer):
+        return renderer.with_template_kwargs(kwargs)
+    config: Any = getattr(renderer, "config", None)
+    known: frozenset[str] = getattr(config, "_template_fields", frozenset())
+    name = type(renderer).__name__
+    if unknown := sorted(kwargs.keys() - known):
+        takes = f"it takes {', '.join(sorted(known))}" if known else "it takes none"
+        raise RequestError(f"chat_template_kwargs has {unknown[0][:100]!r}, which {name} does not take; {takes}")
+    try:
+        given = {**config.model_dump(exclude_unset=True), **kwargs}
+        kind, config_kind = cast("tuple[Any, Any]", (type(renderer), config.__class__))
+        return kind(tokenizer, config_kind.model_validate(given))
+    except Exception as error:  # pydantic's, or whatever a renderer raises
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise RequestError(f"chat_template_kwargs = {dict(kwargs)!r} is not what {name} takes: {first}") from error
+
+
+_IS_BEHIND_LAST_QUESTION = re.compile(r"loop\.index0 *>=? *(\w+\.)?last_(query|user)_(index|idx)\b")
+_IS_BEFORE_LAST_QUESTION = re.compile(r"loop\.index0 *<=? *(\w+\.)?last_(query|user)_(index|idx)\b")
+"""The conditions under which templates of Qwen, GLM and Nemotron show or drop the reasoning of a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateFit:
+    """How a model's chat template fits the prompts of a renderer that extends conversations.
+
+    Attributes:
+        drops: the template leaves out earlier reasoning, which those prompts keep.
+        template: what renders those prompts in its place, if such a template was found.
+    """
+
+    drops: bool = False
+    template: str | None = None
+
+    def told(self, renderer: str) -> str | None:
+        """What to say of it to a person; None where there is nothing to say."""
+        if not self.drops:
+            return None
+        begun = (
+            f"model.renderer = {renderer!r} keeps earlier reasoning in the prompt, which the model's own chat template "
+            "drops; "
+        )
+        if self.template is not None:
+            return f"{begun}the chat template of the exported folder keeps it, too"
+        return (
+            f"{begun}no chat template was found that keeps it, and the exported folder has the model's own: serve it "
+            "with titan-rl serve, whose prompts are those of training"
+        )
+
+
+def fit_template(folder: str | Path, renderer: str) -> TemplateFit:
+    """Compare the chat template of a model's folder with the renderer that settings name, on conversations with
+    reasoning; where it drops some, look for one that does not by changing its conditions, and try it on the same.
+
+    Nothing is raised: what cannot be compared counts as fitting.
+    """
+    try:
+        tokenizer = load_tokenizer(folder)
+        return _fit(tokenizer, find_renderer(renderer)(tokenizer))
+    except Exception as error:
+        logger.info("the chat template of %s cannot be compared with what is trained: %r", folder, error)
+        return TemplateFit()
+
+
+def _fit(tokenizer: Any, renderer: Renderer) -> TemplateFit:
+    own = tokenizer.chat_template
+    tried = [each for each in map(_Tried.of(tokenizer, renderer), _CONVERSATIONS) if each is not None]
+    if not isinstance(own, str) or all(each.is_rendered_by(own) for each in tried):
+        return TemplateFit()
+    for template in _keeping(own):
+        if all(each.is_rendered_by(template) for each in tried):
+            return TemplateFit(True, template)
+    return TemplateFit(any(each.is_dropped_by(own) for each in tried))
+
+
+def _keeping(template: str) -> Iterator[str]:
+    changed = _IS_BEFORE_LAST_QUESTION.sub("false", _IS_BEHIND_LAST_QUESTION.sub("true", template))
+    if changed != template:
+        yield changed
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """A conversation, and the text of the prompt that a renderer makes by extending it turn by turn."""
+
+    tokenizer: Any
+    messages: Sequence[Message]
+    tools: list[Any] | None
+    prompt: str
+
+    @staticmethod
+    def of(tokenizer: Any, renderer: Renderer) -> Callable[[tuple[Message, ...]], _Tried | None]:
+        """Makes one of a conversation; None where the renderer does not extend it."""
+
+        def make(conversation: tuple[Message, ...]) -> _Tried | None:
+            tools = list(_FIT_TOOLS) if any("tool_calls" in message for message in conversation) else None
+            ids = _extended(renderer, conversation, tools)
+            return None if ids is None else _Tried(tokenizer, conversation, tools, tokenizer.decode(ids))
+
+        return make
+
+    def is_rendered_by(self, template: str) -> bool:
+        return self._rendered(template) == self.prompt
+
+    def is_dropped_by(self, template: str) -> bool:
+        thoughts = [str(message["reasoning_content"]) for message in self.messages if "reasoning_content" in message]
+        rendered = self._rendered(template) or ""
+        return any(thought in self.prompt and thought not in rendered for thought in thoughts)
+
+    def _rendered(self, template: str) -> str | None:
+        try:
+            ids = self.tokenizer.apply_chat_template(
+                copy.deepcopy(list(self.messages)),
+                tools=self.tools,
+                chat_template=template,
+                add_generation_prompt=True,
+                return_dict=False,
+            )
+        except Exception as error:
+            logger.debug("a chat template cannot be tried: %s", error)
+            return None
+        return self.tokenizer.decode(ids)
+
+
+def _extended(renderer: Renderer, conversation: Sequence[Message], tools: list[Any] | None) -> list[int] | None:
+    """The prompt behind a conversation whose replies were sampled as the renderer writes the last one of each."""
+    stops = set(renderer.get_stop_token_ids())
+    replies = [place for place, message in enumerate(conversation) if message["role"] == "assistant"]
+    ends = [*replies[1:], len(conversation)]
+    prompt = list(renderer.render_ids(list(conversation[: replies[0]]), tools=tools, add_generation_prompt=True))
+    for reply, end in zip(replies, ends, strict=True):
+        asked = list(renderer.render_ids(list(conversation[:reply]), tools=tools, add_generation_prompt=True))
+        whole = list(renderer.render_ids(list(conversation[: reply + 1]), tools=tools))
+        if whole[: len(asked)] != asked:
+            return None
+        said = whole[len(asked) :]
+        said = said[: 1 + next((at for at, token in enumerate(said) if token in stops), len(said))]
+        following = list(conversation[reply + 1 : end])
+        extended = renderer.bridge_to_next_turn(prompt, said, following, tools=tools)
+        if extended is None:
+            return None
+        prompt = list(extended.token_ids)
+    return prompt
+
+
+_FIT_TOOLS: tuple[dict[str, Any], ...] = (
+    {
+        "type": "function",
+        "function": {
+            "name": "look_up",
+            "description": "Look up a word.",
+            "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
+        },
+    },
+)
+_CALL: Message = {
+    "role": "assistant",
+    "content": "",
+    "reasoning_content": "Which word is that?",
+    "tool_calls": [{"type": "function", "id": "call_1", "function": {"name": "look_up", "arguments": {"word": "it"}}}],
+}
+_TALK: tuple[Message, ...] = (
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Define it."},
+    {"role": "assistant", "content": "A word.", "reasoning_content": "That is short."},
+    {"role": "user", "content": "Longer."},
+    {"role": "assistant", "content": "A pronoun.", "reasoning_content": "Not much longer."},
+    {"role": "user", "content": "Thanks."},
+)
+_FIT_CALLED: tuple[Message, ...] = (
+    {"role": "user", "content": "Define it."},
+    _CALL,
+    {"role": "tool", "name": "look_up", "tool_call_id": "call_1", "content": "a pronoun"},
+    {"role": "assistant", "content": "A pronoun.", "reasoning_content": "Found."},
+    {"role": "user", "content": "Thanks."},
+)
+_CONVERSATIONS = (_TALK, _FIT_CALLED)

@@ -1,7 +1,9 @@
-"""The tokenizer of a model's folder."""
+"""Tokenizer of a model's folder, and the text of tokens as they stream or one by one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -47,3 +49,109 @@ def _is_plain(folder: Path) -> bool:
         return False
     settings = parse_json(config.read_text())
     return settings.get("tokenizer_class") == "TokenizersBackend" and "auto_map" not in settings
+
+
+_HELD = 24
+"""Tokens without text after which text is given as it stands. No character has so many."""
+
+_LONGEST_CHARACTER = 4  # bytes, and so at most as many tokens
+
+Decode = Callable[[Sequence[int]], str]
+"""The text of tokens."""
+
+
+class Detokenizer:
+    """Text of tokens that come one after the other. Its pieces are the text of all of them.
+
+    The text of a token depends on those before it: bytes of several make one character, and some decoders put spaces
+    between words. So a window of tokens is decoded with and without the last ones, and what they add is their text.
+    A character whose last bytes are missing is held back.
+
+    Args:
+        before: tokens whose text stands before, as of a prompt that is continued.
+    """
+
+    def __init__(self, decode: Decode, before: Sequence[int] = ()) -> None:
+        self._decode = decode
+        self._window = list(before)
+        self._read = len(self._window)  # tokens of the window whose text is given
+        self._given = decode(self._window) if before else ""  # and that text
+
+    def add(self, token_ids: Sequence[int]) -> str:
+        """What can be told of the text with these tokens."""
+        self._window += token_ids
+        whole = len(self._window)
+        for end in range(whole, max(self._read, whole - _LONGEST_CHARACTER), -1):
+            text = self._decode(self._window[:end])
+            if len(text) > len(self._given) and not text.endswith("\ufffd"):
+                return self._give(text, end)
+        if whole - self._read >= _HELD and len(text := self._decode(self._window)) > len(self._given):
+            return self._give(text, whole)
+        return ""
+
+    def _give(self, text: str, end: int) -> str:
+        """What the window has up to `end` and was not given."""
+        piece = text[len(self._given) :]
+        self._window, self._read = self._window[self._read :], end - self._read
+        self._given = self._decode(self._window[: self._read])
+        return piece
+
+    def end(self) -> str:
+        """The rest, where a character was begun and not ended."""
+        return self._decode(self._window)[len(self._given) :]
+
+
+_REMEMBERED = 1 << 16
+_NO_CHARACTER = "\ufffd"  # stands for the bytes of a part
+
+
+class TokenTexts:
+    """Texts of tokens one by one, which joined are the text of all of them.
+
+    A character whose bytes lie in several tokens is in the last of them; the others have no text.
+
+    Example: with a tokenizer of bytes `of([72, 195, 169])` is `["H", "", "é"]`.
+
+    Args:
+        decode: of tokens, special ones shown.
+    """
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._alone: dict[int, str] = {}
+
+    @classmethod
+    def of_tokenizer(cls, tokenizer: Any) -> TokenTexts:
+        """Of one of `transformers` or of `tokenizers`, which no other thread uses."""
+        backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+        return cls(lambda token_ids: backend.decode(list(token_ids), skip_special_tokens=False))
+
+    def of(self, token_ids: Sequence[int]) -> list[str]:
+        """
+        Raises:
+            Exception: of the tokenizer, for what is no token of it.
+        """
+        texts = [self._of_one(token_id) for token_id in token_ids]
+        place = 0
+        for is_part, run in groupby(texts, lambda text: _NO_CHARACTER in text):
+            length = len(list(run))
+            if is_part:
+                texts[place : place + length] = self._in_turn(token_ids[place : place + length])
+            place += length
+        return texts if "".join(texts) == self._decode(token_ids) else self._in_turn(token_ids)
+
+    def _in_turn(self, token_ids: Sequence[int]) -> list[str]:
+        """Of tokens whose texts depend on those before, which takes ten times as long."""
+        detokenizer = Detokenizer(self._decode)
+        texts = [detokenizer.add([token_id]) for token_id in token_ids]
+        if texts:
+            texts[-1] += detokenizer.end()
+        return texts
+
+    def _of_one(self, token_id: int) -> str:
+        text = self._alone.get(token_id)
+        if text is None:
+            text = self._decode([token_id])
+            if len(self._alone) < _REMEMBERED:
+                self._alone[token_id] = text
+        return text

@@ -1,7 +1,6 @@
-"""How much better than its siblings a rollout was.
+"""Advantages: functions from the rewards of siblings to how much better each is than the others.
 
-An advantage is a function from the rewards of a group to as many advantages. `training.advantage` names one of these,
-or yours as "module:function"; in code pass it to `Rollouter`.
+`training.advantage` names one of these, or yours as "module:function"; in code pass it to `Rollouter`.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 
 from titan_rl.core.calls.cancellation import is_ctrl_c
+from titan_rl.core.calls.imports import find_function
 from titan_rl.core.calls.user_code import summary, where
 from titan_rl.core.errors import RewardError
 from titan_rl.rollout.types import Rollout, RolloutGroup
@@ -122,3 +122,22 @@ def subtract_batch_mean(groups: Iterable[RolloutGroup]) -> None:
         mean = fmean(rollout.advantage or 0.0 for rollout in compared)
         for rollout in compared:
             rollout.advantage = (rollout.advantage or 0.0) - mean
+
+
+BY_NAME: dict[str, AdvantageFn] = {
+    "standardized": standardized,
+    "group_mean": group_mean,
+    "leave_one_out": leave_one_out,
+    "reward": reward,
+    "batch_mean": batch_mean,
+}
+"""Built-in advantages that `training.advantage` can name."""
+
+
+def find_advantage(name: str) -> AdvantageFn:
+    """Look up the advantage that `training.advantage` names.
+
+    Raises:
+        ConfigError: no advantage has that name.
+    """
+    return find_function("training.advantage", name, BY_NAME)

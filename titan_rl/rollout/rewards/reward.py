@@ -1,15 +1,227 @@
-"""Rewards: the user's functions that judge a rollout, or all rollouts of a group."""
+"""Reward functions with their weights, and guarded calls of them."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any, Generic, Literal, Protocol, TypeVar, cast
 
-from titan_rl.rollout.rewards.reward_calls import SURE_TO_FAIL_AGAIN, FailurePolicy, UserFunction, about, together
-from titan_rl.rollout.types import Rollout, RolloutStatus
+from titan_rl.core.calls.bounded import OutOfTimeError, bounded
+from titan_rl.core.calls.cancellation import is_ctrl_c
+from titan_rl.core.calls.plain import safe_text, snapshot
+from titan_rl.core.calls.threads import DaemonThreads
+from titan_rl.core.calls.user_code import place_of, summary, where
+from titan_rl.core.errors import RewardError
+from titan_rl.rollout.copies import completion_to_give
+from titan_rl.rollout.types import Rollout, RolloutStatus, Turn
 from titan_rl.types import float_or_none
+
+T = TypeVar("T")
+
+MAX_BACKOFF_S = 60.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class FailurePolicy:
+    """What follows when a call of a reward fails: it raises, gives no finite number, or takes too long.
+
+    Example: a judge behind a network, tried again after 2, 4, 8 and 16 seconds before its group is given up:
+
+        Reward(judge, on_failure=FailurePolicy(retries=4, backoff_s=2.0))
+
+    Args:
+        retries: how often the call is made again. One that took too long is not: it had its time.
+        backoff_s: seconds before the first of them; each further wait is twice as long, and none is longer than 60 s.
+        then: what follows when all have failed. "drop_group" leaves the group out of training, which
+            `scheduling.max_failed_groups` of in a row end; "fail_run" ends the run.
+
+    Raises:
+        ValueError: names the field, the value and what is allowed.
+    """
+
+    retries: int = 2
+    backoff_s: float = 1.0
+    then: Literal["drop_group", "fail_run"] = "drop_group"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.retries, int) or self.retries < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"FailurePolicy retries is {self.retries!r}; it must be a whole number, at least 0")
+        backoff_s = float_or_none(self.backoff_s)
+        if backoff_s is None or not 0 <= backoff_s < math.inf:
+            raise ValueError(f"FailurePolicy backoff_s is {self.backoff_s!r}; it must be finite and at least 0")
+        if self.then not in ("drop_group", "fail_run"):
+            raise ValueError(f"FailurePolicy then is {self.then!r}; it must be 'drop_group' or 'fail_run'")
+
+    def wait_s(self, retry: int) -> float:
+        """Seconds before a retry; the first is number 0."""
+        return min(self.backoff_s * 2.0 ** min(retry, 60), MAX_BACKOFF_S)
+
+    async def apply(self, call: Callable[[], Awaitable[T]]) -> T:
+        """What `call()` gives, called again as long as it fails and the policy allows.
+
+        Raises:
+            RewardError: the last one; its `ends_run` says what follows.
+        """
+        for retry in count():
+            try:
+                return await call()
+            except RewardError as error:
+                if retry == self.retries or isinstance(error.__cause__, OutOfTimeError):
+                    error.ends_run = self.then == "fail_run"
+                    raise
+                wait_s = self.wait_s(retry)
+                logger.warning("%s; retry %d of %d in %g s", error, retry + 1, self.retries, wait_s)
+            await asyncio.sleep(wait_s)
+        raise AssertionError("the last retry returns or raises")
+
+
+SURE_TO_FAIL_AGAIN = FailurePolicy(retries=0)
+"""By default of a function that only computes."""
+
+
+class UserFunction:
+    """A function of the user, sync or async, on the event loop or in threads of its own.
+
+    Args:
+        max_threads: most calls at once in threads; None runs it on the loop.
+    """
+
+    def __init__(self, fn: Callable[..., Any], name: str, max_threads: int | None = None) -> None:
+        self._fn = fn
+        self._name = name
+        self._threads = None if max_threads is None else DaemonThreads(max_threads, f"reward {name!r}")
+
+    @property
+    def only_computes(self) -> bool:
+        """Whether the same argument surely gives the same again: it is not async, and not slow enough for a thread."""
+        call = inspect.getattr_static(self._fn, "__call__", None)  # async, of an object that is called like a function
+        return self._threads is None and not any(map(inspect.iscoroutinefunction, (self._fn, call)))
+
+    async def __call__(self, argument: Any, about: str, timeout_s: float | None) -> Any:
+        """What it gives for `argument`. The time of a call in a thread counts from when there is one for it.
+
+        Raises:
+            RewardError: it raised, was cancelled by nobody here, or took too long.
+        """
+
+        def call() -> Any:
+            try:
+                return self._fn(argument)
+            except BaseException as error:  # also SystemExit, and a CancelledError that no await brought
+                if is_ctrl_c(error):
+                    raise
+                raise failed(self._name, about, error) from error
+
+        try:
+            result = call() if self._threads is None else await self._threads.run(call, timeout_s)
+            if inspect.isawaitable(result):
+                result = await bounded(_awaited(result), timeout_s, f"reward {self._name!r} on {about}")
+        except RewardError:
+            raise
+        except OutOfTimeError as error:
+            raise RewardError(
+                f"reward {self._name!r} took longer than {timeout_s:g} s on {about}; "
+                "raise its timeout_s, or the rubric's, or make it faster",
+                where(error) or place_of(self._fn),
+            ) from error
+        except Exception as error:
+            raise failed(self._name, about, error) from error
+        return result
+
+
+async def _awaited(result: Awaitable[T]) -> T:
+    return await result  # on the stack, for the watchdog to know a reward by
+
+
+def failed(name: str, about: str, error: BaseException) -> RewardError:
+    return RewardError(f"reward {name!r} failed on {about}: {summary(error)}", where(error))
+
+
+def about(rollouts: Sequence[Rollout], *, each: bool = False) -> str:
+    """What a call is about, for messages: a rollout, or a group."""
+    return f"rollout {rollouts[0].rollout_id!r}" if each else f"group {rollouts[0].group_id!r}"
+
+
+def copy_of(rollout: Rollout) -> Rollout:
+    """A rollout for a reward to do with as it likes. Its sample is shared, and routed experts are left out."""
+    return replace(
+        rollout,
+        turns=list(map(_copy_of_turn, rollout.turns)),
+        messages=[snapshot(message) for message in rollout.messages],
+        reward_breakdown=dict(rollout.reward_breakdown),
+        metrics=dict(rollout.metrics),
+    )
+
+
+def _copy_of_turn(turn: Turn) -> Turn:
+    return Turn(
+        turn.prompt_token_ids,
+        completion_to_give(turn.completion),
+        dict(turn.rewards),
+        None if turn.token_advantages is None else list(turn.token_advantages),
+        turn.sampling,
+    )
+
+
+def checked(values: Any, count: int, name: str, about: str) -> list[float]:
+    """What a reward gave, as `count` finite numbers.
+
+    Raises:
+        RewardError: it is something else.
+    """
+    try:
+        given = list(values)
+    except Exception as error:
+        raise RewardError(
+            f"reward {name!r} gave {safe_text(values, repr)} for {about}; it must give a sequence"
+        ) from error
+    if len(given) != count:
+        raise RewardError(f"reward {name!r} gave {len(given)} values for the {count} of {about}")
+    return [_number(value, name, about) for value in given]
+
+
+def _number(value: Any, name: str, about: str) -> float:
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError
+        number = float(value)
+    except Exception as error:  # `float` runs code of the value
+        raise RewardError(
+            f"reward {name!r} gave {safe_text(value, repr)} for {about}; it must give a number"
+        ) from error
+    if not math.isfinite(number):
+        raise RewardError(f"reward {name!r} gave {number} for {about}; it must be finite")
+    return number
+
+
+async def together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all, run at once. The first failure ends the others, and is raised as it is."""
+    if len(calls) == 1:
+        return [await calls[0]]
+    failure: Exception | None = None
+    running: list[asyncio.Task[T]] = []
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running.extend(tasks.create_task(call) for call in calls)
+    except ExceptionGroup as group:
+        failure = _first(group)
+    if failure is not None:
+        raise failure  # outside the handler, so that its cause stays the function's own exception
+    return [task.result() for task in running]
+
+
+def _first(group: ExceptionGroup[Exception]) -> Exception:
+    error = group.exceptions[0]
+    return _first(cast("ExceptionGroup[Exception]", error)) if isinstance(error, ExceptionGroup) else error
+
 
 RewardFn = Callable[[Rollout], float | Awaitable[float]]
 GroupRewardFn = Callable[[Sequence[Rollout]], Sequence[float] | Awaitable[Sequence[float]]]
@@ -137,3 +349,33 @@ def env_reward(name: str, weight: float = 1.0) -> EnvReward:
         return sum(rewards.get(name, 0.0) for rewards in given)
 
     return EnvReward(value, weight, name)
+
+
+class SoftOverlong:
+    """Penalizes answers that come near the length limit, before it cuts them off.
+
+        0                                      up to max_tokens - margin
+        (max_tokens - margin - length) / margin    in the margin, falling to -1
+        -1                                     beyond max_tokens
+
+    The soft overlong punishment of DAPO (Yu et al., 2025, arXiv:2503.14476, eq. 13). The length is that of the
+    rollout's longest completion, in tokens.
+
+    Example:
+
+        Rubric([Reward(correct), Reward(SoftOverlong(max_tokens=1024, margin=256), name="overlong")])
+
+    Raises:
+        ValueError: the margin is not between 1 and max_tokens.
+    """
+
+    def __init__(self, max_tokens: int, margin: int) -> None:
+        are_integers = isinstance(margin, int) and isinstance(max_tokens, int)  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not (are_integers and 1 <= margin <= max_tokens):
+            raise ValueError(f"SoftOverlong margin is {margin}; it must be between 1 and max_tokens, {max_tokens}")
+        self._max_tokens = max_tokens
+        self._margin = margin
+
+    def __call__(self, rollout: Rollout) -> float:
+        length = max((len(turn.completion.token_ids) for turn in rollout.turns), default=0)
+        return max(-1.0, min(0.0, (self._max_tokens - self._margin - length) / self._margin))

@@ -24,8 +24,19 @@ from typing import Any, Literal, cast, get_args
 
 from titan_rl.core.errors import RewardError
 from titan_rl.core.tracing.spans import span
-from titan_rl.rollout.rewards.reward import EnvReward, FunctionReward, Reward, RewardFn, WeightedReward
-from titan_rl.rollout.rewards.reward_calls import FailurePolicy, UserFunction, about, checked, copy_of, together
+from titan_rl.rollout.rewards.reward import (
+    EnvReward,
+    FailurePolicy,
+    FunctionReward,
+    Reward,
+    RewardFn,
+    UserFunction,
+    WeightedReward,
+    about,
+    checked,
+    copy_of,
+    together,
+)
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
 from titan_rl.types import float_or_none
 

@@ -27,7 +27,7 @@ from titan_rl.core.arrays import (
 )
 from titan_rl.core.calls.plain import plain
 from titan_rl.core.calls.user_code import Failure
-from titan_rl.rollout.contexts import Contexts, context_after, end_on_line, num_shared
+from titan_rl.rollout.copies import Contexts, context_after, end_on_line, num_shared
 from titan_rl.rollout.types import Message, Rollout, RolloutGroup, Turn
 from titan_rl.scheduling.task_mix import Assigned, Dropped, MixEvent, Result
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan

@@ -10,9 +10,14 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from titan_rl.rollout.group.failures import ErrorCounts, error_in_full, error_kind, error_text
-from titan_rl.rollout.group.token_records import TokenRecords
-from titan_rl.rollout.group.transcript import transcript
+from titan_rl.rollout.group.transcript import (
+    ErrorCounts,
+    TokenRecords,
+    error_in_full,
+    error_kind,
+    error_text,
+    transcript,
+)
 from titan_rl.rollout.types import Rollout, RolloutGroup
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.observability.sinks import BestEffort, Tell

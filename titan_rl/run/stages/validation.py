@@ -11,7 +11,7 @@ from typing import Any
 from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import ResolvedSuite
 from titan_rl.core.errors import RewardError, TrainingError
-from titan_rl.rollout.group.failures import ErrorCounts
+from titan_rl.rollout.group.transcript import ErrorCounts
 from titan_rl.rollout.task import measured
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.run.directory import RunDirectory

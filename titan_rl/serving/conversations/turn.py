@@ -11,7 +11,7 @@ from typing import Any
 from cachetools import LRUCache
 
 from titan_rl.core.errors import UnsupportedSamplingError
-from titan_rl.rollout.renderer.template_kwargs import with_template_kwargs
+from titan_rl.rollout.renderer.registry import with_template_kwargs
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.types import Message
 from titan_rl.serving.conversations.caller import Caller, Talk

@@ -11,7 +11,7 @@ from pydantic_core import to_json
 
 from titan_rl.core.calls.imports import find_function, require
 from titan_rl.core.settings import FunctionName, Section
-from titan_rl.rollout.environment.message_token_env import MessageTokenEnv
+from titan_rl.rollout.environment.messages import MessageTokenEnv
 from titan_rl.rollout.environment.types import MessageEnv, MessageObservation, MessageStep, TokenEnv
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.rewards.reward import env_reward

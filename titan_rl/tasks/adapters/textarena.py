@@ -9,7 +9,7 @@ from typing import Any, cast
 from pydantic import Field, PositiveInt, PrivateAttr
 
 from titan_rl.core.calls.threads import in_thread
-from titan_rl.rollout.environment.message_token_env import MessageTokenEnv
+from titan_rl.rollout.environment.messages import MessageTokenEnv
 from titan_rl.rollout.environment.seats import MessageSeat, SeatedEnv, SeatedMessageEnv
 from titan_rl.rollout.environment.threaded import ThreadedEnv
 from titan_rl.rollout.environment.types import MessageEnv, MessageObservation, MessageStep, TokenEnv

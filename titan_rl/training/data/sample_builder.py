@@ -25,7 +25,7 @@ from titan_rl.core.arrays import (
     logprob_array,
     token_array,
 )
-from titan_rl.rollout.contexts import goes_on
+from titan_rl.rollout.copies import goes_on
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
 from titan_rl.training.choices import Constrained
 from titan_rl.training.data.sample import TrainingSample

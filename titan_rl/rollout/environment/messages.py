@@ -1,0 +1,309 @@
+"""Environments of chat messages as environments of tokens: growing prompts, `MessageTokenEnv` and `MessageGame`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, cast
+
+from titan_rl.core.calls.plain import safe_text, snapshot
+from titan_rl.core.calls.threads import in_thread
+from titan_rl.core.errors import DataError, PromptTooLongError
+from titan_rl.rollout.environment.seats import (
+    MessagePlayer,
+    MessageSeat,
+    Player,
+    SeatedMessageEnv,
+    TokenSeat,
+)
+from titan_rl.rollout.environment.threaded import EnvMethods, require_methods
+from titan_rl.rollout.environment.types import MessageEnv, MessageObservation, MessageStep, TokenObservation, TokenStep
+from titan_rl.rollout.renderer.messages import message_of, renderable, require_tool_support
+from titan_rl.rollout.renderer.types import Renderer
+from titan_rl.rollout.types import Message, RolloutStatus
+from titan_rl.types import Completion, FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedAnswer:
+    """A completion as a message.
+
+    Args:
+        is_whole: it does not break off inside its reasoning, and holds no malformed tool call.
+    """
+
+    message: Message
+    is_whole: bool
+
+
+_WELL_FORMED = ("ok", "unknown_tool")
+"""Statuses of calls that environments answer. Only some renderers look at the names of the tools."""
+
+
+MAX_CONTEXT: ContextVar[int | None] = ContextVar("MAX_CONTEXT", default=None)
+"""Most tokens of the prompts of the present rollout, where that is known."""
+
+LONGEST_TOKEN = 256
+"""Characters; those of the vocabularies in use have at most 128."""
+
+LONG_TEXT = 20_000
+"""Characters whose tokenizing would hold up the event loop for longer than a thread takes to start."""
+
+
+class GrowingPrompt:
+    """Messages of others and completions in turn. Each prompt begins with exactly the prompt and completion before.
+
+    Example:
+
+        completion = await generate(prompt.after([{"role": "user", "content": "Hello"}]), ...)
+        answer = prompt.read(completion)
+        completion = await generate(prompt.after([{"role": "user", "content": "Go on"}]), ...)
+    """
+
+    def __init__(self, renderer: Renderer, tools: Sequence[Mapping[str, object]] | None = None) -> None:
+        self._renderer = renderer
+        self._tools = None if tools is None else list(tools)
+        self._prompt: list[int] = []
+        self._completion: list[int] | None = None  # the answer to it
+
+    async def next(self, messages: Sequence[Message], whose: str) -> list[int]:
+        """As `after`, of messages of any length: a long text is tokenized off the event loop, and one that cannot fit
+        into the rollout's context not at all.
+
+        Args:
+            whose: who gave the messages, for the error.
+
+        Raises:
+            PromptTooLongError: they have more characters than `MAX_CONTEXT` tokens can stand for.
+        """
+        size = sum(map(len, _texts(messages)))
+        most = MAX_CONTEXT.get()
+        if most is not None and size > most * LONGEST_TOKEN:
+            raise PromptTooLongError(
+                f"{whose} gave messages of {size:,} characters, which cannot fit into max_context = {most} tokens"
+            )
+        return self.after(messages) if size < LONG_TEXT else await in_thread(self.after, messages)
+
+    def after(self, messages: Sequence[Message]) -> list[int]:
+        """The next prompt.  # [num_prompt_tokens]
+
+        Raises:
+            DataError: the renderer has none that begins with all tokens so far.
+            ModelError: it does not show the tools, or reads no calls of them.
+        """
+        if self._completion is None:
+            if self._tools:
+                require_tool_support(self._renderer, messages, self._tools)
+            self._prompt = list(
+                self._renderer.render_ids(renderable(messages), tools=self._tools, add_generation_prompt=True)
+            )
+        else:
+            self._prompt = self._bridge(self._completion, messages)
+            self._completion = None
+        return list(self._prompt)
+
+    def read(self, completion: Completion) -> ParsedAnswer | None:
+        """What a completion of the last prompt says; None if it cannot be parsed.
+
+        Raises:
+            TypeError: the renderer parses it to something else than its protocol says.
+        """
+        self._completion = list(completion.token_ids)
+        try:
+            parsed = self._renderer.parse_response(
+                list(completion.token_ids), tools=self._tools, prompt_ids=list(self._prompt)
+            )
+        except Exception:  # the model's doing: a parser may raise anything on malformed output
+            return None
+        if wrong := [call for call in parsed.tool_calls if not hasattr(call, "status")]:
+            raise TypeError(
+                f"parse_response of the renderer gave {safe_text(wrong[0], repr)} among its tool_calls; each must be "
+                "an object with name, arguments, status and id, see titan_rl.rollout.renderer.ParsedToolCall"
+            )
+        is_whole = parsed.reasoning_complete is not False and all(
+            call.status in _WELL_FORMED for call in parsed.tool_calls
+        )
+        return ParsedAnswer(message_of(parsed), is_whole)
+
+    def _bridge(self, completion: list[int], messages: Sequence[Message]) -> list[int]:
+        so_far = [*self._prompt, *completion]
+        bridged = self._renderer.bridge_to_next_turn(
+            list(self._prompt), list(completion), renderable(messages), tools=self._tools
+        )
+        if bridged is None or list(bridged.token_ids[: len(so_far)]) != so_far:
+            raise DataError(
+                f"{type(self._renderer).__name__} cannot extend this conversation without rendering it again; "
+                "set the renderer to keep earlier reasoning (thinking_retention='all') or to leave it out"
+            )
+        return list(bridged.token_ids)
+
+
+def _texts(messages: Sequence[Message]) -> Iterator[str]:
+    """The text of each message, or of each of its parts."""
+    for message in messages:
+        content: Any = message.get("content")
+        parts: list[Any] = cast("list[Any]", content) if isinstance(content, list) else [content]
+        for part in parts:
+            text: Any = cast("Mapping[str, Any]", part).get("text") if isinstance(part, Mapping) else part
+            if isinstance(text, str):
+                yield text
+
+
+class MessageTokenEnv:
+    """A `TokenEnv` over a `MessageEnv`. The next prompt is the last one, the completion, and what comes after.
+
+    A completion ends the rollout without the environment seeing it where it
+
+    - cannot be parsed, breaks off inside its reasoning, or holds a malformed tool call: ERROR_PARSE;
+    - used up its token budget: TRUNCATED_LENGTH. What it says is in the transcript.
+
+    Messages that cannot fit into the context, which their length tells, are not tokenized: TRUNCATED_PROMPT.
+
+    Resetting fails where the environment gives tools that the renderer does not show, or whose calls it does not read.
+
+    The environment's methods may be plain functions, which run in a thread of its own: see `EnvMethods`.
+
+    Raises:
+        TypeError: the environment lacks one of the methods.
+
+    Example:
+
+        rollouter = Rollouter(lambda sample: MessageTokenEnv(SortEnv(sample), renderer), rubric, max_context=512)
+    """
+
+    def __init__(self, env: MessageEnv, renderer: Renderer) -> None:
+        require_methods(env)
+        self.env = env
+        self._methods = EnvMethods(env)
+        self.tools: list[Mapping[str, object]] | None = None  # that the policy may call, once it is reset
+        self._renderer = renderer
+        self._prompt = GrowingPrompt(renderer)
+
+    @property
+    def _name(self) -> str:
+        return type(self.env).__name__
+
+    async def reset(self) -> TokenObservation:
+        observation = await self._methods.call("reset", MessageObservation)
+        self.tools = None if observation.tools is None else list(observation.tools)
+        self._prompt = GrowingPrompt(self._renderer, self.tools)
+        return TokenObservation(await self._prompt.next(observation.messages, self._name), observation.messages)
+
+    async def step(self, completion: Completion) -> TokenStep:
+        cut_off = completion.finish_reason is FinishReason.LENGTH
+        answer = self._prompt.read(completion)
+        said = [] if answer is None else [answer.message]
+        if cut_off:
+            return TokenStep(status=RolloutStatus.TRUNCATED_LENGTH, messages=said)
+        if answer is None or not answer.is_whole:
+            return TokenStep(status=RolloutStatus.ERROR_PARSE, messages=said)
+
+        step = await self._methods.call("step", MessageStep, snapshot(answer.message))
+        messages = [answer.message, *step.messages]
+        if step.status is not None:
+            return TokenStep(status=step.status, rewards=step.rewards, messages=messages)
+        try:
+            prompt = await self._prompt.next(step.messages, self._name)
+        except PromptTooLongError as error:
+            ended = RolloutStatus.TRUNCATED_PROMPT
+            return TokenStep(status=ended, rewards=step.rewards, messages=messages, error=str(error))
+        return TokenStep(prompt, rewards=step.rewards, messages=messages)
+
+    async def close(self) -> None:
+        await self._methods.close()
+
+
+class MessageGame:
+    """A `SeatedEnv` over a `SeatedMessageEnv`. Each seat has a conversation, whose next prompt is the last one, the
+    completion, and what comes after.
+
+    Example: two seats, the second of which a script plays:
+
+        MessageGame(KuhnHand(sample), renderer, {"first": "policy", "second": MessagePlayer(always_pass)})
+
+    Args:
+        players: who plays each seat; or a function from a sibling's number to that.
+    """
+
+    def __init__(
+        self,
+        env: SeatedMessageEnv,
+        renderer: Renderer,
+        players: Mapping[str, Player] | Callable[[int], Mapping[str, Player]],
+    ) -> None:
+        self._env = env
+        self._renderer = renderer
+        self._players = players
+
+    def players(self, sibling: int) -> Mapping[str, Player]:
+        return self._players(sibling) if callable(self._players) else self._players
+
+    async def play_seats(self, seats: Mapping[str, TokenSeat]) -> None:
+        chats = {name: _Chat(seat, self._renderer) for name, seat in seats.items()}
+        given: dict[str, MessageSeat] = dict(chats)
+        try:
+            await self._env.play_seats(given)
+        finally:
+            for chat in chats.values():
+                chat.end()
+
+    async def close(self) -> None:
+        await self._env.close()
+
+
+class _Chat:
+    """A `MessageSeat`."""
+
+    def __init__(self, seat: TokenSeat, renderer: Renderer) -> None:
+        self._seat = seat
+        self._prompt = GrowingPrompt(renderer)
+        self._messages: list[Message] = []  # so far, as a `MessagePlayer` is given them
+        self._told: list[Message] = []
+
+    @property
+    def name(self) -> str:
+        return self._seat.name
+
+    @property
+    def player(self) -> Player:
+        return self._seat.player
+
+    async def ask(self, messages: Sequence[Message]) -> Message:
+        heard = [*self._told, *map(snapshot, messages)]
+        self._told = []
+        self._seat.record(heard)
+        self._messages.extend(heard)
+        if isinstance(self.player, MessagePlayer):
+            answer = await self._seat.reply([snapshot(message) for message in self._messages])
+        else:
+            answer = await self._ask_in_tokens(heard)
+        self._messages.append(answer)
+        self._seat.record([answer])
+        return snapshot(answer)
+
+    def tell(self, messages: Sequence[Message]) -> None:
+        self._told.extend(map(snapshot, messages))
+
+    def reward(self, name: str, value: float) -> None:
+        self._seat.reward(name, value)
+
+    def end(self) -> None:
+        """What it was told last is in its transcript."""
+        self._seat.record(self._told)
+        self._told = []
+
+    async def _ask_in_tokens(self, heard: Sequence[Message]) -> Message:
+        try:
+            prompt = await self._prompt.next(heard, f"the game of seat {self.name!r}")
+        except PromptTooLongError as error:
+            raise self._seat.leave(RolloutStatus.TRUNCATED_PROMPT, str(error)) from None
+        completion = await self._seat.generate(prompt)
+        answer = self._prompt.read(completion)
+        if answer is not None and answer.is_whole and completion.finish_reason is not FinishReason.LENGTH:
+            return answer.message
+        if answer is not None:
+            self._seat.record([answer.message])
+        if completion.finish_reason is FinishReason.LENGTH:
+            raise self._seat.leave(RolloutStatus.TRUNCATED_LENGTH, "its answer used up the token budget")
+        raise self._seat.leave(RolloutStatus.ERROR_PARSE, "its answer cannot be parsed")

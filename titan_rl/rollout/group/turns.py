@@ -1,0 +1,190 @@
+"""Turns of a rollout: request IDs and seeds, and generation within the time that the rollout has left."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from titan_rl.core.arrays import token_array
+from titan_rl.core.calls import stopwatch
+from titan_rl.core.calls.bounded import BoundedCall
+from titan_rl.core.calls.stopwatch import Stopwatch
+from titan_rl.core.tracing.spans import span
+from titan_rl.rollout.copies import Contexts, completion_of
+from titan_rl.rollout.group.boundary import EndsWith, RolloutEnded
+from titan_rl.rollout.types import Rollout, RolloutStatus, Turn
+from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams
+
+
+def new_rollout(group_id: str, sibling: int, sample: Any, attempt: int = 0) -> Rollout:
+    """One that has not begun: "g17/3", or "g17/3~1" where that was run before."""
+    rollout_id = f"{group_id}/{sibling}" + (f"~{attempt}" if attempt else "")
+    return Rollout(rollout_id, group_id, sibling, sample)
+
+
+def of_seat(game: Rollout, seat: str) -> Rollout:
+    """What one trained seat will have done in a game: "g17/3/first"."""
+    return Rollout(f"{game.rollout_id}/{seat}", game.group_id, game.sibling, game.sample, seat=seat)
+
+
+def turn_seed(base: int, rollout_id: str, turn: int) -> int:
+    """A seed of 63 bits for one turn, the same in every process.
+
+    >>> turn_seed(0, "g0/0", 0) == turn_seed(0, "g0/0", 0) != turn_seed(0, "g0/0", 1)
+    True
+    """
+    digest = hashlib.blake2b(repr((base, rollout_id, turn)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+class RequestIds:
+    """IDs for the requests of a rollout that asks in an order of its own, several at once.
+
+    An ID consists of the rollout's, a digest of prompt and sampling, and how many requests of that digest came before.
+    No two requests of a rollout share one, however often it asks for the same. A rollout that is run again gives its
+    requests the same IDs, also where they arrive in another order, so its recorded answers are found by them. Requests
+    that differ in nothing may swap theirs.
+
+    Example: `RequestIds("train-17/3").next(prompt, sampling)` is "train-17/3/5f0c41a2b9d63e87/0", and then ".../1".
+    """
+
+    def __init__(self, rollout_id: str) -> None:
+        self._rollout_id = rollout_id
+        self._num_asked: Counter[str] = Counter()  # by digest
+
+    def next(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> str:
+        try:
+            prompt = token_array(prompt_token_ids).tobytes()
+        except (TypeError, ValueError, OverflowError):  # not tokens, which whoever generates refuses
+            prompt = repr(prompt_token_ids).encode(errors="backslashreplace")
+        digest = hashlib.blake2b(prompt, digest_size=8)
+        digest.update(repr(sampling).encode())
+        name = digest.hexdigest()
+        self._num_asked[name] += 1
+        return f"{self._rollout_id}/{name}/{self._num_asked[name] - 1}"
+
+
+RETURN_S = 60.0
+"""What a request may take to return with its tokens when it is told to end, before it is cancelled. A router needs less
+with its default limits, also of an engine that does not answer."""
+
+
+async def generate_within(
+    watch: Stopwatch,
+    generate: GenerateFn,
+    prompt_token_ids: Sequence[int],
+    *,
+    request_id: str,
+    session_id: str | None = None,
+    sampling: SamplingParams,
+) -> Completion:
+    """The answer of `generate`, or what there is of it when the time is used up, as an aborted completion.
+
+    The watch runs meanwhile, but for its pauses. A whole answer then tells better: of the call's time, `queue_s` and
+    `interrupted_s` of its metrics, or what was known to be waiting if that is more than the latter, are not the
+    rollout's own, and the rest is.
+
+    Raises:
+        TypeError, ValueError: the answer is no good; see `completion_of`.
+        Exception: what `generate` raises.
+    """
+    loop = asyncio.get_running_loop()
+    began, used_s = loop.time(), watch.used_s
+    waited_s, charged_s = watch.waited_s, watch.charged_s
+
+    def end() -> None:
+        call.reschedule(loop.time() + (RETURN_S if watch.end_requests() else 0.0))
+
+    with stopwatch.working_for(watch):
+        asked = generate(prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling)
+        call = BoundedCall(asked, f"generate for request {request_id!r}")
+    try:
+        with watch.running(at_limit=end), span("request", "request", fine=True, request=request_id) as took:
+            answer = await call.result()
+    except TimeoutError:
+        if not call.expired():
+            raise
+        return Completion(request_id, [], [], FinishReason.ABORT, ())
+    finally:
+        watch.asked_s += loop.time() - began
+    completion = completion_of(answer, sampling.max_tokens)
+    took.args["tokens"] = len(completion.token_ids)
+    if completion.finish_reason is not FinishReason.ABORT:
+        counted_s = watch.used_s - used_s
+        waited_s = max(completion.metrics.get("interrupted_s", 0.0), watch.waited_s - waited_s)
+        known_s = loop.time() - began - waited_s - completion.metrics.get("queue_s", 0.0)
+        own_s = max(0.0, known_s) + watch.charged_s - charged_s
+        watch.correct((own_s if "queue_s" in completion.metrics else min(own_s, counted_s)) - counted_s)
+    return completion
+
+
+@dataclass(frozen=True, slots=True)
+class TurnTaker:
+    """Takes the turns of one rollout, within its limits.
+
+    Args:
+        sampling: with the seed that the turns draw theirs from, or with None.
+        max_context: most tokens of prompt and completion together.
+        generate_timeout_s: of one completion.
+        when_late: makes what is raised when the time is used up.
+    """
+
+    rollout: Rollout
+    generate: GenerateFn
+    sampling: SamplingParams
+    watch: Stopwatch
+    max_context: int
+    generate_timeout_s: float
+    when_late: Callable[[], RolloutEnded]
+    _contexts: Contexts = field(default_factory=Contexts, init=False)
+
+    async def take(self, prompt: list[int]) -> bool:
+        """Ask for the next completion, which is the rollout's last turn then.
+
+        Args:
+            prompt: the rollout's own.  # [num_prompt_tokens]
+
+        Returns:
+            whether the time was used up meanwhile, so that the completion is what there is of it.
+
+        Raises:
+            RolloutEnded: there is no time, or no room for a token; the completion was aborted, or generation failed.
+        """
+        if self.watch.is_over:
+            raise self.when_late()
+        rollout, turn = self.rollout, len(self.rollout.turns)
+        sampling = self._sampling(turn, prompt)
+        deadline = asyncio.get_running_loop().time() + self.generate_timeout_s
+        async with EndsWith(RolloutStatus.ERROR_GENERATE, deadline):
+            completion = await generate_within(
+                self.watch,
+                self.generate,
+                list(prompt),
+                request_id=f"{rollout.rollout_id}/{turn}",
+                session_id=rollout.rollout_id,
+                sampling=sampling,
+            )
+        is_cut = completion.finish_reason is FinishReason.ABORT and self.watch.is_over
+        if is_cut and not completion.token_ids:
+            raise self.when_late()
+        if is_cut:
+            completion = replace(completion, finish_reason=completion.ended or FinishReason.LENGTH, ended=None)
+        rollout.turns.append(self._contexts.add(Turn(prompt, completion, sampling=sampling)))
+        if completion.finish_reason is FinishReason.ABORT:
+            raise RolloutEnded(RolloutStatus.ABORTED)
+        return is_cut
+
+    def _sampling(self, turn: int, prompt: list[int]) -> SamplingParams:
+        room = self.max_context - len(prompt)
+        if room < 1:
+            raise RolloutEnded(
+                RolloutStatus.TRUNCATED_PROMPT,
+                f"the prompt of turn {turn} has {len(prompt)} tokens, max_context is {self.max_context}",
+            )
+        base = self.sampling.seed
+        seed = None if base is None else turn_seed(base, self.rollout.rollout_id, turn)
+        return replace(self.sampling.within(room), seed=seed)
