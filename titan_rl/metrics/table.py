@@ -25,21 +25,21 @@ VALIDATION_METRICS = (
     Metric(
         "validation/reward_mean",
         "reward",
-        "Mean reward on held-out samples, of all suites together.",
+        "Mean reward on held-out samples, over all suites.",
         VALIDATION,
         "It rises with rollout/finished_reward_mean.",
-        "Falling while that rises: the policy learns the training samples by heart; more or other samples.",
+        "Falling while that rises: the policy memorizes the training samples; use more or other samples.",
     ),
     Metric(
         "validation/<suite>/reward_mean",
         "reward",
-        "The same, of one suite where there are several.",
+        "Mean reward on held-out samples of one suite, if there are several.",
         VALIDATION,
     ),
     Metric(
         "validation/loss",
         "",
-        "In titan-rl sft: the loss of demonstrations that are held out.",
+        "In titan-rl sft: the loss on held-out demonstrations.",
         VALIDATION,
         "It falls.",
         "Rising while train/loss falls: fewer epochs, or more demonstrations.",
@@ -47,14 +47,16 @@ VALIDATION_METRICS = (
     Metric(
         "validation/unscored",
         "rollouts",
-        "Held-out rollouts that have no reward, or ended in a fault that is not the policy's.",
+        "Held-out rollouts without a reward, or that ended in an error other than the policy's.",
         VALIDATION,
         "0.",
         "rollouts.jsonl has them, with phase validation.",
     ),
-    Metric("validation/<suite>/unscored", "rollouts", "The same, of one suite.", VALIDATION),
-    Metric("validation/<measure>", "", "What the task's `measure` says of its held-out groups.", VALIDATION),
-    Metric("validation/<suite>/<measure>", "", "The same, of one suite.", VALIDATION),
+    Metric("validation/<suite>/unscored", "rollouts", "validation/unscored of one suite.", VALIDATION),
+    Metric("validation/<measure>", "", "Result of the task's `measure` on its held-out groups.", VALIDATION),
+    Metric(
+        "validation/<suite>/<measure>", "", "Result of the task's `measure` on the groups of one suite.", VALIDATION
+    ),
 )
 """There are also `validation/<name>` and `validation/<suite>/<name>` for each `rollout/<name>` and `completion/...`."""
 
@@ -63,10 +65,10 @@ TASK_METRICS = (
     Metric(
         "task/<task>/share",
         "share",
-        "Their share of the step's groups.",
+        "Share of one task in the groups of the step.",
         TASKS,
-        "The task's weight over that of all.",
-        "Less: its groups are dropped (task/<task>/dropped/<reason>), or are overtaken by others (scheduling.window).",
+        "The task's weight over the sum of all weights.",
+        "Less: its groups are dropped (task/<task>/dropped/<reason>), or overtaken by others (scheduling.window).",
     ),
     *(
         replace(
