@@ -43,9 +43,11 @@ from titan_rl import (
     TokenStep,
 )
 from titan_rl.cluster.actor_replica import ActorReplica
+from titan_rl.cluster.hosts.host import Host
 from titan_rl.cluster.hosts.hosts import Hosts
 from titan_rl.cluster.hosts.preflight import HostNeeds
 from titan_rl.cluster.processes.garbage import settled_heap
+from titan_rl.cluster.processes.process import LOOPBACK
 from titan_rl.config.hosts import HostsConfig
 from titan_rl.config.sections import GenerationConfig, RoutingConfig, StateDictConfig
 from titan_rl.generation.request import EngineRequest
@@ -122,7 +124,7 @@ class ScaledRun:
             max_running=self.num_requests,
             files=RunFiles(),
             published=self._published,
-            hosts=Hosts(SimulatedSupervisor(), HostsConfig(), HostNeeds(Path(), Path())),
+            hosts=_one_host(),
             tell=lambda text: None,
         )
         processes.traffic, processes.length_of, processes.generators = self._traffic, length_of, {}
@@ -223,6 +225,12 @@ class ScaledRun:
             replica.remote.end("was killed by SIGKILL")
         await traffic.all_sent.wait()
         return 1e3 * (traffic.sent_at - began)
+
+
+def _one_host() -> Hosts:
+    hosts = Hosts(SimulatedSupervisor(), HostsConfig(), HostNeeds(Path(), Path()))
+    hosts.add(Host("here", LOOPBACK, None))
+    return hosts
 
 
 async def measure_messages(num_messages: int = 20_000) -> None:

@@ -196,10 +196,7 @@ class SimulatedProcesses(GeneratorProcesses):
         """They need no places."""
 
     def _host_of(self, process: ProcessId) -> str:
-        return ""
-
-    def _takes(self, host: str) -> bool:
-        return True
+        return self.hosts.names[0]
 
     async def _start_generator(self, process: ProcessId) -> ActorReplica:
         phase_s = (process.index % CHUNK + 1) * STEP_S

@@ -12,8 +12,9 @@ import pytest
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
-from titan_rl.cluster.elastic_hosts import ElasticHosts
+from titan_rl.cluster.hosts.elastic import ElasticHosts
 from titan_rl.cluster.hosts.hosts import Hosts
+from titan_rl.cluster.hosts.lifecycle import HostLifecycles, HostRecord, HostState
 from titan_rl.cluster.hosts.preflight import HostNeeds
 from titan_rl.cluster.liveness.heartbeat import receive, send
 from titan_rl.cluster.liveness.host_monitor import HostMonitor
@@ -33,32 +34,31 @@ class LeavingHosts:
     config = HostsConfig()
 
     def __init__(self, *names: str) -> None:
-        self.hosts = {
-            name: SimpleNamespace(name=name, worker="10.0.0.2:22222", worker_id="c81e") for name in names or ("there",)
-        }
+        self.lifecycles = HostLifecycles()
+        for number, name in enumerate(names or ("there",), 2):
+            self.lifecycles.add(SimpleNamespace(name=name, worker=f"10.0.0.{number}:22222", worker_id="c81e"))
         self.may_end = asyncio.Event()
-        self.lost: dict[str, tuple[Any, str]] = {}
-        self.leaving: dict[str, str] = {}
-        self.lost_early: dict[str, str] = {}
-        self.on_leaving: Callable[[Any, str], object] = lambda host, reason: None
 
     def is_about_to_go(self, name: str) -> None:
-        self.leaving[name] = "its worker got SIGTERM"
-        self.on_leaving(self.hosts[name], self.leaving[name])
+        self.lifecycles.announce_leaving(self.record(name), "its worker got SIGTERM")
+
+    def record(self, name: str) -> HostRecord:
+        record = self.lifecycles.named(name)
+        assert record is not None
+        return record
+
+    def lose(self, name: str, why: str) -> None:
+        self.lifecycles.move(self.record(name), HostState.LOST, why)
 
     @property
     def names(self) -> list[str]:
-        return list(self.hosts)
-
-    def __iter__(self):
-        return iter(self.hosts.values())
+        return [record.name for record in self.lifecycles.present]
 
     def __getitem__(self, name: str) -> Any:
-        return self.hosts[name]
+        return self.record(name).host
 
-    async def detach(self, name: str) -> None:
-        del self.hosts[name]
-        self.leaving.pop(name, None)
+    async def detach(self, name: str, why: str) -> None:
+        self.lifecycles.move(self.record(name), HostState.LEFT, why)
         await self.may_end.wait()
 
 
@@ -70,8 +70,6 @@ class Processes:
         return {}
 
     async def leave(self, host: str, why: str) -> None: ...
-
-    def host_lost(self, host: Any, why: str) -> None: ...
 
 
 async def test_what_becomes_of_hosts_is_in_the_log(caplog: pytest.LogCaptureFixture):
@@ -88,13 +86,12 @@ async def test_a_host_that_is_lost_while_it_drains_is_told_of_once():
 
     class Losing(Processes):
         async def leave(self, host: str, why: str) -> None:
-            gone: Any = hosts.hosts.pop(host)
-            elastic._lost(gone, "it fell silent")  # pyright: ignore[reportPrivateUsage]
+            hosts.lose(host, "it fell silent")
 
     elastic = ElasticHosts(Losing(hosts), told.append)  # pyright: ignore[reportArgumentType]
     await elastic.drain("there", "it was asked to")
     assert told == ["host there is lost: it fell silent"]
-    assert [(host.name, host.state) for host in elastic.states()] == [("there", "gone")]
+    assert [(host.name, host.state) for host in elastic.statuses()] == [("there", "gone")]
 
 
 @pytest.mark.parametrize(
@@ -107,8 +104,7 @@ async def test_who_has_a_host_drained_that_is_there_no_more_is_told_what_became_
     if state == "left":
         await elastic.drain("there", "it was told to")
     else:
-        gone: Any = hosts.hosts.pop("there")
-        elastic._lost(gone, "it fell silent")  # pyright: ignore[reportPrivateUsage]
+        hosts.lose("there", "it fell silent")
     with pytest.raises(ConfigError, match=f"^host there {said}$"):
         await elastic.drain("there", "once more")
     with pytest.raises(ConfigError, match="there is no host 'nobody'"):
@@ -117,11 +113,13 @@ async def test_who_has_a_host_drained_that_is_there_no_more_is_told_what_became_
 
 async def test_a_host_joins_until_its_processes_are_up(caplog: pytest.LogCaptureFixture):
     class Joining(LeavingHosts):
-        config = HostsConfig(addresses=("10.0.0.2:22222",))
+        config = HostsConfig(addresses=("10.0.0.2:22222", "10.0.0.3:22222"))
 
         async def attach(self, workers: list[str]) -> list[Any]:
-            self.hosts["new"] = SimpleNamespace(name="new", worker=workers[0], worker_id="c81f")
-            return [self.hosts["new"]]
+            record = self.lifecycles.join(workers[0])
+            record.name, record.host = "new", SimpleNamespace(name="new", worker=workers[0], worker_id="c81f")
+            self.lifecycles.joined(record, HostState.STARTING)
+            return [record.host]
 
     class Starting(Processes):
         async def join(self, host: str) -> list[str]:
@@ -133,12 +131,12 @@ async def test_a_host_joins_until_its_processes_are_up(caplog: pytest.LogCapture
     elastic = ElasticHosts(Starting(Joining()), told.append)  # pyright: ignore[reportArgumentType]
     joining = asyncio.ensure_future(elastic.add("10.0.0.3:22222"))
     await begun.wait()
-    states = {host.name: (host.state, host.reason) for host in elastic.states()}
+    states = {host.name: (host.state, host.reason) for host in elastic.statuses()}
     assert states == {"there": ("in the run", ""), "new": ("joining", "its processes start")}
     assert told == ["host new at 10.0.0.3:22222 joins, and its processes start"]
     up.set()
     await joining
-    assert [host.state for host in elastic.states()] == ["in the run", "in the run"]
+    assert [host.state for host in elastic.statuses()] == ["in the run", "in the run"]
     assert caplog.messages == told
     assert told[1:] == ["host new at 10.0.0.3:22222 has joined with generator-7"]
 
@@ -150,7 +148,7 @@ async def test_a_host_is_known_all_the_while_that_it_leaves():
     seen: list[str] = []
     while hosts.names or not seen:
         await asyncio.sleep(0)
-        ((state, address),) = [(host.state, host.address) for host in elastic.states()]  # else it would be taken in
+        ((state, address),) = [(host.state, host.address) for host in elastic.statuses()]  # else it would be taken in
         assert address == "10.0.0.2:22222"
         seen.append(state)
     assert seen[-1] == "left"
@@ -160,17 +158,18 @@ async def test_a_host_is_known_all_the_while_that_it_leaves():
 
 def test_a_host_that_was_lost_while_the_run_started_is_among_them():
     hosts = LeavingHosts()
-    hosts.lost["other"] = SimpleNamespace(name="other", worker="10.0.0.3:22222"), "it fell silent"
+    hosts.lifecycles.add(SimpleNamespace(name="other", worker="10.0.0.3:22222", worker_id="c81f"))
+    hosts.lose("other", "it fell silent")
     elastic = ElasticHosts(Processes(hosts), lambda text: None)  # pyright: ignore[reportArgumentType]
-    states = [(host.name, host.address, host.state, host.reason) for host in elastic.states()]
+    states = [(host.name, host.address, host.state, host.reason) for host in elastic.statuses()]
     assert states[1:] == [("other", "10.0.0.3:22222", "gone", "it fell silent")]
 
 
 def test_a_host_that_was_lost_before_it_had_a_name_is_among_them_by_its_address():
     hosts = LeavingHosts()
-    hosts.lost_early["10.0.0.4:22222"] = "its worker has ended"
+    hosts.lifecycles.join_failed(hosts.lifecycles.join("10.0.0.4:22222"), "its worker has ended")
     elastic = ElasticHosts(Processes(hosts), lambda text: None)  # pyright: ignore[reportArgumentType]
-    states = [(host.name, host.address, host.state, host.reason) for host in elastic.states()]
+    states = [(host.name, host.address, host.state, host.reason) for host in elastic.statuses()]
     assert states[1:] == [("", "10.0.0.4:22222", "gone", "its worker has ended")]
 
 
@@ -190,7 +189,7 @@ async def test_a_host_that_ends_as_it_is_taken_in_is_known_to_be_lost(tmp_path: 
             port = worker.sockets[0].getsockname()[1]
             with pytest.raises(ActorDiedError):
                 await hosts.attach([f"127.0.0.1:{port}"])
-        assert list(hosts.lost_early.values()) == reasons
+        assert [status.reason for status in hosts.lifecycles.statuses() if status.state == "gone"] == reasons
 
 
 async def test_each_worker_that_is_not_there_as_a_run_begins_is_named(tmp_path: Path):
@@ -213,7 +212,7 @@ async def test_a_host_that_is_about_to_go_is_drained_also_where_it_said_so_befor
     await until_drained(told, "a")
     hosts.is_about_to_go("b")
     await until_drained(told, "b")
-    assert {host.name: host.state for host in elastic.states()} == {"c": "in the run", "a": "left", "b": "left"}
+    assert {host.name: host.state for host in elastic.statuses()} == {"c": "in the run", "a": "left", "b": "left"}
 
 
 @pytest.mark.looptime
@@ -230,7 +229,7 @@ async def test_a_host_that_is_about_to_go_and_cannot_be_drained_is_told_of_whate
     (line,) = told
     assert line.startswith("host a says that it is about to go (its worker got SIGTERM), and cannot be drained: ")
     assert str(error) in line
-    assert [host.state for host in elastic.states()] == ["in the run", "in the run"]
+    assert [host.state for host in elastic.statuses()] == ["in the run", "in the run"]
 
 
 @pytest.mark.looptime
@@ -247,7 +246,7 @@ async def test_where_each_host_is_about_to_go_it_is_said_once_and_nothing_is_mov
     await asyncio.sleep(1)  # virtual: all that can happen has
     assert ends == ["now"]
     assert told == ["each host of the run is told to end (its worker got SIGTERM), and so the run ends"]
-    assert {host.name: host.state for host in elastic.states()} == {"b": "in the run", "c": "in the run", "a": "left"}
+    assert {host.name: host.state for host in elastic.statuses()} == {"b": "in the run", "c": "in the run", "a": "left"}
 
 
 async def test_where_others_may_come_hosts_that_are_all_about_to_go_are_drained():
@@ -258,7 +257,7 @@ async def test_where_others_may_come_hosts_that_are_all_about_to_go_are_drained(
         hosts.is_about_to_go(name)
     for name in ("a", "b"):
         await until_drained(told, name)
-    assert {host.state for host in elastic.states()} == {"left"}
+    assert {host.state for host in elastic.statuses()} == {"left"}
 
 
 class Supervisor:
@@ -311,12 +310,20 @@ async def test_nothing_is_left_on_a_host_that_cannot_be_taken_in(tmp_path: Path)
     assert hosts.names == []
 
 
+class Owner:
+    def __init__(self, remote: RemoteProcess) -> None:
+        self._remote = remote
+
+    def host_lost(self, name: str, reason: str) -> None:
+        self._remote.end(reason, excused=True)
+
+    def host_leaving(self, name: str, reason: str) -> None: ...
+
+
 async def test_what_a_lost_host_had_is_excused() -> None:
     remote = RemoteProcess("trainer")
     with HostMonitor("127.0.0.1", silence_s=3, lease_s=15) as monitor:
-        watcher = monitor.expect(
-            "h1", on_lost=lambda reason: remote.end(reason, excused=True), on_leaving=lambda reason: None
-        )
+        watcher = monitor.expect("h1", Owner(remote))
         remote.watch([4242], watcher)
         watcher.lose("nothing is heard of it")
     assert remote.reason == "nothing is heard of it"

@@ -17,6 +17,7 @@ from test_run_processes import Replica, Supervisor, cluster_of, host_of, lose, w
 from test_worker_pool import answer
 
 from titan_rl import SamplingParams
+from titan_rl.cluster.hosts.lifecycle import HostState
 from titan_rl.cluster.processes.remote_process import RemoteProcess
 from titan_rl.cluster.rollout_workers import WorkerPool
 from titan_rl.cluster.run_processes import RunProcesses
@@ -57,6 +58,10 @@ class Cluster:
         return await self.processes.join(name, self.router)
 
     async def drain(self, name: str) -> None:
+        lifecycles = self.processes.hosts.lifecycles
+        record = lifecycles.named(name)
+        assert record is not None
+        lifecycles.move(record, HostState.DRAINING, "it was asked to")
         await self.processes.leave(name, self.router, "it was asked to")
         await self.processes.hosts.detach(name)
 

@@ -113,15 +113,19 @@ class Clock:
 
 
 class Controller:
-    """What a controller is told."""
+    """What a controller is told, as the owner of a host."""
 
     def __init__(self, monitor: HostMonitor) -> None:
         self.lost = asyncio.Queue[str]()
         self.leaving = asyncio.Queue[str]()
         self.ended = asyncio.Queue[str]()
-        self.watcher: RemoteWatcher = monitor.expect(
-            "h1", on_lost=self.lost.put_nowait, on_leaving=self.leaving.put_nowait
-        )
+        self.watcher: RemoteWatcher = monitor.expect("h1", self)
+
+    def host_lost(self, name: str, reason: str) -> None:
+        self.lost.put_nowait(reason)
+
+    def host_leaving(self, name: str, reason: str) -> None:
+        self.leaving.put_nowait(reason)
 
     async def watch(self, pid: int) -> None:
         self.handle = self.watcher.watch(pid, self.ended.put_nowait, lambda signs: None)

@@ -16,6 +16,7 @@ from run.test_controller import Counting
 from titan_rl.cluster.actor_replica import ActorReplica
 from titan_rl.cluster.hosts.host import Host
 from titan_rl.cluster.hosts.hosts import Hosts
+from titan_rl.cluster.hosts.lifecycle import HostState
 from titan_rl.cluster.hosts.placement import ProcessPlace
 from titan_rl.cluster.hosts.preflight import HostNeeds
 from titan_rl.cluster.processes.process import LOOPBACK, ProcessActor
@@ -193,9 +194,9 @@ async def test_a_death_past_the_limit_ends_the_run_with_setting_value_and_count(
 
 
 async def lose(processes: RunProcesses, name: str) -> None:
-    host = processes.hosts[name]
-    await processes.hosts.detach(name)
-    processes.host_lost(host, SILENT)
+    record = processes.hosts.lifecycles.named(name)
+    assert record is not None
+    processes.hosts.lifecycles.move(record, HostState.LOST, SILENT)
 
 
 async def worker_hosts(supervisor: Supervisor, count: int) -> list[str]:

@@ -15,7 +15,7 @@ from test_tasks_of_a_run import SUITES
 
 from scripts.write_metric_docs import PAGE, page
 from titan_rl import Completion, EngineLoop, FinishReason, LocalReplica, Rollout, RolloutGroup, Turn, VersionSpan
-from titan_rl.cluster.hosts.lifecycle import HostHistory, HostState
+from titan_rl.cluster.hosts.lifecycle import HostHistory, HostStatus
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import ValidationConfig
 from titan_rl.generation.scripted_engine import ScriptedEngine
@@ -78,7 +78,7 @@ def of_games_and_agents() -> set[str]:
 
 def of_hosts() -> set[str]:
     history = HostHistory()
-    history.note([HostState(name, "", "in the run") for name in ("h1", "h2")], {"h1": 0.25})
+    history.note([HostStatus(name, "", "in the run") for name in ("h1", "h2")], {"h1": 0.25})
     return set(history.take_metrics())
 
 

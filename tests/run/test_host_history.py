@@ -9,15 +9,15 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_rl.cluster.hosts.lifecycle import BECOMES, MOST_EVENTS, HostHistory, HostState
+from titan_rl.cluster.hosts.lifecycle import BECOMES, MOST_EVENTS, HostHistory, HostStatus
 from titan_rl.core.tracing import spans
 from titan_rl.viewer.trace import Traces
 
 STATES = ["in the run", "draining", "left", "gone"]
 
 
-def host(name: str, state: str = "in the run", reason: str = "", *processes: str) -> HostState:
-    return HostState(name, f"10.0.0.{name[1:]}:22222", state, reason, processes)
+def host(name: str, state: str = "in the run", reason: str = "", *processes: str) -> HostStatus:
+    return HostStatus(name, f"10.0.0.{name[1:]}:22222", state, reason, processes)
 
 
 def test_a_run_on_one_host_has_nothing_to_tell() -> None:
@@ -40,10 +40,10 @@ def test_a_host_that_was_lost_before_anybody_looked_is_told_of() -> None:
 
 def test_a_host_that_was_lost_before_it_had_a_name_is_told_of_once_by_its_address() -> None:
     history = HostHistory()
-    early = HostState("", "10.0.0.2:22222", "gone", "its worker has ended")
+    early = HostStatus("", "10.0.0.2:22222", "gone", "its worker has ended")
     for _ in range(3):
         history.note([host("h1"), early])
-        history.note([host("h1"), HostState("", early.address, "joining")])
+        history.note([host("h1"), HostStatus("", early.address, "joining")])
     assert [(event.host, event.what, event.why) for event in history.events] == [
         ("10.0.0.2:22222", "lost", "its worker has ended")
     ]
@@ -75,7 +75,7 @@ def test_what_became_of_hosts_is_an_event_and_a_count_of_the_step() -> None:
     }
     assert history.events == [], "it began with these"
     now = 130.0
-    history.note([first, host("h2", "gone", "silent"), HostState("", "10.0.0.3:22222", "joining")])
+    history.note([first, host("h2", "gone", "silent"), HostStatus("", "10.0.0.3:22222", "joining")])
     history.note([first, host("h2", "gone", "silent"), host("h3")])
     history.note([first, host("h2", "gone", "silent"), host("h3", "draining", "asked to")])
     metrics = history.take_metrics()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.text import Text
 
-from titan_rl.cluster.hosts.lifecycle import HostState
+from titan_rl.cluster.hosts.lifecycle import HostStatus
 from titan_rl.run.observability.progress import Progress, StepReport, Verbosity, Works
 from titan_rl.run.observability.summary import RunSummary, show_summary
 from titan_rl.run.terminal.live import LiveLines
@@ -77,15 +77,15 @@ def test_where_replicas_do_not_fit_those_that_do_not_serve_are_shown():
 
 def test_several_hosts_are_shown_with_what_they_do_and_of_many_those_that_are_in_trouble():
     hosts = [
-        HostState("h1", "10.0.0.1:22222", "in the run", "", ("trainer", "rollout-worker-0")),
-        HostState("h2", "10.0.0.2:22222", "in the run", "", ("generator-0", "generator-1")),
-        HostState("h3", "10.0.0.3:22222", "gone", "nothing has been heard of it for 3 s"),
+        HostStatus("h1", "10.0.0.1:22222", "in the run", "", ("trainer", "rollout-worker-0")),
+        HostStatus("h2", "10.0.0.2:22222", "in the run", "", ("generator-0", "generator-1")),
+        HostStatus("h3", "10.0.0.3:22222", "gone", "nothing has been heard of it for 3 s"),
     ]
     look = RunLook({}, [], 3, hosts)
     assert drawn(View("step", 0, 10, float("nan"), 0.0, look=look), 110)[1:] == [
         "hosts  ✗ h3 gone: nothing has been heard of it for 3 s  ● h1 trainer, rollout worker  ● h2 2 generators"
     ]
-    many = [HostState(f"n{number}", "", "in the run") for number in range(62)]
+    many = [HostStatus(f"n{number}", "", "in the run") for number in range(62)]
     look = RunLook({}, [], 3, [*many, hosts[2]])
     assert drawn(View("step", 0, 10, float("nan"), 0.0, look=look))[1:] == [
         "hosts  ✗ h3 gone: nothing has been heard of it for 3 s  62 of 63 hosts are in the run"
@@ -116,7 +116,7 @@ def test_nothing_is_wider_or_higher_than_the_terminal(
             for number in range(num_replicas)
         ],
         3,
-        [HostState(text, "", state, text) for state in ("in the run", "gone", "draining")],
+        [HostStatus(text, "", state, text) for state in ("in the run", "gone", "draining")],
     )
     view = View("step", 3, 10, 10.0, 5.0, ("reward", [0.1, float("nan")], 0.1, text), {"tokens/s": text}, look, [text])
     lines = layout(view, width, height, ascii_only=ascii_only)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from run.test_controller import Counting
 
-from titan_rl.cluster.hosts.provided import ASK_S
+from titan_rl.cluster.hosts.elastic import ASK_S
 from titan_rl.cluster.providers.spec import ProviderSpec
 from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import TaskSource

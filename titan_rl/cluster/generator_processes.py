@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -215,7 +216,7 @@ class GeneratorProcesses(SupervisedProcesses):
             background.create_task(listen())
             while True:
                 remote = await self._ended.get()
-                if self._takes(self._host_of(remote.process)):
+                if self.hosts.takes(self._host_of(remote.process)):
                     self._count_death(remote)
                 self._forget(remote, router)
                 background.create_task(self._bring_back(remote, router, background))
@@ -225,7 +226,7 @@ class GeneratorProcesses(SupervisedProcesses):
         process, clock = gone.process, asyncio.get_running_loop().time
         began, host = clock(), self._host_of(process)
         clearing = background.create_task(self.clear(gone))
-        while not clearing.done() and self._takes(host):  # one that is gone does not answer
+        while not clearing.done() and self.hosts.takes(host):  # one that is gone does not answer
             await asyncio.wait([clearing], timeout=LOOK_S)
         if not self._place(process):
             self._lost.add(process)
@@ -257,9 +258,9 @@ class GeneratorProcesses(SupervisedProcesses):
 
     def _place(self, process: ProcessId) -> bool:
         """Whether there is a place for a process that ended: its own, or another where its host is gone."""
-        if self._takes(self._host_of(process)):
+        if self.hosts.takes(self._host_of(process)):
             return True
-        gpus = {host: own for host, own in self.hosts.gpus.items() if self._takes(host)}
+        gpus = {host: own for host, own in self.hosts.gpus.items() if self.hosts.takes(host)}
         return self._places.move(process.index, gpus, self._places_of_trainer())
 
     def _places_of_trainer(self) -> Sequence[ProcessPlace]:
@@ -335,6 +336,27 @@ class GeneratorProcesses(SupervisedProcesses):
     def _disconnect(self) -> None:
         for replica in self.opened:
             replica.disconnect()
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedProcesses:
+    """Generators, and the processes beside them, with the router of their requests: the `HostedProcesses` of a run."""
+
+    processes: GeneratorProcesses
+    router: GeneratorRouter
+
+    @property
+    def hosts(self) -> Hosts:
+        return self.processes.hosts
+
+    def names_by_host(self) -> Mapping[str, Sequence[str]]:
+        return self.processes.names_by_host()
+
+    async def join(self, host: str) -> Sequence[str]:
+        return await self.processes.join(host, self.router)
+
+    async def leave(self, host: str, why: str) -> None:
+        await self.processes.leave(host, self.router, why)
 
 
 STATEDICT = StateDictConfig()

@@ -161,7 +161,7 @@ class RunProcesses(GeneratorProcesses):
         return self._trainer_places
 
     def _place_trainer(self) -> Sequence[ProcessPlace]:
-        there = [host for host in self.hosts if self._takes(host.name) and may_train(host, self._config_path)]
+        there = [host for host in self.hosts if self.hosts.takes(host.name) and may_train(host, self._config_path)]
         gpus = {host.name: host.gpus for host in there}
         self._trainer_places = place_trainer_again(self._config.training, self._trainer_places, gpus, self._places.gpus)
         return self._trainer_places
@@ -174,9 +174,9 @@ class RunProcesses(GeneratorProcesses):
     def _place(self, process: ProcessId) -> bool:
         """Rollout workers need nothing but a host: one that does not train, before others, and has few of them. Those
         that came with a host, beyond as many as settings name, go with it."""
-        if process.role is not Role.ROLLOUT_WORKER or self._takes(self._host_of(process)):
+        if process.role is not Role.ROLLOUT_WORKER or self.hosts.takes(self._host_of(process)):
             return super()._place(process)
-        there = [host for host in self.hosts.names if self._takes(host)] if self._num_lacking() else []
+        there = [host for host in self.hosts.names if self.hosts.takes(host)] if self._num_lacking() else []
         trains = {place.host for place in self._trainer_places}
         busy = Counter(place.host for place in self._worker_places)
         for host in sorted(there, key=lambda host: (host in trains, busy[host]))[:1]:
@@ -186,14 +186,14 @@ class RunProcesses(GeneratorProcesses):
     def _num_lacking(self) -> int:
         """Rollout workers that settings name and no host has."""
         workers = [_worker(index) for index in range(len(self._worker_places))]
-        here = sum(worker not in self._lost and self._takes(self._host_of(worker)) for worker in workers)
+        here = sum(worker not in self._lost and self.hosts.takes(self._host_of(worker)) for worker in workers)
         return max(0, self._config.rollout.num_workers - here)
 
     def _others_of(self, host: str) -> Sequence[ProcessId]:
         """Rollout workers: those that the run lacks; and as many as another host has that plays, where all that
         generate do, or fewer hosts play now than `hosts.play`."""
         players, a_host = self._roles.play, -(-self._config.rollout.num_workers // len(self._roles.play))
-        playing = {place.host for place in self._worker_places if self._takes(place.host)}
+        playing = {place.host for place in self._worker_places if self.hosts.takes(place.host)}
         plays = {*self._roles.generate} <= {*players} or len(playing) < len(players)
         lost = sorted(process for process in self._lost if process.role is Role.ROLLOUT_WORKER)
         further = [_worker(len(self._worker_places) + index) for index in range(a_host)]

@@ -24,8 +24,8 @@ from monarch.actor import (
     this_proc,
 )
 
-from titan_rl.cluster.hosts.host import Host
 from titan_rl.cluster.hosts.hosts import Hosts, open_hosts
+from titan_rl.cluster.hosts.lifecycle import HostListener, HostRecord, HostState
 from titan_rl.cluster.hosts.placement import ProcessPlace
 from titan_rl.cluster.hosts.preflight import HostNeeds
 from titan_rl.cluster.processes.answers import ActorHandle, AnsweringActor
@@ -158,7 +158,7 @@ async def _stop(process: Any) -> None:
 TERMINATE_TIMEOUT_S = 30.0
 
 
-class SupervisedProcesses:
+class SupervisedProcesses(HostListener):
     """Spawns processes on the hosts of a run and ends them.
 
     Attributes:
@@ -177,8 +177,7 @@ class SupervisedProcesses:
         self._spawned: list[str] = []  # ids
         self._hang_timeout_s = hosts.config.hang_timeout_s
         self._places_of: dict[str, frozenset[str]] = {}  # names of the hosts of each, by id
-        self._leaving: set[str] = set()  # names of hosts that get nothing more to do
-        hosts.on_lost = self.host_lost
+        hosts.lifecycles.subscribe(self)
 
     async def spawn(
         self, process: ProcessId, actor_class: type[ProcessActor], *arguments: Any, places: Sequence[ProcessPlace]
@@ -278,25 +277,19 @@ class SupervisedProcesses:
     def _remotes_on(self, host: str) -> list[RemoteProcess]:
         return [remote for remote in self._remotes.values() if host in self._places_of[remote.id]]
 
-    def _takes(self, host: str) -> bool:
-        return host in self.hosts.names and host not in self._leaving
-
     async def _leave(self, host: str, why: str, finish: Callable[[RemoteProcess], Awaitable[object]]) -> None:
-        """End what runs on a host, once each process has finished what it is at. It gets nothing more to do."""
-        self._leaving.add(host)
-        try:
-            leaving = self._remotes_on(host)
-            await asyncio.gather(*[finish(remote) for remote in leaving])
-            for remote in leaving:
-                remote.end(f"host {host} is drained: {why}", excused=True)
-                await self.clear(remote)
-        finally:
-            self._leaving.discard(host)
+        """End the processes on a host that is drained, once each has finished its work."""
+        leaving = self._remotes_on(host)
+        await asyncio.gather(*[finish(remote) for remote in leaving])
+        for remote in leaving:
+            remote.end(f"host {host} is drained: {why}", excused=True)
+            await self.clear(remote)
 
-    def host_lost(self, host: Host, reason: str) -> None:
-        """A host is gone, with all that it had. What still starts there ends, too."""
-        for remote in self._remotes_on(host.name):
-            remote.end(f"host {host.name} is lost: {reason}", excused=True)
+    def host_changed(self, record: HostRecord, before: HostState) -> None:
+        """End all processes on a host that is lost, those that still start included."""
+        if record.state is HostState.LOST:
+            for remote in self._remotes_on(record.name):
+                remote.end(f"host {record.name} is lost: {record.reason}", excused=True)
 
     def _disconnect(self) -> None:
         """Let go of what is held towards the processes, before they are ended."""

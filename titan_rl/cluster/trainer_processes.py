@@ -333,7 +333,7 @@ class TrainerAlone(SupervisedProcesses):
         await self.training.start()
 
     def _place(self) -> Sequence[ProcessPlace]:
-        there = [host for host in self.hosts if self._takes(host.name) and may_train(host, self._config_path)]
+        there = [host for host in self.hosts if self.hosts.takes(host.name) and may_train(host, self._config_path)]
         gpus = {host.name: host.gpus for host in there}
         self._trainer_places = place_trainer_again(self._config.training, self._trainer_places, gpus)
         return self._trainer_places

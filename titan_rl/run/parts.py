@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from typing_extensions import get_protocol_members
 
-from titan_rl.cluster.host_tasks import hosts_watcher
+from titan_rl.cluster.hosts.elastic import ProvidedHosts, hosts_watcher
 from titan_rl.cluster.hosts.lifecycle import HostHistory
-from titan_rl.cluster.hosts.provided import ProvidedHosts
 from titan_rl.cluster.hosts.requests import HostFiles
 from titan_rl.config.hosts import OPEN, HostsConfig, own_address
 from titan_rl.config.run import RunConfig
@@ -202,7 +201,7 @@ def watcher(
     provided: ProvidedHosts | None = None,
 ) -> Callable[[], Coroutine[Any, Any, None]]:
     """Replaces processes that die, and takes in hosts that come."""
-    from titan_rl.cluster.elastic_hosts import RoutedProcesses
+    from titan_rl.cluster.generator_processes import RoutedProcesses
 
     routed = RoutedProcesses(processes, router)
     watch_hosts = hosts_watcher(config.hosts, files, routed, tell, history, provided)

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-from titan_rl.cluster.hosts.provided import ProvidedHosts
+from titan_rl.cluster.hosts.elastic import ProvidedHosts
 from titan_rl.cluster.providers.registry import ProviderKind, find_provider
 from titan_rl.cluster.providers.spec import ChangingWorkers, ProviderSpec
 from titan_rl.config.hosts import NOT_AN_ADDRESS, join_address, split_address

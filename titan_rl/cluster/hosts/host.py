@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from titan_rl.cluster.hosts.agent import HostAgent, RunOnHost
 from titan_rl.cluster.hosts.folders import ENVIRONMENT, chunks_of, code_files, model_files
+from titan_rl.cluster.hosts.lifecycle import HostRecord
 from titan_rl.cluster.hosts.preflight import ClockDifference, HostFacts, Question, compare_clocks
 from titan_rl.cluster.liveness.health_check import KernelWatcher, Watcher
 from titan_rl.cluster.liveness.heartbeat import BEAT_S, LONGEST_LINE, Contact, receive, send
@@ -279,8 +280,8 @@ class Arrival:
 
     Attributes:
         key: by which the supervisor knows it.
+        record: its place among the lifecycles of all hosts.
         worker: HOST:PORT.
-        name: "" until it has one.
         facts: what it has, once it was looked at.
         clocks: how they stand to this machine's, once it was looked at.
         host: once it has a name.
@@ -293,10 +294,10 @@ class Arrival:
     clocks: ClockDifference
     host: Host
 
-    def __init__(self, supervisor: Any, key: str, worker: str, silence_s: float) -> None:
+    def __init__(self, supervisor: Any, key: str, record: HostRecord, silence_s: float) -> None:
         self.key = key
-        self.worker = worker
-        self.name = ""
+        self.record = record
+        self.worker = record.address
         self._supervisor = supervisor
         self._silence_s = silence_s
         self._meeting: Meeting | None = None
@@ -319,11 +320,11 @@ class Arrival:
     def become(self, name: str) -> None:
         """From now on it is a host of that name."""
         assert self._meeting is not None
-        self.name = name
         address, gpus = self._meeting.address, self.facts.gpus
         self.host = Host(name, address, self._agent, gpus, self.key, worker=self.worker, clocks=self.clocks)
         self.host.worker_id = self._meeting.id
         self.host.link = self._meeting.link
+        self.record.name, self.record.host = name, self.host
 
     async def prepare(self, run_dir: Path) -> None:
         """Make the folders of the run.

@@ -17,6 +17,7 @@ from monarch.actor import this_proc
 from titan_rl.cluster.hosts.agent import HostAgent, Piece
 from titan_rl.cluster.hosts.folders import RunToken
 from titan_rl.cluster.hosts.host import CLOSE_TIMEOUT_S, Arrival, Host, all_of, free_names
+from titan_rl.cluster.hosts.lifecycle import HostLifecycles, HostState
 from titan_rl.cluster.hosts.placement import visible_gpus
 from titan_rl.cluster.hosts.preflight import HostFacts, HostNeeds, Question, check_hosts, look
 from titan_rl.cluster.liveness.health_check import LocalLookout
@@ -52,9 +53,17 @@ class HostOutput:
         self._had: dict[str, tuple[int, int]] = {}  # which files have arrived, and how many bytes
         self._begins: dict[str, int] = {}  # of each, behind what a process of the same name wrote on another host
         self._failed = False
+        self._collecting: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Collect in the background until `stop`."""
+        self._collecting = asyncio.ensure_future(self.collect())
+
+    def stop(self) -> None:
+        if self._collecting is not None:
+            self._collecting.cancel()
 
     async def collect(self) -> None:
-        """While the run goes on, until cancelled."""
         while True:
             await asyncio.sleep(INTERVAL_S)
             with contextlib.suppress(ActorDiedError):  # it may answer later; one that is gone is detached
@@ -105,18 +114,14 @@ logger = logging.getLogger(__name__)
 
 
 class Hosts:
-    """Made by `open_hosts`. Processes go by the names of these hosts.
+    """Hosts of a run, with their handles and lifecycles. Made by `open_hosts`. Processes use the names of these hosts.
 
     Attributes:
-        on_lost: called with a host that is silent, and the reason, once it is no more among these.
-        on_leaving: called with a host that says that it is about to go, and its reason.
+        lifecycles: states of all hosts that the run has, has had, or tries to have.
         config: the table [hosts].
-        lost: each of those, with its reason, by name; so that who comes later knows of them, too.
-        lost_early: why each is gone that was lost before it was among these, by its worker, until it is.
-        leaving: why hosts that are here are about to go, by name; for the same.
 
     Args:
-        monitor: hears of the hosts that are attached.
+        monitor: watches the hosts that are attached.
     """
 
     def __init__(
@@ -128,50 +133,49 @@ class Hosts:
         monitor: HostMonitor | None = None,
     ) -> None:
         self.supervisor = supervisor
-        self.on_lost: Callable[[Host, str], object] = lambda host, reason: None
-        self.on_leaving: Callable[[Host, str], object] = lambda host, reason: None
-        self.lost: dict[str, tuple[Host, str]] = {}
-        self.lost_early: dict[str, str] = {}
-        self.leaving: dict[str, str] = {}
+        self.lifecycles = HostLifecycles()
         self.config = config
         self._monitor = monitor
         self._needs = needs
         self._tell = tell
-        self._hosts: dict[str, Host] = {}
-        self._coming: set[str] = set()  # names of those that are being taken in
         self._token = RunToken(needs.run_dir)
         self._expected: HostFacts
         self._outputs: dict[str, HostOutput] = {}
-        self._collecting: dict[str, asyncio.Task[None]] = {}
         self._giving_up: set[asyncio.Task[None]] = set()
         self._numbers = count()
 
     def __getitem__(self, name: str) -> Host:
         """
         Raises:
-            ActorDiedError: there is no such host any more.
+            ActorDiedError: no host of this name is part of the run.
         """
-        if name not in self._hosts:
+        record = self.lifecycles.named(name)
+        if record is None or not record.is_present or record.host is None:
             raise ActorDiedError(f"host {name} is gone")
-        return self._hosts[name]
+        return record.host
 
     def __iter__(self) -> Iterator[Host]:
-        return iter(list(self._hosts.values()))
+        return iter([record.host for record in self.lifecycles.present if record.host is not None])
 
     def __len__(self) -> int:
-        return len(self._hosts)
+        return len(self.lifecycles.present)
 
     @property
     def names(self) -> list[str]:
-        return list(self._hosts)
+        return [record.name for record in self.lifecycles.present]
+
+    def takes(self, name: str) -> bool:
+        """Whether processes may start on a host: it is part of the run, and is not drained."""
+        record = self.lifecycles.named(name)
+        return record is not None and record.state in (HostState.STARTING, HostState.UP)
 
     @property
     def gpus(self) -> dict[str, tuple[str, ...]]:
         return {host.name: host.gpus for host in self}
 
     def add(self, host: Host) -> None:
-        """Take in a host that needs no preparing."""
-        self._hosts[host.name] = host
+        """Have a host be part of the run that needs no preparation."""
+        self.lifecycles.add(host)
 
     async def attach(self, workers: Sequence[str], *, begins: bool = False) -> list[Host]:
         """Take in hosts, which are as this machine in what a run needs.
@@ -184,22 +188,18 @@ class Hosts:
             ConfigError: a host differs; all that do are named.
         """
         silence_s = self.config.silence_s
+        agents = [ProcessId(Role.HOST_AGENT, next(self._numbers)) for _ in workers]
         arrivals = [
-            Arrival(self.supervisor, str(ProcessId(Role.HOST_AGENT, next(self._numbers))), each, silence_s)
-            for each in workers
+            Arrival(self.supervisor, str(agent), self.lifecycles.join(worker), silence_s)
+            for agent, worker in zip(agents, workers, strict=True)
         ]
         try:
-            hosts = await self._take_in(arrivals, begins)
+            return await self._take_in(arrivals, begins)
         finally:
-            known = {host.worker for host, _ in self.lost.values()}
-            lost = [each for each in arrivals if each.was_there and each.lost and each.worker not in known]
-            self.lost_early |= {each.worker: each.lost for each in lost}
-            self._coming.difference_update(arrival.name for arrival in arrivals)
-            taken = {host.key for host in self}
-            await asyncio.gather(*[arrival.give_back() for arrival in arrivals if arrival.key not in taken])
-        for host in hosts:
-            self.lost_early.pop(host.worker, None)
-        return hosts
+            left = [arrival for arrival in arrivals if not arrival.record.is_present]
+            for arrival in left:
+                self.lifecycles.join_failed(arrival.record, arrival.lost if arrival.was_there else "")
+            await asyncio.gather(*[arrival.give_back() for arrival in left])
 
     async def _take_in(self, arrivals: Sequence[Arrival], begins: bool) -> list[Host]:
         lost: dict[str, str] = {}  # why, by worker
@@ -233,8 +233,8 @@ class Hosts:
         with self._token.shown():
             self._expected = await in_thread(look, question)
             met = await all_there(lambda arrival: arrival.look(question))
-        names = free_names([arrival.facts.hostname for arrival in met], [*self.names, *self._coming])
-        self._coming.update(names)
+        taken = [record.name for record in self.lifecycles if self.lifecycles.named(record.name) is record]
+        names = free_names([arrival.facts.hostname for arrival in met], taken)
         for arrival, name in zip(met, names, strict=True):
             arrival.become(name)
         roles = self._needs.roles(self.config, [*self.names, *names], begins=begins)
@@ -242,11 +242,10 @@ class Hosts:
         check_hosts(self._expected, found, self._needs, roles, sync=self.config.sync)
         for arrival in met:
             self._compare_clocks(arrival)
-        prepared = await all_there(self._prepare)
+        state = HostState.UP if begins else HostState.STARTING
+        prepared = await all_there(lambda arrival: self._prepare(arrival, state))
         for worker, reason in lost.items():
             logged(self._tell, logger)(f"the run starts without the host at {worker}: {reason}; it may join later")
-        for arrival in prepared:  # their order says who trains, whichever was ready first
-            self._hosts[arrival.host.name] = self._hosts.pop(arrival.host.name)
         return [arrival.host for arrival in prepared]
 
     def _compare_clocks(self, arrival: Arrival) -> None:
@@ -276,9 +275,10 @@ class Hosts:
         if problems:
             raise ActorDiedError("; ".join([*lost.values(), *problems]))
 
-    async def detach(self, name: str) -> None:
-        """Take the rest of a host's output, give back what the run has there, and go on without it."""
-        output, host = self._outputs.get(name), self._forget(name)
+    async def detach(self, name: str, why: str = "the run goes on without it") -> None:
+        """Take the rest of a host's output, free what the run has there, and go on without it."""
+        output, host = self._outputs.get(name), self[name]
+        self._release(host, HostState.LEFT, why)
         if output is not None:
             await output.take_rest()
         if isinstance(host.watcher, RemoteWatcher):
@@ -288,25 +288,29 @@ class Hosts:
             with contextlib.suppress(ActorDiedError):
                 await host.link.call(self.supervisor.terminate, (host.key,), timeout_s=CLOSE_TIMEOUT_S)
 
-    def _forget(self, name: str) -> Host:
-        if (task := self._collecting.pop(name, None)) is not None:
-            task.cancel()
-        self._outputs.pop(name, None)
-        self.leaving.pop(name, None)
-        return self._hosts.pop(name)
+    def _release(self, host: Host, state: HostState, reason: str) -> None:
+        if (output := self._outputs.pop(host.name, None)) is not None:
+            output.stop()
+        if (record := self.lifecycles.named(host.name)) is not None:
+            self.lifecycles.move(record, state, reason)
 
-    def _leaves(self, host: Host, reason: str) -> None:
-        self.leaving[host.name] = reason
-        self.on_leaving(host, reason)
+    def host_leaving(self, name: str, reason: str) -> None:
+        """For the monitor: a host announces that it is about to go."""
+        if (record := self.lifecycles.named(name)) is not None:
+            self.lifecycles.announce_leaving(record, reason)
 
-    def _lose(self, host: Host, reason: str) -> None:
+    def host_lost(self, name: str, reason: str) -> None:
+        """For the monitor: a host does not respond. One that still joins fails to do so."""
+        record = self.lifecycles.named(name)
+        if record is None or record.host is None:
+            return
+        host = record.host
         host.link.end(reason)
         task = asyncio.ensure_future(self._give_up(host))
         self._giving_up.add(task)
         task.add_done_callback(self._giving_up.discard)
-        if self._hosts.get(host.name) is host:
-            self.lost[host.name] = self._forget(host.name), reason
-            self.on_lost(*self.lost[host.name])
+        if record.is_present:
+            self._release(host, HostState.LOST, reason)
 
     async def _give_up(self, host: Host) -> None:
         """Have nobody wait until the processes of a host that is gone have stopped."""
@@ -319,32 +323,27 @@ class Hosts:
         await asyncio.gather(*self._giving_up)
 
     async def _leave(self, host: Host) -> None:
-        if host.name in self._hosts:  # else it was lost meanwhile
-            await self.detach(host.name)
+        if host.name in self.names:  # else it was lost meanwhile
+            await self.detach(host.name, "the run ends")
 
     def _question(self) -> Question:
         needs = self._needs
         folders = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
         return Question(needs.run_dir, self._token.text, needs.model, needs.modules, tuple(folders))
 
-    async def _prepare(self, arrival: Arrival) -> None:
+    async def _prepare(self, arrival: Arrival, state: HostState) -> None:
         run_dir, host = self._needs.run_dir, arrival.host
         await arrival.prepare(run_dir)
         if self._monitor is not None:
-            watcher = self._monitor.expect(
-                host.name,
-                on_lost=lambda reason: self._lose(host, reason),
-                on_leaving=lambda reason: self._leaves(host, reason),
-            )
-            await arrival.watch(watcher)
+            await arrival.watch(self._monitor.expect(host.name, self))
         if self.config.sync:
             await arrival.bring(self._question(), self._expected, self._tell)
-        self._hosts[host.name] = host
+        self.lifecycles.joined(arrival.record, state)
         if arrival.lost:
-            self._lose(host, arrival.lost)
+            self.host_lost(host.name, arrival.lost)
             raise ActorDiedError(f"host {host.name} was lost as it joined: {arrival.lost}")
         output = self._outputs[host.name] = HostOutput(host, run_dir, self._tell)
-        self._collecting[host.name] = asyncio.ensure_future(output.collect())
+        output.start()
 
 
 @contextlib.asynccontextmanager

@@ -1,29 +1,59 @@
-"""States of the hosts of a run, and their history for the screen, metrics and the timeline."""
+"""Lifecycle of the hosts of a run: one state machine for all of them, and their history for the screen, metrics and the
+timeline."""
 
 from __future__ import annotations
 
 import contextvars
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
 
 from titan_rl.cluster.processes.roles import Role
 from titan_rl.core.run_files import HostEvent
 from titan_rl.core.tracing.spans import Track
 
 
+class HostState(StrEnum):
+    """Where a host stands in its life in a run. The value is its text in `hosts.json`."""
+
+    WANTED = "wanted"  # asked for, and not in contact with the run
+    JOINING = "joining"  # its worker is contacted, and it is checked and prepared
+    STARTING = "starting"  # part of the run, while its processes start
+    UP = "in the run"
+    DRAINING = "draining"  # its processes finish their work; nothing new is started there
+    LEFT = "left"  # drained
+    LOST = "gone"
+
+
+PRESENT = frozenset({HostState.STARTING, HostState.UP, HostState.DRAINING})
+"""States of a host that is part of the run and has a handle."""
+
+TRANSITIONS: Mapping[HostState, frozenset[HostState]] = {
+    HostState.WANTED: frozenset({HostState.JOINING}),
+    # A failed attempt returns to the state before it; a host that is lost during its first attempt is LOST.
+    HostState.JOINING: frozenset({HostState.WANTED, HostState.STARTING, HostState.UP, HostState.LEFT, HostState.LOST}),
+    HostState.STARTING: frozenset({HostState.UP, HostState.DRAINING, HostState.LEFT, HostState.LOST}),
+    HostState.UP: frozenset({HostState.DRAINING, HostState.LEFT, HostState.LOST}),
+    HostState.DRAINING: frozenset({HostState.UP, HostState.LEFT, HostState.LOST}),  # UP after a drain that failed
+    # WANTED once another host has taken its name.
+    HostState.LEFT: frozenset({HostState.JOINING, HostState.WANTED}),
+    HostState.LOST: frozenset({HostState.JOINING, HostState.WANTED}),
+}
+
+
 @dataclass(frozen=True, slots=True)
-class HostState:
-    """One host.
+class HostStatus:
+    """State of one host as the run shows it, on the screen and in `hosts.json`.
 
     Args:
-        address: of its worker, by which it is asked for: "10.0.0.1:22222".
         name: "" while it is not known yet.
-        state: "joining", until its processes are up, "in the run", "draining", "left", once it is drained, or "gone",
-            where it was lost.
-        reason: why it drains, left, or is gone.
-        processes: names of those that it has.
+        address: of its worker: "10.0.0.1:22222".
+        state: "joining" until its processes are up, then "in the run", "draining", "left" or "gone".
+        reason: why it drains, has left, or is lost.
+        processes: names of its processes.
     """
 
     name: str
@@ -31,6 +61,194 @@ class HostState:
     state: str
     reason: str = ""
     processes: tuple[str, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class HostRecord:
+    """One host of a run. Only `HostLifecycles` changes its state.
+
+    Attributes:
+        address: of its worker; "" for this machine.
+        name: unique in the run; "" before it is known.
+        reason: why it is in its state.
+        host: its handle, a `Host`; None before it has a name and after it has ended.
+        leaving: reason why its worker announces that the host is about to go; "" while it stays.
+        before: name, state and reason before the current attempt to join, if it had left or was lost.
+        worker_id: identity of the worker that it had when it was drained.
+        wanted: the run tries to have it until this is reset.
+        relisted: it was listed since it was last up.
+        away: it was drained on purpose; it joins again only with another worker, or once it is listed again.
+        unwanted: reason why it is to be drained once it is up; "" for none.
+        tried_at: time of the last attempt to join.
+        complaint: reason shown for the last attempt that failed.
+    """
+
+    address: str
+    state: HostState = HostState.WANTED
+    name: str = ""
+    reason: str = ""
+    host: Any = None
+    leaving: str = ""
+    before: tuple[str, HostState, str] | None = None
+    worker_id: str = ""
+    wanted: bool = False
+    relisted: bool = False
+    away: bool = False
+    unwanted: str = ""
+    tried_at: float = float("-inf")
+    complaint: str = ""
+
+    @property
+    def is_present(self) -> bool:
+        return self.state in PRESENT
+
+
+class HostListener:
+    """Receiver of events of hosts. Does nothing by default."""
+
+    def host_changed(self, record: HostRecord, before: HostState) -> None:
+        """A host is in another state than before."""
+
+    def host_leaving(self, record: HostRecord) -> None:
+        """A host announces that it is about to go."""
+
+
+class HostLifecycles:
+    """All hosts that a run has, has had, or tries to have, each in one state. `TRANSITIONS` has the allowed changes.
+
+    Listeners receive each change after it was made, in the order in which they subscribed.
+    """
+
+    def __init__(self) -> None:
+        self._records: dict[str, HostRecord] = {}  # by address; this machine by its name
+        self._listeners: list[HostListener] = []
+
+    def __iter__(self) -> Iterator[HostRecord]:
+        return iter(list(self._records.values()))
+
+    @property
+    def present(self) -> list[HostRecord]:
+        """Hosts that are part of the run, in the order in which they joined."""
+        return [record for record in self if record.is_present]
+
+    def of(self, address: str) -> HostRecord:
+        """Record of the host with this address; a new one in `WANTED` if there is none."""
+        return self._records.setdefault(address, HostRecord(address))
+
+    def named(self, name: str) -> HostRecord | None:
+        """Record of the host that is part of the run under this name, or joins under it."""
+        active = (*PRESENT, HostState.JOINING)
+        return next((record for record in self if record.name == name and record.state in active), None)
+
+    def ended(self, name: str) -> HostRecord | None:
+        """Record of the host that had this name and has left or is lost."""
+        over = (HostState.LEFT, HostState.LOST)
+        return next((record for record in self if record.name == name and record.state in over), None)
+
+    def subscribe(self, listener: HostListener) -> None:
+        self._listeners.append(listener)
+
+    def add(self, host: Any) -> None:
+        """Have a host be part of the run that needs no preparation."""
+        record = HostRecord(host.worker)
+        self._records[host.worker or host.name] = record
+        self.move(record, HostState.JOINING)
+        record.name, record.host = host.name, host
+        self.move(record, HostState.UP)
+
+    def join(self, address: str) -> HostRecord:
+        """Begin an attempt to have the host of this address join. The order of joins is that of these calls."""
+        record = self.of(address)
+        if record.state in (HostState.LEFT, HostState.LOST):
+            record.before = record.name, record.state, record.reason
+        self.move(record, HostState.JOINING)
+        record.name = record.leaving = ""
+        self._records[address] = self._records.pop(address)
+        return record
+
+    def joined(self, record: HostRecord, state: HostState) -> None:
+        """A host has joined: its processes start (`STARTING`), or the run starts with it (`UP`)."""
+        for other in self:
+            if other is record:
+                continue
+            if other.before is not None and other.before[0] == record.name:
+                other.before = None
+            if other.name == record.name and other.state in (HostState.LEFT, HostState.LOST):
+                other.name = ""
+                self.move(other, HostState.WANTED)
+        record.before = None
+        self.move(record, state)
+
+    def join_failed(self, record: HostRecord, lost: str = "") -> None:
+        """Return a host to the state before an attempt to join that failed.
+
+        Args:
+            lost: reason if its worker had answered and the host was lost then.
+        """
+        if record.state is not HostState.JOINING:
+            return
+        name, state, reason = record.before or ("", HostState.WANTED, "")
+        record.before = None
+        if lost and not name:
+            name, state, reason = "", HostState.LOST, lost
+        record.name, record.host = name, None
+        self.move(record, state, reason)
+
+    def move(self, record: HostRecord, state: HostState, reason: str = "") -> None:
+        """Change the state of a host, and tell all listeners.
+
+        Raises:
+            ValueError: the change is not allowed.
+        """
+        before = record.state
+        if state not in TRANSITIONS[before]:
+            raise ValueError(f"host {record.name or record.address} is {before}, and cannot become {state}")
+        record.state, record.reason = state, reason
+        if state is HostState.UP:
+            record.relisted = record.away = False
+        if state is HostState.LEFT:
+            record.away = record.away or not record.relisted
+        if not record.is_present and state is not HostState.JOINING:
+            record.host = None
+        for listener in self._listeners:
+            listener.host_changed(record, before)
+
+    def announce_leaving(self, record: HostRecord, reason: str) -> None:
+        record.leaving = reason
+        for listener in self._listeners:
+            listener.host_leaving(record)
+
+    def statuses(self, processes: Mapping[str, Sequence[str]] | None = None) -> list[HostStatus]:
+        """Status of each host: those in the run, then those joining, and then those that have left or are lost.
+
+        Args:
+            processes: names of the processes of each host.
+        """
+        present, joining, ended, unnamed = (
+            list[HostStatus](),
+            list[HostStatus](),
+            list[HostStatus](),
+            list[HostStatus](),
+        )
+        for record in self:
+            match record.state:
+                case HostState.STARTING:
+                    names = tuple((processes or {}).get(record.name, ()))
+                    present.append(HostStatus(record.name, record.address, "joining", "its processes start", names))
+                case HostState.UP | HostState.DRAINING:
+                    names = tuple((processes or {}).get(record.name, ()))
+                    present.append(HostStatus(record.name, record.address, record.state.value, record.reason, names))
+                case HostState.JOINING:
+                    joining.append(HostStatus("", record.address, "joining"))
+                    if record.before is not None and record.before[0]:
+                        name, state, reason = record.before
+                        ended.append(HostStatus(name, record.address, state.value, reason))
+                case HostState.LEFT | HostState.LOST:
+                    status = HostStatus(record.name, record.address, record.state.value, record.reason)
+                    (ended if record.name else unnamed).append(status)
+                case HostState.WANTED:
+                    pass
+        return [*present, *sorted(joining, key=lambda status: status.address), *ended, *unnamed]
 
 
 HERE = ("in the run", "draining")
@@ -55,7 +273,7 @@ class HostHistory:
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self.states: Sequence[HostState] = ()
+        self.states: Sequence[HostStatus] = ()
         self.events: list[HostEvent] = []
         self.counts: dict[str, int] = dict.fromkeys(COUNTED, 0)
         self._begun = False
@@ -68,7 +286,7 @@ class HostHistory:
     def is_of_several(self) -> bool:
         return len(self._known) > 1
 
-    def note(self, states: Sequence[HostState], silences: Mapping[str, float] | None = None) -> None:
+    def note(self, states: Sequence[HostStatus], silences: Mapping[str, float] | None = None) -> None:
         """How they stand now.
 
         Args:
@@ -90,7 +308,7 @@ class HostHistory:
                 if host.name:
                     contextvars.copy_context().run(self._draw, host)
 
-    def look(self) -> Sequence[HostState]:
+    def look(self) -> Sequence[HostStatus]:
         """What is to be shown of them."""
         return self.states if self.is_of_several else ()
 
@@ -123,7 +341,7 @@ class HostHistory:
         for lane in self._lanes.values():
             lane.close()
 
-    def _became(self, name: str, host: HostState, before: str | None) -> None:
+    def _became(self, name: str, host: HostStatus, before: str | None) -> None:
         if (not self._begun and host.state != "gone") or (before == "draining" and host.state == "in the run"):
             return
         if (what := BECOMES.get(host.state)) is not None:
@@ -133,7 +351,7 @@ class HostHistory:
             self.events.append(HostEvent(self._clock(), name, what, host.reason))
             del self.events[:-MOST_EVENTS]
 
-    def _draw(self, host: HostState) -> None:
+    def _draw(self, host: HostStatus) -> None:
         """A lane of the timeline for each host, of the states that it is in."""
         lane = self._lanes.setdefault(host.name, Track(f"host {host.name}", "host"))
         if lane.state != host.state:

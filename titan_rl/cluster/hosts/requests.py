@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from titan_rl.cluster.hosts.lifecycle import HostState
+from titan_rl.cluster.hosts.lifecycle import HostStatus
 from titan_rl.config.hosts import split_address
 from titan_rl.core.calls.parsing import parse_json_as
 from titan_rl.core.errors import ConfigError, TitanRLError
@@ -52,7 +52,7 @@ class HostStates(msgspec.Struct):
         events, counts: see `HostHistory`.
     """
 
-    hosts: list[HostState] = msgspec.field(default_factory=list[HostState])
+    hosts: list[HostStatus] = msgspec.field(default_factory=list[HostStatus])
     answers: dict[str, str] = msgspec.field(default_factory=dict[str, str])
     events: list[HostEvent] = msgspec.field(default_factory=list[HostEvent])
     counts: dict[str, int] = msgspec.field(default_factory=dict[str, int])

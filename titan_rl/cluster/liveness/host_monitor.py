@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from titan_rl.cluster.liveness.health_check import OnEnd, OnSigns, Signs
 from titan_rl.cluster.liveness.heartbeat import (
@@ -39,11 +39,23 @@ class _Host:
 
     name: str
     contact: Contact
-    tell: Callable[[Report], None]
-    lost: Callable[[str], None]
+    watcher: RemoteWatcher
+    loop: asyncio.AbstractEventLoop
     over: str = ""  # why it is given up
     writer: asyncio.StreamWriter | None = None
     kill: set[int] = field(default_factory=set[int])
+
+
+class HostOwner(Protocol):
+    """Receiver of what the monitor finds out about a host."""
+
+    def host_lost(self, name: str, reason: str) -> None:
+        """The host does not respond."""
+        ...
+
+    def host_leaving(self, name: str, reason: str) -> None:
+        """The host announces that it is about to go."""
+        ...
 
 
 class HostMonitor:
@@ -74,34 +86,24 @@ class HostMonitor:
     def __exit__(self, *_: object) -> None:
         self._thread.__exit__()
 
-    def expect(
-        self,
-        name: str,
-        *,
-        on_lost: Callable[[str], object],
-        on_leaving: Callable[[str], object],
-    ) -> RemoteWatcher:
-        """From now on a host of that name has to be heard of. Called in the event loop in which what follows is told.
+    def expect(self, name: str, owner: HostOwner) -> RemoteWatcher:
+        """Watch a host that is about to send heartbeats. Called in the event loop in which the owner is told.
 
         Args:
-            on_lost: called once, with the reason, when the host is silent.
-            on_leaving: called once, with the reason, when the host says that it is about to go.
+            owner: told once if the host does not respond, and once if it announces that it is about to go.
         """
         token = secrets.token_hex(16)
-        loop = asyncio.get_running_loop()
         settings = LookoutSettings(self._address, self._socket.getsockname()[1], token, self._lease_s)
         contact = Contact(self._silence_s, 2 * BEAT_S, self._clock())
-        command = partial(self._thread.soon, self._command, token)
-        watcher = RemoteWatcher(name, settings, command, on_lost, on_leaving, contact.take_longest)
-        host = _Host(
-            name,
-            contact,
-            lambda report: _in_loop(loop, watcher.receive, report),
-            lambda reason: _in_loop(loop, watcher.lose, reason),
-        )
-        host.contact.silent_s = self._silence_s - GREETING_S
+        contact.silent_s = self._silence_s - GREETING_S
+        watcher = RemoteWatcher(name, settings, owner, self, contact)
+        host = _Host(name, contact, watcher, asyncio.get_running_loop())
         self._thread.soon(self._hosts.__setitem__, token, host)
         return watcher
+
+    def command(self, token: str, pids: set[int], over: str) -> None:
+        """Have a host kill processes, or end all of them with the reason `over`. Called in any thread."""
+        self._thread.soon(self._command, token, pids, over)
 
     # In the thread.
 
@@ -116,7 +118,7 @@ class HostMonitor:
         for host in self._hosts.values():
             if not host.over and host.contact.look(now):
                 host.over = f"nothing has been heard of host {host.name} for {self._silence_s:g} s"
-                host.lost(f"nothing has been heard of it for {self._silence_s:g} s")
+                _in_loop(host.loop, host.watcher.lose, f"nothing has been heard of it for {self._silence_s:g} s")
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -135,7 +137,7 @@ class HostMonitor:
                 host.kill -= report.ended.keys()
                 if not host.over:
                     host.contact.heard()
-                    host.tell(report)
+                    _in_loop(host.loop, host.watcher.receive, report)
         except (ConnectionError, TimeoutError, KeyError, TypeError, ValueError):
             pass  # the lookout connects again
         except asyncio.CancelledError:
@@ -159,41 +161,36 @@ class RemoteWatcher:
         settings: for the lookout there.
         reason: why the host is gone; None while it is not.
         heard: set once the host has been heard of.
-        take_silence: the longest time, in seconds, for which nothing was heard of it since this was last called.
     """
 
     def __init__(
-        self,
-        name: str,
-        settings: LookoutSettings,
-        command: Callable[[set[int], str], None],
-        on_lost: Callable[[str], object],
-        on_leaving: Callable[[str], object],
-        take_silence: Callable[[], float] = float,
+        self, name: str, settings: LookoutSettings, owner: HostOwner, monitor: HostMonitor, contact: Contact
     ) -> None:
         self.name = name
         self.settings = settings
-        self.take_silence = take_silence
         self.reason: str | None = None
         self.heard = asyncio.Event()
-        self._command = command
-        self._on_lost = on_lost
-        self._on_leaving: Callable[[str], object] | None = on_leaving
+        self._owner = owner
+        self._monitor = monitor
+        self._contact = contact
+        self._has_announced = False
         self._watched: dict[int, _RemoteProcessWatch] = {}  # by pid
         self._ended: dict[int, str] = {}  # of processes that nobody had asked for yet
+
+    def take_silence(self) -> float:
+        """The longest time, in seconds, without a heartbeat of the host since this was last called."""
+        return self._contact.take_longest()
 
     def watch(self, pid: int, on_end: OnEnd, on_signs: OnSigns) -> _RemoteProcessWatch:
         if self.reason is not None or pid in self._ended:
             raise ProcessLookupError(self._ended.pop(pid, self.reason))
-        watched = self._watched[pid] = _RemoteProcessWatch(
-            lambda: self._command({pid}, ""), lambda: self._forget(pid), on_end, on_signs
-        )
+        watched = self._watched[pid] = _RemoteProcessWatch(self, pid, on_end, on_signs)
         return watched
 
     def dismiss(self) -> None:
         """The host is of no more use to the run: its lookout ends, with all that is left of its processes."""
         self.reason = self.reason or DISMISSED
-        self._command(set(), DISMISSED)
+        self._monitor.command(self.settings.token, set(), DISMISSED)
 
     def receive(self, report: Report) -> None:
         self.heard.set()
@@ -205,28 +202,37 @@ class RemoteWatcher:
                 watched.on_end(f"{how} on host {self.name}")
         for pid, watched in list(self._watched.items()):
             watched.on_signs(report.signs.get(pid, _LIVELY))
-        if report.leaving and self._on_leaving is not None:
-            on_leaving, self._on_leaving = self._on_leaving, None
-            on_leaving(report.leaving)
+        if report.leaving and not self._has_announced:
+            self._has_announced = True
+            self._owner.host_leaving(self.name, report.leaving)
 
     def lose(self, reason: str) -> None:
         if self.reason is None:
             self.reason = reason
             watched, self._watched = self._watched, {}
-            self._on_lost(reason)  # first: it knows what that excuses
+            self._owner.host_lost(self.name, reason)  # first: it knows what that excuses
             for one in watched.values():
                 one.on_end(f"host {self.name} is lost: {reason}")
 
-    def _forget(self, pid: int) -> None:
+    def kill(self, pid: int) -> None:
+        self._monitor.command(self.settings.token, {pid}, "")
+
+    def forget(self, pid: int) -> None:
         self._watched.pop(pid, None)
 
 
 @dataclass(frozen=True, slots=True)
 class _RemoteProcessWatch:
-    kill: Callable[[], None]
-    close: Callable[[], None]
+    watcher: RemoteWatcher
+    pid: int
     on_end: OnEnd
     on_signs: OnSigns
+
+    def kill(self) -> None:
+        self.watcher.kill(self.pid)
+
+    def close(self) -> None:
+        self.watcher.forget(self.pid)
 
 
 _LIVELY = Signs()

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from titan_rl.cluster.host_tasks import hosts_watcher
+from titan_rl.cluster.hosts.elastic import hosts_watcher
 from titan_rl.cluster.hosts.lifecycle import HostHistory
 from titan_rl.cluster.hosts.requests import HostFiles
 from titan_rl.config.build import make_renderer, told_of_template

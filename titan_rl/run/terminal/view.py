@@ -10,7 +10,7 @@ from statistics import fmean
 
 from rich.text import Text
 
-from titan_rl.cluster.hosts.lifecycle import HostState
+from titan_rl.cluster.hosts.lifecycle import HostStatus
 from titan_rl.core.run_files import work_of
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -98,7 +98,7 @@ class RunLook:
     slots: Mapping[str, int]
     replicas: Sequence[ReplicaLook]
     version: int
-    hosts: Sequence[HostState] = ()
+    hosts: Sequence[HostStatus] = ()
 
     def describe_slots(self) -> str:
         """ "12 generating, 3 in the environment"; nothing where no slot is held."""

@@ -12,10 +12,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from titan_rl.cluster.hosts.lifecycle import HostState
-from titan_rl.cluster.hosts.provided import ASK_S, MISSES, ProvidedHosts
+from titan_rl.cluster.hosts.elastic import ASK_S, MISSES, RETRY_S, HostReconciler, ProvidedHosts
+from titan_rl.cluster.hosts.lifecycle import HostLifecycles, HostState, HostStatus
 from titan_rl.cluster.hosts.requests import HostFiles, HostRequest, HostStates, describe
-from titan_rl.cluster.hosts.roster import RETRY_S, Roster
 from titan_rl.core.errors import ActorDiedError, ConfigError, TitanRLError
 from titan_rl.core.run_files import RunStatus
 from titan_rl.run.status import noted
@@ -26,30 +25,45 @@ class Hosts:
 
     def __init__(self, *up: str) -> None:
         self.up = set(up)
-        self.inside: dict[str, str] = {}  # address -> state
+        self.lifecycles = HostLifecycles()
         self.tries: list[str] = []
         self.started_anew: set[str] = set()  # those whose workers are others than before
+        self.join_s = 0.0
 
-    def states(self) -> list[HostState]:
-        return [HostState(f"h{address.split('.')[3][0]}", address, state) for address, state in self.inside.items()]
+    @property
+    def inside(self) -> dict[str, str]:
+        """State of each by its address."""
+        return {host.address: host.state for host in self.statuses()}
+
+    def statuses(self) -> list[HostStatus]:
+        return self.lifecycles.statuses()
 
     def take_silences(self) -> dict[str, float]:
-        return dict.fromkeys((host.name for host in self.states()), 0.25)
+        return dict.fromkeys((host.name for host in self.statuses()), 0.25)
 
     async def add(self, address: str) -> None:
         self.tries.append(address)
+        record = self.lifecycles.join(address)
+        if self.join_s:
+            await asyncio.sleep(self.join_s)
         if address not in self.up:
+            self.lifecycles.join_failed(record)
             raise ActorDiedError("no worker answers")
-        self.inside[address] = "in the run"
+        record.name = f"h{address.split('.')[3][0]}"
+        self.lifecycles.joined(record, HostState.UP)
+
+    def lose(self, address: str) -> None:
+        self.lifecycles.move(self.lifecycles.of(address), HostState.LOST, "silent")
 
     async def is_new(self, address: str) -> bool:
         return address in self.started_anew
 
     async def drain(self, name: str, why: str) -> None:
-        by_name = {host.name: host.address for host in self.states()}
-        if name not in by_name:
+        record = self.lifecycles.named(name)
+        if record is None:
             raise ConfigError(f"there is no host {name!r}")
-        self.inside[by_name[name]] = "left"
+        self.lifecycles.move(record, HostState.DRAINING, why)
+        self.lifecycles.move(record, HostState.LEFT, why)
 
 
 H1, H2 = "10.0.0.1:22222", "10.0.0.2:22222"
@@ -67,23 +81,26 @@ def goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("titan_rl.cluster.hosts.requests.read_status", lambda folder: status)
 
 
-def roster_of(run_dir: Path, hosts: Hosts, *addresses: str, file: Path | None = None) -> tuple[Roster, list[str]]:
+def reconciler_of(
+    run_dir: Path, hosts: Hosts, *addresses: str, file: Path | None = None
+) -> tuple[HostReconciler, list[str]]:
     told: list[str] = []
-    return Roster(hosts, HostFiles(run_dir), addresses, file, told.append), told
+    elastic: Any = hosts
+    return HostReconciler(elastic, HostFiles(run_dir), addresses, file, told.append), told
 
 
 @pytest.mark.looptime
 @pytest.mark.usefixtures("goes_on")
 async def test_a_host_that_is_gone_is_taken_in_again_once_it_answers(run_dir: Path, caplog: pytest.LogCaptureFixture):
     hosts = Hosts(H1)
-    roster, told = roster_of(run_dir, hosts, H1, "10.0.0.2")
-    watching = asyncio.ensure_future(roster.watch())
+    reconciler, told = reconciler_of(run_dir, hosts, H1, "10.0.0.2")
+    watching = asyncio.ensure_future(reconciler.watch())
     await asyncio.sleep(10 * RETRY_S)
     assert hosts.inside == {H1: "in the run"}
     assert caplog.messages == told == [f"the host at {H2} is not taken in: no worker answers"]
     assert 9 <= hosts.tries.count(H2) <= 11
     hosts.up.add(H2)
-    hosts.inside[H1] = "gone"
+    hosts.lose(H1)
     await asyncio.sleep(2 * RETRY_S)
     watching.cancel()
     assert hosts.inside == {H1: "in the run", H2: "in the run"}
@@ -92,11 +109,12 @@ async def test_a_host_that_is_gone_is_taken_in_again_once_it_answers(run_dir: Pa
 
 async def test_a_host_that_is_lost_as_the_run_ends_is_written_down(run_dir: Path):
     hosts = Hosts(H1, H2)
-    hosts.inside = {H1: "in the run", H2: "in the run"}
-    roster, _ = roster_of(run_dir, hosts, H1, H2)
-    watching = asyncio.ensure_future(roster.watch())
+    for address in (H1, H2):
+        await hosts.add(address)
+    reconciler, _ = reconciler_of(run_dir, hosts, H1, H2)
+    watching = asyncio.ensure_future(reconciler.watch())
     await asyncio.sleep(0)
-    hosts.inside[H2] = "gone"
+    hosts.lose(H2)
     watching.cancel()
     await asyncio.wait([watching])
     said = HostFiles(run_dir).states()
@@ -109,8 +127,8 @@ async def test_a_host_that_is_lost_as_the_run_ends_is_written_down(run_dir: Path
 @pytest.mark.parametrize("by_command", [True, False], ids=["by command", "by its worker"])
 async def test_a_host_that_was_drained_is_taken_in_again_once_its_worker_is_another(run_dir: Path, *, by_command: bool):
     hosts = Hosts(H1, H2)
-    roster, _ = roster_of(run_dir, hosts, H1, H2)
-    watching = asyncio.ensure_future(roster.watch())
+    reconciler, _ = reconciler_of(run_dir, hosts, H1, H2)
+    watching = asyncio.ensure_future(reconciler.watch())
     await asyncio.sleep(1)
     if by_command:
         with (run_dir / "hosts.jsonl").open("ab") as file:
@@ -130,8 +148,8 @@ async def test_a_file_of_addresses_is_followed(run_dir: Path):
     file = run_dir / "addresses"
     file.write_text("10.0.0.1  # the first\n\n10.0.0.2 10.0.0.3\nhttp://a\n0.0.0.0\n")
     hosts = Hosts(H1, H2)
-    roster, told = roster_of(run_dir, hosts, file=file)
-    watching = asyncio.ensure_future(roster.watch())
+    reconciler, told = reconciler_of(run_dir, hosts, file=file)
+    watching = asyncio.ensure_future(reconciler.watch())
     await asyncio.sleep(1)
     assert hosts.inside == {H1: "in the run"}
     file.write_text(f"{H2}\n")
@@ -157,8 +175,9 @@ async def test_hosts_come_and_go_as_a_provider_says(run_dir: Path, caplog: pytes
                 raise error
 
     hosts, provided = Hosts(H1, H2), ProvidedHosts([H1], current)
-    roster = Roster(hosts, HostFiles(run_dir), [H1], None, print, None, provided)
-    watching = [asyncio.ensure_future(roster.watch()), asyncio.ensure_future(provided.watch())]
+    elastic: Any = hosts
+    reconciler = HostReconciler(elastic, HostFiles(run_dir), [H1], None, print, None, provided)
+    watching = [asyncio.ensure_future(reconciler.watch()), asyncio.ensure_future(provided.watch())]
 
     async def answer(value: object, times: float) -> dict[str, str]:
         """What becomes of hosts where the provider answers so, so often."""
@@ -178,11 +197,11 @@ async def test_hosts_come_and_go_as_a_provider_says(run_dir: Path, caplog: pytes
     assert "the provider does not say which hosts there are: OSError: the resolver does not answer" in caplog.text
 
 
-async def asked(run_dir: Path, roster: Roster, do, what: str) -> None:
-    """As `titan-rl hosts` asks, while the roster looks."""
+async def asked(run_dir: Path, reconciler: HostReconciler, do, what: str) -> None:
+    """As `titan-rl hosts` asks, while the reconciler looks."""
     asking = asyncio.ensure_future(asyncio.to_thread(HostFiles(run_dir).ask, do, what, 30.0))
     while not asking.done():
-        roster.look()
+        reconciler.look()
         await asyncio.sleep(0.01)
     await asking
 
@@ -190,21 +209,21 @@ async def asked(run_dir: Path, roster: Roster, do, what: str) -> None:
 @pytest.mark.usefixtures("goes_on")
 async def test_what_is_asked_is_answered(run_dir: Path):
     hosts = Hosts(H1)
-    roster, _ = roster_of(run_dir, hosts)
-    await asked(run_dir, roster, "add", "10.0.0.1")
+    reconciler, _ = reconciler_of(run_dir, hosts)
+    await asked(run_dir, reconciler, "add", "10.0.0.1")
     assert describe(HostFiles(run_dir).states()).splitlines() == [
         "host  address         state       processes",
         "h1    10.0.0.1:22222  in the run",
         "since the run began: 1 joined, 0 left, 0 lost",
     ]
     with pytest.raises(ConfigError, match="no worker answers"):
-        await asked(run_dir, roster, "add", "10.0.0.2")
+        await asked(run_dir, reconciler, "add", "10.0.0.2")
     with pytest.raises(ConfigError, match="there is no host 'h7'"):
-        await asked(run_dir, roster, "drain", "h7")
-    await asked(run_dir, roster, "drain", "h1")
+        await asked(run_dir, reconciler, "drain", "h7")
+    await asked(run_dir, reconciler, "drain", "h1")
     assert hosts.inside == {H1: "left"}
     for _ in range(3):
-        roster.look()
+        reconciler.look()
         await asyncio.sleep(0)
     assert hosts.inside == {H1: "left"}
 
@@ -216,7 +235,7 @@ def test_a_run_that_is_over_is_not_asked(run_dir: Path):
         HostFiles(run_dir).ask("drain", "h1", 1.0)
     with pytest.raises(ConfigError, match="says nothing of hosts"):
         HostFiles(run_dir).states()
-    HostFiles(run_dir).write(HostStates([HostState("h1", H1, "in the run")], counts={"joined": 0, "lost": 2}))
+    HostFiles(run_dir).write(HostStates([HostStatus("h1", H1, "in the run")], counts={"joined": 0, "lost": 2}))
     assert not HostFiles(run_dir).goes_on
     assert describe(HostFiles(run_dir).states()).splitlines()[1:] == [
         "h1    10.0.0.1:22222  in the run",
@@ -240,13 +259,13 @@ def test_who_asks_a_run_that_can_go_on_is_told_by_what(run_dir: Path, state: Any
 
 @pytest.mark.usefixtures("goes_on")
 async def test_what_is_refused_at_once_is_not_said_to_be_waited_for(run_dir: Path):
-    roster, _ = roster_of(run_dir, Hosts(H1))
+    reconciler, _ = reconciler_of(run_dir, Hosts(H1))
     waits: list[str] = []
     asking = asyncio.ensure_future(
         asyncio.to_thread(HostFiles(run_dir).ask, "drain", "h9", 30.0, asked=lambda: waits.append("h9"))
     )
     while not asking.done():
-        roster.look()
+        reconciler.look()
         await asyncio.sleep(0.01)
     with pytest.raises(ConfigError, match="there is no host 'h9'"):
         await asking
@@ -255,15 +274,16 @@ async def test_what_is_refused_at_once_is_not_said_to_be_waited_for(run_dir: Pat
 
 @pytest.mark.usefixtures("goes_on")
 async def test_a_run_whose_processes_start_forgets_what_it_said_before_and_answers_later(run_dir: Path):
-    HostFiles(run_dir).write(HostStates([HostState("h9", H1, "in the run")]))
+    HostFiles(run_dir).write(HostStates([HostStatus("h9", H1, "in the run")]))
     (files := HostFiles(run_dir)).begin()
     with pytest.raises(ConfigError, match="they are listed once its processes have started"):
         HostFiles(run_dir).states()
     with pytest.raises(TitanRLError, match="has not answered within 0 s"):
         HostFiles(run_dir).ask("add", "10.0.0.1", 0.0)
     hosts = Hosts(H1)
-    roster = Roster(hosts, files, (), None, print)
-    roster.look()
+    elastic: Any = hosts
+    reconciler = HostReconciler(elastic, files, (), None, print)
+    reconciler.look()
     await asyncio.sleep(0)
     assert hosts.inside == {H1: "in the run"}
 
@@ -271,7 +291,7 @@ async def test_a_run_whose_processes_start_forgets_what_it_said_before_and_answe
 @pytest.mark.usefixtures("goes_on")
 def test_hosts_are_listed_once_the_processes_of_the_run_have_started(run_dir: Path):
     (files := HostFiles(run_dir)).begin()
-    states = HostStates([HostState("h1", H1, "in the run")])
+    states = HostStates([HostStatus("h1", H1, "in the run")])
     waited: list[str] = []
 
     def starts() -> None:
@@ -321,8 +341,8 @@ async def test_a_disk_that_takes_no_more_is_told_of_once_and_ends_nothing(
     before = Path.replace
     monkeypatch.setattr(Path, "replace", replace)
     hosts = Hosts(H1)
-    roster, told = roster_of(run_dir, hosts, H1)
-    watching = asyncio.ensure_future(roster.watch())
+    reconciler, told = reconciler_of(run_dir, hosts, H1)
+    watching = asyncio.ensure_future(reconciler.watch())
     await asyncio.sleep(1)
     assert not watching.done()
     assert hosts.inside == {H1: "in the run"}
@@ -341,10 +361,10 @@ async def test_whatever_keeps_a_host_out_is_told(run_dir: Path):
         async def add(self, address: str) -> None:
             raise OSError(errno.ENOSPC, "no room on that host")
 
-    roster, told = roster_of(run_dir, Full(), H1)
+    reconciler, told = reconciler_of(run_dir, Full(), H1)
     with HostFiles(run_dir)._asked.open("ab") as file:  # pyright: ignore[reportPrivateUsage]
         file.write(b'{"id": "a", "do": "add", "what": "10.0.0.2"}\n')
-    watching = asyncio.ensure_future(roster.watch())
+    watching = asyncio.ensure_future(reconciler.watch())
     await asyncio.sleep(2 * RETRY_S)
     watching.cancel()
     assert told == [f"the host at {H1} is not taken in: OSError: [Errno 28] no room on that host"]
@@ -354,16 +374,11 @@ async def test_whatever_keeps_a_host_out_is_told(run_dir: Path):
 
 @pytest.mark.looptime
 async def test_an_address_that_goes_while_its_host_joins_is_drained_once_it_has(run_dir: Path):
-    class Slow(Hosts):
-        async def add(self, address: str) -> None:
-            self.inside[address] = "joining"
-            await asyncio.sleep(20)
-            await super().add(address)
-
     (file := run_dir / "addresses").write_text(H1)
-    hosts = Slow(H1)
-    roster, _ = roster_of(run_dir, hosts, file=file)
-    watching = asyncio.ensure_future(roster.watch())
+    hosts = Hosts(H1)
+    hosts.join_s = 20.0
+    reconciler, _ = reconciler_of(run_dir, hosts, file=file)
+    watching = asyncio.ensure_future(reconciler.watch())
     await asyncio.sleep(10)
     file.write_text("")
     await asyncio.sleep(20)
@@ -380,16 +395,16 @@ async def test_a_host_that_is_lost_is_tried_again_also_where_its_drain_was_asked
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ):
     hosts = Hosts(H1, H2)
-    roster, _ = roster_of(run_dir, hosts, H1, H2)
+    reconciler, _ = reconciler_of(run_dir, hosts, H1, H2)
 
     async def refuse(name: str, why: str) -> None:
         raise ConfigError(f"host {name} is lost already")
 
     monkeypatch.setattr(hosts, "drain", refuse)
-    watching = asyncio.ensure_future(roster.watch())
+    watching = asyncio.ensure_future(reconciler.watch())
     await asyncio.sleep(2 * RETRY_S)
     hosts.up.discard(H1)
-    hosts.inside[H1] = "gone"
+    hosts.lose(H1)
     with (run_dir / "hosts.jsonl").open("ab") as file:
         file.write(b'{"id": "a", "do": "drain", "what": "h1"}\n')
     await asyncio.sleep(2 * RETRY_S)

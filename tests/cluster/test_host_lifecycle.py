@@ -1,0 +1,149 @@
+"""Lifecycle of hosts: in any order of events each host is in one state, and changes only as the table allows."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from titan_rl.cluster.hosts.lifecycle import (
+    PRESENT,
+    TRANSITIONS,
+    HostLifecycles,
+    HostListener,
+    HostRecord,
+    HostState,
+)
+
+ADDRESSES = [f"10.0.0.{number}:22222" for number in range(1, 5)]
+HOSTNAMES = st.sampled_from(["a", "b"])
+
+
+class Listener(HostListener):
+    """Follows the states by the events alone."""
+
+    def __init__(self) -> None:
+        self.states: dict[str, HostState] = {}
+        self.events: list[tuple[HostState, HostState]] = []
+
+    def host_changed(self, record: HostRecord, before: HostState) -> None:
+        assert self.states.get(record.address, HostState.WANTED) is before
+        self.states[record.address] = record.state
+        self.events.append((before, record.state))
+
+
+class Lifecycles(RuleBasedStateMachine):
+    """Hosts join, fail to, start, drain, leave and are lost, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lifecycles = HostLifecycles()
+        self.listener = Listener()
+        self.lifecycles.subscribe(self.listener)
+
+    def hosts_in(self, *states: HostState) -> list[HostRecord]:
+        return [record for record in self.lifecycles if record.state in states]
+
+    @rule(address=st.sampled_from(ADDRESSES))
+    def want(self, address: str) -> None:
+        before = self.lifecycles.of(address).state
+        self.lifecycles.of(address).wanted = True
+        assert self.lifecycles.of(address).state is before
+
+    @rule(address=st.sampled_from(ADDRESSES))
+    def join(self, address: str) -> None:
+        state = self.lifecycles.of(address).state
+        if HostState.JOINING in TRANSITIONS[state]:
+            assert self.lifecycles.join(address).name == ""
+        else:
+            with pytest.raises(ValueError, match="cannot become joining"):
+                self.lifecycles.join(address)
+
+    @precondition(lambda self: self.hosts_in(HostState.JOINING))
+    @rule(data=st.data(), state=st.sampled_from([HostState.STARTING, HostState.UP]), hostname=HOSTNAMES)
+    def joined(self, data: st.DataObject, state: HostState, hostname: str) -> None:
+        record = data.draw(st.sampled_from(self.hosts_in(HostState.JOINING)))
+        taken = {other.name for other in self.hosts_in(*PRESENT)}
+        record.name = hostname if hostname not in taken else f"{hostname}-{record.address}"
+        record.host = SimpleNamespace()
+        self.lifecycles.joined(record, state)
+        assert self.lifecycles.named(record.name) is record
+        assert self.lifecycles.ended(record.name) is None, "it has the name now"
+
+    @precondition(lambda self: self.hosts_in(HostState.JOINING))
+    @rule(data=st.data(), lost=st.sampled_from(["", "its worker has ended"]))
+    def join_failed(self, data: st.DataObject, lost: str) -> None:
+        record = data.draw(st.sampled_from(self.hosts_in(HostState.JOINING)))
+        before = record.before
+        self.lifecycles.join_failed(record, lost)
+        if before is not None and before[0]:
+            assert (record.name, record.state, record.reason) == before
+        elif before is None:
+            assert record.state is (HostState.LOST if lost else HostState.WANTED)
+
+    @precondition(lambda self: len([*self.lifecycles]) > 0)
+    @rule(data=st.data(), state=st.sampled_from([HostState.UP, HostState.DRAINING, HostState.LEFT, HostState.LOST]))
+    def move(self, data: st.DataObject, state: HostState) -> None:
+        record = data.draw(st.sampled_from([*self.lifecycles]))
+        before, num_events = record.state, len(self.listener.events)
+        if before is HostState.JOINING:  # by `joined` and `join_failed` alone
+            return
+        if state in TRANSITIONS[before]:
+            self.lifecycles.move(record, state, "asked to")
+            assert (record.state, record.reason) == (state, "asked to")
+        else:
+            with pytest.raises(ValueError, match=f"is {before}, and cannot become {state}"):
+                self.lifecycles.move(record, state, "asked to")
+            assert record.state is before
+            assert len(self.listener.events) == num_events
+
+    @invariant()
+    def events_tell_everything_and_keep_to_the_table(self) -> None:
+        assert all(after in TRANSITIONS[before] for before, after in self.listener.events)
+        for record in self.lifecycles:
+            assert record.state is self.listener.states.get(record.address, HostState.WANTED)
+
+    @invariant()
+    def names_are_of_one_host_and_handles_of_those_in_the_run(self) -> None:
+        names = [record.name for record in self.lifecycles.present]
+        assert len(set(names)) == len(names)
+        assert all(record.host is not None for record in self.lifecycles.present)
+        assert not any(record.host for record in self.hosts_in(HostState.WANTED, HostState.LEFT, HostState.LOST))
+
+    @invariant()
+    def what_is_shown_has_each_host_once(self) -> None:
+        shown = self.lifecycles.statuses()
+        here = [status.name for status in shown if status.state in ("in the run", "draining")]
+        here += [status.name for status in shown if status.state == "joining" and status.name]
+        assert here == [*dict.fromkeys(here)]
+        assert sorted(here) == sorted(record.name for record in self.lifecycles.present)
+        names = [status.name for status in shown if status.name]
+        assert len(names) == len(set(names))
+        wanted = {record.address for record in self.hosts_in(HostState.WANTED)}
+        assert not wanted & {status.address for status in shown}
+
+    @invariant()
+    def who_was_drained_is_away_until_it_is_up_again(self) -> None:
+        assert all(record.away for record in self.hosts_in(HostState.LEFT))
+        assert not any(record.away for record in self.hosts_in(HostState.UP))
+
+
+TestLifecycles = Lifecycles.TestCase
+
+
+def test_a_host_that_is_listed_while_it_drains_is_not_away_once_it_has_left() -> None:
+    lifecycles = HostLifecycles()
+    lifecycles.add(SimpleNamespace(name="a", worker=ADDRESSES[0]))
+    record = lifecycles.of(ADDRESSES[0])
+    lifecycles.move(record, HostState.DRAINING)
+    record.relisted = True
+    lifecycles.move(record, HostState.LEFT)
+    assert not record.away
+
+
+def test_the_table_reaches_every_state_and_leaves_each() -> None:
+    assert TRANSITIONS.keys() == set(HostState)
+    assert {state for reached in TRANSITIONS.values() for state in reached} == set(HostState)
+    assert all(TRANSITIONS.values())

@@ -1,0 +1,410 @@
+"""Elastic hosts of a run: the hosts that it should have, and joining and draining them until it has those."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from titan_rl.cluster.hosts.lifecycle import (
+    HostHistory,
+    HostLifecycles,
+    HostListener,
+    HostRecord,
+    HostState,
+    HostStatus,
+)
+from titan_rl.cluster.hosts.requests import AddressFile, HostFiles, HostRequest, HostStates
+from titan_rl.cluster.liveness.host_monitor import RemoteWatcher
+from titan_rl.config.hosts import HostsConfig, join_address, split_address
+from titan_rl.core.calls.user_code import reason
+from titan_rl.core.calls.watchdog import logged
+from titan_rl.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from titan_rl.cluster.hosts.hosts import Hosts
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.1
+RETRY_S = 5.0
+ASK_S = 5.0
+ANSWER_S = 30.0
+MISSES = 3
+"""Answers in a row without a host after which it is gone: DNS, for one, leaves out a name now and then."""
+
+
+class HostedProcesses(Protocol):
+    """The processes of a run, by the hosts that they are on."""
+
+    @property
+    def hosts(self) -> Hosts: ...
+
+    def names_by_host(self) -> Mapping[str, Sequence[str]]: ...
+
+    async def join(self, host: str) -> Sequence[str]:
+        """Start the processes of a host that has joined. Returns the names of those that run there then."""
+        ...
+
+    async def leave(self, host: str, why: str) -> None:
+        """End the processes of a host, once they have finished their work."""
+        ...
+
+
+class ElasticHosts(HostListener):
+    """Joins and drains hosts of a run that goes on. A host that does not respond is lost, and may join again.
+
+    Args:
+        tell: shows a person which hosts come and go.
+        all_leave: called if each remaining host announces that it is about to go, so that none is left to move to. None
+            has the run wait for other hosts.
+    """
+
+    def __init__(
+        self,
+        processes: HostedProcesses,
+        tell: Callable[[str], object],
+        all_leave: Callable[[], object] | None = None,
+    ) -> None:
+        self._processes = processes
+        self._hosts = processes.hosts
+        self.lifecycles: HostLifecycles = self._hosts.lifecycles
+        self._all_leave = all_leave
+        self._tell = logged(tell, logger)
+        self._drains: set[asyncio.Task[None]] = set()
+        self.lifecycles.subscribe(self)
+        for record in self.lifecycles.present:
+            if record.leaving:
+                self.host_leaving(record)
+
+    def statuses(self) -> list[HostStatus]:
+        """Status of each host, with the names of its processes."""
+        return self.lifecycles.statuses(self._processes.names_by_host())
+
+    def take_silences(self) -> dict[str, float]:
+        """The longest time, in seconds, without a heartbeat of each host since this was last called."""
+        watchers = {host.name: host.watcher for host in self._hosts}
+        return {name: one.take_silence() for name, one in watchers.items() if isinstance(one, RemoteWatcher)}
+
+    async def add(self, address: str) -> None:
+        """Have the host of a worker join the run, and start its processes.
+
+        Raises:
+            ActorDiedError: no worker answers there, or its processes do not start.
+            ConfigError: it is in the run already, or differs from this machine in something that the run needs.
+        """
+        if not self._hosts.config.elsewhere:
+            raise ConfigError(
+                "the run is on this machine alone, where no other reaches it: begin it with hosts.addresses"
+            )
+        record = self.lifecycles.of(address)
+        if record.is_present or record.state is HostState.JOINING:
+            raise ConfigError(f"the host at {address} is in the run already")
+        await self._hosts.attach([address])
+        name = record.name
+        self._tell(f"host {name} at {address} joins, and its processes start")
+        try:
+            started = await self._processes.join(name)
+        finally:
+            if record.state is HostState.STARTING:
+                self.lifecycles.move(record, HostState.UP)
+        brings = f" with {', '.join(started)}" if started else ", and nothing is started there"
+        self._tell(f"host {name} at {address} has joined{brings}")
+
+    async def is_new(self, address: str) -> bool:
+        """Whether the worker at this address is another than when the host was drained.
+
+        Raises:
+            ActorDiedError: no worker answers there.
+        """
+        from titan_rl.cluster.hosts.host import id_of
+
+        return await id_of(address) != self.lifecycles.of(address).worker_id
+
+    async def drain(self, name: str, why: str) -> None:
+        """Have a host leave the run, once its requests have ended or moved, and its trainer, if any, is saved.
+
+        Raises:
+            ConfigError: no host of this name is in the run.
+        """
+        record = self.lifecycles.named(name)
+        if record is None or not record.is_present:
+            if (ended := self.lifecycles.ended(name)) is not None:
+                how = "has left" if ended.state is HostState.LEFT else "is lost"
+                raise ConfigError(f"host {name} {how} already: {ended.reason}")
+            raise ConfigError(f"there is no host {name!r}; there are {', '.join(self._hosts.names)}")
+        if record.state is HostState.DRAINING:
+            raise ConfigError(f"host {name} is draining already")
+        record.worker_id = self._hosts[name].worker_id
+        self.lifecycles.move(record, HostState.DRAINING, why)
+        try:
+            await self._processes.leave(name, why)
+            if record.state is not HostState.DRAINING:  # it was lost meanwhile, which a person has been told
+                return
+            await self._hosts.detach(name, why)
+        finally:
+            if record.state is HostState.DRAINING:
+                self.lifecycles.move(record, HostState.UP)
+        self._tell(f"host {name} is drained: {why}")
+
+    def close(self) -> None:
+        """Move nothing from hosts that are about to go any more, because the run ends."""
+        for task in self._drains:
+            task.cancel()
+
+    def host_changed(self, record: HostRecord, before: HostState) -> None:
+        if record.state is HostState.LOST and before is not HostState.JOINING:
+            self._tell(f"host {record.name} is lost: {record.reason}")
+
+    def host_leaving(self, record: HostRecord) -> None:
+        if self._all_leave is not None and all(one.leaving for one in self.lifecycles.present):
+            self.close()
+            self._tell(f"each host of the run is told to end ({record.leaving}), and so the run ends")
+            self._all_leave()
+            return
+        task = asyncio.ensure_future(self._drain(record.name, record.leaving))
+        self._drains.add(task)
+        task.add_done_callback(self._drains.discard)
+
+    async def _drain(self, name: str, why: str) -> None:
+        try:
+            await self.drain(name, why)
+        except Exception as error:  # nobody else receives it
+            self._tell(f"host {name} says that it is about to go ({why}), and cannot be drained: {reason(error)}")
+
+
+class ProvidedHosts:
+    """Hosts that a provider has now, which is asked again and again.
+
+    Args:
+        addresses: of the hosts that the run begins with.
+        current: see `ChangingWorkers.current`.
+        all_leave: see `ElasticHosts`.
+    """
+
+    def __init__(
+        self,
+        addresses: Iterable[str],
+        current: Callable[[], Awaitable[Collection[str]]],
+        all_leave: Callable[[], object] | None = None,
+    ) -> None:
+        self.all_leave = all_leave
+        self._addresses = frozenset(addresses)
+        self._current = current
+        self._missed = Counter[str]()  # answers in a row without a host
+
+    def read(self) -> frozenset[str]:
+        """Addresses of the hosts in the last answers."""
+        return self._addresses
+
+    async def watch(self) -> None:
+        """Ask until cancelled. An answer that fails or is late changes nothing."""
+        while True:
+            await asyncio.sleep(ASK_S)
+            try:
+                async with asyncio.timeout(ANSWER_S):
+                    self._note({_full(address) for address in await self._current()})
+            except Exception as error:
+                logger.warning("the provider does not say which hosts there are: %s", reason(error))
+
+    def _note(self, now: Collection[str]) -> None:
+        self._missed = Counter({address: self._missed[address] + 1 for address in self._addresses.difference(now)})
+        self._addresses = frozenset(now) | {address for address, missed in self._missed.items() if missed < MISSES}
+
+
+@dataclass(slots=True)
+class _List:
+    """A list of wanted addresses that changes.
+
+    Args:
+        why: reason for draining a host whose address is no longer listed.
+        known: its last content.
+    """
+
+    source: AddressFile | ProvidedHosts
+    why: str
+    known: frozenset[str] = frozenset()
+
+
+class HostReconciler:
+    """Compares the hosts of a run with those that it should have, and begins joins and drains.
+
+    Wanted hosts are those of the settings, a file of addresses, a provider and `titan-rl hosts`. One that was lost is
+    tried again until it answers. One that was drained joins again once it is listed again, or once another worker
+    listens at its address. One that is no longer listed is drained.
+
+    Args:
+        addresses: in the settings.
+        addresses_file: read again and again.
+        tell: shows a person a line.
+        history: updated at each look.
+        provided: hosts of a provider that come and go.
+    """
+
+    def __init__(
+        self,
+        hosts: ElasticHosts,
+        files: HostFiles,
+        addresses: Iterable[str],
+        addresses_file: Path | None,
+        tell: Callable[[str], object],
+        history: HostHistory | None = None,
+        provided: ProvidedHosts | None = None,
+    ) -> None:
+        self._hosts = hosts
+        self._lifecycles = hosts.lifecycles
+        self._history = history or HostHistory()
+        self._files = files
+        self._lists: list[_List] = []
+        if addresses_file is not None:
+            self._lists.append(_List(AddressFile(addresses_file), "its address is no longer in the file of addresses"))
+        if provided is not None:
+            self._lists.append(_List(provided, "its provider has it no more"))
+        self._tell = logged(tell, logger)
+        self._answers: dict[str, str] = {}
+        self._written: HostStates | None = None
+        self._cannot_write = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        for address in addresses:
+            self._lifecycles.of(_full(address)).wanted = True
+
+    async def watch(self) -> None:
+        """Look every `LOOK_S` seconds until cancelled."""
+        try:
+            while True:
+                self.look()
+                await asyncio.sleep(LOOK_S)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            self._write()  # changes since the last look, and since the last metrics
+            self._history.close()
+
+    def look(self) -> None:
+        """Begin the joins and drains that are due, and write the states down."""
+        for request in self._files.new_requests():
+            self._begin(self._answer(request))
+        for each in self._lists:
+            self._follow(each)
+        now = asyncio.get_running_loop().time()
+        for record in self._lifecycles:
+            if record.state is HostState.UP and record.unwanted:
+                why, record.unwanted = record.unwanted, ""
+                self._begin(self._drain(record.name, why))
+            is_absent = record.state in (HostState.WANTED, HostState.LEFT, HostState.LOST)
+            if record.wanted and is_absent and now - record.tried_at >= RETRY_S:
+                record.tried_at = now
+                self._begin(self._try_new_worker(record) if record.away else self._try(record))
+        self._write()
+
+    def _follow(self, listing: _List) -> None:
+        before, listing.known = listing.known, frozenset(_full(address) for address in listing.source.read())
+        for address in listing.known - before:
+            record = self._lifecycles.of(address)
+            record.wanted, record.away, record.relisted = True, False, record.state is not HostState.UP
+        for address in listing.known:
+            self._lifecycles.of(address).unwanted = ""
+        for address in before - listing.known:
+            record = self._lifecycles.of(address)
+            record.wanted, record.unwanted = False, listing.why
+
+    async def _answer(self, request: HostRequest) -> None:
+        try:
+            if request.do == "add":
+                record = self._lifecycles.of(_full(request.what))
+                record.unwanted = ""
+                record.tried_at = asyncio.get_running_loop().time()
+                await self._hosts.add(record.address)
+                record.wanted = True
+            else:
+                draining = self._lifecycles.named(request.what)
+                if draining is not None and draining.is_present:
+                    draining.away = not draining.relisted  # also if it is lost before it is drained
+                await self._hosts.drain(request.what, "titan-rl hosts asked for it")
+        except Exception as error:  # of any kind: whoever asked waits for the answer
+            self._answers[request.id] = reason(error)
+        else:
+            self._answers[request.id] = ""
+        self._write()
+
+    async def _try_new_worker(self, record: HostRecord) -> None:
+        """Have a drained host join if its worker is another. Nobody waits for it, so failures are not shown."""
+        with contextlib.suppress(Exception):
+            if await self._hosts.is_new(record.address):
+                await self._try(record)
+
+    async def _try(self, record: HostRecord) -> None:
+        try:
+            await self._hosts.add(record.address)
+        except Exception as error:  # also of that machine, whose disk may be full
+            if record.complaint != (why := reason(error)):
+                record.complaint = why
+                self._tell(f"the host at {record.address} is not taken in: {why}")
+        else:
+            record.complaint = ""
+
+    async def _drain(self, name: str, why: str) -> None:
+        try:
+            await self._hosts.drain(name, why)
+        except Exception as error:
+            self._tell(f"host {name} cannot be drained: {reason(error)}")
+
+    def _begin(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _write(self) -> None:
+        hosts = self._hosts.statuses()
+        self._history.note(hosts, self._hosts.take_silences())
+        history = self._history
+        states = HostStates(hosts, dict(self._answers), list(history.events), dict(history.counts))
+        if states == self._written:
+            return
+        try:
+            self._files.write(states)
+        except OSError as error:
+            if not self._cannot_write:
+                self._tell(f"which hosts the run has is not written down for now, and the run goes on: {error}")
+            self._cannot_write = True
+        else:
+            self._written, self._cannot_write = states, False
+
+
+def hosts_watcher(
+    config: HostsConfig,
+    files: HostFiles,
+    processes: HostedProcesses,
+    tell: Callable[[str], object],
+    history: HostHistory | None = None,
+    provided: ProvidedHosts | None = None,
+) -> Callable[[], Coroutine[Any, Any, None]]:
+    """Background task that keeps the hosts of a run as they should be, until it is cancelled.
+
+    Args:
+        files: requests of others, and the run's answers.
+        tell: shows a person a line.
+        history: updated with the states of hosts.
+        provided: hosts of a provider that come and go.
+    """
+    elastic = ElasticHosts(processes, tell, provided and provided.all_leave)
+    file = Path(config.addresses_file) if config.addresses_file else None
+    reconciler = HostReconciler(elastic, files, config.addresses, file, tell, history, provided)
+
+    async def watch() -> None:
+        with contextlib.closing(elastic):
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(reconciler.watch())
+                if provided is not None:
+                    tasks.create_task(provided.watch())
+
+    return watch
+
+
+def _full(address: str) -> str:
+    return join_address(*split_address(address))
