@@ -43,8 +43,9 @@ from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.generation.scripted_engine import CostModel, ScriptedEngine
 from titan_rl.run.directory import RunDirectory
+from titan_rl.run.hosts import use_monarch
 from titan_rl.run.machine.environment import run_environment
-from titan_rl.run.parts import use_monarch, watcher
+from titan_rl.run.parts import watcher
 from titan_rl.run.status import noted
 from titan_rl.types import Completion, SamplingParams, TokenChunk
 from titan_rl.weights.published_weights import PublishedWeights

@@ -74,8 +74,8 @@ def config(addresses: Sequence[str], **sections: Any) -> RunConfig:
 async def generators(config: RunConfig, folder: Path) -> AsyncGenerator[tuple[Any, Any]]:
     """The processes and a router of the generators that settings describe."""
     from titan_rl.cluster.run_processes import start_processes
+    from titan_rl.run.hosts import use_monarch
     from titan_rl.run.machine.environment import run_environment
-    from titan_rl.run.parts import use_monarch
     from titan_rl.weights.published_weights import PublishedWeights
 
     with run_environment((str(TESTS), *config.pythonpath)):

@@ -19,10 +19,10 @@ from titan_rl.core.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.run.checkpoints.resumption import resume_from_newest
 from titan_rl.run.directory import RunDirectory, read_jsonl
-from titan_rl.run.end_messages import EndMessages
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.journal.state import DataPosition, RunState
 from titan_rl.run.json_lines import cut_records
+from titan_rl.run.session import EndMessages
 from titan_rl.scheduling.task_mix import Assigned
 from titan_rl.training.state.checkpoint import list_checkpoints, step_directory
 from titan_rl.training.state.checksums import write_checksums, write_summed

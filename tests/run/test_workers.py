@@ -12,7 +12,7 @@ from titan_rl.cluster.providers.spec import ProviderSpec
 from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import TaskSource
 from titan_rl.core.errors import ConfigError, ProviderError
-from titan_rl.run.workers import workers_started
+from titan_rl.run.hosts import workers_started
 
 events = list[str]()
 

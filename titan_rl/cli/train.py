@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         if resume is None:
             check_run_dir(config)
         else:
-            from titan_rl.run.in_order import check_resumption
+            from titan_rl.run.session import check_resumption
 
             for loss in check_resumption(config, resume).losses:
                 tell(f"titan-rl: {loss}")

@@ -31,13 +31,12 @@ from titan_rl.evaluation.policies.source import PolicySource, export, with_copie
 from titan_rl.generation.registry import find_engine
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
+from titan_rl.run.hosts import use_monarch, workers_started
 from titan_rl.run.machine.environment import file_modes, log_to, run_environment
 from titan_rl.run.machine.guard import guarded
 from titan_rl.run.machine.signals import StopSignals, run_to_its_end, run_until_signal, tell_on_stderr
 from titan_rl.run.observability.progress import Verbosity, status
-from titan_rl.run.parts import use_monarch
 from titan_rl.run.terminal.standard_streams import OutputError, say, tell
-from titan_rl.run.workers import workers_started
 from titan_rl.serving.access import Keys
 from titan_rl.serving.app import make_app
 from titan_rl.serving.http.exchange import ServerLimits

@@ -26,29 +26,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import Any
 
 from titan_rl.cluster.hosts.lifecycle import HostHistory
 from titan_rl.config.build import make_filters
 from titan_rl.config.changes import settings_of
 from titan_rl.config.run import RunConfig
-from titan_rl.core.errors import NoSpaceError
+from titan_rl.core.errors import CheckpointError
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.rollout.group.rollouter import GroupRunner
 from titan_rl.rollout.group.transcript import TokenRecords
 from titan_rl.rollout.renderer.tokenizer import TokenTexts
-from titan_rl.run.checkpoints.saver import CheckpointSaver, RunCopy, RunSaving
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.journal.state import RunState
-from titan_rl.run.machine.requirements import checkpoint_bytes
+from titan_rl.run.loop import TrainingLoop
 from titan_rl.run.observability.generation_status import Activity
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.rollout_log import GroupRecords, RolloutLog
-from titan_rl.run.observability.steps import LoopStages, Stage, StepReports, prefixed
+from titan_rl.run.observability.steps import Stage, StepReports, prefixed
 from titan_rl.run.observability.summary import RunSummary
 from titan_rl.run.stages.rollout_stage import RolloutStage, make_mix, train_index
-from titan_rl.run.stages.training import SkippedSteps, TrainerCalls, training_samples
+from titan_rl.run.stages.training import training_samples
 from titan_rl.run.stages.validation import Validation
 from titan_rl.run.stages.weight_sync import WeightSync
 from titan_rl.run.terminal.view import RunLook
@@ -58,8 +58,8 @@ from titan_rl.training.protocol import Trainer
 from titan_rl.weights.published_weights import PublishedWeights
 
 
-class Controller:
-    """Runs the loop over the planes of one run. It starts and ends nothing that it was given.
+class Controller(TrainingLoop):
+    """Training loop over the planes of one run. It starts and ends nothing that it was given.
 
     Args:
         group_runners: by the tasks' names.
@@ -89,14 +89,12 @@ class Controller:
         filters: Sequence[GroupFilter] | None = None,
         hosts: HostHistory | None = None,
     ) -> None:
-        self._config = config
-        self._trainer = trainer
-        self._run_dir = run_dir
-        self._progress = progress
+        state = replace(start, settings=settings_of(config))
+        super().__init__(config, trainer, run_dir=run_dir, state=state, log=log, progress=progress)
+        self._router = router
+        self._journal = journal
         self._tell = progress.message
-        self._state = replace(start, settings=settings_of(config))  # of the version that the trainer said last
         self._syncing: asyncio.Task[None] | None = None  # the newest version, until all generators have it
-        self._calls = TrainerCalls(trainer)
         tokens = TokenRecords(token_texts, config.scheduling.max_token_age)
         self._transcripts = RolloutLog(
             run_dir.write_rollout,
@@ -121,24 +119,7 @@ class Controller:
         self._scheduler = self._groups.make_scheduler(make_filters(config, filters), self._records, self.version)
         self._sync = WeightSync(trainer, published, router, config.generation.pull_mode)
         self._validation = Validation(config, self._groups, self._transcripts, run_dir, log=log, progress=progress)
-        self._saving = RunSaving(self._make_saver(router, journal), self._calls, progress, lambda: self.version)
-        self.save_soon = self._saving.soon
-        self._skipped = SkippedSteps(config.training.max_skipped_steps, progress.warning)
         self._activity = Activity(router, self._groups.requests, config.generation.num_generators, hosts)
-        self._stages = LoopStages()
-
-    def _make_saver(self, router: GeneratorRouter, journal: RunJournal) -> CheckpointSaver:
-        copy = RunCopy(self._run_dir.checkpoints, self._trainer, journal, self._mix, self._scheduler, router)
-        return CheckpointSaver(
-            self._config.checkpoint,
-            self._run_dir.checkpoints,
-            self._trainer,
-            estimate=checkpoint_bytes(self._config),
-            copy=lambda version: copy.make(self._state),
-            forget_before=journal.forget_before,
-            tell=self._tell,
-            version=self.version,
-        )
 
     async def run(self) -> RunSummary:
         """Validate, train, validate again. A checkpoint is written on every way out that leaves a trained model.
@@ -152,20 +133,12 @@ class Controller:
         self._stages.enter(Stage.VALIDATION, self.version)
         await self._validate_first()
         self._stages.begin_step()
-        try:
+        async with self._saved_at_the_end():
             async with asyncio.TaskGroup() as background, self._scheduler:
                 await self._train(background)
             self._stages.enter(Stage.VALIDATION, self.version)
             reward_after = await self._validation.run_once(self.version)
-            self._stages.enter(Stage.CHECKPOINT, self.version)
-            await self._saving.save_last()
-        except NoSpaceError:  # of the last save
-            raise
-        except BaseException:
-            await self._saving.save_what_is_trained(self._wind_up)
-            raise
-        with self._progress.working(f"exporting the policy to {self._run_dir.export}"):
-            await self._trainer.export(self._run_dir.export)
+        await self._export()
         return RunSummary(
             reward_before=self._state.reward_before,
             reward_after=reward_after,
@@ -174,11 +147,6 @@ class Controller:
             seconds=self._run_dir.elapsed_s,
             run_dir=self._run_dir.path,
         )
-
-    @property
-    def version(self) -> int:
-        """The version of the weights after the step that was trained last, as the trainer said."""
-        return self._state.step
 
     def progress(self) -> object:
         """Differs once anything has happened: a token, an answer, a step."""
@@ -288,7 +256,29 @@ class Controller:
         self._reports.report(step)
 
     def _wind_up(self) -> None:
-        """The trainer is at rest. Report the steps whose versions nobody pulled any more."""
-        self._stages.enter(Stage.CHECKPOINT, self.version)
+        """Report the steps whose versions no generator will pull."""
+        super()._wind_up()
         for step in self._reports.unreported:
             self._report(step)
+
+    async def _copy(self, version: int) -> Mapping[str, Any]:
+        """Copy the weights with their position in the data, and begin the journal's segment that follows them.
+
+        Returns:
+            `run_state.json` of the checkpoint.
+
+        Raises:
+            DataError: The state of a curriculum cannot be saved.
+            CheckpointError: The weights cannot be copied, or the trainer is at another version.
+        """
+        state, tasks = self._state, self._mix.state()  # before anything is awaited: later events go to the new segment
+        tokens = self._router.tokens_so_far()
+        position = await self._journal.checkpoint(state.step, self._scheduler.next_index, tokens)
+        run_state = asdict(replace(state, next_index=position.next_index, unsettled=position.unsettled, tasks=tasks))
+        saved = await self._trainer.begin_save(self._run_dir.checkpoints, run_state)
+        if saved != state.step:
+            raise CheckpointError(f"the trainer saves version {saved}, and the journal is that of version {state.step}")
+        return run_state
+
+    def _forget_before(self, version: int) -> None:
+        self._journal.forget_before(version)

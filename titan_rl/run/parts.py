@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,10 +12,8 @@ from typing_extensions import get_protocol_members
 from titan_rl.cluster.hosts.elastic import ProvidedHosts, hosts_watcher
 from titan_rl.cluster.hosts.lifecycle import HostHistory
 from titan_rl.cluster.hosts.requests import HostFiles
-from titan_rl.config.hosts import OPEN, HostsConfig, own_address
 from titan_rl.config.run import RunConfig
-from titan_rl.core.calls.parsing import names_this_machine
-from titan_rl.core.errors import ConfigError, MissingExtraError
+from titan_rl.core.errors import ConfigError
 from titan_rl.generation.registry import find_engine
 from titan_rl.generation.router.replica import Limits, Replica
 from titan_rl.generation.router.router import GeneratorRouter
@@ -25,7 +22,7 @@ from titan_rl.metrics.sinks.types import MetricSink
 from titan_rl.rollout.group.rollouter import GroupRunner
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.run.directory import RunDirectory
-from titan_rl.run.machine.environment import process_scratch
+from titan_rl.run.machine.requirements import require_modules
 from titan_rl.run.observability.watchers import background_tasks
 from titan_rl.run.trainer_recovery import TrainerGroup, lacks_of
 from titan_rl.scheduling.filters import GroupFilter
@@ -87,9 +84,7 @@ class Parts:
             return
         engine = find_engine(config.generation.engine).modules if self.replicas is None else ()
         trainer = ("torch", "torchtitan") if self.trainer is None else ()
-        for module in ("monarch", "transformers", *trainer, *engine):
-            if importlib.util.find_spec(module) is None:
-                raise MissingExtraError(module, "cpu")
+        require_modules("monarch", "transformers", *trainer, *engine)
 
 
 class Workers(Protocol):
@@ -211,30 +206,6 @@ def watcher(
             await processes.watch(router)
 
     return watch
-
-
-_told_of = set[str]()
-"""Addresses of which it is known that Monarch listens there, for as long as this process: an evaluation of several
-policies says it once."""
-
-
-def use_monarch(hosts: HostsConfig, tell: Callable[[str], object]) -> None:
-    """Have Monarch listen where the run's hosts reach it. It writes to the terminal when it is first used, and so not
-    where a display is drawn.
-
-    Raises:
-        ConfigError: `hosts` names what this machine does not have.
-    """
-    from titan_rl.cluster.processes.sockets import listen_below, listen_on
-
-    if not hosts.elsewhere:
-        listen_below(process_scratch())
-        return
-    address = own_address(hosts)
-    listen_on(address, process_scratch())
-    if not names_this_machine(address) and address not in _told_of:
-        _told_of.add(address)
-        tell(f"this run listens on {address}: {OPEN}")
 
 
 def describe_processes(config: RunConfig, parts: Parts) -> str:

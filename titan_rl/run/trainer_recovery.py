@@ -431,22 +431,17 @@ def _has(save: _Save) -> bool:
 
 @contextlib.asynccontextmanager
 async def open_trainer(
-    given: Trainer | None,
-    group: TrainerGroup | None,
+    group: TrainerGroup,
+    steps: TrainedSteps,
     config: RunConfig,
-    journal: RunJournal,
     run_dir: RunDirectory,
     published: PublishedWeights,
     progress: Progress,
-) -> AsyncGenerator[Trainer]:
-    """The one that was given; or that of a group, which is started again when it dies."""
-    if group is None:
-        assert given is not None
-        yield given
-        return
+) -> AsyncGenerator[RecoveringTrainer]:
+    """The trainer of a group, restarted when it dies, for the length of the block; see `RecoveringTrainer`."""
     trainer = RecoveringTrainer(
         group,
-        steps=JournaledSteps(config, journal, run_dir.path),
+        steps=steps,
         checkpoints=run_dir.checkpoints,
         published=published,
         max_respawns=config.training.max_respawns,

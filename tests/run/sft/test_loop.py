@@ -21,12 +21,12 @@ from titan_rl.core.errors import ActorDiedError, CheckpointError, ConfigError, D
 from titan_rl.core.tracing import spans
 from titan_rl.run.checkpoints.resumption import resume_from_newest
 from titan_rl.run.directory import RunDirectory, read_jsonl
-from titan_rl.run.in_order import open_run_dir
 from titan_rl.run.journal.state import RunState
 from titan_rl.run.observability.progress import Progress
+from titan_rl.run.session import open_run_dir
 from titan_rl.run.sft.demonstrations import TokenSource
 from titan_rl.run.sft.launch import check, prepared
-from titan_rl.run.sft.loop import LearnedSteps, SupervisedLoop, install
+from titan_rl.run.sft.loop import LearnedSteps, SupervisedLoop
 from titan_rl.run.sft.plan import find_demonstrations, plan_steps
 from titan_rl.run.trainer_recovery import RecoveringTrainer, recovering
 from titan_rl.training.protocol import SkippedMinibatch, StepResult
@@ -204,7 +204,6 @@ def make_loop(
         start=begun,
         log=run_dir.write_metrics,
         progress=progress,
-        install=lambda before, after: install(ready, run_dir.export, run_dir.path, before, after),
     )
 
 

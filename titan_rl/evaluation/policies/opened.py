@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import os
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -20,14 +19,14 @@ from titan_rl.config.evaluation import EvalConfig
 from titan_rl.config.model_folder import check_chat_template, check_model_folder
 from titan_rl.config.run import RunConfig
 from titan_rl.config.serve import ServeConfig, load_serve_config
-from titan_rl.core.errors import ConfigError, GenerationError, MissingExtraError, RequestError
+from titan_rl.core.errors import ConfigError, GenerationError, RequestError
 from titan_rl.evaluation.policies.source import PolicySource, export, find_policy, with_copies
 from titan_rl.generation.registry import find_engine
 from titan_rl.rollout.chat_env import ChatFn
 from titan_rl.rollout.renderer import Renderer
+from titan_rl.run.hosts import use_monarch, workers_started
+from titan_rl.run.machine.requirements import require_modules
 from titan_rl.run.observability.progress import Verbosity
-from titan_rl.run.parts import use_monarch
-from titan_rl.run.workers import workers_started
 from titan_rl.serving.client import HttpChatFn, HttpGenerateFn
 from titan_rl.training.settings import ModelConfig
 from titan_rl.types import Completion, GenerateFn, SamplingParams
@@ -83,9 +82,7 @@ def require_engine(config: RunConfig) -> None:
     Raises:
         MissingExtraError: what generators need is not installed.
     """
-    for module in ("torch", "monarch", "transformers", *find_engine(config.generation.engine).modules):
-        if importlib.util.find_spec(module) is None:
-            raise MissingExtraError(module, "cpu")
+    require_modules("torch", "monarch", "transformers", *find_engine(config.generation.engine).modules)
 
 
 @contextlib.asynccontextmanager

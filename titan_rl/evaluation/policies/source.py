@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import shutil
 import sys
@@ -15,7 +14,8 @@ from pathlib import Path
 from titan_rl.config.build import told_of_template
 from titan_rl.config.hosts import HostsConfig
 from titan_rl.config.serve import load_serve_config
-from titan_rl.core.errors import CheckpointError, ConfigError, MissingExtraError
+from titan_rl.core.errors import CheckpointError, ConfigError
+from titan_rl.run.machine.requirements import require_modules
 from titan_rl.training.choices import DType
 from titan_rl.training.settings import ModelConfig
 from titan_rl.training.state.checkpoint import latest, step_of
@@ -155,9 +155,7 @@ async def export_policy(given: str, out: Path, dtype: DType | None, tell: Callab
         ConfigError: there is no such checkpoint, or something is at `out`.
         CheckpointError: the checkpoint is damaged, or the folder cannot be written.
     """
-    for module in ("torch", "torchtitan", "transformers"):
-        if importlib.util.find_spec(module) is None:
-            raise MissingExtraError(module, "cpu")
+    require_modules("torch", "torchtitan", "transformers")
     source = _saved(given)
     _check_free(out)
     assert source.toml is not None

@@ -17,7 +17,7 @@ from titan_rl.cluster.hosts.placement import (
 from titan_rl.config.experimental import experimental_warning
 from titan_rl.config.model_folder import BYTES, count_parameters
 from titan_rl.config.run import RunConfig
-from titan_rl.core.errors import ConfigError, NoSpaceError
+from titan_rl.core.errors import ConfigError, MissingExtraError, NoSpaceError
 from titan_rl.weights.transports.registry import find_transport
 
 LEFT_FREE = 1 << 24
@@ -104,6 +104,16 @@ def gigabytes(num_bytes: float) -> str:
 
 
 SUFFIX_PACKAGE = "arctic-inference"
+
+
+def require_modules(*modules: str) -> None:
+    """
+    Raises:
+        MissingExtraError: one of the modules is not installed.
+    """
+    for module in modules:
+        if find_spec(module) is None:
+            raise MissingExtraError(module, "cpu")
 
 
 def check_needs(config: RunConfig) -> None:

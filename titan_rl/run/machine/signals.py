@@ -191,27 +191,24 @@ def _run(
 
 logger = logging.getLogger(__name__)
 
-STOPPING = (
-    "stopping: a step that is being trained is finished, and what is trained is saved; once more ends the run at once, "
-    "without saving"
-)
-STOPPING_EARLY = (
-    "stopping: the run is still being set up, and has trained nothing that is not saved; once more ends it at once"
-)
 
+def run_until_signal(program: Coroutine[Any, Any, None], signals: StopSignals, failed: Callable[[], str]) -> int:
+    """Run a program to its end, or until a signal cancels it.
 
-async def run_until_signal(run: Coroutine[Any, Any, None], signals: StopSignals, failed: Callable[[], str]) -> int:
-    """
     Args:
-        failed: says where things stand after an error.
+        failed: Gives the note of an error that ends the program.
 
     Returns:
-        exit code: 0, or 128 + the number of the signal that ended the run in order.
+        exit code: 0, or 128 + the number of the signal that ended the program in order.
 
     Raises:
-        Exception: what ended the run, with a note of where things stand.
+        Exception: The error that ended the program, with its note.
     """
-    task = asyncio.ensure_future(run)
+    return run_to_its_end(_until_signal(program, signals, failed))
+
+
+async def _until_signal(program: Coroutine[Any, Any, None], signals: StopSignals, failed: Callable[[], str]) -> int:
+    task = asyncio.ensure_future(program)
     loop = asyncio.get_running_loop()
 
     def stop() -> None:

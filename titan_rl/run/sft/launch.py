@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,27 +16,20 @@ from titan_rl.cluster.hosts.requests import HostFiles
 from titan_rl.config.build import make_renderer, told_of_template
 from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.run import RunConfig
-from titan_rl.core.calls.cancellation import FirstError
 from titan_rl.core.calls.parsing import parse_json
-from titan_rl.core.errors import CheckpointError, MissingExtraError
-from titan_rl.run.checkpoints.resumption import Resumption
+from titan_rl.core.errors import CheckpointError
 from titan_rl.run.directory import RunDirectory, run_name
-from titan_rl.run.end_messages import EndMessages
-from titan_rl.run.in_order import check_resumption, open_run_dir, run_in_order
 from titan_rl.run.machine.environment import file_modes
-from titan_rl.run.machine.signals import STOPPING, StopSignals, tell_on_stderr
-from titan_rl.run.observability.outputs import open_outputs
+from titan_rl.run.machine.requirements import require_modules
 from titan_rl.run.observability.progress import Verbosity, status
 from titan_rl.run.observability.summary import show_summary
-from titan_rl.run.observability.trace import traced
-from titan_rl.run.observability.watchers import background_tasks, warn_of_shortage
-from titan_rl.run.parts import use_monarch
+from titan_rl.run.observability.watchers import warn_of_shortage
+from titan_rl.run.session import RunSession, check_resumption, open_run_dir
 from titan_rl.run.sft.demonstrations import Found, TokenSource
-from titan_rl.run.sft.loop import LearnedSteps, SupervisedLoop, install
+from titan_rl.run.sft.loop import LearnedSteps, SupervisedLoop, SupervisedSummary
 from titan_rl.run.sft.plan import digest, find_demonstrations, make_start, plan_steps, supervised
 from titan_rl.run.status import note_waiting
-from titan_rl.run.trainer_recovery import RecoveringTrainer, TrainerGroup, lacks_of, recovering
-from titan_rl.run.workers import StartedWorkers, workers_started
+from titan_rl.run.trainer_recovery import TrainerGroup, lacks_of, open_trainer
 from titan_rl.weights.published_weights import PublishedWeights
 
 
@@ -65,9 +56,7 @@ def run_sft(
     Raises:
         TitanRLError: what ended the run.
     """
-    for module in ("torch", "monarch", "torchtitan", "transformers"):
-        if importlib.util.find_spec(module) is None:
-            raise MissingExtraError(module, "cpu")
+    require_modules("torch", "monarch", "torchtitan", "transformers")
     with status("reading the demonstrations", verbosity):
         found = find_demonstrations(config)
     check_own_machine(config.hosts)
@@ -78,22 +67,19 @@ def run_sft(
         _check_data(run_dir.supervised, digest(found))
         if resume is None:
             run_dir.write_config(ready)
-
-        async def program(
-            config: RunConfig, run_dir: RunDirectory, start: Resumption, signals: StopSignals, messages: EndMessages
-        ) -> None:
-            async with workers_started(config, run_dir.logs, verbosity, signals.stop) as workers:
-                given = run_dir, start, signals, messages
-                await _run(workers, *given, found=found, verbosity=verbosity)
-
-        return run_in_order(
-            program,
-            run_dir,
+        session = RunSession[SupervisedSummary](
             ready,
+            run_dir,
             begins=resume is None,
             begun_by=begun_by,
             command="sft",
+            processes="titan_rl.cluster.trainer_processes",
+            verbosity=verbosity,
         )
+        code = session.run(partial(_teach, session, found))
+    if session.summary is not None:
+        show_summary(session.summary)
+    return code
 
 
 def prepared(config: RunConfig, found: list[Found], folder: Path) -> RunConfig:
@@ -168,82 +154,52 @@ def _check_data(file: Path, now: str) -> None:
         )
 
 
-async def _run(
-    workers: StartedWorkers[RunConfig],
-    run_dir: RunDirectory,
-    start: Resumption,
-    signals: StopSignals,
-    messages: EndMessages,
-    *,
-    found: list[Found],
-    verbosity: Verbosity,
-) -> None:
-    with status("loading what trains models", verbosity):
-        from titan_rl.cluster.trainer_processes import start_trainer
+async def _teach(
+    session: RunSession[SupervisedSummary], found: list[Found], resources: contextlib.AsyncExitStack
+) -> SupervisedSummary:
+    from titan_rl.cluster.trainer_processes import start_trainer
 
-    config = workers.config
-    await asyncio.sleep(0)  # a signal that came during those imports stops the run here
-    use_monarch(config.hosts, tell_on_stderr)
-    outputs = open_outputs(config, run_dir, step=start.state.step, verbosity=verbosity)
-    first = FirstError()
-    with first.wins(), outputs as (progress, sinks), contextlib.ExitStack() as resources:
-        signals.tell = progress.end_with
-        resources.enter_context(traced(config.logging, run_dir.trace, progress.message))
-        progress.message(f"run directory: {run_dir.path}")
-        if note := told_of_template(config.model):
-            progress.message(note)
-        for loss in start.losses:
-            progress.warning(loss)
-        with progress.working("turning the demonstrations into tokens"):
-            tokens = _token_source(config.model, found)
-            plan, held_out = plan_steps(config, tokens, len(found))
-        progress.message(
-            f"{len(found) - len(held_out):,} demonstrations to learn in {len(plan):,} steps, and {len(held_out)} held "
-            "out; starting a trainer"
-        )
-        (files := HostFiles(run_dir.path)).begin()
-        history = HostHistory()
-        async with contextlib.AsyncExitStack() as opened:
-            with progress.working("starting a trainer"):
-                processes = await opened.enter_async_context(start_trainer(config, run_dir, progress.warning))
-            watch = hosts_watcher(config.hosts, files, processes, progress.warning, history, workers.provided)
-            training = processes.training
-            trainer = RecoveringTrainer(
-                training,
-                steps=LearnedSteps(tokens, plan),
-                checkpoints=run_dir.checkpoints,
-                published=PublishedWeights(),  # to nobody
-                max_respawns=config.training.max_respawns,
-                progress=progress,
-            )
-            await opened.enter_async_context(recovering(trainer))
-            if start.checkpoint is not None:
-                with progress.working(f"loading {start.checkpoint}"):
-                    start.loaded(await trainer.load(start.checkpoint))
-                progress.message(f"continuing from {start.checkpoint}")
-            loop = SupervisedLoop(
-                config,
-                trainer,
-                tokens,
-                plan=plan,
-                held_out=held_out,
-                run_dir=run_dir,
-                start=start.state,
-                log=sinks.log,
-                progress=progress,
-                install=partial(install, config, run_dir.export, run_dir.path),
-                hosts=history,
-            )
-            training.before_leaving = loop.save_soon
-            resources.callback(lambda: messages.stands_at(loop.step))
-            signals.stopping = STOPPING
-            resources_of = _TrainerAlone(training)
-            shortage = warn_of_shortage(resources_of, progress.warning, partial(note_waiting, run_dir.path))
-            with first.source():
-                async with background_tasks(hosts=watch(), shortage=shortage):
-                    summary = await loop.run()
-            await training.close()
-    show_summary(summary)
+    config, run_dir, progress = session.config, session.run_dir, session.progress
+    if note := told_of_template(config.model):
+        progress.message(note)
+    for loss in session.start.losses:
+        progress.warning(loss)
+    with progress.working("turning the demonstrations into tokens"):
+        tokens = _token_source(config.model, found)
+        plan, held_out = plan_steps(config, tokens, len(found))
+    progress.message(
+        f"{len(found) - len(held_out):,} demonstrations to learn in {len(plan):,} steps, and {len(held_out)} held "
+        "out; starting a trainer"
+    )
+    (files := HostFiles(run_dir.path)).begin()
+    history = HostHistory()
+    with progress.working("starting a trainer"):
+        processes = await resources.enter_async_context(start_trainer(config, run_dir, progress.warning))
+    training = processes.training
+    watch_hosts = hosts_watcher(config.hosts, files, processes, progress.warning, history, session.provided)
+    steps, published = LearnedSteps(tokens, plan), PublishedWeights()  # nobody reads them
+    opening = open_trainer(training, steps, config, run_dir, published, progress)
+    trainer = await resources.enter_async_context(opening)
+    await session.load(trainer)
+    loop = SupervisedLoop(
+        config,
+        trainer,
+        tokens,
+        plan=plan,
+        held_out=held_out,
+        run_dir=run_dir,
+        start=session.start.state,
+        log=session.sinks.log,
+        progress=progress,
+        hosts=history,
+    )
+    training.before_leaving = loop.save_soon
+    resources.callback(lambda: session.messages.stands_at(loop.version))
+    shortage = warn_of_shortage(_TrainerAlone(training), progress.warning, partial(note_waiting, run_dir.path))
+    async with session.training(hosts=watch_hosts(), shortage=shortage):
+        summary = await loop.run()
+    await training.close()
+    return summary
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,15 +16,12 @@ from typing import Any
 from titan_rl.cluster.hosts.lifecycle import HostHistory
 from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.threads import in_thread
-from titan_rl.core.errors import NoSpaceError
-from titan_rl.run.checkpoints.saver import CheckpointSaver, RunSaving
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.journal.state import RunState
-from titan_rl.run.machine.requirements import checkpoint_bytes
+from titan_rl.run.loop import TrainingLoop
 from titan_rl.run.observability.progress import Progress
-from titan_rl.run.observability.steps import LoopStages, Stage
+from titan_rl.run.observability.steps import Stage
 from titan_rl.run.sft.demonstrations import TokenSource
-from titan_rl.run.stages.training import SkippedSteps, TrainerCalls
 from titan_rl.run.terminal.view import format_seconds
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.protocol import Trainer
@@ -138,18 +135,17 @@ class SupervisedSummary:
         return "held-out loss" if before is not None and after is not None and after < before else None
 
 
-class SupervisedLoop:
-    """Teaches a trainer what each step is to learn. It starts and ends nothing that it was given.
+class SupervisedLoop(TrainingLoop):
+    """Training loop over demonstrations. It closes nothing that it was given.
 
     The demonstrations of the next step are turned into tokens while the trainer computes the one before.
 
     Args:
-        plan: the numbers of the demonstrations that each step learns.
-        held_out: of those that none learns.
-        start: of the checkpoint that the trainer has loaded.
-        log: called with (step, metrics) for every record.
-        hosts: what becomes of those of the trainer.
-        install: puts the exported model where it belongs, given the losses before and after.
+        plan: Numbers of the demonstrations that each step learns.
+        held_out: Numbers of the demonstrations that no step learns.
+        start: State of the checkpoint that the trainer has loaded.
+        log: Called with (step, metrics) for every record.
+        hosts: History of the trainer's hosts, for their metrics.
     """
 
     def __init__(
@@ -164,76 +160,41 @@ class SupervisedLoop:
         start: RunState,
         log: Callable[[int, dict[str, float]], None],
         progress: Progress,
-        install: Callable[[float | None, float | None], Path],
         hosts: HostHistory | None = None,
     ) -> None:
-        self._config = config
-        self._trainer = trainer
+        super().__init__(config, trainer, run_dir=run_dir, state=start, log=log, progress=progress)
         self._tokens = tokens
         self._plan = plan
         self._held_out = held_out
-        self._run_dir = run_dir
-        self._state = start
-        self._log = log
-        self._progress = progress
-        self._install = install
         self._hosts = hosts or HostHistory()
-        self._calls = TrainerCalls(trainer)
-        self._skipped = SkippedSteps(config.training.max_skipped_steps, progress.warning)
-        self._stages = LoopStages()
         self._num_too_long = 0
-        saver = CheckpointSaver(
-            config.checkpoint,
-            run_dir.checkpoints,
-            trainer,
-            estimate=checkpoint_bytes(config),
-            copy=self._copy,
-            forget_before=lambda version: None,
-            tell=progress.message,
-            version=start.step,
-        )
-        self._saving = RunSaving(saver, self._calls, progress, lambda: self.step)
-        self.save_soon = self._saving.soon
-
-    @property
-    def step(self) -> int:
-        """That was trained last."""
-        return self._state.step
 
     async def run(self) -> SupervisedSummary:
-        """Learn what is left to learn. A checkpoint is written on every way out that leaves a taught model.
+        """Learn the steps of the plan that are left, export the model, and copy it to `sft.out`.
 
         Raises:
-            TitanRLError: what ended the run, of whichever part.
+            TitanRLError: The error that ended the run.
         """
         with contextlib.closing(self._stages):
             held_out = await in_thread(self._tokens.samples, self._held_out) if self._held_out else []
-            before = self._run_dir.metric(0, "validation/loss") if self.step else await self._measure(held_out)
-            try:
+            before = self._run_dir.metric(0, "validation/loss") if self.version else await self._measure(held_out)
+            async with self._saved_at_the_end():
                 async with asyncio.TaskGroup() as background:
                     await self._learn(held_out, background)
                 after = await self._measure(held_out)
-                self._stages.enter(Stage.CHECKPOINT, self.step)
-                await self._saving.save_last()
-            except NoSpaceError:  # of the last save
-                raise
-            except BaseException:
-                await self._saving.save_what_is_trained(self._enter_last_save)
-                raise
-        with self._progress.working(f"exporting the model to {self._run_dir.export}"):
-            await self._trainer.export(self._run_dir.export)
+        await self._export()
         return SupervisedSummary(
             loss_before=before,
             loss_after=after,
-            steps=self.step,
+            steps=self.version,
             tokens=self._state.tokens,
             seconds=self._run_dir.elapsed_s,
-            out=await in_thread(self._install, before, after),
+            out=await in_thread(install, self._config, self._run_dir.export, self._run_dir.path, before, after),
         )
 
     async def _learn(self, held_out: Sequence[TrainingSample], background: asyncio.TaskGroup) -> None:
         coming: asyncio.Task[list[TrainingSample]] | None = None
-        for step in range(self.step + 1, len(self._plan) + 1):
+        for step in range(self.version + 1, len(self._plan) + 1):
             began = time.monotonic()
             self._stages.enter(Stage.BATCH, step)
             samples = await (coming or self._samples(step, background))
@@ -267,12 +228,12 @@ class SupervisedLoop:
         self._state = replace(self._state, step=result.version, tokens=tokens)
         speed = sum(len(sample.token_ids) for sample in samples) / seconds
         self._log(
-            self.step,
+            self.version,
             {f"train/{name}": metrics[name] for name in LOGGED if name in metrics}
             | self._hosts.take_metrics()
             | {"throughput/tokens_per_s": speed, "time/step_s": seconds, "time/wait_for_tokens_s": waited_s},
         )
-        self._progress.step(SupervisedStep(self.step, metrics.get("loss", math.nan), speed, seconds))
+        self._progress.step(SupervisedStep(self.version, metrics.get("loss", math.nan), speed, seconds))
         if len(self._tokens.too_long) > self._num_too_long:
             self._num_too_long = len(self._tokens.too_long)
             self._progress.warning(
@@ -284,17 +245,14 @@ class SupervisedLoop:
         """The loss of what is held out, which is logged and told."""
         if not held_out:
             return None
-        self._stages.enter(Stage.VALIDATION, self.step)
+        self._stages.enter(Stage.VALIDATION, self.version)
         with self._progress.working("measuring the held-out loss"):
             loss = await self._trainer.measure(held_out)
-        self._log(self.step, {"validation/loss": loss})
-        self._progress.message(f"held-out loss {loss:.3f} after step {self.step}")
+        self._log(self.version, {"validation/loss": loss})
+        self._progress.message(f"held-out loss {loss:.3f} after step {self.version}")
         return loss
 
-    def _enter_last_save(self) -> None:
-        self._stages.enter(Stage.CHECKPOINT, self.step)
-
-    async def _copy(self, version: int) -> dict[str, Any]:
+    async def _copy(self, version: int) -> Mapping[str, Any]:
         run_state = asdict(self._state)
         await self._trainer.begin_save(self._run_dir.checkpoints, run_state)
         return run_state

@@ -1,8 +1,10 @@
-"""The workers of a run, whoever starts them: behind this, hosts are addresses."""
+"""Hosts of a command: workers that a provider starts, and the address on which Monarch listens for them."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import importlib
 import inspect
 import logging
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable
@@ -14,11 +16,13 @@ from typing import Any, Generic, TypeVar
 from titan_rl.cluster.hosts.elastic import ProvidedHosts
 from titan_rl.cluster.providers.registry import ProviderKind, find_provider
 from titan_rl.cluster.providers.spec import ChangingWorkers, ProviderSpec
-from titan_rl.config.hosts import NOT_AN_ADDRESS, join_address, split_address
+from titan_rl.config.hosts import NOT_AN_ADDRESS, OPEN, HostsConfig, join_address, own_address, split_address
 from titan_rl.config.run import RunConfig
 from titan_rl.config.serve import ServeConfig
+from titan_rl.core.calls.parsing import names_this_machine
 from titan_rl.core.calls.user_code import reason, where
 from titan_rl.core.errors import ConfigError, ProviderError, TitanRLError
+from titan_rl.run.machine.environment import process_scratch
 from titan_rl.run.machine.signals import tell_on_stderr
 from titan_rl.run.observability.progress import Verbosity, status
 
@@ -151,3 +155,52 @@ def _addresses_of(name: str, started: object) -> tuple[str, ...]:
 
 def _a(value: object) -> str:
     return f"{value!r:.80}" if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
+
+
+_announced = set[str]()
+"""Addresses that this process has announced: an evaluation of several policies announces each once."""
+
+
+def use_monarch(hosts: HostsConfig, tell: Callable[[str], object]) -> None:
+    """Have Monarch listen where the run's hosts reach it.
+
+    Monarch writes to the terminal when it is first used, so call this while no display is drawn.
+
+    Raises:
+        ConfigError: `hosts` names what this machine does not have.
+    """
+    from titan_rl.cluster.processes.sockets import listen_below, listen_on
+
+    if not hosts.elsewhere:
+        listen_below(process_scratch())
+        return
+    address = own_address(hosts)
+    listen_on(address, process_scratch())
+    if not names_this_machine(address) and address not in _announced:
+        _announced.add(address)
+        tell(f"this run listens on {address}: {OPEN}")
+
+
+@contextlib.asynccontextmanager
+async def open_hosts(
+    config: C,
+    logs: Path,
+    module: str,
+    *,
+    verbosity: Verbosity = Verbosity.NORMAL,
+    stop: Callable[[], object] | None = None,
+    warn: Callable[[str], object] = tell_on_stderr,
+) -> AsyncGenerator[StartedWorkers[C]]:
+    """Start a provider's workers, import what starts processes on them, and have Monarch listen for them.
+
+    Args:
+        module: Module that starts the processes. Its import takes seconds.
+        stop, logs: see `workers_started`.
+        warn: Receives a warning if Monarch's address is open to other machines.
+    """
+    async with workers_started(config, logs, verbosity, stop) as workers:
+        with status("loading what runs models", verbosity):
+            importlib.import_module(module)
+        await asyncio.sleep(0)  # a signal that came during the imports stops the command here
+        use_monarch(workers.config.hosts, warn)
+        yield workers

@@ -1,0 +1,367 @@
+"""Session of a command: everything set up around its work, and taken down again however the work ends.
+
+process_session   of `train`, `sft`, `eval` and `serve`: log file, signals, a guard process, environment variables
+RunSession        of `train` and `sft` besides: the run's folder, the state it resumes from, status.json, the report,
+                  hosts, screen, metric sinks, trace and watchdog
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shlex
+import threading
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+from uuid import uuid4
+
+from titan_rl.cluster.hosts.folders import scratch_root
+from titan_rl.cluster.hosts.provided import ProvidedHosts
+from titan_rl.config.changes import settings_of
+from titan_rl.config.concurrency import throttles
+from titan_rl.config.model_files import model_identity
+from titan_rl.config.run import RunConfig
+from titan_rl.core.calls.cancellation import FirstError
+from titan_rl.core.calls.user_code import describe
+from titan_rl.core.calls.watchdog import LoopWatchdog
+from titan_rl.core.errors import CheckpointError, ConfigError, TrainingError
+from titan_rl.core.tracing.spans import recording
+from titan_rl.metrics.sinks.types import MetricSink
+from titan_rl.run.checkpoints.resumption import Resumption, Standing, find_standing, is_finished, resume_from_newest
+from titan_rl.run.directory import RunDirectory, check_files
+from titan_rl.run.hosts import open_hosts
+from titan_rl.run.journal.state import RunState, list_segments, read_segments
+from titan_rl.run.machine.environment import logging_to, run_environment
+from titan_rl.run.machine.guard import guarded
+from titan_rl.run.machine.requirements import check_room, size_of
+from titan_rl.run.machine.signals import StopSignals, run_until_signal, tell_on_stderr
+from titan_rl.run.observability.progress import Progress, Verbosity
+from titan_rl.run.observability.sinks import Sinks, open_sinks
+from titan_rl.run.observability.watchers import background_tasks
+from titan_rl.run.status import noted, reported
+from titan_rl.training.protocol import Trainer
+from titan_rl.training.state.checkpoint import latest, step_of
+from titan_rl.weights.shard_files.shard_folder import clean_dead_shards
+
+logger = logging.getLogger(__name__)
+
+STOPPING = (
+    "stopping: a step that is being trained is finished, and what is trained is saved; once more ends the run at once, "
+    "without saving"
+)
+STOPPING_EARLY = (
+    "stopping: the run is still being set up, and has trained nothing that is not saved; once more ends it at once"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFiles:
+    """Log folder of a command's processes, and the name under which they share weights."""
+
+    run_id: str
+    logs: Path
+
+
+@contextlib.contextmanager
+def process_session(
+    run_id: str, pythonpath: Sequence[str], *, stopping: str, ended: str, starts_processes: bool = True
+) -> Generator[StopSignals]:
+    """Prepare this process, and the processes that it starts, for the length of the block.
+
+    Signals are handled, and the process is guarded, only if this is the main thread.
+
+    Args:
+        run_id: Part of the names of shared memory, which the guard clears.
+        stopping: Message after the first signal.
+        ended: Message after the second signal, which ends the process at once.
+        starts_processes: Whether the process is guarded and gets environment variables for other processes.
+    """
+    signals = StopSignals(stopping, ended)
+    is_main = threading.current_thread() is threading.main_thread()
+    with contextlib.ExitStack() as resources:
+        if is_main:
+            resources.enter_context(signals)
+        if is_main and starts_processes:
+            resources.enter_context(guarded(scratch_root(), run_id, ended))
+        if starts_processes:
+            resources.enter_context(run_environment(pythonpath))
+        yield signals
+
+
+S = TypeVar("S")
+Work = Callable[[contextlib.AsyncExitStack], Coroutine[Any, Any, S]]
+"""Body of a run, which returns its summary. The stack closes the resources that it opens."""
+
+
+class RunSession(Generic[S]):
+    """Session of one run of `titan-rl train` or `titan-rl sft`.
+
+    Attributes:
+        config: Settings of the run; once its workers have started, with their addresses in the place of a provider.
+        start: State that the run begins or resumes from.
+        provided: Hosts of a provider whose hosts come and go; None where they stay the same.
+        progress: Screen of the run, while its work runs.
+        sinks: Metric sinks of the run, while its work runs.
+        summary: Result of the work; None until it has ended.
+
+    Args:
+        begins: The run is new, not resumed.
+        begun_by: Command to name if the run fails before it has saved anything.
+        command: Command of `titan-rl` that resumes the run.
+        processes: Module that starts the run's processes; None if it has none.
+        others: Metric sinks besides those named by settings, by their names for messages.
+    """
+
+    start: Resumption
+    signals: StopSignals
+    messages: EndMessages
+    progress: Progress
+    sinks: Sinks
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run_dir: RunDirectory,
+        *,
+        begins: bool,
+        begun_by: str | None,
+        command: str,
+        processes: str | None,
+        others: Mapping[str, MetricSink] | None = None,
+        verbosity: Verbosity = Verbosity.NORMAL,
+    ) -> None:
+        self.config = config
+        self.run_dir = run_dir
+        self.provided: ProvidedHosts | None = None
+        self.summary: S | None = None
+        self._begins = begins
+        self._begun_by = begun_by if begins else None
+        self._command = command
+        self._processes = processes
+        self._others = others
+        self._verbosity = verbosity
+        self._error = FirstError()
+
+    def run(self, work: Work[S]) -> int:
+        """Run the work from where the run stands, so that it can be stopped at any time.
+
+        Returns:
+            exit code: 0, or 128 + the number of the signal that stopped the run in order.
+
+        Raises:
+            TitanRLError: The error that ended the run.
+        """
+        config, run_dir, first = self.config, self.run_dir, FirstError()
+        with first.wins(), run_dir.locked(), logging_to(run_dir.logs / "controller.log"):
+            self.start = self._begin()
+            for warning in throttles(config):
+                logger.warning("%s", warning)
+            self.messages = EndMessages(config, run_dir, self.start.state.step, self._begun_by, self._command)
+            with (
+                reported(run_dir.path, run_dir.report),
+                noted(run_dir.path, begins=self._begins) as outcome,
+                process_session(
+                    run_dir.run_id,
+                    config.pythonpath,
+                    stopping=STOPPING_EARLY,
+                    ended=f"ended at once; {self.messages.cut_short()}",
+                    starts_processes=self._processes is not None,
+                ) as self.signals,
+                first.source(),
+            ):
+                try:
+                    code = outcome.code = run_until_signal(self._run(work), self.signals, self.messages.failed)
+                except (SystemExit, KeyboardInterrupt) as error:  # raised by user code: no signal raises here
+                    failure = TrainingError(f"an environment, a reward or the task exits Python: {describe(error)}")
+                    failure.add_note(self.messages.failed())
+                    raise failure from None
+            if code:
+                tell_on_stderr(self.messages.stopped())
+            return code
+
+    def _begin(self) -> Resumption:
+        if not self._begins:
+            start = resume_from_newest(self.config, self.run_dir)
+            self.run_dir.become_latest()
+            return start
+        model = model_identity(Path(self.config.model.path))
+        start = Resumption(None, RunState(settings=settings_of(self.config), run=uuid4().hex, model=model))
+        start.state.write(self.run_dir.path)
+        return start
+
+    async def _run(self, work: Work[S]) -> None:
+        async with contextlib.AsyncExitStack() as hosts:
+            if self._processes is not None:
+                opening = open_hosts(
+                    self.config,
+                    self.run_dir.logs,
+                    self._processes,
+                    verbosity=self._verbosity,
+                    stop=self.signals.stop,
+                )
+                workers = await hosts.enter_async_context(opening)
+                self.config, self.provided = workers.config, workers.provided
+            await asyncio.sleep(0)  # a signal that came until now stops the run here, before it starts anything
+            with self._error.wins():
+                async with contextlib.AsyncExitStack() as resources:
+                    self._open_outputs(resources)
+                    summary = await work(resources)
+        self.summary = summary
+
+    def _open_outputs(self, resources: contextlib.AsyncExitStack) -> None:
+        logging, step = self.config.logging, self.start.state.step
+        self.progress = resources.enter_context(Progress(self.config.training.steps, verbosity=self._verbosity))
+        warn = self.progress.warning
+        self.sinks = resources.enter_context(open_sinks(logging, self.run_dir, warn, self._others, step=step))
+        self.signals.tell = self.progress.end_with
+        resources.callback(clean_dead_shards)  # of a trainer that was killed
+        if logging.trace:
+            tracing = recording(self.run_dir.trace, "controller", logging.trace_mib << 20, self.progress.message)
+            resources.enter_context(tracing)
+        resources.enter_context(LoopWatchdog(warn))
+        self.progress.message(f"run directory: {self.run_dir.path}")
+
+    async def load(self, trainer: Trainer) -> None:
+        """Have the trainer load the checkpoint that the run resumes from, if there is one."""
+        if (checkpoint := self.start.checkpoint) is not None:
+            with self.progress.working(f"loading {checkpoint}"):
+                self.start.loaded(await trainer.load(checkpoint))
+            self.progress.message(f"continuing from {checkpoint}")
+
+    @contextlib.asynccontextmanager
+    async def training(self, **watchers: Coroutine[Any, Any, object]) -> AsyncGenerator[None]:
+        """Run watchers, named by their keywords, beside the training loop in the block.
+
+        An error of the block is raised even if closing the run fails, too. From here on a signal stops the run with a
+        checkpoint.
+        """
+        with self._error.source():
+            async with background_tasks(**watchers):
+                self.signals.stopping = STOPPING
+                yield
+
+
+def open_run_dir(
+    config: RunConfig, resume: Path | None, name: str | None = None, *, supervised: bool = False
+) -> RunDirectory:
+    """The folder of the run that is resumed, or one that is made.
+
+    Args:
+        supervised: the run is one of `titan-rl sft`.
+
+    Raises:
+        ConfigError: it cannot be made or written to, it is of a run of the other kind, or the disk has not enough room
+            for the run.
+    """
+    if resume is None:
+        check_room(config, Path(config.run_dir))
+        return RunDirectory.create(config, name)
+    if not os.access(resume, os.W_OK | os.X_OK):
+        raise ConfigError(f"--resume {resume}: the run cannot go on in a folder that you may not write to; copy it")
+    check_files(resume)
+    check_room(config, resume, held=size_of(resume / "checkpoints"))
+    run_dir = RunDirectory(resume)
+    if run_dir.supervised.is_file() != supervised:
+        command = "train" if supervised else "sft"
+        raise ConfigError(f"--resume {resume}: that is a run of titan-rl {command}; titan-rl {command} goes on with it")
+    return run_dir
+
+
+def check_resumption(config: RunConfig, resume: Path, *, supervised: bool = False) -> Standing:
+    """Find out whether a run could go on, and from where, and leave it as it is.
+
+    Args:
+        config: with which it would.
+        supervised: as of `open_run_dir`.
+
+    Raises:
+        ConfigError, CheckpointError: it could not.
+    """
+    run_dir = open_run_dir(config, resume, supervised=supervised)
+    with run_dir.locked():
+        return find_standing(config, run_dir)
+
+
+class EndMessages:
+    """What to say when a run ends before its time.
+
+    Args:
+        step: of the checkpoint that it begins from.
+        begun_by: the command that has begun it; None where it is resumed.
+        command: of `titan-rl`, that goes on with it.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run_dir: RunDirectory,
+        step: int,
+        begun_by: str | None = None,
+        command: str = "train",
+    ) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._step = step
+        self._begun_by = begun_by
+        self._command = shlex.join(["titan-rl", command, "--resume", str(run_dir.path)])
+
+    def stands_at(self, step: int) -> None:
+        """The run has trained this step last."""
+        self._step = step
+
+    def stopped(self) -> str:
+        """After a stop in order: "stopped with step 3 saved; to go on: titan-rl train --resume runs/latest"."""
+        if (finished := self._finished()) is not None:
+            return f"stopped when {finished}"
+        if (unsaved := self._unsaved()) is not None:
+            return f"stopped at {unsaved}; to go on from {self._start()}: {self._command}"
+        saved = f"with step {self._step} saved" if self._step else "before a step was trained"
+        return f"stopped {saved}; to go on: {self._command}"
+
+    def failed(self) -> str:
+        """After the error that ended the run."""
+        if (finished := self._finished()) is not None:
+            return finished
+        if (unsaved := self._unsaved()) is not None:
+            return f"the run stands at {unsaved}; once it is mended, go on from {self._start()} with: {self._command}"
+        if self._begun_by is not None and not self._step and self._has_no_journal():
+            return f"nothing was trained or saved; once it is mended, begin again with: {self._begun_by}"
+        saved = f"step {self._step} is saved; " if self._step else ""
+        return f"{saved}once it is mended, go on with: {self._command}"
+
+    def cut_short(self) -> str:
+        """After an end at once, whatever the run was doing."""
+        return f"what was saved before stays; to go on: {self._command}"
+
+    def _finished(self) -> str | None:
+        """What there is, where nothing is left to do."""
+        if not is_finished(self._config, self._run_dir, latest(self._run_dir.checkpoints)):
+            return None
+        return f"all steps were trained and saved: the run is finished, its policy is {self._run_dir.export}"
+
+    def _unsaved(self) -> str | None:
+        """The step that the run stands at, where a resume starts from one before."""
+        checkpoint = latest(self._run_dir.checkpoints)
+        if self._step <= (0 if checkpoint is None else step_of(checkpoint)):
+            return None
+        return f"step {self._step}, which is not saved"
+
+    def _has_no_journal(self) -> bool:
+        """Whether no answer of the policy is kept that a resume could take."""
+        try:
+            position = RunState.read(self._run_dir.path).position
+            state = read_segments(list_segments(self._run_dir.journal), position).state
+        except CheckpointError:
+            return False
+        return not (state.finished or state.completions)
+
+    def _start(self) -> str:
+        """What a resume starts from."""
+        checkpoint = latest(self._run_dir.checkpoints)
+        return (
+            "step 0, for there is no checkpoint" if checkpoint is None else f"step {step_of(checkpoint)}, {checkpoint}"
+        )
