@@ -21,7 +21,7 @@ from titan_rl.config.evaluation import EvalConfig, make_eval_config
 from titan_rl.config.load import ConfigLike, TaskLike, given_config
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import ConfigError
-from titan_rl.evaluation.evaluate import EvaluationFiles, EvaluationRun, folder_name
+from titan_rl.evaluation.evaluate import EvaluationRun, folder_name
 from titan_rl.evaluation.policies.opened import (
     OpenedPolicy,
     needs_engine,
@@ -42,6 +42,7 @@ from titan_rl.run.machine.signals import run_to_its_end
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.summary import RunSummary, show_summary
 from titan_rl.run.parts import Parts
+from titan_rl.run.session import SessionFiles
 from titan_rl.run.terminal.standard_streams import tell
 from titan_rl.scheduling.filters import GroupFilter
 from titan_rl.training.protocol import Trainer
@@ -204,7 +205,7 @@ async def evaluate_async(
             resources.enter_context(run_environment(made.pythonpath))
         logs = Path(out) / "logs" if out else Path(resources.enter_context(tempfile.TemporaryDirectory())) / "logs"
         logs.mkdir(parents=True, exist_ok=True)
-        files = EvaluationFiles(f"eval-{time.time_ns():x}", logs.absolute())
+        files = SessionFiles(f"eval-{time.time_ns():x}", logs.absolute())
         opened = await resources.enter_async_context(open_policy(str(policy), made, settings, files, tell))
         return await _evaluate(made, settings, opened, Path(out) / folder_name(opened.name, set()) if out else None)
 

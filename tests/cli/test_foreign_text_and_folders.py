@@ -131,7 +131,7 @@ def test_a_link_in_a_runs_folder_is_refused_and_what_it_leads_to_stays(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ):
-    monkeypatch.setattr("titan_rl.run.launch.run_in_order", lambda *_, **__: pytest.fail("started"))
+    monkeypatch.setattr("titan_rl.run.session.RunSession.run", lambda *_, **__: pytest.fail("started"))
     target, link = tmp_path / "mine", stopped.path / name
     if name in ("logs", "journal", "checkpoints/step-1"):
         target.mkdir()

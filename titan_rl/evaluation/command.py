@@ -7,22 +7,21 @@ _evaluate_all     one policy after the other is opened, evaluated and closed
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from titan_rl.cluster.hosts.folders import scratch_root
 from titan_rl.config.evaluation import EvalConfig
 from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.run import RunConfig
-from titan_rl.evaluation.evaluate import EvaluationFiles, EvaluationRun, folder_name
+from titan_rl.evaluation.evaluate import EvaluationRun, folder_name
 from titan_rl.evaluation.policies.opened import needs_engine, open_policy, require_engine
 from titan_rl.evaluation.policies.source import find_policy
 from titan_rl.evaluation.results import Evaluation
 from titan_rl.evaluation.suites import chosen_suites
-from titan_rl.run.machine.environment import file_modes, log_to, run_environment
-from titan_rl.run.machine.guard import guarded
-from titan_rl.run.machine.signals import StopSignals, run_to_its_end, run_until_signal
+from titan_rl.run.machine.environment import file_modes, logging_to
+from titan_rl.run.machine.signals import run_until_signal
 from titan_rl.run.observability.progress import Progress
+from titan_rl.run.session import SessionFiles, process_session
 
 STOPPING = "stopping: what is done so far is shown; once more ends it at once"
 
@@ -56,22 +55,17 @@ def run_evaluations(
     for given in policies:
         if needs_engine([given]):
             find_policy(given)
-    with file_modes(share=config.share_run_dir), _files(out) as files, contextlib.ExitStack() as resources:
-        ended = f"ended at once; {out} has what was done, and the same command with --out {out} goes on"
-        signals = resources.enter_context(StopSignals(STOPPING, ended))
-        resources.enter_context(guarded(scratch_root(), files.run_id, ended))
-        resources.enter_context(run_environment(config.pythonpath))
-        signals.tell = progress.end_with
-        log_to(files.logs / "evaluation.log")
-        program = _evaluate_all(config, settings, policies, out, evaluations, files, progress)
-        return run_to_its_end(run_until_signal(program, signals, lambda: f"logs and transcripts are in {out}"))
-
-
-@contextlib.contextmanager
-def _files(out: Path) -> Generator[EvaluationFiles]:
-    logs = out.absolute() / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    yield EvaluationFiles(f"eval-{out.name}", logs)
+    ended = f"ended at once; {out} has what was done, and the same command with --out {out} goes on"
+    with file_modes(share=config.share_run_dir):
+        files = SessionFiles(f"eval-{out.name}", out.absolute() / "logs")
+        files.logs.mkdir(parents=True, exist_ok=True)
+        with (
+            logging_to(files.logs / "evaluation.log"),
+            process_session(files.run_id, config.pythonpath, stopping=STOPPING, ended=ended) as signals,
+        ):
+            signals.tell = progress.end_with
+            program = _evaluate_all(config, settings, policies, out, evaluations, files, progress)
+            return run_until_signal(program, signals, lambda: f"logs and transcripts are in {out}")
 
 
 async def _evaluate_all(
@@ -80,7 +74,7 @@ async def _evaluate_all(
     policies: Sequence[str],
     out: Path,
     evaluations: list[Evaluation],
-    files: EvaluationFiles,
+    files: SessionFiles,
     progress: Progress,
 ) -> None:
     taken: set[str] = set()

@@ -28,14 +28,6 @@ from titan_rl.run.machine.signals import first_cause
 from titan_rl.run.observability.progress import Progress
 
 
-@dataclass(frozen=True, slots=True)
-class EvaluationFiles:
-    """Where an evaluation's processes write."""
-
-    run_id: str
-    logs: Path
-
-
 def folder_name(policy: str, taken: set[str]) -> str:
     """A name for the folder of a policy's evaluation, which no other has.
 

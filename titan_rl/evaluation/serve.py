@@ -8,34 +8,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Generator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from titan_rl.cluster.hosts.folders import scratch_root
 from titan_rl.config.build import make_renderer
 from titan_rl.config.concurrency import places_of
 from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.sections import GenerationConfig
 from titan_rl.config.serve import ServeConfig, ServerConfig
 from titan_rl.core.calls.user_code import reason
-from titan_rl.core.errors import MissingExtraError, ModelError
+from titan_rl.core.errors import ModelError
 from titan_rl.evaluation.policies.following import CheckpointPublisher, RunFollower
 from titan_rl.evaluation.policies.source import PolicySource, export, with_copies
 from titan_rl.generation.registry import find_engine
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
-from titan_rl.run.hosts import use_monarch, workers_started
-from titan_rl.run.machine.environment import file_modes, log_to, run_environment
-from titan_rl.run.machine.guard import guarded
-from titan_rl.run.machine.signals import StopSignals, run_to_its_end, run_until_signal, tell_on_stderr
+from titan_rl.run.hosts import open_hosts
+from titan_rl.run.machine.environment import file_modes, logging_to
+from titan_rl.run.machine.requirements import require_modules
+from titan_rl.run.machine.signals import run_until_signal
 from titan_rl.run.observability.progress import Verbosity, status
+from titan_rl.run.session import SessionFiles, process_session
 from titan_rl.run.terminal.standard_streams import OutputError, say, tell
 from titan_rl.serving.access import Keys
 from titan_rl.serving.app import make_app
@@ -65,14 +62,6 @@ STOPPING = "stopping: requests under way end with a 503; once more ends it at on
 ENDED = "ended at once"
 
 
-@dataclass(frozen=True, slots=True)
-class ServerFiles:
-    """What a server leaves on the disk while it runs. A server that fails leaves its logs."""
-
-    run_id: str
-    logs: Path
-
-
 def run_server(config: ServeConfig, source: PolicySource, verbosity: Verbosity = Verbosity.NORMAL) -> int:
     """Serve a policy until a signal.
 
@@ -86,46 +75,42 @@ def run_server(config: ServeConfig, source: PolicySource, verbosity: Verbosity =
         TitanRLError: what ended it, or kept it from starting.
     """
     modules = ("torch", "monarch", "transformers", "starlette", "uvicorn", "prometheus_client")
-    for module in (*modules, *find_engine(config.generation.engine).modules):
-        if importlib.util.find_spec(module) is None:
-            raise MissingExtraError(module, "cpu")
+    require_modules(*modules, *find_engine(config.generation.engine).modules)
     keys = take_keys(config.server)
     check_own_machine(config.hosts)
     with (
         file_modes(share=False),
         _files() as files,
-        StopSignals(STOPPING, ENDED) as signals,
-        guarded(scratch_root(), files.run_id, ENDED),
-        run_environment(config.pythonpath),
+        logging_to(files.logs / "server.log"),
+        process_session(files.run_id, config.pythonpath, stopping=STOPPING, ended=ENDED) as signals,
     ):
-        log_to(files.logs / "server.log")
         program = _serve_on_hosts(config, source, keys, files, verbosity)
-        return run_to_its_end(run_until_signal(program, signals, lambda: f"its logs are in {files.logs}"))
+        return run_until_signal(program, signals, lambda: f"its logs are in {files.logs}")
 
 
 @contextlib.contextmanager
-def _files() -> Generator[ServerFiles]:
+def _files() -> Generator[SessionFiles]:
+    """Make a folder for the server's logs, which remains if the server fails."""
     folder = Path(tempfile.mkdtemp(prefix="titan_rl-serve-"))
     (logs := folder / "logs").mkdir()
-    yield ServerFiles(folder.name, logs)
+    yield SessionFiles(folder.name, logs)
     shutil.rmtree(folder, ignore_errors=True)
 
 
-async def _serve_on_hosts(config: ServeConfig, *given: Any) -> None:
-    _, _, files, verbosity = given
-    async with workers_started(config, files.logs, verbosity) as started:
-        await _serve(started.config, *given)
+async def _serve_on_hosts(
+    config: ServeConfig, source: PolicySource, keys: Keys, files: SessionFiles, verbosity: Verbosity
+) -> None:
+    opening = open_hosts(config, files.logs, "titan_rl.cluster.generator_processes", verbosity=verbosity)
+    async with opening as started:
+        await _serve(started.config, source, keys, files, verbosity)
 
 
 async def _serve(
-    config: ServeConfig, source: PolicySource, keys: Keys, files: ServerFiles, verbosity: Verbosity
+    config: ServeConfig, source: PolicySource, keys: Keys, files: SessionFiles, verbosity: Verbosity
 ) -> None:
-    # Monarch writes to the terminal when it is first used.
     from titan_rl.cluster.generator_processes import open_transport, start_generators
     from titan_rl.cluster.processes.garbage import settled_heap
 
-    await asyncio.sleep(0)  # a signal that came during those imports stops it here
-    use_monarch(config.hosts, tell_on_stderr)
     model, server = config.model, config.server
     if source.checkpoint is not None:
         tell(f"titan-rl: reading {source.name}")

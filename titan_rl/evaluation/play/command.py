@@ -16,7 +16,6 @@ from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import TaskSource
 from titan_rl.core.calls.watchdog import LoopWatchdog
 from titan_rl.core.errors import ConfigError
-from titan_rl.evaluation.evaluate import EvaluationFiles
 from titan_rl.evaluation.play.person import HELP, Person
 from titan_rl.evaluation.play.screen import Say, Screen, ShownGame, ShownMessageEnv, ShownTokenEnv
 from titan_rl.evaluation.policies.opened import (
@@ -35,6 +34,7 @@ from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.rollout.task import RunContext, calling, held_out_samples, opened
 from titan_rl.run.machine.environment import run_environment
+from titan_rl.run.session import SessionFiles
 from titan_rl.types import GenerateFn, SamplingParams
 
 PATIENCE_S = 1e6
@@ -167,7 +167,7 @@ async def _watched(
             require_engine(config)
             resources.enter_context(run_environment(config.pythonpath))
         logs = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="titan_rl-play-")))
-        async with open_policy(policy, config, settings, EvaluationFiles(logs.name, logs), tell) as opened_policy:
+        async with open_policy(policy, config, settings, SessionFiles(logs.name, logs), tell) as opened_policy:
             yield opened_policy
 
 

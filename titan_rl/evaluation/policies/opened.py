@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 
@@ -24,9 +24,10 @@ from titan_rl.evaluation.policies.source import PolicySource, export, find_polic
 from titan_rl.generation.registry import find_engine
 from titan_rl.rollout.chat_env import ChatFn
 from titan_rl.rollout.renderer import Renderer
-from titan_rl.run.hosts import use_monarch, workers_started
+from titan_rl.run.hosts import open_hosts
 from titan_rl.run.machine.requirements import require_modules
 from titan_rl.run.observability.progress import Verbosity
+from titan_rl.run.session import SessionFiles
 from titan_rl.serving.client import HttpChatFn, HttpGenerateFn
 from titan_rl.training.settings import ModelConfig
 from titan_rl.types import Completion, GenerateFn, SamplingParams
@@ -35,16 +36,6 @@ MAX_RUNNING = 64
 """Requests that one engine advances at a time, if its KV cache holds so many and no setting says otherwise."""
 
 ASK_TIMEOUT_S = 30.0
-
-
-class PolicyFiles(Protocol):
-    """Where what is started for policies writes its logs."""
-
-    @property
-    def run_id(self) -> str: ...
-
-    @property
-    def logs(self) -> Path: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +81,7 @@ async def open_policy(
     given: str,
     config: RunConfig,
     settings: EvalConfig,
-    files: PolicyFiles,
+    files: SessionFiles,
     tell: Callable[[str], object],
     warn: Callable[[str], object] | None = None,
 ) -> AsyncGenerator[OpenedPolicy]:
@@ -159,18 +150,17 @@ async def _only_model(url: str, key: str | None, transport: httpx.AsyncBaseTrans
 async def _started(
     given: str,
     config: RunConfig,
-    files: PolicyFiles,
+    files: SessionFiles,
     tell: Callable[[str], object],
     warn: Callable[[str], object],
 ) -> AsyncGenerator[OpenedPolicy]:
-    # Monarch writes to the terminal when it is first used.
-    from titan_rl.cluster.generator_processes import start_generators
-
     source = find_policy(given)
     model = _model_of(source, config)
     async with contextlib.AsyncExitStack() as resources:
-        started = await resources.enter_async_context(workers_started(config, files.logs, Verbosity.QUIET))
-        config = started.config
+        opening = open_hosts(
+            config, files.logs, "titan_rl.cluster.generator_processes", verbosity=Verbosity.QUIET, warn=warn
+        )
+        config = (await resources.enter_async_context(opening)).config
         folder, hosts = resources.enter_context(tempfile.TemporaryDirectory(prefix="policy-")), config.hosts
         if source.checkpoint is not None:
             tell(f"reading {source.name}")
@@ -179,7 +169,8 @@ async def _started(
         check_model_folder(model, config.generation, [Path()])
         check_chat_template(model)
         renderer = make_renderer(model)
-        use_monarch(hosts, warn)
+        from titan_rl.cluster.generator_processes import start_generators
+
         count = config.generation.num_generators
         tell(f"starting {count} generator{'' if count == 1 else 's'} for {source.name}; logs: {files.logs}")
         serve = ServeConfig(
