@@ -11,7 +11,6 @@ from titan_rl.cli.verbosity import add_verbosity, verbosity_of
 from titan_rl.config.serve import ServeConfig, dump_serve_config, load_serve_config
 from titan_rl.core.errors import ConfigError
 from titan_rl.evaluation.policies.source import find_policy
-from titan_rl.evaluation.serve import take_keys
 from titan_rl.run.terminal.standard_streams import say, tell, tell_next
 
 FOLLOW_S = 5.0
@@ -54,6 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
             "such as runs/latest, or leave that out"
         )
     if arguments.dry_run:
+        from titan_rl.evaluation.serve import take_keys
+
         take_keys(config.server)
         say(f"# {source.name}\n\n{dump_serve_config(config)}")
         tell("titan-rl: ready: the policy can be served")

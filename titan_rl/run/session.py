@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 from uuid import uuid4
 
+from titan_rl.cluster.hosts.elastic import ProvidedHosts
 from titan_rl.cluster.hosts.folders import scratch_root
-from titan_rl.cluster.hosts.provided import ProvidedHosts
 from titan_rl.config.changes import settings_of
 from titan_rl.config.concurrency import throttles
 from titan_rl.config.model_files import model_identity
