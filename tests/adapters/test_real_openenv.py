@@ -14,8 +14,7 @@ from adapters.playing import calling, play
 from own_venv import asked_for, python_with
 
 from titan_rl.rollout.types import RolloutStatus
-from titan_rl.tasks.adapters.openenv import OpenEnv
-from titan_rl.tasks.adapters.openenv_session import Session
+from titan_rl.tasks.adapters.openenv import OpenEnv, Session
 
 PROGRAM = Path(__file__).parent / "programs" / "openenv_server.py"
 

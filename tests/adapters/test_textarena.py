@@ -16,8 +16,7 @@ from byte_tokenizer import byte_tokenizer
 from titan_rl import ChatTemplateRenderer, Completion, FinishReason, Rollouter, SamplingParams, VersionSpan
 from titan_rl.core.errors import ConfigError
 from titan_rl.rollout.types import Message, RolloutGroup, RolloutStatus
-from titan_rl.tasks.adapters.textarena import TextArena
-from titan_rl.tasks.adapters.textarena_game import ArenaGame, make_game
+from titan_rl.tasks.adapters.textarena import ArenaGame, TextArena, make_game
 
 if importlib.util.find_spec("textarena") is None:
     pytest.skip("textarena is not installed", allow_module_level=True)

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from titan_rl.core.errors import GenerationError
-from titan_rl.tasks.players.endpoint import EndpointPlayer
+from titan_rl.tasks.players.opened import EndpointPlayer
 from titan_rl.tasks.players.settings import Endpoint
 
 pytestmark = pytest.mark.looptime

@@ -13,8 +13,8 @@ import pytest
 from titan_rl import MessageObservation, MessageStep, RolloutStatus
 from titan_rl.core.errors import ConfigError, DataError
 from titan_rl.rollout.task import DEMONSTRATED_CALL_S, Demonstration
-from titan_rl.tasks import demonstrating
-from titan_rl.tasks.demonstrating import demonstrated
+from titan_rl.tasks import message_task
+from titan_rl.tasks.message_task import demonstrated
 
 OPENING = MessageObservation([{"role": "user", "content": "2 + 3?"}])
 END = MessageStep(status=RolloutStatus.COMPLETED)
@@ -136,7 +136,7 @@ def test_an_environment_that_never_returns_is_given_up_with_its_line(env: Any) -
 
 
 def test_a_coroutine_that_blocks_instead_of_awaiting_is_given_up_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demonstrating, "GRACE_S", 0.05)
+    monkeypatch.setattr(message_task, "GRACE_S", 0.05)
     with pytest.raises(DataError, match=r"longer than 0.05 s: .*test_demonstrating.py:\d+ in step blocks .*await"):
         played(BlocksTheLoop())
 

@@ -13,7 +13,7 @@ from titan_rl.config.load import load_config
 from titan_rl.config.task_tables import check_task, load_task
 from titan_rl.core.errors import ConfigError
 from titan_rl.tasks import Rows, ToolEnv
-from titan_rl.tasks.rows_file import read_rows
+from titan_rl.tasks.rows import read_rows
 
 ROWS = [{"question": f"What is {a} + 1?", "answer": str(a + 1)} for a in range(100)]
 REWARD = f"{__name__}:is_right"

@@ -15,7 +15,7 @@ import pytest
 from chatting import play
 
 from titan_rl import Rows, ToolEnv, load_config, tools_of
-from titan_rl.tasks.tool_env import FAULTS
+from titan_rl.tasks.tools import FAULTS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how_to" / "tasks.md").read_text()
 NAMED = re.findall(r"\*\*([\w.]+)\*\*[^`]*?```\w+\n(.*?)```", PAGE, re.DOTALL)

@@ -2,10 +2,8 @@
 
 from titan_rl.tasks.message_task import MessageTask
 from titan_rl.tasks.prompt_task import PromptTask, answer_of, answer_rubric
-from titan_rl.tasks.rows import Rows
-from titan_rl.tasks.rows_file import Row, read_rows
-from titan_rl.tasks.tool_env import ToolEnv
-from titan_rl.tasks.tools import ArgumentsError, Tool, call_of, tools_of
+from titan_rl.tasks.rows import Row, Rows, read_rows
+from titan_rl.tasks.tools import ArgumentsError, Tool, ToolEnv, call_of, tools_of
 
 __all__ = [
     "ArgumentsError",

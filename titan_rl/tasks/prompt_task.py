@@ -15,7 +15,7 @@ from titan_rl.rollout.rewards.reward import Reward
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.types import Message, Rollout
 from titan_rl.tasks.message_task import MessageTask
-from titan_rl.tasks.tool_env import ToolEnv, messages_of
+from titan_rl.tasks.tools import ToolEnv, messages_of
 
 AnswerReward = Callable[[Any, str], float | Awaitable[float]]
 """`reward(sample, answer)`: what an answer to a sample's prompt is worth."""

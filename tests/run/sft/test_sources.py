@@ -18,7 +18,7 @@ from titan_rl import Demonstration
 from titan_rl.core.errors import ConfigError, DataError
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.run.sft.demonstrations import best_rollouts, read_chats, task_demonstrations
-from titan_rl.tasks.demonstrating import demonstrated
+from titan_rl.tasks.message_task import demonstrated
 
 CHAT = [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}]
 

@@ -1,4 +1,4 @@
-"""What TRL's `GRPOTrainer` is given, as a task: a data set, reward functions, tools, a class of environments."""
+"""Task with what TRL's `GRPOTrainer` takes: a data set, reward functions, tools, a class of environments."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import inspect
 import random
 import string
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, cast
 
 from pydantic import PrivateAttr
 
-from titan_rl.core.calls.imports import find_function
+from titan_rl.core.calls.imports import find_function, require
+from titan_rl.core.calls.user_code import summary
 from titan_rl.core.errors import ConfigError
 from titan_rl.core.settings import FilePath, FunctionName
 from titan_rl.rollout.environment.threaded import ThreadedEnv
@@ -19,10 +21,66 @@ from titan_rl.rollout.environment.types import MessageEnv
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.types import Message, Rollout
 from titan_rl.tasks import MessageTask, ToolEnv
-from titan_rl.tasks.adapters.dataset_rows import load_rows
 from titan_rl.tasks.adapters.names import check_name
-from titan_rl.tasks.adapters.reward_funcs import RewardFunc, RewardFuncsRubric, completion_ids_of, name_of
-from titan_rl.tasks.adapters.tool_class import Instances, ToolClassEnv, tools_of_class
+from titan_rl.tasks.adapters.trl_code import (
+    Instances,
+    RewardFunc,
+    RewardFuncsRubric,
+    ToolClassEnv,
+    completion_ids_of,
+    name_of,
+    tools_of_class,
+)
+
+KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".txt": "text"}
+
+
+def load_rows(dataset: str, subset: str, split: str, revision: str) -> Any:
+    """
+    Args:
+        dataset: a file, a folder of files or of `Dataset.save_to_disk`, or a data set's id on the hub.
+        split: as `datasets` writes it, such as "train" or "train[:90%]". A single file has the split "train".
+
+    Returns:
+        A `datasets.Dataset`: it stays on disk, and has its rows as dictionaries by their number.
+
+    Raises:
+        ConfigError: there is no such data set or split, or it cannot be read.
+        MissingExtraError: `datasets` is not installed.
+    """
+    datasets = require("datasets", "datasets")
+    path = Path(dataset)
+    try:
+        if path.is_dir() and ((path / "state.json").exists() or (path / "dataset_dict.json").exists()):
+            return _saved(datasets.load_from_disk(dataset), dataset, split)
+        if path.is_file():
+            return _of_file(datasets, path, split)
+        return datasets.load_dataset(dataset, subset or None, split=split, revision=revision or None)
+    except ConfigError:
+        raise
+    except Exception as error:
+        where = (
+            "" if path.exists() else f"; there is no such path in {Path.cwd()}, and it could not be had from the hub"
+        )
+        raise ConfigError(f"task.dataset = {dataset!r}, split {split!r}: {summary(error)}{where}") from error
+
+
+def _of_file(datasets: Any, path: Path, split: str) -> Any:
+    if path.suffix not in KINDS:
+        raise ConfigError(f"task.dataset = {str(path)!r} is of no kind that has rows; give one of {', '.join(KINDS)}")
+    options = {"delimiter": "\t"} if path.suffix == ".tsv" else {}
+    return datasets.load_dataset(KINDS[path.suffix], data_files=str(path), split=split, **options)
+
+
+def _saved(found: Any, dataset: str, split: str) -> Any:
+    """What `save_to_disk` has written: one data set, or several by their splits."""
+    if hasattr(found, "column_names") and isinstance(found.column_names, list):
+        if split != "train":
+            raise ConfigError(f"task.dataset = {dataset!r} was saved without splits, and split is {split!r}; set train")
+        return found
+    check_name("task.split", split, list(found), f"splits of {dataset}")
+    return found[split]
+
 
 Row = dict[str, Any]
 Function = Annotated[str, FunctionName(())]

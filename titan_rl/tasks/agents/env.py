@@ -21,7 +21,7 @@ from titan_rl.serving.episode import Episode
 from titan_rl.serving.policy import StreamFn, listened_to, unbroken
 from titan_rl.tasks.agents.host import AgentHost
 from titan_rl.tasks.agents.program import agent_environment, make_folder
-from titan_rl.tasks.agents.template import fields_of, filled_in
+from titan_rl.tasks.agents.settings import fields_of, filled_in
 from titan_rl.types import Completion, FinishReason, SamplingParams
 
 SAMPLE = "sample.json"

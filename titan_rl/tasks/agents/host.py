@@ -1,33 +1,91 @@
-"""What the agents of one process share: the server that they ask, and who ends their processes."""
+"""Host of the agents of one process: the policy server, and the samples that wait for external harnesses."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
 import secrets
 import socket
-from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections import deque
+from collections.abc import AsyncGenerator, Generator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from titan_rl.core.calls.threads import in_thread
-from titan_rl.core.errors import ConfigError, RequestError
+from titan_rl.core.errors import BusyError, ConfigError, RequestError
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.rollout.task import RunContext
 from titan_rl.serving.access import Keys
 from titan_rl.serving.app import PolicyApp, make_app
-from titan_rl.serving.episode import EpisodeLimits
-from titan_rl.serving.episode_store import EpisodeStore
+from titan_rl.serving.episode import Episode, EpisodeLimits
+from titan_rl.serving.episode_store import EpisodeStore, Opened
+from titan_rl.serving.http.errors import ApiError
 from titan_rl.serving.http.exchange import ServerLimits
 from titan_rl.serving.server import seen_from_elsewhere, serve
 from titan_rl.tasks.agents.processes import agent_processes
 from titan_rl.tasks.agents.program import AgentProgram
 from titan_rl.tasks.agents.settings import AgentSettings
-from titan_rl.tasks.agents.waiting import WaitingSamples
 from titan_rl.types import Completion
+
+
+class WaitingSamples:
+    """Gives each harness that asks the sample that has waited longest."""
+
+    def __init__(self) -> None:
+        self._offers: deque[tuple[Opened, asyncio.Event]] = deque()
+        self._more = asyncio.Condition()
+        self._closed = False
+
+    @contextmanager
+    def offered(self, episode: Episode, sample: Any) -> Generator[asyncio.Event]:
+        """Within the block a harness may take it, which sets the event."""
+        offer = Opened(episode, sample), asyncio.Event()
+        self._offers.append(offer)
+        waking = asyncio.ensure_future(self._wake())
+        try:
+            yield offer[1]
+        finally:
+            waking.cancel()
+            if offer in self._offers:
+                self._offers.remove(offer)
+
+    async def take(self, wait_s: float) -> Opened:
+        """
+        Args:
+            wait_s: longest wait for one, where there is none.
+
+        Raises:
+            BusyError: there is none.
+            ApiError: 503, the run is over.
+        """
+        async with self._more:
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._more.wait_for(lambda: bool(self._offers) or self._closed)
+            except TimeoutError:
+                if not self._offers:
+                    raise BusyError("no sample waits for a harness; ask again, or with a longer wait_s") from None
+        if self._closed:
+            raise ApiError(503, "the run is over", code="run_over")
+        opened, taken = self._offers.popleft()
+        taken.set()
+        return opened
+
+    async def close(self) -> None:
+        """The run is over, for those that wait and those that come later."""
+        self._closed = True
+        async with self._more:
+            self._more.notify_all()
+
+    async def _wake(self) -> None:
+        async with self._more:
+            self._more.notify()
+
 
 KEY_VARIABLE = "TITAN_RL_HARNESS_KEY"
 """The key with which harnesses open episodes; without it there is a new one each time."""

@@ -1,15 +1,98 @@
-"""The settings of agents: the table [task] of an `AgentTask`."""
+"""Settings of agents: the table [task] of an `AgentTask`, its templates, and the check of its command."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator
 
+from titan_rl.core.errors import ConfigError
 from titan_rl.core.settings import Section
-from titan_rl.tasks.agents.command import split_command
+
+_PART = re.compile(r"\{\{|\}\}|\{([A-Za-z_]\w*)\}|[{}]")
+
+
+def fields_of(sample: Any, *, file: Path, started_in: Path) -> dict[str, Any]:
+    """What the texts of a rollout may name.
+
+    Args:
+        sample: as plain JSON.
+        file: that it is in.
+        started_in: the current folder when the run began.
+    """
+    own = dict(cast("Mapping[str, Any]", sample)) if isinstance(sample, Mapping) else {}
+    return {**own, "python": sys.executable, "cwd": str(started_in), "sample": str(file)}
+
+
+def filled_in(text: str, fields: Mapping[str, Any]) -> str:
+    """`{name}` is the field of that name: a text as it is, other values as JSON. `{{` and `}}` are braces.
+
+    Raises:
+        ValueError: there is no field of a name, or a brace stands alone.
+    """
+
+    def part(match: re.Match[str]) -> str:
+        if match[0] in ("{{", "}}"):
+            return match[0][0]
+        name = match[1]
+        if name is None:
+            raise ValueError(f"{text!r} has a brace that stands alone; write {{{{ or }}}} for one")
+        if name not in fields:
+            raise ValueError(f"{text!r} names {name!r}; the sample has {', '.join(map(str, fields))}")
+        value = fields[name]
+        return value if isinstance(value, str) else json.dumps(value)
+
+    return _PART.sub(part, text)
+
+
+def split_command(text: str) -> str:
+    """A command line as a list of words, as one writes it in TOML."""
+    try:
+        words = shlex.split(text)
+    except ValueError:  # a quotation that does not end
+        words = text.split()
+    return json.dumps(words, ensure_ascii=False)
+
+
+def check_command(command: Sequence[str], environment: Mapping[str, str], fields: Mapping[str, Any]) -> None:
+    """
+    Args:
+        fields: of a sample.
+
+    Raises:
+        ConfigError: the program is not found, or something is named that the sample does not have.
+    """
+    words = [_filled_in("task.command", part, fields) for part in command]
+    variables = {name: _filled_in(f"task.environment.{name}", text, fields) for name, text in environment.items()}
+    path = variables.get("PATH", os.environ.get("PATH"))
+    program = words[0]
+    is_found = shutil.which(program, path=path) is not None
+    if is_found and (os.sep not in program or Path(program).is_absolute()):
+        return
+    begins = f"task.command begins with {command[0]!r}"
+    if is_found:
+        here = Path(program).as_posix()
+        raise ConfigError(f"{begins}, but programs start in a folder of their own; write {'{cwd}/' + here!r}")
+    if not program.strip():
+        raise ConfigError(f"{begins}; name a program, or leave the setting out for harnesses that run elsewhere")
+    if len(program.split()) > 1:
+        raise ConfigError(f"{begins}, which is no program; each word is an item: {split_command(' '.join(command))}")
+    raise ConfigError(f"{begins}, which is no program that can be run: neither a file nor in PATH")
+
+
+def _filled_in(setting: str, text: str, fields: Mapping[str, Any]) -> str:
+    try:
+        return filled_in(text, fields)
+    except ValueError as error:
+        raise ConfigError(f"{setting}: {error}") from None
 
 
 class AgentSettings(Section):

@@ -19,11 +19,9 @@ from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.rewards.reward import env_reward
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.task import RunContext
-from titan_rl.tasks.agents.command import check_command
 from titan_rl.tasks.agents.env import SAMPLE, AgentRollout
 from titan_rl.tasks.agents.host import AgentHost, hosting
-from titan_rl.tasks.agents.settings import AgentSettings
-from titan_rl.tasks.agents.template import fields_of
+from titan_rl.tasks.agents.settings import AgentSettings, check_command, fields_of
 
 
 class AgentTask(AgentSettings):

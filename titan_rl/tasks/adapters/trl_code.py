@@ -1,17 +1,22 @@
-"""Reward functions as TRL's trainers call them: `reward_func(prompts, completions, **columns)`, of a batch."""
+"""User code written for TRL: reward functions of a batch, and environment classes whose public methods are tools."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import itertools
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from titan_rl.core.errors import RewardError
+from titan_rl.core.errors import DataError, RewardError
+from titan_rl.rollout.environment.types import MessageObservation, MessageStep
 from titan_rl.rollout.rewards.reward import GroupReward
 from titan_rl.rollout.rewards.rubric import Rubric
-from titan_rl.rollout.types import Rollout, RolloutGroup
+from titan_rl.rollout.types import Message, Rollout, RolloutGroup
+from titan_rl.tasks import Tool, ToolEnv
 
 RewardFunc = Callable[..., Any]
 Columns = Callable[[Sequence[Rollout]], Mapping[str, Any]]
@@ -154,3 +159,153 @@ def _unwrapped(fn: RewardFunc) -> RewardFunc:
     while isinstance(fn, functools.partial):
         fn = cast("RewardFunc", fn.func)
     return fn
+
+
+NUMBER = "environment"
+"""The reward under which a step says which instance it was played with."""
+MOST_ENDED = 10_000
+"""Instances that wait to be judged. The oldest are of rollouts that never will be."""
+
+NOT_TOOLS = ("reset", "get_reward", "close")
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """An instance whose rollout has ended.
+
+    Args:
+        sample: what was played; siblings share it.
+        stepped: whether a reply of the policy has reached it.
+        reward: what its own `get_reward` gave, if it has one.
+    """
+
+    instance: Any
+    sample: object
+    stepped: bool
+    reward: float | None
+
+
+class Instances:
+    """What rewards need of the environments that rollouts were played with."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._ended: OrderedDict[int, Played] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def number(self) -> int:
+        return next(self._numbers)
+
+    def ended(self, number: int, played: Played) -> None:
+        with self._lock:
+            self._ended[number] = played
+            while len(self._ended) > MOST_ENDED:
+                self._ended.popitem(last=False)
+
+    def of(self, rollout: Rollout) -> Played:
+        """
+        Raises:
+            DataError: its environment has not been closed.
+        """
+        with self._lock:
+            if found := self._places(rollout):
+                return self._ended[found[0]]
+        raise DataError(f"the environment of rollout {rollout.rollout_id!r} is not there to be judged")
+
+    def own_reward(self, instance: Any) -> float | None:
+        with self._lock:
+            return next((played.reward for played in self._ended.values() if played.instance is instance), None)
+
+    def forget(self, rollouts: Sequence[Rollout]) -> None:
+        with self._lock:
+            for place in [place for rollout in rollouts for place in self._places(rollout)]:
+                self._ended.pop(place, None)
+
+    def _places(self, rollout: Rollout) -> list[int]:
+        numbers = [int(turn.rewards[NUMBER]) for turn in rollout.turns if NUMBER in turn.rewards]
+        if numbers:
+            return [numbers[-1]] if numbers[-1] in self._ended else []
+        # Of siblings whose first reply was cut off, one instance is as good as the other.
+        return [
+            number for number, played in self._ended.items() if not played.stepped and played.sample is rollout.sample
+        ]
+
+
+class ToolClassEnv(ToolEnv):
+    """A `MessageEnv` over an object of such a class: `reset(**columns)` begins it, and what that gives is added to the
+    last message of the prompt.
+
+    Its `get_reward`, if it has one, is called once, at the end, and then its `close`.
+
+    Args:
+        factory: makes the object.
+        sample: the row that it is of.
+        columns: what `reset` is called with.
+        tools: functions beside its methods.
+        instances: where the object is found when its rollout is judged.
+    """
+
+    def __init__(
+        self,
+        factory: Callable[[], Any],
+        prompt: Sequence[Message],
+        sample: object,
+        columns: Mapping[str, Any],
+        tools: Sequence[object],
+        instances: Instances,
+    ) -> None:
+        self._instance = factory()
+        super().__init__(prompt, [*tools, *tools_of_class(self._instance)])
+        self._sample = sample
+        self._columns = columns
+        self._instances = instances
+        self._number = instances.number()
+        self._stepped = False
+
+    async def reset(self) -> MessageObservation:
+        observed = await _awaited(self._instance.reset(**self._columns))
+        if observed is not None:
+            *before, last = self.messages
+            self.messages = [*before, {**last, "content": _joined(last["content"], observed)}]
+        return await super().reset()
+
+    async def step(self, message: Message) -> MessageStep:
+        self._stepped = True
+        step = await super().step(message)
+        return replace(step, rewards={**step.rewards, NUMBER: float(self._number)})
+
+    async def close(self) -> None:
+        get_reward = getattr(self._instance, "get_reward", None)
+        try:
+            reward = None if get_reward is None else float(await _awaited(get_reward()))
+            self._instances.ended(self._number, Played(self._instance, self._sample, self._stepped, reward))
+        finally:
+            if callable(close := getattr(self._instance, "close", None)):
+                await _awaited(close())
+
+
+def tools_of_class(instance: Any) -> list[Tool]:
+    """
+    Raises:
+        ValueError: it has no `reset`, or a method cannot be described, as `Tool.of` says.
+    """
+    kind = cast("type[object]", type(instance))
+    if not callable(getattr(instance, "reset", None)):
+        raise ValueError(f"{kind.__name__} has no method reset")
+    names = [name for name, _ in inspect.getmembers(kind, inspect.isfunction)]
+    return [Tool.of(getattr(instance, name)) for name in names if not name.startswith("_") and name not in NOT_TOOLS]
+
+
+def _joined(content: Any, observed: Any) -> Any:
+    """Text and text, or lists of parts where either is one."""
+    if isinstance(content, str) and isinstance(observed, str):
+        return content + observed
+    return [*_parts(content), *_parts(observed)]
+
+
+def _parts(content: Any) -> list[Any]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else list(cast("list[Any]", content))
+
+
+async def _awaited(result: Any) -> Any:
+    return await result if inspect.isawaitable(result) else result
