@@ -117,7 +117,7 @@ class ScaledRun:
     async def run(self) -> None:
         processes = SimulatedProcesses(
             ModelConfig(path="unused", max_context=4096),
-            GenerationConfig(num_generators=self.num_generators, max_respawns=1 << 20),
+            GenerationConfig(num_generators=self.num_generators),
             RoutingConfig(max_sessions=2 * self.num_requests * self.num_generators),
             StateDictConfig(),
             seed=0,
@@ -228,7 +228,7 @@ class ScaledRun:
 
 
 def _one_host() -> Hosts:
-    hosts = Hosts(SimulatedSupervisor(), HostsConfig(), HostNeeds(Path(), Path()))
+    hosts = Hosts(SimulatedSupervisor(), HostsConfig(max_respawns=1 << 20), HostNeeds(Path(), Path()))
     hosts.add(Host("here", LOOPBACK, None))
     return hosts
 

@@ -27,7 +27,7 @@ TARGET = 1.2
 def measure(rounds: int) -> None:
     with (
         namespaces(2) as (here, joins),
-        answering_run([here], in_flight=IN_FLIGHT, tokens=TOKENS, generation__max_respawns=str(rounds)) as run,
+        answering_run([here], in_flight=IN_FLIGHT, tokens=TOKENS, hosts__max_respawns=str(rounds)) as run,
     ):
         joins.start_worker(run.folder / "worker-that-joins.txt")
         measured = [_join(run, joins) for _ in range(rounds)]

@@ -32,7 +32,7 @@ def measure(rounds: int) -> None:
         options = {
             "run_dir": str(Path(name)),
             "training.steps": INTERVAL * (rounds + 1),
-            "training.max_respawns": rounds,
+            "hosts.max_respawns": rounds,
             "checkpoint.interval": INTERVAL,
             "validation.num_prompts": 0,
         }

@@ -144,7 +144,7 @@ async def test_one_in_whose_place_nothing_starts_is_tried_as_often_as_settings_s
     tmp_path: Path, problem: Exception
 ) -> None:
     async with running(tmp_path, num_workers=1) as cluster:
-        most = cluster.processes._config.rollout.max_respawns  # pyright: ignore[reportPrivateUsage]
+        most = cluster.processes._config.hosts.max_respawns  # pyright: ignore[reportPrivateUsage]
         cluster.supervisor.problems["a"] = problem
         await cluster.processes.hosts.supervisor.failures.put(
             ProcessFailure(next(iter(cluster.supervisor.host_of)), "was killed by SIGKILL")

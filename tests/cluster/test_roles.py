@@ -7,7 +7,7 @@ from titan_rl.cluster.processes.roles import ProcessId, RespawnLimit, Respawns, 
 
 
 def test_each_role_has_a_limit_of_its_own():
-    limits = {Role.GENERATOR: RespawnLimit("generation.max_respawns", 1), Role.ROLLOUT_WORKER: RespawnLimit("w", 2)}
+    limits = {Role.GENERATOR: RespawnLimit("hosts.max_respawns", 1), Role.ROLLOUT_WORKER: RespawnLimit("w", 2)}
     respawns = Respawns(limits)
     assert [respawns.take(Role.ROLLOUT_WORKER)[0] for _ in range(3)] == [True, True, False]
     assert [respawns.take(Role.GENERATOR)[0] for _ in range(2)] == [True, False]
@@ -15,11 +15,11 @@ def test_each_role_has_a_limit_of_its_own():
 
 
 def test_setting_value_and_count_are_told():
-    respawns = Respawns({Role.GENERATOR: RespawnLimit("generation.max_respawns", 2)})
+    respawns = Respawns({Role.GENERATOR: RespawnLimit("hosts.max_respawns", 2)})
     told = [respawns.take(Role.GENERATOR)[1] for _ in range(3)]
-    assert told[0] == " (1 of generation.max_respawns = 2)"
-    assert told[1] == " (2 of generation.max_respawns = 2)"
-    assert "generation.max_respawns = 2, and 2 were replaced before" in told[2]
+    assert told[0] == " (1 of hosts.max_respawns = 2)"
+    assert told[1] == " (2 of hosts.max_respawns = 2)"
+    assert "hosts.max_respawns = 2, and 2 were replaced before" in told[2]
 
 
 @given(st.sampled_from(Role), st.integers(0, 10**6))

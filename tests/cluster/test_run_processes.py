@@ -170,7 +170,8 @@ async def test_a_death_past_the_limit_ends_the_run_with_setting_value_and_count(
         tmp_path,
         supervisor,
         told,
-        rollout=RolloutConfig(num_workers=1, max_respawns=limit),
+        rollout=RolloutConfig(num_workers=1),
+        hosts=HostsConfig(max_respawns=limit),
         generation=GenerationConfig(num_generators=1),
     )
     await processes._start_worker(worker(0))  # pyright: ignore[reportPrivateUsage]
@@ -181,14 +182,14 @@ async def test_a_death_past_the_limit_ends_the_run_with_setting_value_and_count(
         await asyncio.wait_for(watching, 20)
     (error,) = caught.value.exceptions
     assert isinstance(error, ActorDiedError)
-    assert f"rollout-worker-0 died: was killed by SIGKILL, and is not replaced: rollout.max_respawns = {limit}" in str(
+    assert f"rollout-worker-0 died: was killed by SIGKILL, and is not replaced: hosts.max_respawns = {limit}" in str(
         error
     )
     assert f"and {limit} were replaced before" in str(error)
     assert str(tmp_path / "logs" / "rollout-worker-0.log") in str(error)
     deaths = [text for text in told if "died" in text]
     assert deaths == [
-        f"rollout-worker-0 died: was killed by SIGKILL; starting another ({n} of rollout.max_respawns = {limit})"
+        f"rollout-worker-0 died: was killed by SIGKILL; starting another ({n} of hosts.max_respawns = {limit})"
         for n in range(1, limit + 1)
     ]
 
@@ -213,7 +214,8 @@ async def test_rollout_workers_of_a_lost_host_start_at_once_where_few_are_and_co
         supervisor,
         told,
         names=["trains", "a", "b", "c"],
-        rollout=RolloutConfig(num_workers=6, max_respawns=0),
+        rollout=RolloutConfig(num_workers=6),
+        hosts=HostsConfig(max_respawns=0),
         generation=GenerationConfig(num_generators=3),
     )
     for index in range(6):

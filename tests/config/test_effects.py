@@ -28,7 +28,7 @@ OTHER_VALUES: dict[str, Any] = {
     "correction.cap": 2.0,
     "correction.bounds": (0.25, 4.0),
     "generation.most_generators": 9,
-    "generation.running_kv": "recompute",
+    "generation.speculative.prompt_lookup": (1, 3),
     "hosts.command": "titan-rl",
     "hosts.generate": 1,
     "hosts.listen": "10.0.0.1",
@@ -150,7 +150,6 @@ def test_conditions_name_settings_that_there_are(project: Path):
         ("logging.wandb.project=mine", 'logging.sinks = []; set logging.sinks to "wandb"'),
         ("training.kl=k2", "training.kl_coef = 0; set training.kl_coef to something else than 0"),
         ("training.min_lr_ratio=0.5", 'training.lr_decay = "constant"; set training.lr_decay to something else than'),
-        ("statedict.fanout=2 statedict.transport=tcp", "on one machine; set hosts.addresses or hosts.provider"),
         ("training.offload_parameters=true", "one trainer process; set training.data_parallel to the number of GPUs"),
         (
             "training.offload_optimizer=true training.offload_parameters=true training.data_parallel=2",

@@ -135,8 +135,6 @@ def test_hosts_of_ssh_are_a_list_or_between_commas() -> None:
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"lease_s": 3.0}, "lease_s = 3 is not more than silence_s = 3: .* raise the one or lower the other"),
-        ({"silence_s": 20}, "lease_s = 15 is not more than silence_s = 20"),
         ({"silence_s": 0.5}, "silence_s = 0.5 is less than 1: hosts give four signs of life a second, .* raise it"),
         (
             {"hang_timeout_s": 1},
@@ -150,5 +148,5 @@ def test_limits_that_would_give_up_what_is_well_are_refused(settings: dict[str, 
 
 
 def test_limits_may_be_as_short_as_signs_of_life_allow() -> None:
-    hosts = HostsConfig.model_validate({"silence_s": 1, "lease_s": 1.5, "hang_timeout_s": 2, "drain_s": 0})
-    assert (hosts.silence_s, hosts.lease_s, hosts.hang_timeout_s, hosts.drain_s) == (1, 1.5, 2, 0)
+    hosts = HostsConfig.model_validate({"silence_s": 1, "hang_timeout_s": 2, "drain_s": 0})
+    assert (hosts.silence_s, hosts.lease_s, hosts.hang_timeout_s, hosts.drain_s) == (1, 5, 2, 0)

@@ -153,8 +153,8 @@ def test_all_wrong_settings_are_reported_at_once(project: Path):
         ({"training.warmup_steps": "6"}, ["training.warmup_steps = 6", "training.steps = 5"]),
         ({"validation.temperature": "0"}, ["validation.temperature = 0", "samples_per_prompt = 1"]),
         (
-            {"generation.pull_mode": "drain", "generation.reset_prefix_cache": "false"},
-            ["generation.reset_prefix_cache = false", 'pull_mode = "drain"', "reset_prefix_cache = true"],
+            {"generation.pull_mode": "drain", "generation.prefix_cache": "keep"},
+            ['generation.prefix_cache = "keep"', 'pull_mode = "drain"', "prefix_cache = true"],
         ),
         (
             {"routing.move_below": "0.5", "scheduling.max_staleness": "0"},
@@ -165,12 +165,12 @@ def test_all_wrong_settings_are_reported_at_once(project: Path):
             ["generation.stall_timeout_s = 60", "statedict.pull_timeout_s = 60"],
         ),
         (
-            {"generation.running_kv": "recompute", "generation.reset_prefix_cache": "false"},
-            ["generation.reset_prefix_cache = false", 'running_kv = "recompute"', "reset_prefix_cache = true"],
+            {"generation.pull_mode": "recompute", "generation.prefix_cache": "keep"},
+            ['generation.prefix_cache = "keep"', 'pull_mode = "recompute"', "prefix_cache = true"],
         ),
         (
-            {"scheduling.max_staleness": "0", "generation.reset_prefix_cache": "false"},
-            ["generation.reset_prefix_cache = false", "scheduling.max_staleness = 0", "reset_prefix_cache = true"],
+            {"scheduling.max_staleness": "0", "generation.prefix_cache": "keep"},
+            ['generation.prefix_cache = "keep"', "scheduling.max_staleness = 0", "prefix_cache = true"],
         ),
         (
             {"training.compile": "true", "training.tensor_parallel": "2"},

@@ -44,7 +44,7 @@ def test_an_engine_is_told_what_its_method_needs_and_no_more(tmp_path: Path) -> 
         ([("num_speculative_tokens", "5")], 'num_speculative_tokens = 5 with method = "none".*leave it out'),
         ([("method", "draft_model")], 'method = "draft_model" needs model, the folder of what guesses'),
         ([("method", "ngram"), ("model", "small")], 'model is for .* and method is "ngram"; leave it out'),
-        ([("method", "ngram"), ("prompt_lookup_min", "6")], "prompt_lookup_min = 6 is more than prompt_lookup_max = 4"),
+        ([("method", "ngram"), ("prompt_lookup", "[6, 4]")], r"prompt_lookup = \[6, 4\]: the fewest tokens come first"),
         (
             [("method", "ngram"), ("generation.return_routed_experts", "true")],
             '"ngram" with generation.return_routed_experts = true: the experts',

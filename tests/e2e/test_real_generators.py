@@ -44,7 +44,7 @@ BASE = REPOSITORY / "examples" / "alphabet_sort" / "base"
 SETTINGS = [
     ("generation.max_running", "2"),  # so that requests queue
     ("generation.stream_interval", "4"),
-    ("generation.max_respawns", "5"),
+    ("hosts.max_respawns", "5"),
     ("statedict.transport", "rdma"),  # by which readers on the trainer's host map its memory, as with shared_memory
 ]
 STALL_S = 8.0
@@ -279,7 +279,7 @@ async def test_one_more_death_than_may_be_ends_the_watch_and_a_dead_trainer_its_
 
     last = next(replica.name for replica in stage.router.replicas if replica.serving)
     kill(last)
-    died = rf"{last} died: process \d+ .*, and is not replaced: generation.max_respawns = 5, and 5 were replaced"
+    died = rf"{last} died: process \d+ .*, and is not replaced: hosts.max_respawns = 5, and 5 were replaced"
     with pytest.RaisesGroup(pytest.RaisesExc(ActorDiedError, match=died)):
         await asyncio.wait_for(stage.watch, LIMIT_S)
 

@@ -16,14 +16,14 @@ def test_two_ranks_train_publish_save_and_go_on_split_otherwise_until_one_dies(t
         assert run.wait() == 0, run.output
         assert run.leftovers() == []
         split = ("--training.data_parallel", "1", "--training.tensor_parallel", "2")
-        run.resume("--training.steps", "1000", "--training.max_respawns", "1", *split)
+        run.resume("--training.steps", "1000", "--hosts.max_respawns", "1", *split)
         run.wait_for_step(5)
         os.kill(run.child("trainer-rank1"), signal.SIGKILL)
         run.wait_for(lambda: "trainer is there again after" in run.output)
         run.wait_for_step(1 + run.metrics()[-1]["step"])
         os.kill(run.child("trainer-rank1"), signal.SIGKILL)
         assert run.wait(450) == 1
-        assert "is not replaced: training.max_respawns = 1, and 1 was replaced before" in run.output
+        assert "is not replaced: hosts.max_respawns = 1, and 1 was replaced before" in run.output
         steps = [record for record in run.metrics() if "train/loss" in record]
         assert [record["step"] for record in steps] == list(range(1, len(steps) + 1))
         assert [record["train/respawns"] for record in steps if "train/respawns" in record] == [1]

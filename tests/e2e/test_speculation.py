@@ -76,7 +76,7 @@ BOTH = pytest.mark.parametrize("engine", ["ngram", MODEL], indirect=True)
 @pytest.fixture(scope="module")
 def engine(request: pytest.FixtureRequest, models: dict[str, tuple[Path, Qwen3ForCausalLM]]) -> Iterator[VLLMEngine]:
     small = str(models["small"][0]) if request.param == "draft_model" else None
-    guesses = SpeculativeConfig(method=request.param, num_speculative_tokens=2, model=small, prompt_lookup_min=1)
+    guesses = SpeculativeConfig(method=request.param, num_speculative_tokens=2, model=small, prompt_lookup=(1, 4))
     engine = VLLMEngine(
         EngineSpec(
             str(models["policy"][0]),

@@ -39,8 +39,8 @@ ELSEWHERE: dict[str, Any] = {
     "pythonpath": TESTS_AS_CODE,
     "statedict__anchor_interval": 1,  # versions go whole, which takes 0.3 s
     "hosts__hang_timeout_s": 8,
-    "hosts__lease_s": 6,
-    "training__max_respawns": 2,  # one that is stopped, one that is killed; hosts that are lost do not count
+    "hosts__silence_s": 1.5,
+    "hosts__max_respawns": 2,  # one that is stopped, one that is killed; hosts that are lost do not count
 }
 
 moments = pytest.mark.parametrize(

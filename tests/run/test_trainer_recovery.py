@@ -280,7 +280,7 @@ async def test_the_steps_since_the_newest_whole_checkpoint_are_trained_again_and
     assert times_trained(fate) == [1, 1, 1, 2, 2]
     (death, damage, there_again) = fate.told
     assert death.startswith("trainer died: killed at moment")
-    assert death.endswith("; starting another trainer (1 of training.max_respawns = 100)")
+    assert death.endswith("; starting another trainer (1 of hosts.max_respawns = 100)")
     assert damage.endswith("step-000005 is damaged; an older checkpoint takes its place")
     assert f"at version 5: 2 steps were trained again from {rig.folder}/checkpoints/step-000003" in there_again
 
@@ -308,7 +308,7 @@ async def test_a_host_that_is_lost_while_its_trainer_starts_is_no_death_of_the_t
     fate.restart = restart_on_hosts_that_go
     await disturbed(tmp_path, fate, whole, max_respawns=1)
     assert [text.partition(";")[2] for text in fate.told[:4]] == [
-        " it was at step 1; starting another trainer (1 of training.max_respawns = 1)",
+        " it was at step 1; starting another trainer (1 of hosts.max_respawns = 1)",
         *[" starting another trainer"] * 3,
     ]
 
@@ -369,7 +369,7 @@ async def test_a_step_that_kills_it_every_time_ends_the_run_and_is_named(tmp_pat
     assert caught.group_contains(
         ActorDiedError,
         match=r"out of memory; it was at step 4 for the 3\. time .*: train-9, train-10, train-11, and is not replaced: "
-        r"training.max_respawns = 2, and 2 were replaced before",
+        r"hosts.max_respawns = 2, and 2 were replaced before",
     )
     assert times_trained(fate) == [1, 1, 3], "from the checkpoint of step 2 on"
     assert list(checkpoints(tmp_path)) == ["step-000002"]

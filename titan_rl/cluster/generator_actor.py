@@ -80,7 +80,7 @@ class GeneratorPlan:
             seed=(self.seed + index) % 2**32,  # equal ones would draw equal tokens for siblings on two generators
             routed_experts=generation.return_routed_experts,
             gpu_share=generation.gpu_share,
-            prefix_cache=generation.prefix_cache,
+            prefix_cache=bool(generation.prefix_cache),
             speculative=generation.speculative.options(),
             options=generation.vllm,
             sleeps=self.sleeps,
@@ -112,7 +112,10 @@ class GeneratorActor(ProcessActor):
         super().__init__(spec)
         self._settings = settings
         generation = settings.generation
-        self._kv_policy = KVPolicy(generation.running_kv, generation.reset_prefix_cache)
+        self._kv_policy = KVPolicy(
+            "recompute" if generation.pull_mode == "recompute" else "keep",
+            reset_prefix_cache=generation.prefix_cache != "keep",
+        )
         self._loop = EngineLoop(
             self._make_engine,
             version=settings.version,

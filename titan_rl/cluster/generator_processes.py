@@ -127,7 +127,7 @@ class GeneratorProcesses(SupervisedProcesses):
         self.opened: list[ActorReplica] = []
 
     def _respawn_limits(self) -> dict[Role, RespawnLimit]:
-        return {Role.GENERATOR: RespawnLimit("generation.max_respawns", self._generation.max_respawns)}
+        return {Role.GENERATOR: RespawnLimit("hosts.max_respawns", self.hosts.config.max_respawns)}
 
     def place(self) -> None:
         """Choose where processes go."""

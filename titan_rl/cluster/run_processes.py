@@ -86,7 +86,7 @@ class RunProcesses(GeneratorProcesses):
         self._roles: Roles
 
     def _respawn_limits(self) -> dict[Role, RespawnLimit]:
-        workers = RespawnLimit("rollout.max_respawns", self._config.rollout.max_respawns)
+        workers = RespawnLimit("hosts.max_respawns", self._config.hosts.max_respawns)
         return {**super()._respawn_limits(), Role.ROLLOUT_WORKER: workers}
 
     def place(self) -> None:

@@ -68,22 +68,22 @@ def of_training(model: ModelConfig, training: TrainingConfig, correction: Correc
 
 def of_kept_cache(generation: GenerationConfig, scheduling: SchedulingConfig) -> Iterator[str]:
     """Where KV of older weights is kept."""
-    if generation.reset_prefix_cache:
+    if generation.prefix_cache != "keep":
         return
     if generation.pull_mode == "drain":
         yield (
-            'generation.reset_prefix_cache = false with generation.pull_mode = "drain": no request mixes weights, '
-            "but later ones would reuse KV of the old; set reset_prefix_cache = true"
+            'generation.prefix_cache = "keep" with generation.pull_mode = "drain": no request mixes weights, but later '
+            "ones would reuse KV of the old; set prefix_cache = true"
         )
-    if generation.running_kv == "recompute":
+    if generation.pull_mode == "recompute":
         yield (
-            'generation.reset_prefix_cache = false with generation.running_kv = "recompute": running requests would be '
-            "computed anew from KV of the old weights; set reset_prefix_cache = true"
+            'generation.prefix_cache = "keep" with generation.pull_mode = "recompute": running requests would be '
+            "recomputed from KV of the old weights; set prefix_cache = true"
         )
     if scheduling.max_staleness == 0:
         yield (
-            "generation.reset_prefix_cache = false with scheduling.max_staleness = 0: prompts would reuse KV of older "
-            "weights, which is not on-policy; set reset_prefix_cache = true, or max_staleness to at least 1"
+            'generation.prefix_cache = "keep" with scheduling.max_staleness = 0: prompts would reuse KV of older '
+            "weights, which is not on-policy; set prefix_cache = true, or max_staleness to at least 1"
         )
 
 

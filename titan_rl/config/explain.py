@@ -11,6 +11,8 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from titan_rl.config.retired import advice
+
 COMMAND_LINE = "command line"
 LONGEST_SHOWN = 120  # characters of a value
 ARGUMENTS = "arguments"
@@ -148,6 +150,8 @@ def _instead(key: str, root: type[BaseModel], prefix: str, beside: Sequence[str]
     Args:
         tables: what is meant is one.
     """
+    if retired := advice(key):
+        return retired
     valid = [*settings(root, prefix), *(f"{prefix}.{name}" for name in beside)]
     alike = [name for name in valid if any(other.startswith(f"{name}.") for other in valid)] if tables else valid
     meant = MEANT.get(key) or MEANT.get(key.rpartition(".")[2])

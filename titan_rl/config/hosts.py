@@ -21,6 +21,7 @@ from pydantic import (
     BeforeValidator,
     Field,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     model_validator,
@@ -441,8 +442,9 @@ class HostsConfig(ProviderSettings):
     silence_s: Annotated[PositiveFloat, ON_SEVERAL_HOSTS] = 3.0
     """A host of which nothing is heard for so long is gone. What it was at goes on elsewhere. At least 1: hosts give
     four signs of life a second."""
-    lease_s: Annotated[PositiveFloat, ON_SEVERAL_HOSTS] = 15.0
-    """A host that hears nothing of the controller for so long ends its processes. More than silence_s."""
+    max_respawns: NonNegativeInt = 3
+    """Processes of one role that may die and be replaced before the run ends: generators, rollout workers, and the
+    trainer. 0 ends it with the first."""
     hang_timeout_s: PositiveFloat = 60.0
     """A process that for so long neither answers nor computes is killed, and so is one whose step does not get on. At
     least 2: processes are looked at once a second."""
@@ -481,20 +483,17 @@ class HostsConfig(ProviderSettings):
             )
         return self
 
-    @model_validator(mode="after")
-    def _lost_before_it_ends(self) -> Self:
-        if self.lease_s <= self.silence_s:
-            raise ValueError(
-                f"lease_s = {self.lease_s:g} is not more than silence_s = {self.silence_s:g}: hosts would end what is "
-                "not yet given up; raise the one or lower the other"
-            )
-        return self
-
     @property
     def of_generators_alone(self) -> Self:
         """The same hosts where nothing trains or plays rollouts: all generate, or as many as settings say."""
         generate = self.generate or len(self.addresses) or None
         return self.model_copy(update={"train": 1, "generate": generate, "play": None})
+
+    @property
+    def lease_s(self) -> float:
+        """Time without the controller's heartbeat after which a host ends its processes: longer than `silence_s`, so
+        that they have been replaced elsewhere by then."""
+        return 5 * self.silence_s
 
     @property
     def elsewhere(self) -> bool:

@@ -24,6 +24,7 @@ from titan_rl.config.model_folder import (
     find_model_folder,
     told_places,
 )
+from titan_rl.config.retired import drop_unchanged
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import SFTConfig
 from titan_rl.config.tables import UNSET, dotted, give, read_tables, without_unset
@@ -93,6 +94,7 @@ def read_config(
     files = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
     tables, origins = read_tables(files, overrides)
     give(tables, given or {}, origins)
+    drop_unchanged(tables)
     search_path = SearchPath(tables.get("pythonpath"), origins)
     tasks = load_tasks(tables, origins)
     load_suites(tables, origins)

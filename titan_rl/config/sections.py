@@ -49,10 +49,8 @@ class SpeculativeConfig(Section):
     """Guessed at a time, at most; vLLM checks no more than 128."""
     model: FilePath | None = None
     """Folder of what guesses, on every host: of draft_model, eagle and eagle3."""
-    prompt_lookup_min: Annotated[PositiveInt, _LOOKS_UP] = 2
-    """Fewest tokens that ngram looks for."""
-    prompt_lookup_max: Annotated[PositiveInt, _LOOKS_UP] = 4
-    """Most tokens that ngram looks for, which it begins with."""
+    prompt_lookup: Annotated[tuple[PositiveInt, PositiveInt], _LOOKS_UP] = Field(default=(2, 4), strict=False)
+    """Fewest and most tokens that ngram looks for; it begins with the most."""
 
     @property
     def is_on(self) -> bool:
@@ -67,12 +65,12 @@ class SpeculativeConfig(Section):
         """As vLLM takes them; None where nothing is guessed."""
         if not self.is_on:
             return None
-        names = ["method", "num_speculative_tokens"]
+        options: dict[str, Any] = {"method": self.method, "num_speculative_tokens": self.num_speculative_tokens}
         if self.method == "ngram":
-            names += ["prompt_lookup_min", "prompt_lookup_max"]
+            options["prompt_lookup_min"], options["prompt_lookup_max"] = self.prompt_lookup
         if self.method in WITH_MODEL:
-            names += ["model"]
-        return {name: getattr(self, name) for name in names}
+            options["model"] = self.model
+        return options
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -89,11 +87,8 @@ class SpeculativeConfig(Section):
                 f'num_speculative_tokens = {self.num_speculative_tokens} with method = "none": nothing is guessed; set '
                 "method, or leave it out"
             )
-        if self.prompt_lookup_min > self.prompt_lookup_max:
-            raise ValueError(
-                f"prompt_lookup_min = {self.prompt_lookup_min} is more than prompt_lookup_max = "
-                f"{self.prompt_lookup_max}; lower the one or raise the other"
-            )
+        if self.prompt_lookup[0] > self.prompt_lookup[1]:
+            raise ValueError(f"prompt_lookup = {list(self.prompt_lookup)}: the fewest tokens come first")
         return self
 
 
@@ -106,6 +101,13 @@ def _number_or_auto(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
         return check(value)
     except ValidationError as error:
         raise PydanticCustomError("number_or_auto", 'must be a number above 0 or "auto"') from error
+
+
+def _flag_or_keep(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    try:
+        return check(value)
+    except ValidationError as error:
+        raise PydanticCustomError("flag_or_keep", 'must be true, false or "keep"') from error
 
 
 class GenerationConfig(Section):
@@ -134,16 +136,12 @@ class GenerationConfig(Section):
     weights, KV cache and work space add up to. Experimental."""
     return_routed_experts: bool = False
     """Training completions tell which experts each token took. For mixtures of experts, on GPUs."""
-    pull_mode: Literal["hot_swap", "drain"] = "hot_swap"
-    """New weights are loaded between two tokens of running requests, or once a generator's requests have finished."""
-    running_kv: Annotated[Literal["keep", "recompute"], TakesEffect("generation.pull_mode", one_of=("hot_swap",))] = (
-        "keep"
-    )
-    """At a hot swap running requests keep the KV cache of the old weights, or compute it anew."""
-    prefix_cache: bool = True
-    """Requests reuse the KV cache of others that begin with the same tokens."""
-    reset_prefix_cache: Annotated[bool, TakesEffect("generation.prefix_cache", one_of=(True,))] = True
-    """With new weights later requests reuse no KV cache of the old ones."""
+    pull_mode: Literal["hot_swap", "recompute", "drain"] = "hot_swap"
+    """Loading of new weights: hot_swap between two tokens of running requests, which keep their KV cache; recompute at
+    the same moment, and running requests recompute it; drain once a generator's requests have finished."""
+    prefix_cache: Annotated[bool | Literal["keep"], WrapValidator(_flag_or_keep)] = True
+    """Requests reuse the KV cache of others that begin with the same tokens, until new weights are loaded; with "keep"
+    also that of older weights."""
     stream_interval: PositiveInt | None = None
     """Engine steps between two messages of new tokens to the router, which goes on from those if a generator dies. By
     default 32, and 1 where `titan-rl serve` streams to clients."""
@@ -153,8 +151,6 @@ class GenerationConfig(Section):
     start_timeout_s: PositiveFloat | None = None
     """Longest wait for an engine, a trainer or a rollout worker to start. By default 180 s and a second for every 100
     MB of weights in the model's folder: 780 s for 30B in bfloat16."""
-    max_respawns: NonNegativeInt = 3
-    """Generators that may die and be replaced before the run ends; 0 ends it with the first."""
     speculative: SpeculativeConfig = SpeculativeConfig()
     vllm: dict[str, Any] = Field(default_factory=dict)
     """Options for vLLM, by the names of its EngineArgs: {max_num_batched_tokens = 16384}. What other settings say, and
@@ -207,9 +203,6 @@ class StateDictConfig(Section):
     before it, and of most versions what changed; with rdma each generator reads the trainer's memory over the network.
     With cuda_ipc all are on GPUs of one host, and read from the trainer's GPU memory, which has two more copies
     then. Between hosts, and with rdma or cuda_ipc, it is experimental."""
-    fanout: Annotated[PositiveInt, _TCP, ON_SEVERAL_HOSTS] = 1
-    """With tcp, hosts that each host sends a version to: 1 makes a chain of them, in which the trainer sends it once,
-    and more a tree."""
     anchor_interval: Annotated[PositiveInt, _TCP, _NOT_SHARED_MEMORY] = 16
     """With tcp, every so many versions all bytes are sent, and of the others only what changed, also to a host that
     missed some since the last of these; 1 always sends all."""
@@ -296,8 +289,6 @@ class SFTConfig(Section):
     """Each epoch has an order of its own. Else it is that of the source."""
     lr: PositiveFloat = 2e-3
     """Highest learning rate. The default is for tiny models."""
-    warmup_ratio: Annotated[float, Field(ge=0, le=1)] = 0.05
-    """Share of the steps over which the learning rate rises."""
     lr_decay: LearningRateDecay = "cosine"
     """Shape of the learning rate after that."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1), TakesEffect("sft.lr_decay", none_of=("constant",))] = 0.1

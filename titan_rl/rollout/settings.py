@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from titan_rl.core.settings import Section, TakesEffect
+from titan_rl.core.settings import Section
 
 
 class RolloutConfig(Section):
@@ -32,5 +30,3 @@ class RolloutConfig(Section):
     """Processes that run groups, where environments or scoring take much computing; 0 runs them in the controller."""
     max_retries: NonNegativeInt = 0
     """Siblings of one group that are run again after an error other than of parsing, in fresh environments."""
-    max_respawns: Annotated[NonNegativeInt, TakesEffect("rollout.num_workers", none_of=(0,))] = 3
-    """Rollout workers that may die and be replaced before the run ends; 0 ends it with the first."""

@@ -117,7 +117,9 @@ class Controller(TrainingLoop):
         )
         self._records = GroupRecords(self._mix, journal, self._transcripts, self._tell)
         self._scheduler = self._groups.make_scheduler(make_filters(config, filters), self._records, self.version)
-        self._sync = WeightSync(trainer, published, router, config.generation.pull_mode)
+        self._sync = WeightSync(
+            trainer, published, router, "drain" if config.generation.pull_mode == "drain" else "hot_swap"
+        )
         self._validation = Validation(config, self._groups, self._transcripts, run_dir, log=log, progress=progress)
         self._activity = Activity(router, self._groups.requests, config.generation.num_generators, hosts)
 

@@ -132,11 +132,11 @@ class Deaths:
     """Counts them, and those within the same step.
 
     Args:
-        max_respawns: as `training.max_respawns`.
+        max_respawns: as `hosts.max_respawns`.
     """
 
     def __init__(self, max_respawns: int) -> None:
-        self._respawns = Respawns({Role.TRAINER: RespawnLimit("training.max_respawns", max_respawns)})
+        self._respawns = Respawns({Role.TRAINER: RespawnLimit("hosts.max_respawns", max_respawns)})
         self._step: tuple[int, Sequence[TrainingSample]] | None = None
         self._within: Counter[int] = Counter()  # by step
         self.num_respawns = 0
@@ -204,7 +204,7 @@ class RecoveringTrainer:
         steps: what was trained.
         checkpoints: the folder of them.
         published: is told of the version that is published again.
-        max_respawns: as `training.max_respawns`.
+        max_respawns: as `hosts.max_respawns`.
     """
 
     def __init__(
@@ -444,7 +444,7 @@ async def open_trainer(
         steps=steps,
         checkpoints=run_dir.checkpoints,
         published=published,
-        max_respawns=config.training.max_respawns,
+        max_respawns=config.hosts.max_respawns,
         progress=progress,
     )
     async with recovering(trainer):

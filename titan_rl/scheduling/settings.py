@@ -11,7 +11,6 @@ from pydantic import (
     ModelWrapValidatorHandler,
     NonNegativeFloat,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
     model_validator,
 )
@@ -65,8 +64,6 @@ class SchedulingConfig(Section):
     max_running_rollouts: PositiveInt | None = None
     """Most rollouts in flight, a game counting once for all its seats; a group starts when all its siblings fit. By
     default as many as the groups have."""
-    suspend_timeout_s: PositiveFloat = 3600.0
-    """Longest time that a rollout waits while its group or all generation is interrupted."""
     filters: tuple[Annotated[str, FunctionName(tuple(BY_NAME), ("group",), may_be_class=False)], ...] = Field(
         default=(), strict=False
     )
@@ -161,7 +158,7 @@ class SchedulingConfig(Section):
 def _preset(given: Mapping[str, Any]) -> Mapping[str, Any]:
     """Settings that the mode of a table sets. A given `window` takes the place of `max_group_age`."""
     mode: Any = given.get("mode")
-    preset = MODES.get(mode, {}) if isinstance(mode, str) else {}
+    preset: Mapping[str, Any] = MODES[mode] if isinstance(mode, str) and mode in MODES else {}
     return {name: value for name, value in preset.items() if name != "max_group_age" or given.get("window") is None}
 
 

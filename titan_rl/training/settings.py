@@ -146,8 +146,6 @@ class TrainingConfig(Section):
     max_skipped_steps: NonNegativeInt = 3
     """Steps that may be skipped because their loss or gradient is not finite, or nothing in them can be trained on,
     before the run ends; counted from when it was started or resumed."""
-    max_respawns: NonNegativeInt = 3
-    """Times that the trainer may die and be started again before the run ends; 0 ends it with the first."""
 
     @property
     def ranks_a_row(self) -> int:

@@ -158,7 +158,6 @@ def transport_of(process: ProcessSpec, run_id: str, statedict: StateDictConfig) 
         process.rank,
         process.host,
         process.address,
-        fanout=statedict.fanout,
         anchor_interval=statedict.anchor_interval,
     )
     return make_transport(statedict.transport, spec)

@@ -38,7 +38,7 @@ class ProcessId:
 
 @dataclass(frozen=True, slots=True)
 class RespawnLimit:
-    """Setting that limits the replacements of one role, and its value: `RespawnLimit("generation.max_respawns", 3)`."""
+    """Setting that limits the replacements of one role, and its value: `RespawnLimit("hosts.max_respawns", 3)`."""
 
     setting: str
     value: int
@@ -49,8 +49,8 @@ class Respawns:
 
     Example: one generator may be replaced:
 
-        respawns = Respawns({Role.GENERATOR: RespawnLimit("generation.max_respawns", 1)})
-        respawns.take(Role.GENERATOR)    # (True, " (1 of generation.max_respawns = 1)")
+        respawns = Respawns({Role.GENERATOR: RespawnLimit("hosts.max_respawns", 1)})
+        respawns.take(Role.GENERATOR)    # (True, " (1 of hosts.max_respawns = 1)")
         respawns.take(Role.GENERATOR)    # (False, ", and is not replaced: ...")
         respawns.take(Role.TRAINER)      # (False, "")
     """

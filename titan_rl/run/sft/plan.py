@@ -20,6 +20,9 @@ from titan_rl.run.sft.demonstrations import Found, TokenSource, best_rollouts, r
 from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
 from titan_rl.training.tiny_model import make_tiny_model
 
+WARMUP_SHARE = 0.05
+"""Share of the steps over which the learning rate rises."""
+
 HELD_OUT_SHARE = 10
 """At most one of so many demonstrations is held out."""
 
@@ -191,7 +194,7 @@ def supervised(config: RunConfig, model: ModelConfig, steps: int) -> RunConfig:
             "minibatches": 1,
             "share_prompts": False,
             "lr": sft.lr,
-            "warmup_steps": round(sft.warmup_ratio * steps),
+            "warmup_steps": round(WARMUP_SHARE * steps),
             "lr_decay": sft.lr_decay,
             "min_lr_ratio": sft.min_lr_ratio,
             "weight_decay": sft.weight_decay,

@@ -27,6 +27,9 @@ from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.scheduling.task_mix import Share, TaskMix
 from titan_rl.types import Completion, GenerateFn, SamplingParams
 
+SUSPEND_TIMEOUT_S = 3600.0
+"""Longest time that a rollout waits while its group or all generation is interrupted."""
+
 
 def make_mix(config: RunConfig, journal: RunJournal, start: RunState) -> TaskMix:
     """As the checkpoint and the journal have it, with the weights and curricula of the config. The journal is told of
@@ -273,7 +276,7 @@ class RolloutStage:
         return resume_on_abort(
             self._journal.record(guarded, lease.index),
             wait_until_resumed=both_open,
-            resume_timeout_s=self._config.scheduling.suspend_timeout_s,
+            resume_timeout_s=SUSPEND_TIMEOUT_S,
             max_context=self._config.model.max_context,
         )
 

@@ -1,0 +1,56 @@
+"""Settings of earlier versions: their last default, and what to write in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, cast
+
+
+@dataclass(frozen=True, slots=True)
+class Retired:
+    """Setting that is refused with advice, unless it has the value that was its default."""
+
+    default: Any
+    advice: str
+
+
+RESPAWNS = "set hosts.max_respawns, the limit of generators, trainer and rollout workers each"
+
+RETIRED: Mapping[str, Retired] = {
+    "generation.max_respawns": Retired(3, RESPAWNS),
+    "training.max_respawns": Retired(3, RESPAWNS),
+    "rollout.max_respawns": Retired(3, RESPAWNS),
+    "generation.running_kv": Retired("keep", 'for "recompute" set generation.pull_mode = "recompute"'),
+    "generation.reset_prefix_cache": Retired(True, 'for false set generation.prefix_cache = "keep"'),
+    "generation.speculative.prompt_lookup_min": Retired(2, "set generation.speculative.prompt_lookup = [MIN, MAX]"),
+    "generation.speculative.prompt_lookup_max": Retired(4, "set generation.speculative.prompt_lookup = [MIN, MAX]"),
+    "hosts.lease_s": Retired(15.0, "set hosts.silence_s: the lease is five times as long"),
+    "scheduling.suspend_timeout_s": Retired(3600.0, "leave it out: it is an hour"),
+    "sft.warmup_ratio": Retired(0.05, "leave it out: the learning rate rises over 5% of the steps"),
+    "statedict.fanout": Retired(1, "leave it out: each host sends a version to one other"),
+}
+"""By dotted name; `*` stands for the name of a task."""
+
+
+def advice(key: str) -> str | None:
+    """What to write in the place of a retired setting. None for any other key."""
+    return next((retired.advice for name, retired in RETIRED.items() if fnmatchcase(key, name)), None)
+
+
+def drop_unchanged(tables: dict[str, Any]) -> None:
+    """Remove retired settings that have their last default, as the config.toml of every earlier run has."""
+    for name, retired in RETIRED.items():
+        *path, key = name.split(".")
+        for table in _tables_at(tables, path):
+            if key in table and table[key] == retired.default:
+                del table[key]
+
+
+def _tables_at(table: dict[str, Any], path: list[str]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = [table]
+    for name in path:
+        below = [child for one in found for key, child in one.items() if name in ("*", key)]
+        found = [cast("dict[str, Any]", child) for child in below if isinstance(child, dict)]
+    return found
