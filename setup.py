@@ -18,7 +18,7 @@ class BuildWithExamples(build_py):
         super().run()
         if self.editable_mode:
             return
-        shipped = Path(self.build_lib) / "titan_rl" / "starter" / "shipped_examples"
+        shipped = Path(self.build_lib) / "titan_rl" / "cli" / "shipped_examples"
         shutil.copytree(ROOT / "examples", shipped, ignore=_left_out, dirs_exist_ok=True)
 
 

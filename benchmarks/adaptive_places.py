@@ -25,8 +25,8 @@ import looptime
 from benchmarks.long_tail import Case, apr_160k, apr_gsm8k, equal_lengths, verl_2200, verl_async, verl_colocated
 from titan_rl.generation.places import AdaptivePlaces
 from titan_rl.generation.scripted_engine import CostModel
-from titan_rl.testing.simulate.simulated_replica import SimulatedReplica
-from titan_rl.testing.simulate.workload import Workload
+from titan_rl.testing.simulated_replica import SimulatedReplica
+from titan_rl.testing.simulation import Workload
 from titan_rl.types import SamplingParams
 
 CACHES = (0.25, 0.5, 1.0)  # of the places, at the mean length

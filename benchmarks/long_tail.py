@@ -23,9 +23,7 @@ from dataclasses import dataclass, field, replace
 
 from titan_rl.generation.scripted_engine import CostModel
 from titan_rl.scheduling.settings import SchedulingConfig
-from titan_rl.testing.simulate.cluster import Cluster
-from titan_rl.testing.simulate.simulation import SimulationResult, simulate
-from titan_rl.testing.simulate.workload import Workload, equal, log_normal_with_tail
+from titan_rl.testing.simulation import Cluster, SimulationResult, Workload, equal, log_normal_with_tail, simulate
 
 Knobs = dict[str, object]
 

@@ -23,9 +23,7 @@ from benchmarks.long_tail import Case, verl_2200, verl_async
 from benchmarks.paired import report
 from titan_rl.generation.router.strategies import Candidate, LeastLoaded, Strategy
 from titan_rl.scheduling.settings import SchedulingConfig
-from titan_rl.testing.simulate.cluster import Cluster
-from titan_rl.testing.simulate.simulation import simulate
-from titan_rl.testing.simulate.workload import Workload
+from titan_rl.testing.simulation import Cluster, Workload, simulate
 
 LONG, PART_OF_LONG = 12_000, 1 / 4  # tokens of an answer that is long, and of the engines that take these
 COST = replace(VERL_COST, load=1.0)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from own_venv import asked_for, python_with
 
-from titan_rl.cli.starter.examples import example_names
+from titan_rl.cli.init import example_names
 
 ROOT = Path(__file__).parents[1]
 
@@ -44,9 +44,9 @@ def test_it_has_every_file_of_the_package_and_the_examples(wheel: Path):
     code = {path.relative_to(ROOT).as_posix() for path in (ROOT / "titan_rl").rglob("*") if path.is_file()}
     assert {name for name in code if "__pycache__" not in name} - names == set()
     assert "titan_rl/py.typed" in names
-    shipped = {name.split("/")[3] for name in names if name.startswith("titan_rl/cli/starter/shipped_examples/")}
+    shipped = {name.split("/")[3] for name in names if name.startswith("titan_rl/cli/shipped_examples/")}
     assert set(example_names()) < shipped
-    assert "titan_rl/cli/starter/shipped_examples/alphabet_sort/base/model.safetensors" in names
+    assert "titan_rl/cli/shipped_examples/alphabet_sort/base/model.safetensors" in names
     assert not any("/runs/" in name or name.endswith(".env") for name in names)
     assert not any(name.startswith(("tests/", "examples/", "scripts/")) or "__pycache__" in name for name in names)
     (entry_points,) = [name for name in names if name.endswith("entry_points.txt")]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_rl.cli.exit_codes import EXIT_INTERRUPTED
+from titan_rl.cli import EXIT_INTERRUPTED
 from titan_rl.cli.main import main
 from titan_rl.cluster.hosts.requests import HostFiles
 from titan_rl.core.run_files import RunStatus

@@ -153,6 +153,7 @@ def test_an_endpoint_is_evaluated_and_its_figures_are_printed_and_kept(
         ("adder", 0.5, 4, 3)
     }
     assert adder.keys == {"Bearer sesame"}
+    assert err.count("titan-rl: next: titan-rl view ") == 1
     folder = Path(err.split("are in ")[1].strip())
     (results,) = folder.glob("*/results.json")
     lines = [json.loads(line) for line in (results.parent / "rollouts.jsonl").read_text().splitlines()]

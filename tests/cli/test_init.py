@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from titan_rl.cli.init import TEMPLATES, example_names
 from titan_rl.cli.main import main
-from titan_rl.cli.starter.examples import example_names
-from titan_rl.cli.starter.write import TEMPLATES
 from titan_rl.config.load import load_config
 
 ROOT = Path(__file__).parents[2]

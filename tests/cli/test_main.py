@@ -388,7 +388,6 @@ def test_the_module_of_the_program_imports_next_to_nothing_before_it_begins():
     assert {name for name in names if name.startswith("titan_rl")} <= {
         "titan_rl",
         "titan_rl.cli",
-        "titan_rl.cli.exit_codes",
         "titan_rl.cli.main",
         "titan_rl.core",
         "titan_rl.core.errors",

@@ -21,7 +21,7 @@ from titan_rl.generation.router.health import StallWatch
 from titan_rl.generation.router.pool import PooledReplica
 from titan_rl.generation.scripted_engine import CostModel
 from titan_rl.testing.fake_replica import FakeReplica
-from titan_rl.testing.simulate.simulated_replica import SimulatedReplica
+from titan_rl.testing.simulated_replica import SimulatedReplica
 from titan_rl.types import Completion, FinishReason, SamplingParams, TokenChunk
 
 pytestmark = pytest.mark.looptime

@@ -23,7 +23,7 @@ from titan_rl.rollout.group.turns import RETURN_S
 from titan_rl.rollout.rewards.reward import Reward
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.settings import RolloutConfig
-from titan_rl.testing.simulate.simulated_replica import SimulatedReplica
+from titan_rl.testing.simulated_replica import SimulatedReplica
 from titan_rl.training.data.sample_builder import build_samples
 
 pytestmark = pytest.mark.looptime

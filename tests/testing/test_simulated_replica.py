@@ -14,8 +14,8 @@ from titan_rl import FinishReason, SamplingParams
 from titan_rl.generation.places import AdaptivePlaces
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.scripted_engine import CostModel, ScriptedEngine
-from titan_rl.testing.simulate.simulated_replica import SimulatedReplica
-from titan_rl.testing.simulate.workload import log_normal_with_tail
+from titan_rl.testing.simulated_replica import SimulatedReplica
+from titan_rl.testing.simulation import log_normal_with_tail
 
 STOP = 9
 COST = CostModel(step=1.0, request=0.25, prompt_token=0.125, context_token=1 / 256, load=3.0)  # exact in binary

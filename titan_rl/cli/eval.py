@@ -8,9 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_rl.cli.options import Parser, file_path
-from titan_rl.cli.run_folder import tell_imports
-from titan_rl.cli.verbosity import add_verbosity, verbosity_of
+from titan_rl.cli.options import Parser, add_verbosity, file_path, tell_imports, verbosity_of
 from titan_rl.config.evaluation import EvalConfig, make_eval_config
 from titan_rl.config.load import load_config
 from titan_rl.config.run import RunConfig
@@ -82,8 +80,6 @@ def run(arguments: argparse.Namespace) -> int:
         if evaluations:
             _show(evaluations, arguments)
     done = "results and transcripts are in" if code == 0 else "stopped; the same command goes on with --out"
-    if code == 0:
-        tell_next("view", str(out))
     if code == 0:
         tell_next("view", str(out))
     tell(f"titan-rl: {done} {out}")

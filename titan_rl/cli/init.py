@@ -1,17 +1,39 @@
-"""`titan-rl init NAME`: a package of one's own, with a task that can be learned as it is."""
+"""`titan-rl init NAME`: write a package with a task of your own, or copy an example."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
+import keyword
 import shlex
+import sys
+import unicodedata
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Any, Literal, get_args
+
+import jinja2
 
 from titan_rl.cli.options import Parser, file_path
-from titan_rl.cli.starter.examples import copy_example, example_names
-from titan_rl.cli.starter.write import TEMPLATES, Starter, write_starter
+from titan_rl.core.errors import ConfigError
 from titan_rl.run.terminal.standard_streams import say, tell
 from titan_rl.training.tiny_model.vocabulary import Level
+
+Template = Literal["single", "multi-turn", "tools"]
+TEMPLATES: tuple[Template, ...] = get_args(Template)
+
+TEMPLATE_FOLDER = Path(__file__).parent / "templates"
+TAKEN = frozenset({"tests", "base", "runs"})
+"""Folders beside the package."""
+
+LENGTHS: dict[Template, dict[str, int]] = {
+    "single": {"max_context": 64, "max_tokens": 16},
+    "multi-turn": {"max_context": 128, "max_tokens": 16},
+    "tools": {"max_context": 384, "max_tokens": 48},
+}
+"""In tokens of the tiny model."""
 
 
 def set_up(parser: Parser) -> None:
@@ -75,3 +97,181 @@ def _copy(example: str, folder: Path) -> int:
         first = f"titan-rl sft {settings}"
     tell(f"titan-rl: to go on:  {first}")
     return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Starter:
+    """
+    Args:
+        folder: to make; the last part of it is the package's name.
+        model: a Hugging Face folder to train; None for a tiny model.
+        level, size: of the tiny model: its tokens, and about how many parameters it has.
+    """
+
+    folder: Path
+    template: Template = "single"
+    model: Path | None = None
+    level: str = "word"
+    size: int = 250_000
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def class_name(self) -> str:
+        """`word_sort` has a task `WordSort`."""
+        return "".join(part[0].upper() + part[1:] for part in self.name.split("_") if part)
+
+
+def write_starter(starter: Starter) -> list[Path]:
+    """Write the files, all or none of which were there before.
+
+    Returns:
+        what was written.
+
+    Raises:
+        ConfigError: the name cannot be one of a package, the folder holds something, there is no such model, or nothing
+            can be written there. Says what would do.
+    """
+    if starter.size < 1:
+        raise ConfigError(f"--size {starter.size} must be a number of parameters, such as 250000")
+    check_name(starter.name)
+    check_room(starter.folder)
+    if starter.model is not None and not (starter.model / "config.json").is_file():
+        raise ConfigError(
+            f"--model {starter.model}: no model is there, as it has no config.json; from the Hugging Face hub: "
+            f"hf download ORGANIZATION/NAME --local-dir {starter.model}"
+        )
+    files = dict(_rendered(starter))
+    with writing():
+        for path, text in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    return list(files)
+
+
+@contextlib.contextmanager
+def writing() -> Generator[None]:
+    """Within the block files are written where the user says."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}; name a folder that you may make") from None
+
+
+def check_name(name: str) -> None:
+    """
+    Raises:
+        ConfigError: a package of one's own cannot have it. Says which could be.
+    """
+    if not (name.isidentifier() and name.isascii()) or keyword.iskeyword(name) or not name.strip("_"):
+        letters = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode()  # "cafe" of "café"
+        plain = "".join(letter if letter.isalnum() else "_" for letter in letters).strip("_")
+        fix = plain if plain.isidentifier() and not keyword.iskeyword(plain) else "my_task"
+        raise ConfigError(f"{name!r} cannot be the name of a Python package; {fix} could")
+    if name in TAKEN or name in sys.stdlib_module_names or _is_installed(name):
+        raise ConfigError(f"{name!r} is another module, which would be imported in its place; my_{name} could be made")
+
+
+def _is_installed(name: str) -> bool:
+    """Whether it is the name of a module that would hide the package, or be hidden by it. A mere folder is none."""
+    found = importlib.util.find_spec(name)
+    return found is not None and found.origin is not None
+
+
+def check_room(folder: Path) -> None:
+    """
+    Raises:
+        ConfigError: something is there already.
+    """
+    if folder.is_dir() and any(folder.iterdir()):
+        raise ConfigError(f"{folder} holds something, and nothing is overwritten; name a folder that is not there")
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file; name a folder that is not there")
+
+
+def _rendered(starter: Starter) -> Iterator[tuple[Path, str]]:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATE_FOLDER),
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    known: dict[str, Any] = {
+        "name": starter.name,
+        "class_name": starter.class_name,
+        "template": starter.template,
+        "level": starter.level,
+        "size": starter.size,
+        "model": None if starter.model is None else starter.model.resolve().as_posix(),
+        **LENGTHS[starter.template],
+    }
+    package = starter.folder / starter.name
+    places = {
+        "README.md": starter.folder,
+        "config.toml": starter.folder,
+        "pyproject.toml": starter.folder,
+        "gitignore": starter.folder / ".gitignore",
+        "test.py": starter.folder / "tests" / f"test_{starter.name}.py",
+    }
+    for source in sorted(path for room in ("common", starter.template) for path in (TEMPLATE_FOLDER / room).iterdir()):
+        file = source.name.removesuffix(".jinja")
+        place = places.get(file, package)
+        text = environment.get_template(source.relative_to(TEMPLATE_FOLDER).as_posix()).render(known)
+        yield place if place.name.endswith((file, f"test_{starter.name}.py")) else place / file, text
+
+
+def examples_folder() -> Path:
+    """Where they are: in the installed package, or in the repository beside it."""
+    shipped = Path(__file__).parent / "shipped_examples"
+    return shipped if shipped.is_dir() else Path(__file__).parents[2] / "examples"
+
+
+def example_names() -> list[str]:
+    """Those that have a cpu.toml."""
+    return sorted(settings.parent.name for settings in examples_folder().glob("*/cpu.toml"))
+
+
+def copy_example(example: str, folder: Path) -> list[Path]:
+    """Write the example as a package of another name.
+
+    Args:
+        folder: to make; the last part of it is the package's name, which takes the place of the example's in its files.
+
+    Returns:
+        what was written.
+
+    Raises:
+        ConfigError: there is no such example, the name cannot be one of a package, or the folder holds something.
+    """
+    names = example_names()
+    if example not in names:
+        raise ConfigError(f"--example {example}: there is no such example; there are {', '.join(names) or 'none here'}")
+    check_name(folder.name)
+    check_room(folder)
+    source = examples_folder() / example
+    files = [path for path in sorted(source.rglob("*")) if path.is_file() and _is_of_it(path, source)]
+    written: list[Path] = []
+    with writing():
+        for path in files:
+            copy = folder / path.relative_to(source)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(_renamed(path, example, folder.name))
+            written.append(copy)
+    return written
+
+
+def _is_of_it(path: Path, source: Path) -> bool:
+    """Not what running it leaves: caches, and models that can be made again. Those with a README are part of it."""
+    room = path.relative_to(source).parts[0]
+    return "__pycache__" not in path.parts and (room != "base" or (source / room / "README.md").is_file())
+
+
+def _renamed(path: Path, example: str, name: str) -> bytes:
+    """The file, with the module and the folder that it names as they are called in the copy."""
+    content = path.read_bytes()
+    if path.suffix not in (".py", ".toml", ".md"):
+        return content
+    text = content.decode()
+    return text.replace(f"examples.{example}", name).replace(f"examples/{example}", name).encode()

@@ -9,7 +9,7 @@ import signal
 import sys
 from contextlib import contextmanager
 
-from titan_rl.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_UNREAD, EXIT_USAGE
+from titan_rl.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_UNREAD, EXIT_USAGE
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

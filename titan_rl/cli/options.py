@@ -1,22 +1,30 @@
-"""Options of commands, made from the classes that check what is given to them."""
+"""Options of commands: settings with the classes that check them, verbosity, and folders of earlier runs."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import inspect
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Literal, NoReturn, cast, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from titan_rl.cli.exit_codes import EXIT_USAGE
-from titan_rl.config.functions import function_name
+from titan_rl.cli import EXIT_USAGE
+from titan_rl.config.changes import check_options, is_resumable
+from titan_rl.config.functions import function_name, recorded_modules
+from titan_rl.config.load import load_config, load_sft_config
+from titan_rl.config.run import RunConfig
 from titan_rl.config.tables import parse_value
 from titan_rl.config.tasks import TaskSource, ValidationSuite
+from titan_rl.core.errors import ConfigError
 from titan_rl.core.settings import FunctionName, Section, path_problem
+from titan_rl.run.directory import check_files
+from titan_rl.run.observability.progress import Verbosity
 from titan_rl.run.terminal.standard_streams import say, tell
 
 _NEGATIVE = re.compile(r"-(\.?\d|inf$|nan$)")
@@ -197,3 +205,80 @@ def _toml(value: str | bool | float | Iterable[Any]) -> str:
     if isinstance(value, str):
         return value
     return f"[{', '.join(map(_toml, value))}]" if isinstance(value, Iterable) else str(value)
+
+
+def add_verbosity(parser: Parser) -> None:
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("-q", "--quiet", action="store_true", help="show warnings and what it comes to, nothing else")
+    either.add_argument("-v", "--verbose", action="store_true", help="also show what is written to the log")
+
+
+def verbosity_of(arguments: argparse.Namespace) -> Verbosity:
+    if arguments.quiet:
+        return Verbosity.QUIET
+    return Verbosity.VERBOSE if arguments.verbose else Verbosity.NORMAL
+
+
+CONFIG = "config.toml"
+USUAL = Path("runs/latest")
+
+
+def find_run(name: str, option: str = "--resume") -> Path:
+    """The absolute folder of the run that an option names.
+
+    Raises:
+        ConfigError: no run is there. It says what is, and where a run is as far as that is to be seen.
+    """
+    path = Path(name)
+    if _is_run(path):
+        return path.resolve()
+    if os.path.isdir(path):
+        problem, near = f"the folder has no {CONFIG}", _newest_in(path)
+    elif os.path.exists(path):
+        problem, near = "it is a file", path.parent
+    else:
+        problem, near = "there is no such folder", USUAL
+    hint = f", as {near}" if near is not None and _is_run(near) else ""
+    raise ConfigError(f"{option} {name}: no run is there: {problem}; name the folder of a run{hint}")
+
+
+def load_resumed(run: Path, overrides: Sequence[tuple[str, str]], *, is_sft: bool = False) -> RunConfig:
+    """Settings with which a run is resumed.
+
+    Args:
+        run: the folder that `find_run` returned.
+
+    Raises:
+        ConfigError: a setting is wrong, an option changes one that has to stay, or the folder holds links.
+    """
+    load = load_sft_config if is_sft else load_config
+    check_files(run)
+    tell_imports(run / CONFIG)
+    config = load(run / CONFIG, overrides)
+    allowed = [(key, value) for key, value in overrides if is_resumable(key)]
+    if len(allowed) < len(overrides):
+        check_options(config, load(run / CONFIG, allowed))
+    return config
+
+
+def tell_imports(config: Path) -> None:
+    """Say which code the settings of a run have imported, and from which of the folders that they name, before it is.
+
+    Args:
+        config: a run's `config.toml`. Whoever wrote it decides what is imported.
+    """
+    found = recorded_modules(config)
+    if found:
+        what = ", ".join(f"{name} from {folder}" for name, folder in found.items())
+        tell(f"titan-rl: {config} imports {what}")
+
+
+def _is_run(folder: Path) -> bool:
+    return os.path.isfile(folder / CONFIG)
+
+
+def _newest_in(folder: Path) -> Path | None:
+    """Runs are named by their times, and the newest is linked to."""
+    if _is_run(folder / "latest"):
+        return folder / "latest"
+    return max((config.parent for config in folder.glob(f"*/{CONFIG}")), default=None)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from titan_rl.cli.options import Parser, file_path
-from titan_rl.cli.run_folder import tell_imports
-from titan_rl.cli.verbosity import add_verbosity, verbosity_of
+from titan_rl.cli.options import Parser, add_verbosity, file_path, tell_imports, verbosity_of
 from titan_rl.config.serve import ServeConfig, dump_serve_config, load_serve_config
 from titan_rl.core.errors import ConfigError
 from titan_rl.evaluation.policies.source import find_policy

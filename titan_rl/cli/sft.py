@@ -8,9 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from titan_rl.cli.options import Parser, file_path
-from titan_rl.cli.run_folder import find_run, load_resumed
-from titan_rl.cli.verbosity import add_verbosity, verbosity_of
+from titan_rl.cli.options import Parser, add_verbosity, file_path, find_run, load_resumed, verbosity_of
 from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.load import dump_config, load_sft_config
 from titan_rl.config.run import RunConfig
@@ -47,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     if resume is None:
         config = load_sft_config(arguments.config, arguments.overrides)
     else:
-        config = load_resumed(load_sft_config, resume, arguments.overrides)
+        config = load_resumed(resume, arguments.overrides, is_sft=True)
     # Not before the settings are known to be right: what starts processes also imports what they need.
     from titan_rl.run.sft.launch import check, run_sft
 

@@ -7,9 +7,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from titan_rl.cli.options import Parser, file_path
-from titan_rl.cli.run_folder import find_run, load_resumed
-from titan_rl.cli.verbosity import add_verbosity, verbosity_of
+from titan_rl.cli.options import Parser, add_verbosity, file_path, find_run, load_resumed, verbosity_of
 from titan_rl.config.concurrency import throttles
 from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.load import dump_config, load_config
@@ -55,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     if resume is None:
         config = load_config(arguments.config, arguments.overrides)
     else:
-        config = load_resumed(load_config, resume, arguments.overrides)
+        config = load_resumed(resume, arguments.overrides)
     for warning in throttles(config):
         tell(f"titan-rl: warning: {warning}")
     check_own_machine(config.hosts)

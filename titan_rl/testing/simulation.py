@@ -1,10 +1,13 @@
-"""A run in virtual time: the real router, rollouter and scheduler, over engines and a trainer that only take time."""
+"""Training run in virtual time: real router, rollouter and scheduler, simulated engines and trainer."""
 
 from __future__ import annotations
 
 import asyncio
+import math
+import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -12,6 +15,7 @@ from titan_rl.core.errors import ConfigError, MissingExtraError
 from titan_rl.generation.places import AdaptivePlaces
 from titan_rl.generation.resume import resume_on_abort
 from titan_rl.generation.router import GeneratorRouter, Limits, Strategy
+from titan_rl.generation.scripted_engine import CostModel
 from titan_rl.rollout.environment.types import TokenObservation, TokenStep
 from titan_rl.rollout.group.rollouter import Rollouter
 from titan_rl.rollout.rewards.reward import Reward
@@ -22,12 +26,162 @@ from titan_rl.scheduling.batches import GroupBatch
 from titan_rl.scheduling.lease import Lease, lengths
 from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.scheduling.settings import SchedulingConfig
-from titan_rl.testing.simulate.cluster import UNLIMITED, Cluster
-from titan_rl.testing.simulate.lent_engines import LentEngines
-from titan_rl.testing.simulate.simulated_replica import SimulatedReplica
-from titan_rl.testing.simulate.tokens import some_tokens
-from titan_rl.testing.simulate.workload import Workload
+from titan_rl.testing.simulated_replica import SimulatedReplica, some_tokens
 from titan_rl.types import Completion, SamplingParams
+
+UNLIMITED = 1 << 40  # tokens, more than there are
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Generators and a trainer. All times in seconds.
+
+    Args:
+        num_replicas: engines, each with its own batch.
+        cost: of one engine step, as a function of its running requests, their tokens and new prompt tokens; `load` is
+            what a pull takes of each engine.
+        max_running: requests that one engine advances at a time.
+        kv_tokens: tokens that the KV cache of one engine holds.
+        move_below: generators with at most this part of the fullest's requests get some of them, see `Moves`.
+        num_lent: engines on the trainer's devices, which generate while it waits for a batch, see `LentEngines`.
+        adapts: fewer requests are advanced where the KV cache is expected to be full, see `AdaptivePlaces`.
+        train_s: one optimizer step on one batch.
+        logprob_s: recomputing the logprobs of one batch before it is trained on; 0 where the sampler's own are used.
+        wake_s: what an engine takes to have its memory again after it slept.
+        colocated: generators and trainer share their devices, so that nothing is generated while a batch is trained.
+
+    Raises:
+        ConfigError: names the field, the value and what is allowed.
+    """
+
+    num_replicas: int
+    cost: CostModel
+    max_running: int = 256
+    kv_tokens: int = UNLIMITED
+    move_below: float | None = None
+    num_lent: int = 0
+    adapts: bool = False
+    train_s: float = 0.0
+    logprob_s: float = 0.0
+    wake_s: float = 0.0
+    colocated: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in {"num_replicas": 1, "max_running": 1, "kv_tokens": 1, "num_lent": 0}.items():
+            if getattr(self, name) < least:
+                raise ConfigError(f"Cluster.{name} is {getattr(self, name)!r}; it must be at least {least}")
+        for name in ("train_s", "logprob_s", "wake_s"):
+            if not (math.isfinite(seconds := getattr(self, name)) and seconds >= 0):
+                raise ConfigError(f"Cluster.{name} is {seconds!r}; it must be finite and >= 0")
+        if self.colocated and self.num_lent:
+            raise ConfigError(
+                f"Cluster.num_lent is {self.num_lent}, and on a colocated cluster all engines are on the trainer's "
+                "devices already; set num_lent = 0, or colocated = False"
+            )
+
+
+LengthDraw = Callable[[random.Random], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Single-turn prompts with answers whose lengths are a function of seed, group and sibling alone, so that every
+    schedule gets the same ones.
+
+    Args:
+        draw: tokens of an answer.
+        group_size: answers to a prompt, at least 2: those of a group are compared.
+
+    Raises:
+        ConfigError: names the field, the value and what is allowed.
+    """
+
+    draw: LengthDraw
+    group_size: int
+    prompt_tokens: int = 256
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in {"group_size": 2, "prompt_tokens": 1}.items():
+            if getattr(self, name) < least:
+                raise ConfigError(f"Workload.{name} is {getattr(self, name)!r}; it must be at least {least}")
+
+    def length(self, index: int, sibling: int) -> int:
+        """Tokens of the answer of one sibling in group number `index`."""
+        return self.draw(random.Random(f"{self.seed}/{index}/{sibling}"))
+
+
+def log_normal_with_tail(*, median: float, sigma: float, cap: int, tail: float = 0.03) -> LengthDraw:
+    """97% log-normal lengths, and a `tail` of them between 0.9 and 1.0 of the cap.
+
+    Args:
+        sigma: standard deviation of the logarithm.
+    """
+
+    def draw(random: random.Random) -> int:
+        if random.random() < tail:
+            return round(cap * random.uniform(0.9, 1.0))
+        return min(cap, max(1, round(median * random.lognormvariate(0.0, sigma))))
+
+    return draw
+
+
+def equal(length: int) -> LengthDraw:
+    return lambda random: length
+
+
+GIVE_BACK_S = 1e3  # at most; it takes a step
+
+
+class LentEngines:
+    """Replicas that a router has at times.
+
+    Each time costs them `wake_s` and a pull at its beginning. At its end the requests that they have are interrupted,
+    and go on elsewhere with their tokens. Only what is new comes to them by itself: what runs has to be moved.
+    """
+
+    def __init__(self, router: GeneratorRouter, replicas: Sequence[SimulatedReplica], wake_s: float) -> None:
+        self._router = router
+        self._replicas = replicas
+        self._wake_s = wake_s
+        self._lent_s = 0.0  # until they were last given back
+        self._lent_since: float | None = None
+
+    @property
+    def lent_s(self) -> float:
+        """Time of all of them for which they were out until now, that in which they wake included."""
+        now = asyncio.get_running_loop().time()
+        out_s = 0.0 if self._lent_since is None else now - self._lent_since
+        return (self._lent_s + out_s) * len(self._replicas)
+
+    @asynccontextmanager
+    async def out(self) -> AsyncGenerator[None]:
+        """They serve while the block runs, from when they are ready."""
+        began = self._lent_since = asyncio.get_running_loop().time()
+        waking = asyncio.ensure_future(self._wake())
+        try:
+            yield
+        finally:
+            waking.cancel()
+            await asyncio.wait([waking])
+            await self._give_back()
+            self._lent_s += asyncio.get_running_loop().time() - began
+            self._lent_since = None
+
+    async def _wake(self) -> None:
+        if self._replicas:
+            await asyncio.sleep(self._wake_s)
+            await asyncio.gather(*(self._router.add_replica(replica) for replica in self._replicas))
+
+    async def _give_back(self) -> None:
+        serving = [replica for replica in self._replicas if self._router.has_replica(replica.name)]
+        retiring = [
+            asyncio.ensure_future(self._router.retire_replica(replica.name, GIVE_BACK_S)) for replica in serving
+        ]
+        await asyncio.sleep(0)  # nothing comes to them any more
+        await self._router.abort([request_id for replica in serving for request_id in replica.request_ids])
+        await asyncio.gather(*retiring)
+
 
 FOREVER_S = 1e8  # limits are for faults, which a simulation has none of
 

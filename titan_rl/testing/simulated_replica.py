@@ -1,20 +1,30 @@
-"""A generator in virtual time, which takes many engine steps at once."""
+"""Generator in virtual time, which takes many engine steps at once."""
 
 from __future__ import annotations
 
 import asyncio
+from array import array
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from titan_rl.core.arrays import LOGPROBS, TOKENS, NumberArray
 from titan_rl.generation.lengths_seen import Growth
 from titan_rl.generation.places import AdaptivePlaces
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.scripted_engine import CostModel
 from titan_rl.generation.types import PauseMode
-from titan_rl.testing.simulate.tokens import some_logprobs, some_tokens
 from titan_rl.types import Completion, FinishReason, SamplingParams, TokenChunk, VersionSpan
+
+
+def some_tokens(count: int) -> NumberArray[int]:
+    return NumberArray(array(TOKENS, (0,)) * count)
+
+
+def some_logprobs(count: int) -> NumberArray[float]:
+    return NumberArray(array(LOGPROBS, (0.0,)) * count)
+
 
 CLOCK_TICK_S = 1e-6  # what virtual time is rounded to
 
