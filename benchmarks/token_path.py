@@ -33,10 +33,10 @@ from titan_rl.rollout.types import Rollout, RolloutGroup, Turn
 from titan_rl.run.journal.records import encode, group_record
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.scheduling.task_mix import Assigned
-from titan_rl.training.data.family import find_families
-from titan_rl.training.data.packer import pack as pack_rows
+from titan_rl.training.data.packing import find_families
+from titan_rl.training.data.packing import pack as pack_rows
 from titan_rl.training.data.sample_builder import build_samples
-from titan_rl.training.policy.tensor_batch import make_tensor_batch
+from titan_rl.training.tensor_batch import make_tensor_batch
 from titan_rl.types import TokenChunk
 
 GROUPS, SIBLINGS, PROMPT, LENGTH = 4, 8, 64, 4096

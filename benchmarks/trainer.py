@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from benchmarks.generation import make_model
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.parts import make_planner
-from titan_rl.training.policy.minibatch import Minibatch
 from titan_rl.training.settings import ModelConfig, TrainingConfig
+from titan_rl.training.tensor_batch import Minibatch
 from titan_rl.training.trainer import TrainerCore
 
 GROUPS, SIBLINGS = 16, 8

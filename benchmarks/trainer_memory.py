@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.paired import report, report_computed
 from benchmarks.peaks import CONTEXT, in_its_own_process, peak_of
-from titan_rl.training.models.selected_logprobs import CHUNK_LOGITS, selected_logprobs
+from titan_rl.training.models.vocabulary_head import CHUNK_LOGITS, selected_logprobs
 
 TOKENS, WIDTH = 4096, 64
 LONG_ROW, SHORT_ROW = 4096, 80  # the latter is no weight's shape
@@ -38,9 +38,9 @@ BYTES_A_LOGIT = 14
 
 
 def join_world(rank: int, port: int, **parallel: int) -> Any:
-    from titan_rl.training.parallel.world import World
+    from titan_rl.training.parallel import World
 
-    importlib.import_module("titan_rl.training.parallel.parallel")  # has torch know the backends of meshes
+    importlib.import_module("titan_rl.training.parallel")  # has torch know the backends of meshes
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(math.prod(parallel.values())))
     world = World.join(**parallel)
@@ -79,8 +79,8 @@ def make_model(folder: Path, megabytes: int, width: int = 512, kv_heads: int = 8
 
 def start_rank(folder: Path, rank: int, ranks: int, port: int) -> tuple[int, int]:
     """(peak of making a policy, bytes of its parameters on this rank)."""
-    from titan_rl.training.parallel.parallel import local
-    from titan_rl.training.policy.policy import Policy
+    from titan_rl.training.parallel import local
+    from titan_rl.training.policy import Policy
 
     world = join_world(rank, port, data_parallel=ranks)
     peak, policy = peak_of(lambda: Policy(folder, world, max_context=128, row_tokens=128))
@@ -122,7 +122,7 @@ def kept_under_autocast(folder: Path, rank: int, ranks: int, port: int) -> float
 
 def _kept(folder: Path, world: Any, dtype: str) -> float:
     """The part of the layers' weights that is kept for the backward pass as bfloat16."""
-    from titan_rl.training.policy.policy import Policy
+    from titan_rl.training.policy import Policy
 
     policy = Policy(folder, world, max_context=128, row_tokens=SHORT_ROW, dtype=dtype)  # pyright: ignore[reportArgumentType]
     weights = [parameter for parameter in policy.model.layers.parameters() if parameter.ndim == 2]
@@ -153,9 +153,9 @@ def report_kept(folder: Path) -> None:
 
 def _row(policy: Any, num_tokens: int) -> Any:
     """One row of one sample, as tensors."""
-    from titan_rl.training.data.family import Family
+    from titan_rl.training.data.packing import Family
     from titan_rl.training.data.sample import TrainingSample
-    from titan_rl.training.policy.tensor_batch import make_tensor_batch
+    from titan_rl.training.tensor_batch import make_tensor_batch
 
     tokens, mask, blank, versions = [1] * num_tokens, [True] * num_tokens, [0.0] * num_tokens, [0] * num_tokens
     sample = TrainingSample("", "", tokens, mask, blank, blank, versions, temperature=1.0)
@@ -164,7 +164,7 @@ def _row(policy: Any, num_tokens: int) -> Any:
 
 def row_peak(folder: Path, rank: int, ranks: int, port: int) -> int:
     """Of a forward and backward pass, gradients included."""
-    from titan_rl.training.policy.policy import Policy
+    from titan_rl.training.policy import Policy
 
     world = join_world(rank, port, context_parallel=ranks)
     policy = Policy(folder, world, max_context=LONG_ROW, row_tokens=LONG_ROW)

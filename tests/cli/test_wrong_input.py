@@ -19,8 +19,7 @@ from titan_rl.config.changes import settings_of
 from titan_rl.config.load import load_config
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.journal.state import RunState
-from titan_rl.training.state.checkpoint import step_directory
-from titan_rl.training.state.checksums import write_checksums, write_summed
+from titan_rl.training.state.checkpoint import step_directory, write_checksums, write_summed
 
 DEEP = "[" * 1200 + "]" * 1200
 DIGITS = "9" * 4301

@@ -7,7 +7,7 @@ import pytest
 
 from titan_rl.config.concurrency import Concurrency, throttles
 from titan_rl.config.load import dump_config, load_config
-from titan_rl.training.tiny_model.shape import fitting_shape
+from titan_rl.training.tiny_model.folder import fitting_shape
 
 ARCHITECTURES = {
     "qwen3_0_6b": {

@@ -12,14 +12,14 @@ import torch
 from e2e.tiny_policy import on_policy_samples, sequences
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
-from titan_rl.training.data.family import Family
+from titan_rl.training import policy as policy_module
+from titan_rl.training.data.packing import Family
 from titan_rl.training.data.sample import TrainingSample
-from titan_rl.training.parallel.world import World
-from titan_rl.training.policy import policy as policy_module
-from titan_rl.training.policy.policy import Policy
-from titan_rl.training.policy.tensor_batch import make_tensor_batch
+from titan_rl.training.parallel import World
+from titan_rl.training.policy import Policy
 from titan_rl.training.protocol import StepResult
 from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
+from titan_rl.training.tensor_batch import make_tensor_batch
 from titan_rl.training.trainer import TrainerCore
 
 LENGTHS = (50, 20, 33, 41, 64, 12, 27)

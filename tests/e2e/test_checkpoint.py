@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from titan_rl.core.errors import CheckpointError, DamagedCheckpointError
 from titan_rl.training.export import check_export, export_checkpoint
-from titan_rl.training.optimizer.types import NamedParameters, OptimizerSpec
+from titan_rl.training.optimizer.registry import NamedParameters, OptimizerSpec
 from titan_rl.training.state import train_state
 from titan_rl.training.trainer import TrainerCore
 

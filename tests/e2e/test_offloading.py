@@ -14,11 +14,11 @@ import torch
 from e2e.tiny_policy import make_tiny_qwen3, make_trainer, on_policy_samples, sequences, weights
 from torch import nn
 
-from titan_rl.training.data.family import Family
+from titan_rl.training.data.packing import Family
 from titan_rl.training.data.sample import TrainingSample
-from titan_rl.training.parallel.world import World
-from titan_rl.training.policy.policy import Policy
-from titan_rl.training.policy.tensor_batch import TensorBatch, make_tensor_batch
+from titan_rl.training.parallel import World
+from titan_rl.training.policy import Policy
+from titan_rl.training.tensor_batch import TensorBatch, make_tensor_batch
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from e2e.tiny_policy import make_tiny_qwen3, make_trainer, on_policy_samples, we
 
 from titan_rl.core.errors import StateDictError
 from titan_rl.training import publishing
+from titan_rl.training.losses import ClipRange, LossTokens, TokenLoss
 from titan_rl.training.losses.grpo import grpo_loss
-from titan_rl.training.losses.types import ClipRange, LossTokens, TokenLoss
 from titan_rl.training.publishing import WeightPublisher
 from titan_rl.training.trainer import TrainerCore
 from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
@@ -92,7 +92,7 @@ def test_what_cannot_be_published_is_told_and_does_not_stop_the_step(
         publisher = make_publisher(trainer, transport, folder)
         publisher.begin()
         with monkeypatch.context() as patch:
-            patch.setattr(publishing, "LIMIT_S", 0.01)
+            patch.setattr(publishing, "READ_LIMIT_S", 0.01)
             with pytest.raises(StateDictError, match=r"not published within 0\.01 s"):
                 publisher.finish()
         step(trainer, samples)

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from titan_rl.core.errors import CheckpointError
-from titan_rl.training.parallel.world import World
+from titan_rl.training.parallel import World
 from titan_rl.training.state import train_state
 from titan_rl.training.state.train_state import TrainStateWriter, load_train_state
 

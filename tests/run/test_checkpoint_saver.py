@@ -17,8 +17,7 @@ from titan_rl.run.checkpoints import saver
 from titan_rl.run.checkpoints.saver import CheckpointSaver
 from titan_rl.run.machine import requirements
 from titan_rl.run.machine.requirements import check_room, checkpoint_bytes
-from titan_rl.training.state.checkpoint import step_directory
-from titan_rl.training.state.checksums import write_checksums, write_summed
+from titan_rl.training.state.checkpoint import step_directory, write_checksums, write_summed
 
 Usage = namedtuple("Usage", "total used free")
 SIZE = 100_000_000

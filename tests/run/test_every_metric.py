@@ -44,8 +44,8 @@ def strings(path: str, function: str, pattern: str = r"[a-z_]+") -> set[str]:
 
 def of_code() -> set[str]:
     """Of the trainer, the generators, vLLM and titan-rl sft."""
-    trainer = strings("training/trainer.py", "train") | strings("training/policy/minibatch.py", "packing_metrics")
-    trainer |= strings("training/objective/token_stats.py", "token_metrics")
+    trainer = strings("training/trainer.py", "train") | strings("training/tensor_batch.py", "packing_metrics")
+    trainer |= strings("training/objective.py", "token_metrics")
     trainer |= strings("cluster/trainer_actor.py", "_train") & {"idle_s"}
     gauges = strings("generation/vllm_engine.py", "gauges")
     values = {name: 1.0 for name in gauges if not name.endswith("_total")}

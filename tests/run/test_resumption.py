@@ -24,8 +24,7 @@ from titan_rl.run.journal.state import DataPosition, RunState
 from titan_rl.run.json_lines import cut_records
 from titan_rl.run.session import EndMessages
 from titan_rl.scheduling.task_mix import Assigned
-from titan_rl.training.state.checkpoint import list_checkpoints, step_directory
-from titan_rl.training.state.checksums import write_checksums, write_summed
+from titan_rl.training.state.checkpoint import list_checkpoints, step_directory, write_checksums, write_summed
 
 __all__ = ["project"]
 

@@ -28,7 +28,7 @@ from titan_rl.serving.conversations.reply import reply_from
 from titan_rl.serving.conversations.tree import Prompt, TurnNode
 from titan_rl.serving.episode import Episode
 from titan_rl.serving.episode_store import EpisodeStore
-from titan_rl.training.data.family import find_families
+from titan_rl.training.data.packing import find_families
 from titan_rl.training.data.sample_builder import build_samples
 from titan_rl.types import Completion, FinishReason, VersionSpan
 

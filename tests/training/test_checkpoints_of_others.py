@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from titan_rl.core.errors import CheckpointError
-from titan_rl.training.parallel.world import World
-from titan_rl.training.state.checksums import read_checksums, write_checksums, write_summed
+from titan_rl.training.parallel import World
+from titan_rl.training.state.checkpoint import read_checksums, write_checksums, write_summed
 from titan_rl.training.state.train_state import STATE, TrainStateWriter, load_train_state
 
 OTHER = "is of another model or optimizer; set model.path to a model like the one that its run began with, or begin a"

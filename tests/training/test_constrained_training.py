@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from titan_rl.rollout.types import Rollout, RolloutGroup, Turn
-from titan_rl.training.data.family import Family
+from titan_rl.training.data.packing import Family
 from titan_rl.training.data.sample_builder import build_samples
 from titan_rl.training.parts import make_objective
-from titan_rl.training.policy.tensor_batch import make_tensor_batch
 from titan_rl.training.settings import CorrectionConfig, TrainingConfig
+from titan_rl.training.tensor_batch import make_tensor_batch
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
 
 VOCAB, LENGTH, TEMPERATURE, CONTEXT = 4, 3, 0.7, 16

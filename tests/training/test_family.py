@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_rl.training.data.family import SHORTEST, Family, find_families
+from titan_rl.training.data.packing import SHORTEST, Family, find_families
 from titan_rl.training.data.sample import TrainingSample
 
 

@@ -18,8 +18,8 @@ from e2e.warm import run_world
 from torch.distributed.tensor import DTensor
 
 from titan_rl.training.attention.attention import Document, layout_documents
-from titan_rl.training.parallel.world import World
-from titan_rl.training.policy.policy import Policy
+from titan_rl.training.parallel import World
+from titan_rl.training.policy import Policy
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.trainer import TrainerCore
 

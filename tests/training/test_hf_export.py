@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from titan_rl.core.errors import CheckpointError
+from titan_rl.training.export import export_hf
 from titan_rl.training.settings import MADE_BY_SFT
-from titan_rl.training.state.hf_export import export_hf
 
 
 def test_an_export_has_the_tokenizer_and_not_the_note_by_which_a_folder_may_be_replaced(tmp_path: Path) -> None:

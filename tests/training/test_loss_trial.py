@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from titan_rl.training.losses import ClipRange, LossTokens, TokenLoss
-from titan_rl.training.losses.registry import BY_NAME
-from titan_rl.training.losses.trial import problem_of_loss
+from titan_rl.training.losses.registry import BY_NAME, loss_problem
 
 
 def good(tokens: LossTokens, clip: ClipRange) -> TokenLoss:
@@ -58,14 +57,14 @@ def named(monkeypatch: pytest.MonkeyPatch) -> str:
     ],
 )
 def test_what_is_wrong_with_a_loss_is_said(named: str, loss: str, problem: str) -> None:
-    said = problem_of_loss(f"{named}:{loss}", ClipRange(0.2, 0.3))
+    said = loss_problem(f"{named}:{loss}", ClipRange(0.2, 0.3))
     assert said is not None
     assert re.search(problem, said)
     assert said.startswith(f"training.loss = '{named}:{loss}' on four tokens")
 
 
 def test_of_a_loss_that_works_nothing_is_said(named: str) -> None:
-    assert problem_of_loss(f"{named}:good", ClipRange(0.2, 0.3)) is None
+    assert loss_problem(f"{named}:good", ClipRange(0.2, 0.3)) is None
     for name, path in BY_NAME.items():
-        assert problem_of_loss(name, ClipRange(0.2, 0.3)) is None
-        assert problem_of_loss(path, ClipRange(0.2, 0.3)) is None
+        assert loss_problem(name, ClipRange(0.2, 0.3)) is None
+        assert loss_problem(path, ClipRange(0.2, 0.3)) is None

@@ -18,14 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_rl.core.errors import ConfigError
-from titan_rl.training.data.family import Family
+from titan_rl.training.data.packing import Family
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.losses import ClipRange, LossTokens, TokenLoss
 from titan_rl.training.losses.registry import BY_NAME, find_loss
-from titan_rl.training.objective.objective import Objective
+from titan_rl.training.objective import Objective
 from titan_rl.training.parts import make_objective
-from titan_rl.training.policy.tensor_batch import TensorBatch, make_tensor_batch
 from titan_rl.training.settings import CorrectionConfig, TrainingConfig
+from titan_rl.training.tensor_batch import TensorBatch, make_tensor_batch
 
 VERSION, CONTEXT, LIMIT = 7, 512, 20.0
 NAN, INF = float("nan"), float("inf")

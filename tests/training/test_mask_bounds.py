@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the cpu or gpu extra")
 
-from titan_rl.training.objective.corrections import correct  # noqa: E402
+from titan_rl.training.corrections import correct  # noqa: E402
 
 BEHAVIOUR = [0.0, -0.7, -3.3, -11.1]  # logprobs
 

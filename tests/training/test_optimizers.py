@@ -9,7 +9,7 @@ from torch import nn
 
 from titan_rl.core.errors import ConfigError
 from titan_rl.training.optimizer.optimizers import Optimizers
-from titan_rl.training.optimizer.types import NamedParameters, OptimizerSpec
+from titan_rl.training.optimizer.registry import NamedParameters, OptimizerSpec
 from titan_rl.training.settings import TrainingConfig
 
 LR, WEIGHT_DECAY, BETAS, EPS = 0.01, 0.1, (0.8, 0.9), 1e-3

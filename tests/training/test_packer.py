@@ -6,8 +6,7 @@ from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_rl.training.data.family import Family
-from titan_rl.training.data.packer import pack
+from titan_rl.training.data.packing import Family, pack
 from titan_rl.training.data.sample import TrainingSample
 
 

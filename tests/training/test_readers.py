@@ -8,8 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from titan_rl.core.errors import TrainingError
-from titan_rl.training import readers
-from titan_rl.training.readers import Readers
+from titan_rl.training import trainer
+from titan_rl.training.trainer import Readers
 
 
 def test_nobody_reads_and_nothing_is_waited_for() -> None:
@@ -40,7 +40,7 @@ def test_every_read_ends_before_the_wait_does_and_its_error_stays_its_own() -> N
 def test_a_read_that_does_not_end_is_told_and_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     weights, read = Readers(), Future[None]()
     weights.add(read)
-    monkeypatch.setattr(readers, "LIMIT_S", 0.01)
+    monkeypatch.setattr(trainer, "READ_LIMIT_S", 0.01)
     with pytest.raises(TrainingError, match=r"1 copies of the weights have not ended after 0\.01 s"):
         weights.wait()
     read.set_result(None)

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
-from titan_rl.training.data.family import Family
+from titan_rl.training.data.packing import Family
 from titan_rl.training.data.sample_builder import build_samples
-from titan_rl.training.policy.tensor_batch import make_tensor_batch
+from titan_rl.training.tensor_batch import make_tensor_batch
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
 
 

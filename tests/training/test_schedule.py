@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from titan_rl.training.optimizer.schedule import learning_rate
+from titan_rl.training.optimizer.optimizers import learning_rate
 
 
 def rate(step: int, *, steps: int, warmup_steps: int = 0, decay: Any = "constant", min_lr_ratio: float = 0.1) -> float:

@@ -7,9 +7,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_rl.training.data.family import Family
+from titan_rl.training.data.packing import Family, StepPlan, plan_step
 from titan_rl.training.data.sample import TrainingSample
-from titan_rl.training.data.step_plan import StepPlan, plan_step
 
 
 def sample(index: int, length: int, group: int, prompt: int = 0) -> TrainingSample:

@@ -19,8 +19,8 @@ import titan_rl.training.tiny_model
 from titan_rl.config.build import make_renderer, told_of_template
 from titan_rl.rollout.renderer.registry import TemplateFit, fit_template
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
+from titan_rl.training.export import export_hf
 from titan_rl.training.settings import ModelConfig
-from titan_rl.training.state.hf_export import export_hf
 
 KEEPING = (Path(titan_rl.training.tiny_model.__file__).parent / "chat_template.jinja").read_text()
 QUESTIONS = """{%- set ns = namespace(last_query_index=0) -%}

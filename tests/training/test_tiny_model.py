@@ -17,7 +17,7 @@ from safetensors import safe_open
 from titan_rl.rollout.renderer import ChatTemplateRenderer
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.training.tiny_model import make_tiny_model
-from titan_rl.training.tiny_model.shape import fitting_shape
+from titan_rl.training.tiny_model.folder import fitting_shape
 from titan_rl.training.tiny_model.tokenizer import build_tokenizer
 
 SUMS = [f"What is {a} + {b}? Give the number alone." for a in range(7) for b in range(7)]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from titan_rl.training.objective.token_stats import TokenStats, token_metrics
+from titan_rl.training.objective import TokenStats, token_metrics
 
 RECORD = TokenStats(
     valid_N=torch.tensor([True, True, True, False]),

@@ -19,7 +19,7 @@ import jinja2
 from titan_rl.cli.options import Parser, file_path
 from titan_rl.core.errors import ConfigError
 from titan_rl.run.terminal.standard_streams import say, tell
-from titan_rl.training.tiny_model.vocabulary import Level
+from titan_rl.training.choices import Level
 
 Template = Literal["single", "multi-turn", "tools"]
 TEMPLATES: tuple[Template, ...] = get_args(Template)

@@ -31,8 +31,8 @@ from titan_rl.core.calls.user_code import summary
 from titan_rl.core.calls.watchdog import logged
 from titan_rl.core.errors import ActorDiedError, ConfigError, NoHostError, TitanRLError
 from titan_rl.core.tracing.spans import span
+from titan_rl.training.data.packing import StepPlan, plan_step
 from titan_rl.training.data.sample import TrainingSample
-from titan_rl.training.data.step_plan import StepPlan, plan_step
 from titan_rl.training.protocol import StepResult, agreed_version
 from titan_rl.training.settings import TrainingConfig
 from titan_rl.training.state.checkpoint import being_written, put_in_place, step_directory, written_by

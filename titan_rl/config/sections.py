@@ -25,8 +25,7 @@ from titan_rl.config.tasks import ValidationSuite
 from titan_rl.core.settings import FilePath, FunctionName, PathText, Section, TakesEffect
 from titan_rl.generation.registry import BY_NAME as ENGINES
 from titan_rl.generation.router.strategies import BY_NAME as STRATEGIES
-from titan_rl.training.choices import LearningRateDecay
-from titan_rl.training.tiny_model.vocabulary import Level
+from titan_rl.training.choices import LearningRateDecay, Level
 from titan_rl.weights.transports.registry import BY_NAME as TRANSPORTS
 
 MOST_GUESSED = 128

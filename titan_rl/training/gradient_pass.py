@@ -1,4 +1,4 @@
-"""The forward and backward passes of a minibatch: what its gradient is, before an optimizer uses it."""
+"""Forward and backward passes of a minibatch, up to the averaged and clipped gradient."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from itertools import chain
 from typing import NoReturn
 
 import torch
+from torch import nn
 
 from titan_rl.core.errors import TrainingError, UntrainableError
 from titan_rl.core.tracing.spans import span
-from titan_rl.training.objective.objective import Objective
-from titan_rl.training.objective.token_stats import TokenStats
-from titan_rl.training.optimizer.gradients import average_and_clip
-from titan_rl.training.parallel.world import World
-from titan_rl.training.policy.minibatch import Minibatch
-from titan_rl.training.policy.policy import Policy
-from titan_rl.training.policy.tensor_batch import TensorBatch
+from titan_rl.training.objective import Objective, TokenStats
+from titan_rl.training.parallel import World, full_tensor
+from titan_rl.training.policy import Policy
+from titan_rl.training.tensor_batch import Minibatch, TensorBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,3 +143,17 @@ class GradientPass:
             proximal_logprobs_N=proximal_N,
             reference_logprobs_N=reference_N,
         )
+
+
+def average_and_clip(parameters: Sequence[nn.Parameter], denominator: float, max_norm: float) -> float:
+    """Divide the gradients in place, and scale them down to `max_norm` if their total norm is larger. All ranks call
+    this at the same time.
+
+    Returns:
+        the norm before clipping.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    torch._foreach_div_(gradients, denominator)
+    norm = full_tensor(torch.nn.utils.get_total_norm(gradients))
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return float(norm)

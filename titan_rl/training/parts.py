@@ -10,19 +10,18 @@ from functools import partial
 from pathlib import Path
 
 from titan_rl.core.errors import ConfigError
+from titan_rl.training.corrections import correct
+from titan_rl.training.data.packing import StepPlan, plan_step
 from titan_rl.training.data.sample import TrainingSample
-from titan_rl.training.data.step_plan import StepPlan, plan_step
 from titan_rl.training.gradient_pass import GradientPass
 from titan_rl.training.losses import ClipRange
 from titan_rl.training.losses.kl import ESTIMATES
 from titan_rl.training.losses.registry import find_loss
-from titan_rl.training.objective.corrections import correct
-from titan_rl.training.objective.objective import Objective
-from titan_rl.training.optimizer.optimizers import Optimizers
-from titan_rl.training.optimizer.schedule import learning_rate
-from titan_rl.training.optimizer.types import OptimizerSpec
-from titan_rl.training.parallel.world import World
-from titan_rl.training.policy.policy import Policy
+from titan_rl.training.objective import Objective
+from titan_rl.training.optimizer.optimizers import Optimizers, learning_rate
+from titan_rl.training.optimizer.registry import OptimizerSpec
+from titan_rl.training.parallel import World
+from titan_rl.training.policy import Policy
 from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
 
 

@@ -27,7 +27,7 @@ class StepResult:
 
     `metrics` holds loss and grad_norm (means over its minibatches), lr, num_tokens (trained), num_samples,
     num_dropped_samples (longer than a row), padding_fraction, wait_for_copy_s (until the optimizer could change weights
-    that were being published), and what `titan_rl.training.objective.token_stats.token_metrics` documents. Another
+    that were being published), and what `titan_rl.training.objective.token_metrics` documents. Another
     trainer may leave out any of them: they are logged and shown where they are there. A step of which every minibatch
     was skipped has no loss and no grad_norm.
     """

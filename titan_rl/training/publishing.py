@@ -13,8 +13,7 @@ import torch
 from titan_rl.core.errors import StateDictError
 from titan_rl.core.tracing.spans import span
 from titan_rl.training.device import side_stream
-from titan_rl.training.readers import LIMIT_S
-from titan_rl.training.trainer import TrainerCore
+from titan_rl.training.trainer import READ_LIMIT_S, TrainerCore
 from titan_rl.weights.checksums import with_checksums
 from titan_rl.weights.probes import make_probes
 from titan_rl.weights.types import NUM_KEPT, Manifest, Probe, StateDictTransport, TensorSlice
@@ -93,8 +92,8 @@ class WeightPublisher:
         """
         if self._publishing is None:
             raise StateDictError("no version was begun to be published")
-        if not wait([self._publishing], timeout=LIMIT_S).done:
-            raise StateDictError(f"the version begun last was not published within {LIMIT_S:g} s")
+        if not wait([self._publishing], timeout=READ_LIMIT_S).done:
+            raise StateDictError(f"the version begun last was not published within {READ_LIMIT_S:g} s")
         return self._publishing.result()
 
     def publish(self) -> Manifest:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -12,23 +13,59 @@ from typing import Any
 
 import torch
 
-from titan_rl.core.errors import CheckpointError, UntrainableError
+from titan_rl.core.errors import CheckpointError, TrainingError, UntrainableError
 from titan_rl.core.tracing.spans import IDLE, span
+<<<<<<< HEAD
 from titan_rl.rollout.renderer.registry import fit_template
+=======
+from titan_rl.rollout.renderer.template_fit import fit_template
+from titan_rl.training.data.packing import StepPlan
+>>>>>>> 5489579 (Keep packing, parallelism, policy and objective of training in one file each)
 from titan_rl.training.data.sample import TrainingSample
-from titan_rl.training.data.step_plan import StepPlan
+from titan_rl.training.export import export_hf
 from titan_rl.training.gradient_pass import MinibatchGradient
-from titan_rl.training.objective.token_stats import TokenStats, token_metrics
-from titan_rl.training.parallel.world import World
+from titan_rl.training.objective import TokenStats, token_metrics
+from titan_rl.training.parallel import World
 from titan_rl.training.parts import make_gradient_pass, make_optimizers, make_planner, make_policy, make_schedule
-from titan_rl.training.policy.minibatch import Minibatch, packing_metrics
-from titan_rl.training.policy.scoring import draw, score
+from titan_rl.training.policy import draw, score
 from titan_rl.training.protocol import SkippedMinibatch, StepResult
-from titan_rl.training.readers import Readers
 from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
-from titan_rl.training.state.hf_export import export_hf
 from titan_rl.training.state.train_state import TrainStateWriter, load_train_state
+from titan_rl.training.tensor_batch import Minibatch, packing_metrics
 from titan_rl.weights.types import TensorSlice
+
+READ_LIMIT_S = 300.0
+"""Longest wait."""
+
+
+class Readers:
+    """Reads that have begun, each until its future is done."""
+
+    def __init__(self) -> None:
+        self._reads: list[Future[Any]] = []
+
+    def add(self, read: Future[Any]) -> None:
+        self._reads.append(read)
+
+    def wait(self) -> float:
+        """Wait for all reads. How they ended is for those who began them.
+
+        Returns:
+            seconds waited; exactly 0 where there was no read.
+
+        Raises:
+            TrainingError: one does not come to its end.
+        """
+        if not self._reads:
+            return 0.0
+        began = time.monotonic()
+        if pending := wait(self._reads, timeout=READ_LIMIT_S).not_done:
+            raise TrainingError(
+                f"{len(pending)} copies of the weights have not ended after {READ_LIMIT_S:g} s; "
+                "no weight may change before"
+            )
+        self._reads.clear()
+        return time.monotonic() - began
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +258,7 @@ class TrainerCore:
         """What this rank publishes of every parameter, by Hugging Face name; the ranks together publish each once.
 
         All ranks call this at the same time. The slices have `training.master_dtype` and share the trainer's memory,
-        but for what had to be gathered: copy them before the next step. `titan_rl.training.models.slices` tells which
+        but for what had to be gathered: copy them before the next step. `titan_rl.training.models.hf_model` tells which
         is which.
         """
         return self._policy.held_slices()

@@ -30,8 +30,7 @@ from titan_rl.run.sft.loop import LearnedSteps, SupervisedLoop
 from titan_rl.run.sft.plan import find_demonstrations, plan_steps
 from titan_rl.run.trainer_recovery import RecoveringTrainer, recovering
 from titan_rl.training.protocol import SkippedMinibatch, StepResult
-from titan_rl.training.state.checkpoint import step_directory, step_of
-from titan_rl.training.state.checksums import write_checksums, write_summed
+from titan_rl.training.state.checkpoint import step_directory, step_of, write_checksums, write_summed
 from titan_rl.training.tiny_model import make_tiny_model
 from titan_rl.viewer.trace import Traces
 from titan_rl.weights.published_weights import PublishedWeights

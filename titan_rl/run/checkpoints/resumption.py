@@ -15,8 +15,7 @@ from titan_rl.run.directory import RunDirectory
 from titan_rl.run.journal.state import JournalContents, RunState, list_segments, read_segments
 from titan_rl.run.stages.rollout_stage import train_index
 from titan_rl.scheduling.task_mix import Position
-from titan_rl.training.state.checkpoint import list_checkpoints, step_of
-from titan_rl.training.state.checksums import verify
+from titan_rl.training.state.checkpoint import list_checkpoints, step_of, verify
 
 
 @dataclass(frozen=True, slots=True)

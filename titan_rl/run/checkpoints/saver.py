@@ -23,21 +23,22 @@ from titan_rl.run.machine.requirements import free_bytes, gigabytes, no_space, r
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.stages.training import TrainerCalls
 from titan_rl.training.protocol import Trainer
-from titan_rl.training.state import checksums
 from titan_rl.training.state.checkpoint import (
+    CHECKSUMS,
     being_written,
     keep_last,
     list_checkpoints,
     step_directory,
     step_of,
     unwritten,
+    write_checksums_of,
 )
 
 
 def is_complete(root: Path, version: int) -> bool:
     """Whether the trainer has written these itself."""
     folder = _folder(root, version)
-    return (folder / FILE).is_file() and (folder / checksums.NAME).is_file()
+    return (folder / FILE).is_file() and (folder / CHECKSUMS).is_file()
 
 
 def complete(root: Path, version: int, run_state: Mapping[str, Any]) -> None:
@@ -56,8 +57,8 @@ def complete(root: Path, version: int, run_state: Mapping[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / FILE).is_file():
             (folder / FILE).write_text(json.dumps(run_state))
-        if not (folder / checksums.NAME).is_file():
-            checksums.write_checksums_of(folder)
+        if not (folder / CHECKSUMS).is_file():
+            write_checksums_of(folder)
     except OSError as error:
         raise unwritten(folder, error) from error
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from titan_rl.training.losses.types import ClipRange, LossTokens, TokenLoss
+from titan_rl.training.losses import ClipRange, LossTokens, TokenLoss
 
 
 def grpo_loss(tokens: LossTokens, clip: ClipRange) -> TokenLoss:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from titan_rl.training.choices import KLEstimate
-from titan_rl.training.losses.types import MAX_LOG_RATIO
+from titan_rl.training.losses import MAX_LOG_RATIO
 
 
 def k2(logprobs_N: torch.Tensor, reference_logprobs_N: torch.Tensor) -> torch.Tensor:

@@ -2,14 +2,14 @@
 
     loss = -A_t * log pi_theta(t)
 
-Williams, 1992, Machine Learning 8, eq. 2. Off-policy it needs the weights of `titan_rl.training.objective.corrections`.
+Williams, 1992, Machine Learning 8, eq. 2. Off-policy it needs the weights of `titan_rl.training.corrections`.
 """
 
 from __future__ import annotations
 
 import torch
 
-from titan_rl.training.losses.types import ClipRange, LossTokens, TokenLoss
+from titan_rl.training.losses import ClipRange, LossTokens, TokenLoss
 
 
 def reinforce_loss(tokens: LossTokens, clip: ClipRange) -> TokenLoss:

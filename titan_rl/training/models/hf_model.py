@@ -1,30 +1,35 @@
-"""Builds torchtitan's model of a Hugging Face folder and loads its weights.
+"""torchtitan's model of a Hugging Face folder: loading its weights, and the slices that each rank publishes.
 
 The folder's config and weights are compared by name and shape before anything is loaded, so that a mismatch is an
 error that names the tensor and not a model that generates noise.
 
-No rank ever holds more of the model than its part, and one tensor: it is built without memory, spread over the ranks,
-and what each of them holds is then read from the files.
+No rank ever holds more of the model than its part, and one tensor: the model is built without memory, spread over the
+ranks, and each rank then reads its part from the files.
+
+A parameter that torchtitan and Hugging Face only name differently, or keep in one tensor here and in one for each of
+its rows there (experts), is published by the ranks that hold it, without communication. A tensor that an adapter
+computes (Llama's queries and keys) is gathered, and the ranks take turns in publishing such tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import copy
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 import titan_rl.training.device  # noqa: F401  before torchtitan
 from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.errors import ModelError
 from titan_rl.training.models import ARCHITECTURES, Architecture
 from titan_rl.training.models.architecture import Dimensions
-from titan_rl.training.models.hf_weights import HFWeights
-from titan_rl.training.models.slices import held_slices, hf_names
-from titan_rl.training.parallel.parallel import full_tensor, local_slice
-from titan_rl.training.parallel.world import World
+from titan_rl.training.parallel import World, full_tensor, local_slice, owned_slice
 from titan_rl.weights.types import SlicePosition, TensorSlice
 
 # isort: split
@@ -130,7 +135,7 @@ class HFModel:
             yield from adapter.to_hf({name: full_tensor(tensor)}).items()
 
     def held_slices(self, dtype: torch.dtype) -> list[tuple[str, TensorSlice]]:
-        """What this rank publishes: see `titan_rl.training.models.slices.held_slices`."""
+        """What this rank publishes: see `titan_rl.training.models.hf_model.held_slices`."""
         return held_slices(self.decoder.state_dict(), self._names, self._adapter(), self._world, dtype)
 
     def _computed(self, parameter: str, position: SlicePosition) -> torch.Tensor:
@@ -148,3 +153,167 @@ class HFModel:
 def _cut(whole: torch.Tensor, piece: TensorSlice) -> torch.Tensor:
     sizes = zip(piece.position.start, piece.tensor.shape, strict=True)
     return whole[tuple(slice(first, first + size) for first, size in sizes)]
+
+
+@dataclass(frozen=True, slots=True)
+class HFNames:
+    """The Hugging Face tensors that are a parameter, or views of it.
+
+    Example: `HFNames(("model.norm.weight",))`, or with `are_rows` the names of a layer's experts.
+    """
+
+    names: tuple[str, ...]  # none of a parameter that is another's, as a tied head is
+    are_rows: bool = False
+
+
+def hf_names(adapter: Any, state_dict: Mapping[str, torch.Tensor]) -> dict[str, HFNames | None]:
+    """By parameter; None where the adapter computes the Hugging Face tensors."""
+    return {name: _hf_names(adapter, name, tensor.shape) for name, tensor in state_dict.items()}
+
+
+def held_slices(
+    state_dict: Mapping[str, torch.Tensor],
+    names: Mapping[str, HFNames | None],
+    adapter: Any,
+    world: World,
+    dtype: torch.dtype,
+) -> list[tuple[str, TensorSlice]]:
+    """(Hugging Face name, slice) pairs of this rank. All ranks call this at the same time.
+
+    Together the ranks have every element once. The first one names every tensor, also those that others have whole, so
+    that a version that lacks a part is found out.
+
+    Args:
+        names: from `hf_names`.
+        dtype: of what is gathered, which has memory of its own. Everything else shares the parameters' memory.
+    """
+    turns = count()
+    found: list[tuple[str, TensorSlice]] = []
+    for parameter, tensor in state_dict.items():
+        if (direct := names[parameter]) is None:
+            for name, made in adapter.to_hf({parameter: full_tensor(tensor)}).items():
+                mine = next(turns) % world.size == world.rank
+                piece = _whole_slice(_own(made, dtype)) if mine else None
+                found += _entries(name, piece, made.shape, dtype, world)
+        else:
+            piece = owned_slice(tensor, world)
+            shape = tensor.shape[1:] if direct.are_rows else tensor.shape
+            for row, name in enumerate(direct.names):
+                own = _row(piece, row) if direct.are_rows else piece
+                found += _entries(name, own, shape, dtype, world)
+    return found
+
+
+def _hf_names(adapter: Any, parameter: str, shape: torch.Size) -> HFNames | None:
+    tensor = torch.empty(shape, device="meta")
+    made: dict[str, torch.Tensor] = adapter.to_hf({parameter: tensor})
+    if all(value is tensor for value in made.values()):
+        return HFNames(tuple(made))
+    rows = list(tensor.unbind()) if len(shape) else []
+    if len(made) == len(rows) and all(map(_same_view, made.values(), rows)):
+        return HFNames(tuple(made), are_rows=True)
+    return None
+
+
+def _same_view(tensor: torch.Tensor, row: torch.Tensor) -> bool:
+    def layout(each: torch.Tensor) -> tuple[Any, ...]:
+        return each.shape, each.stride(), each.storage_offset()
+
+    return layout(tensor) == layout(row)
+
+
+def _row(piece: TensorSlice | None, row: int) -> TensorSlice | None:
+    if piece is None:
+        return None
+    first, *start = piece.position.start
+    if not first <= row < first + len(piece.tensor):
+        return None
+    return TensorSlice(piece.tensor[row - first], SlicePosition(tuple(start), piece.position.whole_shape[1:]))
+
+
+def _own(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """In memory of its own: a view would keep all of the gathered parameter."""
+    converted = tensor.to(dtype)
+    return converted.clone() if converted.untyped_storage().nbytes() > converted.nbytes else converted
+
+
+def _whole_slice(tensor: torch.Tensor) -> TensorSlice:
+    shape = tuple(tensor.shape)
+    return TensorSlice(tensor, SlicePosition((0,) * len(shape), shape))
+
+
+def _entries(
+    name: str, piece: TensorSlice | None, shape: torch.Size, dtype: torch.dtype, world: World
+) -> Iterator[tuple[str, TensorSlice]]:
+    if piece is not None:
+        yield name, piece
+    elif world.is_first:
+        empty = torch.empty((0, *shape[1:]), dtype=dtype)
+        yield name, TensorSlice(empty, SlicePosition((0,) * len(shape), tuple(shape)))
+
+
+class HFWeights:
+    """Names and shapes are compared when it is made, and nothing is read before.
+
+    Args:
+        expected: what config.json describes, shapes by name.
+        is_ignored: whether a tensor of this name may be there all the same.
+
+    Raises:
+        ModelError: the folder has no weights, or other ones.
+    """
+
+    def __init__(
+        self, folder: Path, expected: Mapping[str, tuple[int, ...]], is_ignored: Callable[[str], bool]
+    ) -> None:
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise ModelError(f"{folder} has no *.safetensors")
+        self._files: dict[str, Path] = {}
+        for file in files:
+            with _opened(file) as tensors:
+                for name in tensors.keys():  # noqa: SIM118  a safe_open is not a mapping
+                    if is_ignored(name):
+                        continue
+                    if name not in expected:
+                        raise ModelError(f"{file} has {name!r}, which config.json does not describe")
+                    shape = tuple(tensors.get_slice(name).get_shape())
+                    if shape != expected[name]:
+                        raise ModelError(
+                            f"{name!r} in {file} has shape {shape}; config.json describes {expected[name]}"
+                        )
+                    self._files[name] = file
+        if missing := sorted(expected.keys() - self._files.keys()):
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise ModelError(f"the weights in {folder} lack {missing[0]!r}{more}, which config.json describes")
+
+    def copy_into(self, target: torch.Tensor, name: str, position: SlicePosition | None = None) -> None:
+        """Fill a tensor, on any device and of any dtype, with one of that name, or with the slice at a position.
+
+        The file is mapped no longer than that: what was read of it would count as this process's memory.
+
+        Raises:
+            ModelError: the file cannot be read.
+        """
+        start = position.start if position else (0,) * target.dim()
+        box = tuple(slice(first, first + size) for first, size in zip(start, target.shape, strict=True))
+        with _opened(self._files[name]) as tensors:
+            target.copy_(tensors.get_slice(name)[box])
+
+    def read(self, name: str) -> torch.Tensor:
+        """All of a tensor.
+
+        Raises:
+            ModelError: the file cannot be read.
+        """
+        with _opened(self._files[name]) as tensors:
+            return tensors.get_tensor(name).clone()
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="pt", device="cpu") as tensors:
+            yield tensors
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{file} cannot be read: {error}") from error

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import titan_rl.training.device  # noqa: F401  before torchtitan
-from titan_rl.training.models.architecture import Architecture, Dimensions
-from titan_rl.training.models.rope import PairsRoPE, rope_scaling
+from titan_rl.training.models.architecture import Architecture, Dimensions, PairsRoPE, rope_scaling
 
 # isort: split
 from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock

@@ -7,9 +7,8 @@ from typing import Any
 
 import titan_rl.training.device  # noqa: F401  before torchtitan
 from titan_rl.core.errors import ModelError
-from titan_rl.training.models.architecture import KEPT, Architecture, Dimensions
+from titan_rl.training.models.architecture import KEPT, Architecture, Dimensions, HalvesRoPE, rope_scaling
 from titan_rl.training.models.experts import moe_config
-from titan_rl.training.models.rope import HalvesRoPE, rope_scaling
 
 # isort: split
 from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock

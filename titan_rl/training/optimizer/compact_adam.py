@@ -22,7 +22,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import Optimizer
 
 from titan_rl.training.choices import StateDType
-from titan_rl.training.parallel.parallel import local, local_slice
+from titan_rl.training.parallel import local, local_slice
 
 PER_OCTAVE = 8
 """8-bit codes to a factor of two."""

@@ -1,4 +1,4 @@
-"""The library's own optimizers, and the one interface to those of a run.
+"""The library's optimizers, the learning rate schedule, and `Optimizers`, which steps those of a run.
 
 An optimizer is made by a function from the named parameters of the model and an `OptimizerSpec`. With several ranks the
 parameters are DTensors, of which torch's optimizers update each rank's part.
@@ -6,6 +6,7 @@ parameters are DTensors, of which torch's optimizers update each rank's part.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -15,10 +16,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from titan_rl.core.errors import ConfigError
+from titan_rl.training.choices import LearningRateDecay
 from titan_rl.training.device import local_device  # before torchtitan
 from titan_rl.training.optimizer.compact_adam import CompactAdam
-from titan_rl.training.optimizer.registry import find_optimizer
-from titan_rl.training.optimizer.types import NamedParameters, OptimizerSpec
+from titan_rl.training.optimizer.registry import NamedParameters, OptimizerSpec, find_optimizer
 
 # isort: split
 from torchtitan.components.checkpointer.utils import canonical_fqn
@@ -144,3 +145,27 @@ def _check_parameters(name: str, parts: Sequence[Optimizer], parameters: NamedPa
                 f"training.optimizer = {name!r} has {parameter_name} {count} times; it must give every parameter to "
                 "one optimizer. In a group with lr = 0 a parameter stays as it is"
             )
+
+
+def learning_rate(
+    step: int, *, steps: int, lr: float, warmup_steps: int, decay: LearningRateDecay, min_lr_ratio: float
+) -> float:
+    """The learning rate of one optimizer step: a linear warm-up to `lr`, then `decay` down to `lr * min_lr_ratio`.
+
+    The last warm-up step has the full rate; the last step of the run has exactly `lr * min_lr_ratio`, unless the rate
+    is constant. Steps past the end keep the last step's rate.
+
+    Args:
+        step: counted from 0.
+        steps: of the run.
+
+    Example: lr 1.0, 2 warm-up steps, linear to 0.0 over 6 steps gives 0.5, 1.0, 0.75, 0.5, 0.25, 0.0.
+    """
+    if step < warmup_steps:
+        return lr * (step + 1) / warmup_steps
+    if decay == "constant":
+        return lr
+    peak = max(warmup_steps - 1, 0)
+    progress = min((step - peak) / max(steps - 1 - peak, 1), 1.0)
+    remaining = 1 - progress if decay == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return lr * (min_lr_ratio + (1 - min_lr_ratio) * remaining)

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.errors import DamagedCheckpointError
-from titan_rl.training.state.checksums import FileChecksum, SummingWriter
+from titan_rl.training.state.checkpoint import FileChecksum, SummingWriter
 from titan_rl.weights.types import SlicePosition, TensorSlice
 
 SUFFIX = ".safetensors"

@@ -2,9 +2,9 @@
 
 A checkpoint's folder:
 
-    rank-0.safetensors   what that rank answers for: slices of parameters, optimizer state and random state
-    state.json           the version, and what of the optimizers' state is no tensor
-    checksums.json       of all other files
+    rank-0.safetensors   that rank's slices of parameters, optimizer state and random state
+    state.json           the version, and those values of the optimizers' state that are no tensors
+    checksums.json       checksums of all other files
 
 Reading one executes nothing.
 """
@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -27,11 +27,16 @@ from torch.optim import Optimizer
 
 from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.errors import CheckpointError, DamagedCheckpointError, NoSpaceError
-from titan_rl.training.parallel.parallel import local_slice, owned_slice
-from titan_rl.training.parallel.world import World
-from titan_rl.training.state.checkpoint import atomic_directory, temporary_of, unwritten
-from titan_rl.training.state.checksums import read_checksums, verify, write_checksums, write_summed
-from titan_rl.training.state.state_tree import fill, flatten
+from titan_rl.training.parallel import World, local_slice, owned_slice
+from titan_rl.training.state.checkpoint import (
+    atomic_directory,
+    read_checksums,
+    temporary_of,
+    unwritten,
+    verify,
+    write_checksums,
+    write_summed,
+)
 from titan_rl.training.state.tensor_file import SUFFIX, TensorFiles, write_slices
 from titan_rl.weights.types import TensorSlice
 
@@ -234,3 +239,63 @@ def _state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
             if isinstance(step := state.get("step"), torch.Tensor):
                 step.zero_()
     return {"model": model_state, "optimizer": optimizer_state, "rng": torch.get_rng_state()}
+
+
+PLAIN = (type(None), bool, int, float, str)
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The tensors and the plain values of nested mappings and lists, each by its path.
+
+    Raises:
+        TypeError: there is something else in it, which a checkpoint cannot hold.
+
+    Example:
+        flatten({"optimizer": {"param_groups": [{"lr": 0.1, "betas": (0.9, 0.99)}]}})
+        # {}, {"optimizer/param_groups/0/lr": 0.1, "optimizer/param_groups/0/betas": (0.9, 0.99)}
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, torch.Tensor):
+            tensors[path] = value
+        elif (inner := _children(value)) is not None:
+            deeper = flatten(inner, f"{path}/")
+            tensors |= deeper[0]
+            values |= deeper[1]
+        elif _is_plain(value):
+            values[path] = value
+        else:
+            raise TypeError(f"{path} is a {type(value).__name__}, which a checkpoint cannot hold")
+    return tensors, values
+
+
+def fill(tree: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
+    """The tree with these values in place of its own. Tensors stay, and tuples are tuples again.
+
+    Raises:
+        KeyError: a value is missing.
+    """
+    if isinstance(tree, torch.Tensor):
+        return tree
+    if (inner := _children(tree)) is not None:
+        filled = {key: fill(value, values, f"{prefix}/{key}" if prefix else str(key)) for key, value in inner.items()}
+        return filled if isinstance(tree, Mapping) else list(filled.values())
+    value = values[prefix]
+    return tuple(value) if isinstance(tree, tuple) else value
+
+
+def _children(value: Any) -> Mapping[Any, Any] | None:
+    """Of a mapping, or of a list that has more than plain values."""
+    if isinstance(value, Mapping):
+        return cast("Mapping[Any, Any]", value)
+    if isinstance(value, list) and not _is_plain(cast("object", value)):
+        return dict(enumerate(cast("list[Any]", value)))
+    return None
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, cast("list[object]", value)))
+    return isinstance(value, PLAIN)

@@ -1,27 +1,34 @@
-"""A model that scores tokens: the policy itself, or the reference it is held to."""
+"""The policy, or the reference model that it is held to: scores tokens, and draws sequences.
+
+Its weights may wait in the host's memory between passes, and can be rounded as published ones are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import save_on_cpu
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from titan_rl.training.attention.attention import Layout, layout_documents
 from titan_rl.training.attention.flex_attention import layout_blocks
 from titan_rl.training.choices import ActivationCheckpointing, Attention, DType
+from titan_rl.training.data.packing import Family
+from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.device import local_device
 from titan_rl.training.models.experts import replay, routers
 from titan_rl.training.models.hf_model import HFModel, read_hf_config
-from titan_rl.training.parallel.parallel import local, parallelize
-from titan_rl.training.parallel.world import World
-from titan_rl.training.policy.host_weights import HostWeights
-from titan_rl.training.policy.published import rounded_weights
-from titan_rl.training.policy.tensor_batch import LayOut, TensorBatch
+from titan_rl.training.parallel import World, local, parallelize
+from titan_rl.training.tensor_batch import LayOut, TensorBatch, make_tensor_batch
 from titan_rl.weights.types import TensorSlice
 
 _LAY_OUT: dict[Attention, Callable[..., Layout]] = {"document": layout_documents, "flex": layout_blocks}
@@ -178,3 +185,154 @@ class Policy:
             if (highest := int(batch.experts_BLRK.max())) >= self._routers[0].num_experts:
                 return f"a sample was routed to expert {highest}; the model has {self._routers[0].num_experts}"
         return None
+
+
+@torch.no_grad()
+def score(policy: Policy, world: World, sequences: Sequence[Sequence[int]], *, max_context: int) -> list[list[float]]:
+    """See `TrainerCore.score`."""
+    row: list[Family] = []
+    for sequence in sequences:
+        length = len(sequence)
+        if length > max_context:
+            raise ValueError(f"a sequence has {length} tokens; model.max_context is {max_context}")
+        if length > 1:
+            row.append(_asking(sequence, [True] * length))
+    if not row:
+        return [[] for _ in sequences]
+    batch = make_tensor_batch([row], policy.device, policy.lay_out)
+    world.agree(policy.complaint(batch))
+    logprobs_N, _ = policy.logprobs(batch)
+    logprobs = iter(logprobs_N.tolist())
+    return [list(islice(logprobs, max(len(sequence) - 1, 0))) for sequence in sequences]
+
+
+@torch.no_grad()
+def draw(policy: Policy, num_sequences: int, length: int, seed: int) -> list[list[int]]:
+    """See `TrainerCore.draw`."""
+    if not num_sequences:
+        return []
+    generator = torch.Generator().manual_seed(seed)
+    sequences = torch.randint(policy.vocab_size, (num_sequences, 1), generator=generator).tolist()
+    for size in range(1, length):
+        # The token to be drawn is the only one asked for; what stands in its place is not seen by its predictor.
+        mask = [False] * size + [True]
+        batch = make_tensor_batch([[_asking([*ids, 0], mask)] for ids in sequences], policy.device, policy.lay_out)
+        probs_NV = policy.logits(batch).float().softmax(-1).cpu()
+        for ids, token in zip(sequences, torch.multinomial(probs_NV, 1, generator=generator), strict=True):
+            ids.append(int(token))
+    return sequences
+
+
+def _asking(token_ids: Sequence[int], mask: list[bool]) -> Family:
+    """A sample that is asked for the logprobs of the masked tokens at temperature 1, and brings nothing to train."""
+    blank, versions = [0.0] * len(token_ids), [0] * len(token_ids)
+    return Family((TrainingSample("", "", token_ids, mask, blank, blank, versions, temperature=1.0),))
+
+
+@contextmanager
+def rounded_weights(model: nn.Module, dtype: torch.dtype) -> Generator[None]:
+    """Within the block the model computes in float32 with weights that are rounded to `dtype`. Without gradients.
+
+    Rounding what is computed in between, as training does, hides how a step of a small learning rate changes logprobs.
+    One module's weights are there twice at a time.
+    """
+    with ExitStack() as undone, torch.compiler.set_stance("force_eager"):
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                undone.callback(_keep_inputs(module))
+            if module._parameters:
+                rounded = _Rounded(dtype)
+                # Behind the hook that gathers the module's parameters, and ahead of the one that lets go of them.
+                undone.callback(module.register_forward_pre_hook(rounded.enter).remove)
+                undone.callback(module.register_forward_hook(rounded.leave, prepend=True, always_call=True).remove)
+        yield
+
+
+class _Rounded:
+    """The hooks of a module."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._own: dict[str, Any] = {}
+
+    def enter(self, module: nn.Module, _: Any) -> None:
+        self._own = dict(module._parameters)
+        for name, parameter in self._own.items():
+            if parameter is not None:
+                module._parameters[name] = parameter.detach().to(self._dtype).float()  # pyright: ignore[reportArgumentType]
+
+    def leave(self, module: nn.Module, *_: Any) -> None:
+        module._parameters.update(self._own)
+        self._own = {}
+
+
+def _keep_inputs(module: FSDPModule) -> Any:
+    """FSDP casts what each of its modules is given to the dtype that it gathers parameters in."""
+    state: Any = module._get_fsdp_state()
+    policy = state._mp_policy
+    state._mp_policy = replace(policy, cast_forward_inputs=False)
+
+    def undo() -> None:
+        state._mp_policy = policy
+
+    return undo
+
+
+class HostWeights:
+    """Keeps the weights of a model that is not trained on the host; their memory on the device is given back.
+
+    Args:
+        by_layer: bring them a layer at a time. Ranks that hold parts of them bring theirs for the whole pass: FSDP
+            gathers from it in streams of its own, a layer at a time.
+    """
+
+    def __init__(self, model: Any, *, by_layer: bool) -> None:
+        self._model = model
+        self._by_layer = by_layer
+        self._kept: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}  # (on the device, on the host)
+        if by_layer:
+            for module in (model.tok_embeddings, *model.layers.values(), model.norm, model.lm_head):
+                module.register_forward_pre_hook(self._bring)
+                module.register_forward_hook(self._release, always_call=True)
+        self._release(model)
+
+    @contextmanager
+    def brought(self) -> Generator[None]:
+        """Within the block the model can compute."""
+        if self._by_layer:
+            yield
+            return
+        self._bring(self._model)
+        try:
+            yield
+        finally:
+            for module in self._model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # it would keep the last layers gathered
+            self._release(self._model)
+            self._kept = {storage._cdata: self._kept[storage._cdata] for storage in _storages(self._model)}
+
+    def _bring(self, module: nn.Module, *_: Any) -> None:
+        for storage in _storages(module):
+            host = self._kept[storage._cdata][1]
+            if not storage.nbytes():
+                storage.resize_(host.nbytes())
+                storage.copy_(host, non_blocking=True)
+
+    def _release(self, module: nn.Module, *_: Any) -> None:
+        for storage in _storages(module):
+            if storage._cdata not in self._kept:  # FSDP has moved the parameter in its first pass, to pad it
+                self._kept[storage._cdata] = (storage, _on_host(storage))
+            storage.resize_(0)
+
+
+def _storages(module: nn.Module) -> list[torch.UntypedStorage]:
+    """Of what this rank has of the parameters."""
+    held = (parameter.data for parameter in module.parameters())
+    return [(each.to_local() if isinstance(each, DTensor) else each).untyped_storage() for each in held]
+
+
+def _on_host(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    pin = storage.device.type == "cuda"
+    host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin).untyped_storage()
+    return host.copy_(storage, non_blocking=False)

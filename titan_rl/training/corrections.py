@@ -36,7 +36,7 @@ from dataclasses import dataclass
 import torch
 
 from titan_rl.training.choices import CorrectionMask, CorrectionWeight
-from titan_rl.training.losses.types import MAX_LOG_RATIO, mean_by_sequence, sum_by_sequence
+from titan_rl.training.losses import MAX_LOG_RATIO, mean_by_sequence, sum_by_sequence
 
 ROUNDING = 1e-5
 """Of logprobs in float32. So far beyond a bound a log-ratio is taken to be at it: there, exp(log(0.1)) < 0.1."""

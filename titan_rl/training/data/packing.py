@@ -1,0 +1,261 @@
+"""Packing of samples into rows: families that share a prefix, rows of families, and the rows of each rank.
+
+The siblings of a group share their prompt. As a `Family`, one prefix followed by a suffix for each of them, the prompt
+goes through the model once instead of `group_size` times. The last token before the first trained one stays with each
+suffix, because its output differs in what it predicts. Invariant: a token is in the prefix only if every sample of the
+family begins with it, none trains it, and it predicts no trained token.
+
+Rows are packed by best-fit decreasing (Johnson, 1973): the longest first, each into the fullest row that still has
+room. Rows are then levelled: the same number of rows is packed again with the least capacity that holds, because a
+batch is padded to its longest row. Where ranks share the rows and best fit leaves one without, rows are split until
+each has its own: between families, and where a row is one family, between its samples, whose prefix is then computed in
+both.
+
+Invariants of every packing: each sample is in one row or dropped, with its family unless that had to be split; no row
+exceeds the capacity; a family is dropped only where it is longer than a row; of two rows or more for one rank, the mean
+row is over half the capacity; the rows are a multiple of the ranks, unless there are fewer samples than that.
+
+Standard library only: the controller plans, ranks compute.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from titan_rl.core.arrays import common_length, token_array
+from titan_rl.training.data.sample import TrainingSample
+
+SHORTEST = 8
+"""Prefixes below this many tokens are not worth a suffix's longer attention."""
+
+LONGEST = 4096
+"""Samples above this many tokens are laid out alone: the mask of a suffix over its prefix costs their product."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Samples of one group that share their first `prefix_length` tokens. One alone shares none.
+
+    Example: the prompt [7, 8, 9, 5] with the answers [1, 2] and [3] is the prefix [7, 8, 9] and the suffixes
+    [5, 1, 2] and [5, 3]: 8 tokens instead of 11.
+    """
+
+    samples: tuple[TrainingSample, ...]
+    prefix_length: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.prefix_length + sum(len(sample.token_ids) - self.prefix_length for sample in self.samples)
+
+    def halves(self) -> tuple[Family, Family]:
+        """Two families of its samples, nearly as long as each other. The prefix is in both. Of two samples or more."""
+        parts: tuple[list[TrainingSample], list[TrainingSample]] = ([], [])
+        for sample in sorted(self.samples, key=lambda sample: len(sample.token_ids), reverse=True):
+            min(parts, key=lambda part: sum(len(s.token_ids) - self.prefix_length for s in part)).append(sample)
+        return _family(parts[0], self.prefix_length), _family(parts[1], self.prefix_length)
+
+
+def find_families(samples: Iterable[TrainingSample], row_tokens: int) -> list[Family]:
+    """Join the samples of each group that begin alike. No family of several is longer than a row."""
+    by_group: dict[str, list[TrainingSample]] = {}
+    for sample in samples:
+        by_group.setdefault(sample.group_id, []).append(sample)
+    return [family for siblings in by_group.values() for family in _join(siblings, row_tokens)]
+
+
+def _join(siblings: Sequence[TrainingSample], row_tokens: int) -> list[Family]:
+    short = [sample for sample in siblings if len(sample.token_ids) <= min(row_tokens, LONGEST)]
+    prefix_length = _shared(short) if len(short) > 1 else 0
+    if prefix_length < SHORTEST:
+        return [Family((sample,)) for sample in siblings]
+    families = [Family((sample,)) for sample in siblings if len(sample.token_ids) > min(row_tokens, LONGEST)]
+    joined: list[TrainingSample] = []
+    for sample in short:
+        if joined and Family((*joined, sample), prefix_length).num_tokens > row_tokens:
+            families.append(_family(joined, prefix_length))
+            joined = []
+        joined.append(sample)
+    return [*families, _family(joined, prefix_length)]
+
+
+def _family(samples: Sequence[TrainingSample], prefix_length: int) -> Family:
+    return Family(tuple(samples), prefix_length if len(samples) > 1 else 0)
+
+
+def _shared(samples: Sequence[TrainingSample]) -> int:
+    first = token_array(samples[0].token_ids)[: min(map(_num_untrained, samples))]
+    for sample in samples[1:]:
+        first = first[: common_length(first, token_array(sample.token_ids))]
+    return len(first)
+
+
+def _num_untrained(sample: TrainingSample) -> int:
+    """Tokens at the start that are neither trained nor predict one that is."""
+    try:
+        first_trained = sample.loss_mask.index(True)
+    except ValueError:
+        first_trained = len(sample.token_ids)
+    return max(0, first_trained - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Families of samples laid out in rows. Positions restart with each, attention stays inside it.
+
+    Example: families of 5, 3 and 9 tokens, rows of 8: `Packing(rows=[[five, three]], dropped=[nine])`.
+    """
+
+    rows: list[list[Family]]  # no row is empty
+    dropped: list[Family]  # longer than a row
+
+    @property
+    def row_lengths(self) -> list[int]:
+        return [_length(row) for row in self.rows]
+
+    @property
+    def padding_fraction(self) -> float:
+        """The share of padding when every row is as long as the longest."""
+        lengths = self.row_lengths
+        return 1 - sum(lengths) / (len(lengths) * max(lengths)) if lengths else 0.0
+
+
+def pack(families: Sequence[Family], row_tokens: int, *, multiple_of: int = 1) -> Packing:
+    """Pack families into as few rows as best-fit decreasing needs. The same input gives the same rows.
+
+    Args:
+        row_tokens: the most tokens in one row.
+        multiple_of: so many ranks share the rows. Where there are samples enough, each rank gets as many rows, which
+            are then shorter, so that no rank idles while others compute. The longest rows come first then.
+    """
+    assert all(family.num_tokens for family in families), "a family has no tokens"
+    fitting = [family for family in families if family.num_tokens <= row_tokens]
+    dropped = [family for family in families if family.num_tokens > row_tokens]
+    fitting.sort(key=lambda family: family.num_tokens, reverse=True)
+    rows = _best_fit(fitting, row_tokens)
+    if rows:
+        most = min(sum(len(family.samples) for family in fitting), len(rows) + -len(rows) % multiple_of)
+        mean = -(-sum(family.num_tokens for family in fitting) // most)
+        low, high = max(mean, fitting[0].num_tokens), row_tokens
+        while low < high:
+            middle = (low + high) // 2
+            levelled = _best_fit(fitting, middle)
+            if len(levelled) <= most:
+                rows, high = levelled, middle
+            else:
+                low = middle + 1
+        if len(rows) < most:
+            ways = [_emptiest_first(fitting, most)] if len(fitting) >= most else []
+            ways.append(_split(rows, most))
+            rows = min(ways, key=lambda rows: max(map(_length, rows)))
+            rows.sort(key=_length, reverse=True)  # those of a micro-batch are neighbours
+    return Packing(rows, dropped)
+
+
+def _split(rows: Sequence[list[Family]], count: int) -> list[list[Family]]:
+    """The longest rows in halves, until there are `count`, which is at most one for each sample."""
+    rows = list(rows)
+    while len(rows) < count:
+        longest = max((row for row in rows if sum(len(family.samples) for family in row) > 1), key=_length)
+        rows.remove(longest)
+        if len(longest) > 1:
+            rows += _emptiest_first(sorted(longest, key=lambda family: family.num_tokens, reverse=True), 2)
+        else:
+            rows += [[half] for half in longest[0].halves()]
+    return rows
+
+
+def _emptiest_first(families: Sequence[Family], count: int) -> list[list[Family]]:
+    """`count` rows of at least as many families, which come longest first; each goes into the row that has least."""
+    rows: list[list[Family]] = [[] for _ in range(count)]
+    lengths = [(0, index) for index in range(count)]
+    for family in families:
+        length, index = heappop(lengths)
+        rows[index].append(family)
+        heappush(lengths, (length + family.num_tokens, index))
+    return rows
+
+
+def _length(row: Sequence[Family]) -> int:
+    return sum(family.num_tokens for family in row)
+
+
+def _best_fit(families: Sequence[Family], capacity: int) -> list[list[Family]]:
+    """Rows of `families`, which come longest first and are no longer than `capacity`."""
+    rows: list[list[Family]] = []
+    free: list[tuple[int, int]] = []  # (tokens left, row), sorted
+    for family in families:
+        length = family.num_tokens
+        place = bisect_left(free, (length, 0))
+        if place < len(free):
+            left, row = free.pop(place)
+            rows[row].append(family)
+        else:
+            left, row = capacity, len(rows)
+            rows.append([family])
+        insort(free, (left - length, row))
+    return rows
+
+
+MicroBatch = list[list[Family]]
+"""Rows of families that one forward and backward pass takes; empty where a rank only accompanies the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class MinibatchPlan:
+    """One optimizer step as one rank sees it. All ranks have as many micro-batches."""
+
+    micro_batches: list[MicroBatch]
+    num_samples: int  # of all ranks
+    num_dropped: int  # of all ranks; longer than a row
+
+
+StepPlan = list[MinibatchPlan]
+"""What one rank does in a step."""
+
+
+def plan_step(
+    samples: Sequence[TrainingSample],
+    *,
+    row_tokens: int,
+    rows_per_micro_batch: int,
+    minibatches: int,
+    ranks: int,
+    share_prompts: bool,
+) -> list[StepPlan]:
+    """Split samples into minibatches, siblings together and groups in order; pack each, and deal its rows to ranks.
+
+    There are fewer minibatches where there are fewer groups.
+
+    Args:
+        row_tokens: in one packed row.
+        rows_per_micro_batch: of each rank.
+        ranks: that have rows of their own.
+        share_prompts: what siblings have in common is in a row once.
+
+    Returns:
+        one plan for each of the ranks. A sample is in one of them or dropped.
+    """
+    groups = list(dict.fromkeys(sample.group_id for sample in samples))
+    count = max(1, min(minibatches, len(groups)))
+    part_of = {group: index * count // len(groups) for index, group in enumerate(groups)}
+    parts: list[list[TrainingSample]] = [[] for _ in range(count)]
+    for sample in samples:
+        parts[part_of[sample.group_id]].append(sample)
+    plans: list[StepPlan] = [[] for _ in range(ranks)]
+    for part in parts:
+        families = find_families(part, row_tokens) if share_prompts else [Family((sample,)) for sample in part]
+        packing = pack(families, row_tokens, multiple_of=ranks)
+        dealt = _deal(packing.rows, ranks, rows_per_micro_batch)
+        for plan, micro_batches in zip(plans, dealt, strict=True):
+            plan.append(MinibatchPlan(micro_batches, len(part), len(packing.dropped)))
+    return plans
+
+
+def _deal(rows: Sequence[list[Family]], ranks: int, rows_per_micro_batch: int) -> list[list[MicroBatch]]:
+    """Each rank's micro-batches. The rows of one are neighbours in the packing, so that they are of similar length."""
+    at_once = ranks * rows_per_micro_batch
+    starts = range(0, len(rows), at_once)
+    return [[list(rows[start + rank : start + at_once : ranks]) for start in starts] for rank in range(ranks)]

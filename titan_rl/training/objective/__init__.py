@@ -1,1 +1,0 @@
-"""What a step minimizes, and what its tokens say about the policy."""

@@ -1,0 +1,266 @@
+"""The ranks that train one policy together: their `World`, and the part of the model that each of them holds.
+
+Parameters are spread by FSDP2, tensor parallelism, or both, through torchtitan.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from titan_rl.core.errors import ConfigError, TitanRLError, TrainingError
+from titan_rl.training.attention.attention import DocumentAttention
+from titan_rl.training.attention.context import ContextRanks
+from titan_rl.training.choices import ActivationCheckpointing
+from titan_rl.training.device import local_device  # before torchtitan
+from titan_rl.weights.types import SlicePosition, TensorSlice
+
+# isort: split
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
+from torchtitan.models.common.moe import MoE
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """One rank's view. Ranks that share tokens (tensor parallel) are neighbours, and so are those, in steps of that
+    size, that share rows (context parallel); beyond them each has rows of its own (data parallel).
+
+    Example: of 2 x 1 x 2 ranks, rank 3 has `data_rank` 1 and holds the second half of each matrix.
+    """
+
+    data_parallel: int = 1
+    context_parallel: int = 1
+    tensor_parallel: int = 1
+    rank: int = 0
+    dims: Any = None  # torchtitan's ParallelDims, where there are several ranks
+    group: Any = None  # in which they agree; None is torch.distributed's own
+
+    @staticmethod
+    def join(*, data_parallel: int = 1, context_parallel: int = 1, tensor_parallel: int = 1) -> World:
+        """Meet the other ranks, as torch.distributed's environment variables say. Alone there is nobody to meet.
+
+        Raises:
+            TrainingError: there are more or fewer processes than that.
+        """
+        size = data_parallel * context_parallel * tensor_parallel
+        found = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+        if found != size:
+            raise TrainingError(
+                f"there are {found} trainer processes; training.data_parallel = {data_parallel}, "
+                f"training.context_parallel = {context_parallel} and training.tensor_parallel = {tensor_parallel} "
+                f"need {size}"
+            )
+        if size == 1:
+            return World()
+        from torchtitan.config import ParallelismConfig
+        from torchtitan.distributed import ParallelDims
+
+        if not dist.is_initialized():
+            dist.init_process_group("gloo" if local_device().type == "cpu" else "cpu:gloo,cuda:nccl")
+        settings = ParallelismConfig(
+            spmd_backend="partial_dtensor",
+            data_parallel_shard_degree=data_parallel,
+            context_parallel_degree=context_parallel,
+            tensor_parallel_degree=tensor_parallel,
+        )
+        dims = ParallelDims.from_config(settings, size)
+        dims.build_mesh()
+        return World(data_parallel, context_parallel, tensor_parallel, dist.get_rank(), dims)
+
+    def with_own_group(self) -> World:
+        """The same ranks, for another thread: what they agree on there does not get into the way of this one's. All
+        ranks call this at the same time. They may wait long for one another."""
+        if self.size == 1:
+            return self
+        return replace(self, group=dist.new_group(backend="gloo", timeout=timedelta(days=1)))
+
+    @property
+    def size(self) -> int:
+        return self.data_parallel * self.context_parallel * self.tensor_parallel
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank // (self.context_parallel * self.tensor_parallel)
+
+    @property
+    def context(self) -> ContextRanks | None:
+        """The ranks that share the tokens of this one's rows; None where it has them to itself."""
+        if self.context_parallel == 1:
+            return None
+        return ContextRanks(self._context_rank, self.context_parallel, self.dims.get_mesh("cp").get_group())
+
+    @property
+    def _context_rank(self) -> int:
+        return self.rank // self.tensor_parallel % self.context_parallel
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Each value summed over the ranks that have rows of their own. Those that share rows call it with the same."""
+        counted = values if self._context_rank == 0 else [0.0] * len(values)
+        return self._reduce(counted, dist.ReduceOp.SUM)
+
+    def max(self, values: Sequence[float]) -> list[float]:
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def agree(self, problem: str | None, error: type[TitanRLError] = TrainingError) -> None:
+        """Every rank calls this, and all fail if one has a problem.
+
+        Raises:
+            TrainingError: with the first problem. Or another error, where one is given.
+        """
+        if (first := next((each for each in self.gather(problem) if each is not None), None)) is not None:
+            raise error(first)
+
+    def gather(self, value: T) -> list[T]:
+        """What each rank calls this with, by rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier(self.group)
+
+    def _reduce(self, values: Sequence[float], operation: Any) -> list[float]:
+        if self.data_parallel * self.context_parallel == 1:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64)
+        group = self.dims.get_mesh("fsdp").get_group()
+        device = torch.device("cpu") if dist.get_backend(group) == "gloo" else local_device()
+        tensor = tensor.to(device)
+        dist.all_reduce(tensor, operation, group=group)
+        return tensor.tolist()
+
+
+_CHECKPOINTING = {"full": FullAC.Config, "selective": SelectiveAC.Config}
+
+
+def parallelize(
+    model: Any,
+    world: World,
+    *,
+    dtype: torch.dtype = torch.float32,
+    compile: bool = False,
+    activation_checkpointing: ActivationCheckpointing = "none",
+    offload_parameters: bool = False,
+) -> None:
+    """Compile and checkpoint activations on request and, in a world of several ranks, spread the parameters, all in
+    place.
+
+    Gradients are summed over the ranks, not averaged: the loss has a denominator of its own.
+
+    Args:
+        dtype: in which the ranks gather parameters, and compute. They hold them and sum gradients in float32.
+        offload_parameters: Parameters and gradients are kept in the host's memory, and each layer's are gathered on the
+            device for its computation alone. Give the parameters memory on the CPU afterwards. One rank gathers
+            nothing, so a world of one cannot do this.
+    """
+    assert world.size > 1 or not offload_parameters, "FSDP moves parameters, and takes several ranks"
+    if world.tensor_parallel > 1:
+        model.parallelize(world.dims)
+        if model.enable_weight_tying:
+            model.tok_embeddings.weight = model.lm_head.weight  # each was split into a parameter of its own
+    if compile:  # inside of checkpointing: torch would not compile around it
+        compile_blocks(model, local_device())
+    if (checkpointing := _CHECKPOINTING.get(activation_checkpointing)) is not None:
+        checkpointing().build(dump_folder="").apply(model)
+    if world.size == 1:
+        return
+    apply_fsdp_to_decoder(
+        model,
+        world.dims.get_mesh(["fsdp"]),
+        param_dtype=dtype,
+        reduce_dtype=torch.float32,
+        pp_enabled=False,
+        cpu_offload=offload_parameters,
+    )
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo can do no other
+            if local_device().type == "cpu":
+                _leave_unpinned(module)
+
+
+def _leave_unpinned(module: FSDPModule) -> None:
+    """Offloaded parameters are pinned for transfers to an accelerator; without one torch cannot pin memory."""
+    state: Any = module._get_fsdp_state()
+    for group in state._fsdp_param_groups:
+        for parameter in group.fsdp_params:
+            parameter.pin_memory = False
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that the ranks hold parts of. Called by all of them; one that is whole already is returned as is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that every rank holds whole, as a plain one."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_slice(tensor: torch.Tensor) -> TensorSlice:
+    """The slice of a tensor that this rank holds, sharing its memory; of one that no rank shares, all of it."""
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return TensorSlice(tensor, SlicePosition((0,) * len(shape), shape))
+    own = tensor.to_local()
+    size, start = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)
+    assert tuple(own.shape) == tuple(size), f"a slice of {shape} has shape {tuple(own.shape)}; {size} is expected"
+    return TensorSlice(own, SlicePosition(tuple(start), shape))
+
+
+def owned_slice(tensor: torch.Tensor, world: World) -> TensorSlice | None:
+    """The slice of a parameter that this rank answers for, sharing its memory. None where it holds nothing of it, or
+    only what another rank holds, too."""
+    if not isinstance(tensor, DTensor):
+        return local_slice(tensor) if world.is_first else None
+    coordinates = tensor.device_mesh.get_coordinate() or ()
+    if any(at and placement.is_replicate() for at, placement in zip(coordinates, tensor.placements, strict=True)):
+        return None
+    own = local_slice(tensor)
+    return own if own.tensor.numel() else None
+
+
+UNCOMPILED = (DocumentAttention, MoE)
+"""What has other shapes for every batch, by where its documents lie or which experts its tokens take, runs as it is
+between the compiled parts of a block; compiled, it would be compiled anew for each of them."""
+
+
+def compile_blocks(model: Any, device: torch.device) -> None:
+    """Compile in place, so that parameters keep their names. torch compiles at the first batches: with and without
+    gradients, and for one row and for several.
+
+    torchtitan's `apply_compile` takes no block with an uncompiled part.
+
+    Raises:
+        ConfigError: this machine lacks the compiler that torch needs on a CPU.
+    """
+    if device.type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
+        raise ConfigError(
+            "training.compile = true needs a C++ compiler where there is no accelerator, and found none; install g++, "
+            "name yours in the environment variable CXX, or set compile = false"
+        )
+    for module in model.modules():
+        if isinstance(module, UNCOMPILED):
+            module.forward = cast(Any, torch.compiler.disable(module.forward))
+    for block in model.layers.children():
+        block.compile(dynamic=True)

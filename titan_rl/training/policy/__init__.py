@@ -1,1 +1,0 @@
-"""A model that scores tokens, and a batch as tensors."""
