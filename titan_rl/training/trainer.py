@@ -15,12 +15,8 @@ import torch
 
 from titan_rl.core.errors import CheckpointError, TrainingError, UntrainableError
 from titan_rl.core.tracing.spans import IDLE, span
-<<<<<<< HEAD
 from titan_rl.rollout.renderer.registry import fit_template
-=======
-from titan_rl.rollout.renderer.template_fit import fit_template
 from titan_rl.training.data.packing import StepPlan
->>>>>>> 5489579 (Keep packing, parallelism, policy and objective of training in one file each)
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.export import export_hf
 from titan_rl.training.gradient_pass import MinibatchGradient
