@@ -34,7 +34,8 @@ from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.scheduling.filters import first_reason
 from titan_rl.scheduling.task_mix import Assigned
 from titan_rl.training.data.demonstrations import encode
-from titan_rl.training.losses import ClipRange, trial
+from titan_rl.training.losses import ClipRange
+from titan_rl.training.losses.registry import loss_problem
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
 
 ECHOED = 8
@@ -139,7 +140,7 @@ def problem_of_loss(config: RunConfig) -> str | None:
         ConfigError: there is none of that name.
     """
     clip = ClipRange(config.training.clip_low, config.training.clip_high)
-    return trial.problem_of_loss(config.training.loss, clip)
+    return loss_problem(config.training.loss, clip)
 
 
 async def _rehearse(config: RunConfig, folder: Path, tell: Callable[[str], object]) -> list[Rehearsal]:
