@@ -151,24 +151,24 @@ class Controller(TrainingLoop):
         )
 
     def progress(self) -> object:
-        """Differs once anything has happened: a token, an answer, a step."""
+        """Value that changes with every token, answer and step."""
         return self._activity.progress(), self.version, self._syncing
 
     def look(self) -> RunLook:
-        """What groups and generators are at."""
+        """Snapshot of groups and generators for the live display."""
         return self._activity.look(self._scheduler.states, self._groups.training.states(), self.version)
 
     def waits_for(self) -> str:
-        """What has to happen for the run to go on, as far as that is known."""
+        """Description of the events that the run waits for."""
         return "; ".join([*self._activity.waits_for(), *self._calls.waits_for()])
 
     def close(self) -> None:
-        """Tell what went wrong with rollouts, however the run ended."""
+        """Report the errors of rollouts, however the run ended."""
         self._transcripts.close()
         self._stages.close()
 
     async def _validate_first(self) -> None:
-        """What the run begins with; one that goes on validates where it was stopped between a step and that."""
+        """Run the first validation; a resumed run repeats one that was due when it was stopped."""
         if not self._validation.is_on:
             self._tell("validation is off: validation.num_prompts = 0")
         if self._state.reward_before is None:
@@ -177,8 +177,8 @@ class Controller(TrainingLoop):
             await self._validation.run_due(self.version)
 
     async def _train(self, background: asyncio.TaskGroup) -> None:
-        """The loop over the stages, until all steps are trained, all generators have the last, and nothing is written
-        any more."""
+        """Loop over the stages until all steps are trained, all generators have the last version, and no checkpoint is
+        being written."""
         while self.version < self._config.training.steps:
             self._stages.enter(Stage.BATCH, self.version + 1)
             with self._progress.working(f"waiting for the rollouts of step {self.version + 1}", self._progress.slots):
@@ -199,7 +199,7 @@ class Controller(TrainingLoop):
         await self._saving.written()
 
     async def _train_on(self, batch: GroupBatch) -> int:
-        """TRAIN, and the version that it makes. The batch is trained once the trainer says so, and not before."""
+        """Run TRAIN and return the new version. The batch counts as trained only once the trainer reports it."""
         self._stages.enter(Stage.SAMPLES, self.version + 1)
         samples = training_samples(self._config, batch)
         self._stages.enter(Stage.TRAIN, self.version + 1)
@@ -224,14 +224,14 @@ class Controller(TrainingLoop):
         self._syncing = background.create_task(self._finish_sync(step, batch), name=f"sync-{step}")
 
     async def _finish_sync(self, step: int, batch: GroupBatch) -> None:
-        """SYNC. With it all is known of the step."""
+        """Run SYNC, the last part of a step, and report the step."""
         figures = await self._sync.finish(step)
         batch.release()
         self._reports.add(step, prefixed("sync", figures))
         self._report(step)
 
     async def _pulled(self, step: int) -> None:
-        """Returns once SYNC has ended. What it raises the run's `TaskGroup` does."""
+        """Wait until SYNC has ended. Its errors are raised by the run's `TaskGroup`."""
         self._stages.enter(Stage.WAIT_FOR_PULL, step)
         if self._syncing is not None:
             await asyncio.wait([self._syncing])

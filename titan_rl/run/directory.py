@@ -30,7 +30,7 @@ SAYS_NOTHING = ("run_dir", "share_run_dir", "name", "logging.", "pythonpath", "h
 
 
 def run_name(config: RunConfig, tomls: Sequence[Path] = (), overrides: Sequence[tuple[str, str]] = ()) -> str:
-    """The config's own name; else the task, what further files are called, and what the command line sets.
+    """Name of a run: the config's own; else the task, the names of further files, and the settings of the command line.
 
     Example: `AlphabetSort` from `cpu.toml` and `long.toml` with `--training.lr 1e-3` is "alphabet-sort-long-lr=1e-3".
 
@@ -69,7 +69,7 @@ class _Rollout(msgspec.Struct, gc=False):
 
 
 def check_run_dir(config: RunConfig) -> None:
-    """Find out whether a run's folder could be made, and leave nothing behind.
+    """Check that a run's folder can be made, and leave nothing behind.
 
     Raises:
         ConfigError: it could not.
@@ -147,14 +147,14 @@ class RunDirectory:
         return run_dir
 
     def become_latest(self) -> None:
-        """Where a link `latest` is beside the folder, point it here."""
+        """Point an existing link `latest` beside the folder to this run."""
         link = self.path.with_name("latest")
         if link.is_symlink():
             _link(link, self.path.name)
 
     @contextlib.contextmanager
     def locked(self) -> Generator[None]:
-        """No other process runs this run within the block.
+        """Hold the run's lock for the length of the block, so that no other process runs it.
 
         Raises:
             CheckpointError: one does, or the lock cannot be opened.
@@ -181,8 +181,8 @@ class RunDirectory:
         fresh.replace(self.config)
 
     def lost_records(self, step: int, *, transcripts: bool) -> list[str]:
-        """What metrics and transcripts lack of the steps from 1 to `step`, for a person: lines that cannot be read, and
-        steps that no line is of.
+        """Messages about lines of metrics and transcripts that cannot be read, and about steps from 1 to `step` without
+        lines.
 
         Args:
             transcripts: each step should have some.
@@ -204,8 +204,8 @@ class RunDirectory:
         return complaints
 
     def cut_records(self, step: int, is_settled: Callable[[str], bool]) -> None:
-        """Leave out the metrics and transcripts of steps after `step`, which are run again. A training group that was
-        dropped is run by no step again if it is settled, whichever step it was dropped in.
+        """Remove the metrics and transcripts of steps after `step`, which are run again. A dropped training group that
+        is settled stays, whichever step it was dropped in.
 
         Args:
             is_settled: whether the group of this id is not run again.
@@ -222,7 +222,7 @@ class RunDirectory:
 
     @property
     def run_id(self) -> str:
-        """In the names of what the processes of this run share."""
+        """Name of the run in what its processes share."""
         return self.path.name
 
     @property
@@ -262,7 +262,7 @@ class RunDirectory:
 
     @property
     def supervised(self) -> Path:
-        """What only a run of `titan-rl sft` has."""
+        """File of runs of `titan-rl sft`."""
         return self.path / "supervised.json"
 
     @property
@@ -290,7 +290,7 @@ class RunDirectory:
         self._lines[self.rollouts].append(record)
 
     def metric(self, step: int, name: str) -> float | None:
-        """What a record of the step has as the metric; None where none has it."""
+        """Value of a metric in the records of a step; None if there is none."""
         named = json.dumps(name).encode()
         with contextlib.suppress(FileNotFoundError), self.metrics.open("rb") as file:
             for line in file:
@@ -360,8 +360,8 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def each_of(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a file, one in memory at a time; none where it does not exist. Lines that are no JSON object are
-    left out: a full disk or a killed process may have cut one short."""
+    """Iterate over the records of a file; none if it does not exist. Lines that are no JSON object are skipped: a full
+    disk or a killed process may have cut one short."""
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace") as file:

@@ -47,7 +47,7 @@ class StartedWorkers(Generic[C]):
 async def workers_started(
     config: C, logs: Path, verbosity: Verbosity = Verbosity.NORMAL, stop: Callable[[], object] | None = None
 ) -> AsyncGenerator[StartedWorkers[C]]:
-    """The workers that a provider has started. They end behind the block.
+    """Workers started by a provider, which end with the block.
 
     Args:
         logs: a folder for what workers say.
@@ -77,7 +77,7 @@ async def workers_started(
 
 
 async def _begun(opened: contextlib.AsyncExitStack, name: str, kind: ProviderKind, spec: ProviderSpec) -> Iterable[str]:
-    """What a provider gives, which is given back with the stack.
+    """Start a provider's workers, which end with the stack.
 
     Raises:
         ConfigError: it is no provider.
@@ -113,7 +113,7 @@ async def _begun(opened: contextlib.AsyncExitStack, name: str, kind: ProviderKin
 
 @contextlib.contextmanager
 def _of_provider(name: str) -> Generator[None]:
-    """What a provider raises here names it, unless it is one of titan_rl's own errors."""
+    """Name the provider in its errors, unless they are titan_rl's own."""
     try:
         yield
     except TitanRLError:
@@ -129,7 +129,7 @@ def _problem(name: str, error: Exception) -> ProviderError:
 
 
 def _addresses_of(name: str, started: object) -> tuple[str, ...]:
-    """As `hosts.addresses` would have them.
+    """Addresses of a provider's workers, in the form of `hosts.addresses`.
 
     Raises:
         ConfigError: these are no addresses of workers, or there are none.

@@ -18,8 +18,9 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 def cut_records(path: Path, record: type[T], keeps: Callable[[T], bool]) -> None:
-    """Leave out the records that are not to be kept, and what is no record. The file may be larger than memory, and is
-    replaced in one step, or stays where all of it is kept. What is before the first that goes is copied by the kernel.
+    """Remove the records that `keeps` refuses, and lines that are no record. The file may be larger than memory. It is
+    replaced in one step, or not touched if all of it stays. The part before the first removed line is copied by the
+    kernel.
 
     Args:
         record: the fields that are asked for; what lacks one without a default is no record. Others are skipped, which
@@ -49,8 +50,8 @@ def cut_records(path: Path, record: type[T], keeps: Callable[[T], bool]) -> None
 
 
 def records(path: Path, record: type[T]) -> Iterator[T | None]:
-    """The records of a file, one in memory at a time, with None in the place of a line that is none; see `cut_records`.
-    Nothing where there is no file."""
+    """Iterate over the records of a file, with None for a line that is none; see `cut_records`. Yields nothing if there
+    is no file."""
     if path.exists():
         decoder = msgspec.json.Decoder(record)
         with path.open("rb") as file:
@@ -101,7 +102,7 @@ class JsonLines:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
 
     def close(self) -> None:
-        """A later record opens the file again."""
+        """Close the file. A later record opens it again."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -113,7 +114,7 @@ class _Event(msgspec.Struct, gc=False):
 
 
 def cut_traces(folder: Path, step: int) -> None:
-    """Leave out what began after the loop had begun with the first step after this one, which is run again."""
+    """Remove trace events that began after the loop began with the first step after `step`, which is run again."""
     controller = folder / "controller.jsonl"
     if not controller.exists():
         return
@@ -127,7 +128,7 @@ def cut_traces(folder: Path, step: int) -> None:
 
 
 def _began(line: bytes, step: int) -> float | None:
-    """When a stage of a step that is run again began; None of other lines."""
+    """Begin of a stage of a repeated step, as a time of the trace; None for other lines."""
     if b'"step"' not in line:
         return None
     try:

@@ -1,1 +1,1 @@
-"""What is kept of a run so that it can go on, and going on from it."""
+"""Checkpoints of a run, and resumption from them."""

@@ -1,4 +1,4 @@
-"""Where a stopped run goes on: the checkpoint, and its files cut back to it. Done before any process starts."""
+"""Resumption of a stopped run: find its checkpoint and cut its files back to it, before any process starts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from titan_rl.training.state.checkpoint import list_checkpoints, step_of, verify
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """What a run goes on from."""
+    """Starting point of a run."""
 
     checkpoint: Path | None  # None: there is none yet, and training begins anew with what the journal has
     state: RunState
@@ -28,7 +28,7 @@ class Resumption:
     journal: JournalContents | None = None  # what its journal holds; None of a run that begins
 
     def loaded(self, version: int) -> None:
-        """The trainer has loaded the checkpoint, and says which version that is.
+        """Check the version that the trainer reports after it has loaded the checkpoint.
 
         Raises:
             CheckpointError: the run's state is that of another.
@@ -42,7 +42,7 @@ class Resumption:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Where a stopped run stands."""
+    """State of a stopped run on the disk."""
 
     checkpoint: Path | None  # the newest that is whole
     damaged: Mapping[Path, str]  # newer ones -> what is wrong with them
@@ -53,7 +53,7 @@ class Standing:
 
     @property
     def losses(self) -> list[str]:
-        """What the user is to know before the run goes on from here, of what is damaged or lost."""
+        """Messages for the user about damaged or lost files, before the run resumes."""
         aside = [
             f"{complaint}; the run goes on from {self.checkpoint}, which is older"
             for complaint in self.damaged.values()
@@ -62,7 +62,7 @@ class Standing:
 
 
 def find_standing(config: RunConfig, run_dir: RunDirectory) -> Standing:
-    """Find the newest checkpoint that is whole, and whether the run can go on from it. The run is left as it is.
+    """Find the newest whole checkpoint, and check that the run can resume from it. The run is left unchanged.
 
     Raises:
         ConfigError: a setting that weights and rollouts come from has changed since.
@@ -87,8 +87,8 @@ def find_standing(config: RunConfig, run_dir: RunDirectory) -> Standing:
 
 
 def resume_from_newest(config: RunConfig, run_dir: RunDirectory) -> Resumption:
-    """Take what is run again out of metrics and transcripts, and keep the config. Damaged checkpoints are set aside
-    under another name. A run that cannot go on is left as it is.
+    """Cut metrics and transcripts back to the step that the run resumes from, and write the config. Damaged checkpoints
+    are renamed. A run that cannot resume is left unchanged.
 
     Raises:
         ConfigError, CheckpointError: as `find_standing` does.
@@ -109,7 +109,7 @@ def resume_from_newest(config: RunConfig, run_dir: RunDirectory) -> Resumption:
 
 
 def _check_model(config: RunConfig, state: RunState, checkpoint: Path | None) -> tuple[str, ...]:
-    """Check that the folder of the model is as it was when the run began.
+    """Check that the model's folder has not changed since the run began.
 
     Returns:
         what the user is to know: a checkpoint has weights of its own, so that those of the folder are not needed.
@@ -143,8 +143,8 @@ def _check_mix(config: RunConfig, state: RunState, folder: Path) -> None:
 
 
 def is_finished(config: RunConfig, run_dir: RunDirectory, newest: Path | None) -> bool:
-    """Whether nothing is left to do after a run's newest checkpoint: it has all steps, and the policy was exported.
-    A run may also be stopped in its last validation."""
+    """Return whether a run is finished: its newest checkpoint has all steps, and the policy was exported after it. A
+    run may also be stopped in its last validation."""
     if newest is None or step_of(newest) < config.training.steps:
         return False
     export = run_dir.export
@@ -185,7 +185,8 @@ def _check_step(checkpoint: Path) -> None:
 
 
 def _set_aside(checkpoint: Path, complaint: str) -> str:
-    """So that it is not counted among the newest that are kept."""
+    """Rename a damaged checkpoint, so that it does not count among the newest that are kept, and return the message
+    about it."""
     aside = checkpoint.with_name(f"{checkpoint.name}.damaged")
     shutil.rmtree(aside, ignore_errors=True)
     try:

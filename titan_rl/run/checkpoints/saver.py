@@ -36,13 +36,14 @@ from titan_rl.training.state.checkpoint import (
 
 
 def is_complete(root: Path, version: int) -> bool:
-    """Whether the trainer has written these itself."""
+    """Return whether the trainer has written state and checksums itself."""
     folder = _folder(root, version)
     return (folder / FILE).is_file() and (folder / CHECKSUMS).is_file()
 
 
 def complete(root: Path, version: int, run_state: Mapping[str, Any]) -> None:
-    """Write what is missing. A trainer that has nothing to save has written no folder either.
+    """Write the missing state and checksums of a checkpoint. A trainer that has nothing to save has written no folder
+    either.
 
     Args:
         root: the folder of checkpoints.
@@ -70,14 +71,14 @@ def _folder(root: Path, version: int) -> Path:
 
 
 SHARE = 0.1
-"""Of the time, at most, that checkpoints by `checkpoint.interval_s` are being written."""
+"""Largest share of the time in which checkpoints by `checkpoint.interval_s` are being written."""
 
 TELL_EVERY_S = 30.0
 
 
 class CheckpointSaver:
-    """Saves one run, one checkpoint at a time. A checkpoint that does not fit on the disk is left out with a message,
-    and tried again when the next one is due; the last one has to fit.
+    """Writer of a run's checkpoints, one at a time. A checkpoint that does not fit on the disk is skipped with a
+    message, and retried when the next one is due; the last one has to fit.
 
     Args:
         root: the folder of checkpoints.
@@ -117,11 +118,11 @@ class CheckpointSaver:
 
     @property
     def saved(self) -> int:
-        """The version of the newest checkpoint that is whole, or of that which the run began with."""
+        """Version of the newest whole checkpoint, or of the checkpoint that the run began with."""
         return self._whole
 
     def is_due(self, step: int) -> bool:
-        """By steps, or by time. Time counts from the first call on."""
+        """Return whether a checkpoint is due, by steps or by time. Time counts from the first call."""
         now = asyncio.get_running_loop().time()
         if self._ended_at is None:
             self._ended_at = now
@@ -130,7 +131,7 @@ class CheckpointSaver:
         return by_steps or (by_time and self._begun == self._whole)
 
     async def begin(self, version: int) -> bool:
-        """Copy a version for `finish` to write. False where the disk has no room for it, which is told.
+        """Copy a version for `finish` to write. Returns False, after a message, if the disk has no room for it.
 
         Raises:
             CheckpointError: it cannot be copied.
@@ -143,7 +144,7 @@ class CheckpointSaver:
         return True
 
     async def finish(self) -> None:
-        """Returns once the version begun last is whole, or is left out because the disk is full, which is told.
+        """Wait until the version begun last is whole, or is skipped because the disk is full, which is reported.
 
         Raises:
             CheckpointError: it cannot be written for another reason.
@@ -156,7 +157,7 @@ class CheckpointSaver:
             self._begun = self._whole
 
     async def save_last(self, version: int) -> None:
-        """Save a version, if it is not saved yet, however long that takes, and tell of it.
+        """Save a version that is not saved yet, however long that takes, and report it.
 
         Raises:
             CheckpointError: it cannot be saved.
@@ -208,7 +209,7 @@ class CheckpointSaver:
         self._tell(f"no checkpoint of step {version}: {error}; {kept}, and training goes on")
 
     def _size(self) -> int:
-        """Bytes of a checkpoint: those of the newest."""
+        """Size of a checkpoint in bytes, taken from the newest one."""
         checkpoints = list_checkpoints(self._root)
         return size_of(checkpoints[-1]) if checkpoints else self._estimate
 
@@ -219,7 +220,7 @@ R = TypeVar("R")
 
 
 class RunSaving:
-    """Has the versions of one run saved, one after the other.
+    """Schedule of a run's checkpoints: one after the other, while it runs and when it ends.
 
     Args:
         calls: of the trainer, which a copy is one of.
@@ -242,8 +243,8 @@ class RunSaving:
         return self._saver.is_due(step) or self._asked.is_set()
 
     async def soon(self) -> None:
-        """Have what is trained saved where the loop comes by next. Returns once it is, or once the disk had no room for
-        it, which the saver tells; at once where it was saved before."""
+        """Ask for a checkpoint at the loop's next opportunity, and wait until it is written, or skipped because the
+        disk is full. Returns at once if the version was saved before."""
         version = self._version()
         self._tried = -1  # there may be room by now
         while max(self._saver.saved, self._tried) < version:
@@ -252,7 +253,7 @@ class RunSaving:
             await self._wrote.wait()
 
     async def beside(self, wait: Coroutine[Any, Any, R], save: Callable[[], Awaitable[None]]) -> R:
-        """What is waited for while the trainer is at rest. Meanwhile `save` is called, if `soon` asks for that."""
+        """Await `wait` while the trainer is idle, and call `save` meanwhile if `soon` asks for a checkpoint."""
         waiting = asyncio.ensure_future(wait)
         asked = asyncio.ensure_future(self._asked.wait())
         try:
@@ -267,7 +268,7 @@ class RunSaving:
             asked.cancel()
 
     async def begin(self, step: int, background: asyncio.TaskGroup) -> None:
-        """SAVE, once the checkpoint before is whole. It begins WRITE where the disk has room.
+        """Begin SAVE once the previous checkpoint is whole, and WRITE if the disk has room.
 
         Args:
             background: for WRITE, which fails it.
@@ -285,7 +286,7 @@ class RunSaving:
             self._writing = background.create_task(self._write(step), name=f"checkpoint-{step}")
 
     async def written(self) -> None:
-        """Returns once nothing is written any more."""
+        """Wait until no checkpoint is being written."""
         if self._writing is not None:
             await asyncio.wait([self._writing])
 
@@ -300,8 +301,8 @@ class RunSaving:
             self._note_tried(self._version())
 
     async def save_what_is_trained(self, before: Callable[[], None]) -> None:
-        """On the way out of a run that failed or was stopped. What ended it is not to be hidden by this, so nothing is
-        raised. It takes as long as it takes; who does not want to wait cancels once more.
+        """Save the trained version of a run that failed or was stopped. Raises nothing, so that the error that ended
+        the run stays visible. The save takes as long as it needs; a second cancellation ends the wait.
 
         Args:
             before: called once the trainer is at rest, and its version known.
@@ -328,6 +329,6 @@ class RunSaving:
                 self._note_tried(step)
 
     def _note_tried(self, version: int) -> None:
-        """A version is saved, or cannot be. Whoever waits for that is told."""
+        """Wake up the tasks that wait for a version, which is saved or cannot be saved."""
         self._tried = version
         self._wrote.set()

@@ -1,1 +1,1 @@
-"""What a run must not forget between two checkpoints."""
+"""Journal of a run: events between two checkpoints that a resumed run needs."""

@@ -35,7 +35,7 @@ _HEADER = struct.Struct("<4sII")
 _LENGTH = struct.Struct("<I")
 
 KEPT_BYTES = 1 << 24
-"""Of a file that have been read and are in memory still."""
+"""Bytes of a file that stay in memory after they have been read."""
 
 
 def read_log(path: Path, on_damage: Callable[[int, int], None] = lambda offset, size: None) -> Iterator[bytes]:
@@ -95,7 +95,7 @@ def _record_at(data: mmap.mmap, position: int) -> bytes | None:
 
 
 def _next_record(data: mmap.mmap, position: int) -> int:
-    """Where the next whole record begins; the end of the file if there is none."""
+    """Position of the next whole record; the end of the file if there is none."""
     while (position := data.find(MAGIC, position)) >= 0:
         if _record_at(data, position) is not None:
             return position
@@ -112,7 +112,7 @@ logger = logging.getLogger(__name__)
 R = TypeVar("R")
 
 RETRY_S = 0.5
-"""How often a full disk is asked for room."""
+"""Seconds between attempts to write to a full disk."""
 
 
 class LogWriter:
@@ -147,7 +147,7 @@ class LogWriter:
         self._thread.start()
 
     def append(self, record: bytes) -> None:
-        """Queue one record. Who makes many awaits `room` first, since memory is not endless."""
+        """Queue one record. Callers that make many await `room` first, since memory is limited."""
         self._raise_failure()
         framed = frame(record)
         with self._lock:
@@ -250,8 +250,8 @@ class LogWriter:
             self._release_waiters(item)
 
     def _flush(self, file: FileIO) -> None:
-        """A disk may say that it is full only now. What it has lost of a file then costs answers, after a loss of
-        power, and no more: a reader passes over it."""
+        """Flush a file to the disk, which may report only now that it is full. After a loss of power a lost part then
+        costs answers and no more: a reader skips it."""
         self._with_room(lambda: os.fsync(file.fileno()))
 
     def _flush_and_close(self, file: FileIO) -> None:
@@ -262,7 +262,7 @@ class LogWriter:
             logger.warning("%s: the disk complained when it was closed: %s", self._folder, error)
 
     def _with_room(self, write: Callable[[], R]) -> R:
-        """What a call returns, made again and again while the disk is full."""
+        """Call `write` again while the disk is full, and return its result."""
         while True:
             try:
                 done = write()
@@ -290,7 +290,7 @@ class LogWriter:
                 loop.call_soon_threadsafe(_set, there_is_room)
 
     def _release_waiters(self, item: bytes | Path | threading.Event | None) -> None:
-        """Nobody waits for a thread that has ended, from `item` on."""
+        """Release the callers that wait for `item` or a later one, because the thread has ended."""
         while item is not None:
             if isinstance(item, threading.Event):
                 item.set()
@@ -298,7 +298,7 @@ class LogWriter:
 
 
 def flush_entry(folder: Path) -> None:
-    """Have the disk know which files are in it."""
+    """Flush a folder's entries to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -312,7 +312,7 @@ def _set(future: asyncio.Future[None]) -> None:
 
 
 def _open(path: Path) -> FileIO:
-    """For appending, in a folder that knows of the file."""
+    """Open a file for appending, and flush the folder's entry of it."""
     file = FileIO(path, "ab")
     try:
         flush_entry(path.parent)

@@ -14,7 +14,7 @@ from titan_rl.run.journal.records import CompletionRecord, digest
 from titan_rl.types import Completion, GenerateFn, SamplingParams, TokenChunk
 
 Known = Callable[[str, bytes, SamplingParams], Completion | None]
-"""What a request came back with, by its id, the digest of its prompt, and how it was to be sampled."""
+"""Looks up a recorded answer by request id, digest of the prompt, and sampling parameters."""
 
 
 class Recorder:
@@ -77,8 +77,8 @@ class Recorder:
         return recorded
 
     def in_flight(self, tokens: Mapping[str, Completion]) -> Iterator[CompletionRecord]:
-        """What is known of the requests that are out, and out still when it is their turn: of those that come back
-        meanwhile `on_completion` is told more.
+        """Iterate over the tokens so far of requests that are still in flight. Completions that arrive meanwhile go to
+        `on_completion`.
 
         Args:
             tokens: request id -> the tokens so far, as an aborted completion.

@@ -191,7 +191,7 @@ class StartRecord(msgspec.Struct, tag="start", frozen=True):
 
 
 class AssignRecord(msgspec.Struct, tag="assign", frozen=True):
-    """What the group at a position in the data plays."""
+    """Task and sample of the group at a position in the data."""
 
     index: int
     task: str
@@ -199,14 +199,14 @@ class AssignRecord(msgspec.Struct, tag="assign", frozen=True):
 
 
 class ResultRecord(msgspec.Struct, tag="result", frozen=True):
-    """What a group that has ended earned."""
+    """Rewards of a finished group."""
 
     index: int
     rewards: tuple[float, ...]
 
 
 class CompletionRecord(msgspec.Struct, frozen=True):
-    """What one request came back with: a whole completion, or what an interruption left of it."""
+    """Answer to one request: a whole completion, or the part before an interruption."""
 
     index: int
     prompt_digest: bytes
@@ -247,7 +247,7 @@ class DiscardRecord(msgspec.Struct, tag="discard", frozen=True):
 
 
 class BatchRecord(msgspec.Struct, tag="batch", frozen=True):
-    """What the step from `version` is trained on."""
+    """Groups that the step from `version` is trained on."""
 
     version: int
     indices: list[int]
@@ -320,7 +320,7 @@ def group_of(record: GroupRecord, sample: Any) -> RolloutGroup:
 
 
 def mix_events(record: JournalRecord) -> Iterator[MixEvent]:
-    """What a record says of which group plays what."""
+    """Events of the task mix in a record."""
     match record:
         case AssignRecord(index, task, sample) | GroupRecord(index, task, sample):
             yield Assigned(index, task, sample)
@@ -333,7 +333,7 @@ def mix_events(record: JournalRecord) -> Iterator[MixEvent]:
 
 
 def record_of(event: MixEvent) -> AssignRecord | ResultRecord | None:
-    """None for a drop, which has a record with its reason."""
+    """Record of an event of the task mix; None for a drop, whose own record has the reason."""
     match event:
         case Assigned(index, task, sample):
             return AssignRecord(index, task, sample)
@@ -349,7 +349,7 @@ def digest(token_ids: Sequence[int]) -> bytes:
 
 
 def _with_text(rollout: Rollout, text: TextFn, message: Callable[[Message], Message]) -> Rollout:
-    """The rollout with everything in it changed that others have worded."""
+    """Rollout whose user-written texts are replaced."""
 
     def names(values: Mapping[str, float]) -> dict[str, float]:
         return {text(name): value for name, value in values.items()}

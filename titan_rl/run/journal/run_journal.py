@@ -1,4 +1,4 @@
-"""What a run must not forget between two checkpoints, written down as it happens."""
+"""Journal of a run: events between two checkpoints, written as they happen."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class RunJournal:
         return len(self.state.batches_from(self._version))
 
     def backlog(self, sample_of: Callable[[str, int], Any]) -> Backlog:
-        """Where a scheduler goes on.
+        """Backlog from which a scheduler resumes.
 
         Args:
             sample_of: the training sample of a task, by its name and the sample's number.
@@ -148,7 +148,7 @@ class RunJournal:
         return recorded_at_the_disks_pace
 
     def note(self, event: MixEvent) -> None:
-        """What happens to the mix of tasks. For a drop `dropped` is called, too."""
+        """Record an event of the task mix. A drop is recorded by `dropped`."""
         if (record := record_of(event)) is not None:
             self._append(record)
 
@@ -163,7 +163,7 @@ class RunJournal:
         self._append(DropRecord(index, reason))
 
     def discarded(self, index: int) -> None:
-        """The group is generated again, and answered nothing of what it was answered before."""
+        """Record that a group is generated again, without its recorded answers."""
         self._append(DiscardRecord(index))
 
     def batch(self, version: int, indices: Sequence[int]) -> None:

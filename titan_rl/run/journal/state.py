@@ -40,7 +40,8 @@ FILE = "run_state.json"
 
 @dataclass(frozen=True, slots=True)
 class DataPosition:
-    """What of the data the weights of a version have seen: all before `next_index` but what is unsettled."""
+    """Position in the data of a version of the weights: it has seen all groups before `next_index` except unsettled
+    ones."""
 
     version: int = 0
     next_index: int = 0
@@ -48,7 +49,7 @@ class DataPosition:
     run: str = ""  # which run's, so that another's journal is not taken for this one's
 
     def is_settled(self, index: int) -> bool:
-        """Whether the group at a position in the data is in the weights, or was dropped before."""
+        """Return whether the group at a position in the data is in the weights, or was dropped before."""
         return index < self.next_index and index not in self.unsettled
 
 
@@ -125,7 +126,7 @@ def version_of(segment: Path) -> int:
 
 
 def part_of(segment: Path) -> int:
-    """How many are before it of the same checkpoint."""
+    """Number of files before this one for the same checkpoint."""
     return _numbers(segment)[1]
 
 
@@ -148,7 +149,7 @@ def list_segments(folder: Path) -> list[Path]:
 
 
 def needless(segments: list[Path], version: int) -> list[Path]:
-    """Those that no checkpoint from `version` on begins with or goes on to."""
+    """Segments that no checkpoint from `version` on needs."""
     begins = max((version_of(path) for path in segments if version_of(path) <= version), default=0)
     return [path for path in segments if version_of(path) < begins]
 
@@ -160,12 +161,12 @@ def _numbers(segment: Path) -> tuple[int, int]:
 
 
 CompletionsOfGroup = dict[tuple[str, bytes], CompletionRecord]
-"""By request id and digest of the prompt."""
+"""Recorded answers by request id and digest of the prompt."""
 
 
 @dataclass(slots=True)
 class JournalState:
-    """Everything since a checkpoint, as far as it still matters."""
+    """Events since a checkpoint that still matter."""
 
     next_index: int = 0
     unsettled: set[int] = field(default_factory=set[int])
@@ -210,17 +211,17 @@ class JournalState:
                     self.completions.setdefault(record.index, {})[key] = record
 
     def settle_trained(self, version: int) -> None:
-        """Batches that led to `version` are in its checkpoint."""
+        """Settle the batches that led to `version`, which its checkpoint contains."""
         for start in [start for start in self.batches if start < version]:
             for index in self.batches.pop(start):
                 self._forget(index)
 
     def is_settled(self, index: int) -> bool:
-        """Whether the group is in the weights, or was dropped: it is not run again."""
+        """Return whether the group is in the weights or was dropped, and so is not run again."""
         return index < self.next_index and index not in self.unsettled
 
     def holds(self, record: JournalRecord) -> bool:
-        """Whether it still says something new."""
+        """Return whether a record still adds something to the state."""
         match record:
             case GroupRecord():
                 return self.finished.get(record.index) is record
@@ -231,13 +232,13 @@ class JournalState:
                 return True
 
     def records(self) -> list[JournalRecord]:
-        """All that it holds."""
+        """Records from which this state can be built."""
         batches = [BatchRecord(version, self.batches[version]) for version in sorted(self.batches)]
         completions = [record for of_group in self.completions.values() for record in of_group.values()]
         return [*self.finished.values(), *completions, *batches]
 
     def batches_from(self, version: int) -> list[list[int]]:
-        """Those that can be handed out again as they were: one after another, of groups that are all recorded."""
+        """Batches that can be handed out again: consecutive ones whose groups are all recorded."""
         found: list[list[int]] = []
         used: set[int] = set()
         while (batch := self.batches.get(version)) is not None:
@@ -249,7 +250,7 @@ class JournalState:
         return found
 
     def _admit(self, *indices: int) -> None:
-        """Groups are admitted in data order: one that is known of implies those before it."""
+        """Admit groups. They are admitted in data order, so a known group implies the ones before it."""
         if (newest := max(indices)) >= self.next_index:
             self.unsettled.update(range(self.next_index, newest + 1))
             self.next_index = newest + 1
@@ -262,7 +263,7 @@ class JournalState:
 
 @dataclass(frozen=True, slots=True)
 class JournalContents:
-    """What `read_segments` has found."""
+    """Result of `read_segments`."""
 
     state: JournalState
     begins: bool  # whether the segment of the position is there
@@ -271,7 +272,7 @@ class JournalContents:
 
 
 def read_segments(segments: Sequence[Path], position: DataPosition) -> JournalContents:
-    """What segments know beyond a checkpoint's position, whichever of their records are left.
+    """Read the records of segments that follow a checkpoint's position.
 
     Raises:
         CheckpointError: they are of another run, of another format, or one of them is no file that can be read.
@@ -326,7 +327,7 @@ def read_segments(segments: Sequence[Path], position: DataPosition) -> JournalCo
 
 
 def _records(path: Path, damages: list[int]) -> Iterator[bytes]:
-    """Those of one segment; the sizes of what is none go to `damages`."""
+    """Read the records of one segment; the sizes of damaged parts go to `damages`."""
     try:
         yield from read_log(path, on_damage=lambda offset, size: damages.append(size))
     except OSError as error:

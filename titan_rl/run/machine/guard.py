@@ -1,4 +1,4 @@
-"""A small process beside a run, which does what the run's own cannot do any more.
+"""Guard process of a run, which acts when the run's own process cannot.
 
 It hears of every signal that the run gets, and when the run's process has ended. A second SIGINT or SIGTERM ends a run
 whose interpreter does not react: one that is held up in a call of native code that keeps Python's lock. And when the
@@ -29,8 +29,8 @@ HAS_DESCRIPTORS = hasattr(os, "pidfd_open")
 
 @contextlib.contextmanager
 def guarded(root: Path, run_id: str, advice: str) -> Generator[None]:
-    """A guard of this process for the length of the block. Main thread only; does nothing where the system lacks
-    process descriptors.
+    """Guard this process for the length of the block. Main thread only; does nothing if the system lacks process
+    descriptors.
 
     Args:
         root: where the scratch folders are.
@@ -57,8 +57,8 @@ def guarded(root: Path, run_id: str, advice: str) -> Generator[None]:
 
 
 def keep_clean(root: Path, name: str) -> subprocess.Popen[bytes] | None:
-    """A guard that hears of no signals, and cleans up in `root` when this process has ended. It is to be killed by who
-    has cleaned up. None where the system lacks process descriptors.
+    """Start a guard that gets no signals, and cleans up in `root` when this process has ended. The caller kills it
+    after cleaning up itself. None if the system lacks process descriptors.
 
     Args:
         name: told to whoever lists processes.
@@ -82,7 +82,7 @@ def _start(signals: int, root: Path, run_id: str, advice: str) -> subprocess.Pop
 
 
 def watch(process: int, root: Path, run_id: str, advice: str) -> None:
-    """Returns when the process has ended and nothing of it is left. Numbers of signals come in by standard input.
+    """Watch a process until it has ended and nothing of it is left. Signal numbers arrive on standard input.
 
     Args:
         process: its descriptor.
@@ -118,7 +118,7 @@ def _end(process: int, advice: str) -> None:
 
 
 def _clean_up(root: Path, run_id: str) -> None:
-    """The other processes of the run end with it, and only then give up the locks of their folders."""
+    """Clean up after the run. Its other processes end with it, and only then release the locks of their folders."""
     sys.path.append(str(Path(__file__).parents[3]))
     from titan_rl.cluster.hosts.folders import clean_up_after_dead_runs
     from titan_rl.weights.shard_files.shard_folder import shard_folders

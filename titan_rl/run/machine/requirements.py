@@ -21,7 +21,8 @@ from titan_rl.core.errors import ConfigError, MissingExtraError, NoSpaceError
 from titan_rl.weights.transports.registry import find_transport
 
 LEFT_FREE = 1 << 24
-"""Bytes that a checkpoint leaves for journal, metrics and logs, which go on when it is not written for lack of room."""
+"""Bytes that a checkpoint leaves free for journal, metrics and logs, which continue if it is skipped for lack of
+room."""
 
 _RESERVE = f"{LEFT_FREE / 1e6:.1f} MB for journal, metrics and logs"
 
@@ -29,14 +30,14 @@ _AVERAGES = {"adamw": 2, "adam": 2, "muon": 2, "sgd": 1}  # of each parameter
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
-    """Of one checkpoint, nearly: the weights, and the optimizer's averages."""
+    """Approximate size of a checkpoint in bytes: the weights, and the optimizer's averages."""
     training = config.training
     averages = _AVERAGES.get(training.optimizer, 2) * {**BYTES, "int8": 1}[training.optimizer_dtype]
     return count_parameters(Path(config.model.path)) * (BYTES[training.master_dtype] + averages)
 
 
 def check_room(config: RunConfig, folder: Path, held: int = 0) -> None:
-    """That the disk can hold what the run keeps.
+    """Check that the disk has room for the checkpoints of a run.
 
     Args:
         folder: the run's, or that in which it will be made.
@@ -60,7 +61,7 @@ def check_room(config: RunConfig, folder: Path, held: int = 0) -> None:
 
 
 def require_room(folder: Path, num_bytes: int) -> None:
-    """For a checkpoint of so many bytes.
+    """Check that the disk has room for a checkpoint.
 
     Raises:
         NoSpaceError: it does not fit.
@@ -71,7 +72,7 @@ def require_room(folder: Path, num_bytes: int) -> None:
 
 
 def no_space(folder: Path, num_bytes: int, free: int) -> str:
-    """What to say of a checkpoint of so many bytes that did not fit."""
+    """Error message for a checkpoint that did not fit on the disk."""
     now = " again, now that what was written is removed" if free >= num_bytes + LEFT_FREE else ""
     return (
         f"no space left in {folder}: a checkpoint takes {gigabytes(num_bytes)} and leaves {_RESERVE}, "
@@ -80,14 +81,14 @@ def no_space(folder: Path, num_bytes: int, free: int) -> str:
 
 
 def free_bytes(folder: Path) -> int:
-    """That this user may still write there, or in the first of its parents that exists."""
+    """Free bytes for this user in a folder, or in its first parent that exists."""
     while not os.path.exists(folder):  # of a name that is too long, too, which creating it complains of
         folder = folder.absolute().parent
     return shutil.disk_usage(folder).free
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files below it; of one that vanishes meanwhile, none."""
+    """Size of all files in a folder in bytes, without those that vanish meanwhile."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -117,7 +118,7 @@ def require_modules(*modules: str) -> None:
 
 
 def check_needs(config: RunConfig) -> None:
-    """What other hosts have is known when their workers answer, and is not looked at.
+    """Check that this machine has what the settings need. Other hosts are checked when their workers answer.
 
     Raises:
         ConfigError: the ranks of trainer and generators cannot be shared out. Or the run's processes are on this
@@ -139,7 +140,7 @@ def check_needs(config: RunConfig) -> None:
 
 
 def describe_transport(config: RunConfig) -> str:
-    """The transport of a run, and the reason if that is chosen from what this machine has.
+    """Name of a run's transport, and the reason for an automatic choice.
 
     Example: `statedict.transport is shared_memory: trainer and generators are on one host, not all on GPUs`
     """
@@ -188,6 +189,6 @@ def _check_places(config: RunConfig, gpus: tuple[str, ...]) -> None:
 
 
 def _gpus_of_a_pod(config: RunConfig) -> tuple[str, ...]:
-    """As far as the settings say it."""
+    """GPUs of a pod, if the settings name them."""
     wanted = config.hosts.kubernetes.resources.get("nvidia.com/gpu", "")
     return tuple(map(str, range(int(wanted)))) if config.hosts.provider == "kubernetes" and wanted.isdigit() else ()

@@ -23,7 +23,7 @@ REACTION_S = 3.0
 
 
 class StopSignals:
-    """Handles both signals for the length of a block, in the main thread.
+    """Handlers of both signals for the length of a block, in the main thread.
 
     Python runs the handlers between two instructions of the main thread, and so also while a user's code keeps the
     event loop from running. Where a call of native code keeps Python's lock they wait, and the guard acts.
@@ -70,7 +70,8 @@ class StopSignals:
 
     @contextlib.contextmanager
     def stopping_with(self, stop: Callable[[], object]) -> Generator[None]:
-        """Within the block the first signal calls `stop`, from within its handler; at once if it has come already."""
+        """Call `stop` from the handler of the first signal, for the length of the block; at once if the signal has come
+        already."""
         self._stop = stop
         if self.received is not None:
             stop()
@@ -81,12 +82,12 @@ class StopSignals:
             self._reacted.set()
 
     def stop(self) -> None:
-        """As if SIGTERM had come, where no signal has."""
+        """Stop the program like a SIGTERM, unless a signal came before."""
         if self.received is None:
             self._handle(signal.SIGTERM, None)
 
     def reacted(self) -> None:
-        """The run has begun to stop."""
+        """Note that the program has begun to stop."""
         self._reacted.set()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -110,7 +111,7 @@ class StopSignals:
 
 
 def tell_on_stderr(text: str) -> None:
-    """Not through Python's own buffers, whose locks may be held by what a handler interrupts."""
+    """Write a line to standard error, bypassing Python's buffers, whose locks may be held by the interrupted code."""
     with contextlib.suppress(OSError):  # nobody reads it
         os.write(2, f"titan-rl: {terminal_text(text)}\n".encode())
 
@@ -119,7 +120,7 @@ T = TypeVar("T")
 
 
 def run_to_its_end(program: Coroutine[Any, Any, T]) -> T:
-    """What `program` gives, run as by `asyncio.run`.
+    """Run a coroutine as `asyncio.run` does, and return its result.
 
     A `SystemExit` or `KeyboardInterrupt` of a task or callback ends an event loop on the spot, with all that runs in it
     cancelled at once. Here it cancels the program alone, which so can save and close what it has, however many follow.
@@ -236,7 +237,7 @@ async def _until_signal(program: Coroutine[Any, Any, None], signals: StopSignals
 
 
 def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error that ended the run: titan_rl's own before others, and the first of several."""
+    """Error that ended the run: the first of titan_rl's own errors, else the first of all."""
     leaves = list(_leaves(group))
     return next((error for error in leaves if isinstance(error, TitanRLError)), leaves[0])
 
