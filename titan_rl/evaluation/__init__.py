@@ -1,1 +1,1 @@
-"""How good a policy is: held-out prompts played, counted and compared."""
+"""Use of trained policies: evaluate, play and serve them."""

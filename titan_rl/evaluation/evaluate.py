@@ -49,7 +49,7 @@ class _Rollout(msgspec.Struct, gc=False):
 
 
 class EvaluationFolder:
-    """Where an evaluation is kept, so that one that was stopped goes on from its finished prompts.
+    """Folder of an evaluation, from whose finished prompts a stopped one continues.
 
     rollouts.jsonl   {"task": "sums", "prompt": 3, "phase": "evaluation", "messages": [...], "reward": 0.7, ...}
     results.json     the figures, and the rewards of each prompt
@@ -102,7 +102,7 @@ class EvaluationFolder:
 
 @dataclass(frozen=True, slots=True)
 class SampledShown:
-    """How far an evaluation is, as the display shows it."""
+    """Progress of an evaluation, for the display."""
 
     step: int  # samples
     seconds: float  # for each of the last
@@ -118,7 +118,8 @@ class SampledShown:
 
 
 class EvaluationRun:
-    """One policy on the tasks of a config. What is done is there whenever it is asked for, also after a stop.
+    """Evaluation of one policy on the tasks of a config. Its results so far are available at any time, also after a
+    stop.
 
     Args:
         folder: that keeps it; prompts that are finished there are not played again. None keeps nothing.
@@ -186,7 +187,7 @@ class EvaluationRun:
         return self.evaluation()
 
     def evaluation(self) -> Evaluation:
-        """What is known so far."""
+        """Results so far."""
         results = {
             suite.name: task_result(
                 [line for line in self._lines if line["task"] == suite.name],
@@ -204,7 +205,7 @@ class EvaluationRun:
         return Path() if self._folder is None else self._folder.path
 
     def _measure(self) -> None:
-        """Nothing, where some of the groups were played by an evaluation that was stopped."""
+        """Compute the tasks' own measures, unless a stopped evaluation has played some of the groups."""
         for suite in self._suites:
             groups = self._groups.get(suite.group_ids, [])
             if suite.measure is not None and len(groups) == len(suite.prompts):

@@ -21,7 +21,7 @@ RESULTS = "results.json"
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """How good a policy is, task by task.
+    """Results of a policy, task by task.
 
     Attributes:
         policy: what it is, for people: "step 80 of runs/latest".
@@ -104,7 +104,7 @@ def read_evaluation(path: str | Path) -> Evaluation:
 
 
 def evaluation_folders(path: str | Path) -> list[Path]:
-    """Those of the evaluations in a folder of several, by their names; else what is given."""
+    """Folders of the evaluations in a folder of several, by name; else the given path."""
     within = [] if (Path(path) / RESULTS).exists() else sorted(Path(path).glob(f"*/{RESULTS}"))
     return [results.parent for results in within] or [Path(path)]
 
@@ -114,7 +114,7 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TaskResult:
-    """How a policy did on the held-out prompts of one task.
+    """Results of a policy on the held-out prompts of one task.
 
     Attributes:
         success: the least reward of a sample that counts as right.
@@ -177,7 +177,7 @@ class TaskResult:
         return len(self.of_prompts)
 
     def to_json(self) -> dict[str, Any]:
-        """As `results.json` has it."""
+        """Content of `results.json`."""
         counts = {"num_prompts": self.num_prompts, "num_samples": self.num_samples}
         return asdict(self) | counts | {"unreached_success": self.unreached_success}
 
@@ -192,13 +192,13 @@ class TaskResult:
 
 
 def prompt_key(record: Record) -> str:
-    """Of what a line is a sample of: the prompt's place among the held-out ones, what it is, and for which seat."""
+    """Key of a sample's prompt: its place among the held-out ones, its digest, and its seat."""
     seat = record.get("seat")
     return f"{record['prompt']}:{record['prompt_digest']}" + ("" if seat is None else f":{seat}")
 
 
 def by_prompt(rewards: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-    """By `prompt_key`s without seats."""
+    """Rewards by `prompt_key` without seats."""
     joined: dict[str, list[float]] = {}
     for key, group in rewards.items():
         joined.setdefault(":".join(key.split(":", 2)[:2]), []).extend(group)
@@ -243,7 +243,7 @@ def task_result(
 
 
 def is_fault(record: Record) -> bool:
-    """Whether the sample says nothing of the policy, and is worth being played again."""
+    """Return whether a sample was lost to a fault, says nothing of the policy, and should be repeated."""
     return RolloutStatus(record["status"]).is_fault or record.get("reward_failed") is not None
 
 
@@ -256,7 +256,7 @@ def _is_unparsed(record: Record) -> bool:
 
 
 def _clustered(values: Mapping[int, Mapping[str, Sequence[float]]]) -> dict[int, Estimate]:
-    """By k, of those that any prompt has enough samples for."""
+    """Clustered means by k, if any prompt has enough samples."""
     estimates = {k: clustered_mean(by_prompt(of_groups)) for k, of_groups in values.items()}
     return {k: estimate for k, estimate in estimates.items() if estimate is not None}
 
@@ -285,7 +285,7 @@ def _values(record: Record) -> dict[str, float]:
 
 
 def _tokens(record: Record) -> float | None:
-    """What an endpoint says it wrote, where the tokens themselves are not known."""
+    """Number of completion tokens; that of the endpoint if the tokens are unknown."""
     told = record["metrics"].get("completion_tokens")
     return told if told is not None else record["num_completion_tokens"] or None
 

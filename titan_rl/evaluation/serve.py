@@ -44,7 +44,7 @@ API_KEY, ADMIN_KEY = "TITAN_RL_API_KEY", "TITAN_RL_ADMIN_KEY"
 
 
 def take_keys(server: ServerConfig) -> Keys:
-    """Those that the environment names, where no other process will find them. Nothing listens yet.
+    """Take the server's keys from environment variables, so that no other process finds them. Nothing listens yet.
 
     Raises:
         ConfigError: they are not usable as keys, or the server's address needs some, or it cannot be bound.
@@ -185,7 +185,7 @@ def streaming(generation: GenerationConfig) -> GenerationConfig:
 
 
 def _renderer(config: ServeConfig) -> Renderer | None:
-    """None where the model has no chat template that can be used, and no other renderer is asked for."""
+    """Renderer of the model; None if it has no usable chat template, and no other renderer is set."""
     try:
         return make_renderer(config.model)
     except ModelError as error:
@@ -196,7 +196,8 @@ def _renderer(config: ServeConfig) -> Renderer | None:
 
 
 def greeting(name: str, url: str, model: str, *, chat: bool, keyed: bool) -> str:
-    """What is served where, what clients of OpenAI and Anthropic need, and a command to try it with."""
+    """Greeting of a server: its policy and address, variables for clients of OpenAI and Anthropic, and a command to
+    try."""
     path = "chat/completions" if chat else "completions"
     asked = {"messages": [{"role": "user", "content": "Hello"}]} if chat else {"prompt": "Hello"}
     key = f' -H "authorization: Bearer ${API_KEY}"' if keyed else ""

@@ -56,7 +56,7 @@ def clustered_mean(rewards: Rewards) -> Estimate | None:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How much better the second of two evaluations is.
+    """Difference of the second of two evaluations from the first.
 
     Attributes:
         num_paired: prompts that both have, on which alone they are compared. 0 where they have none in common: then all
@@ -130,7 +130,7 @@ def _mean(rewards: Rewards) -> float:
 
 
 def _influences(rewards: Rewards) -> dict[Any, float]:
-    """How far each prompt's samples move the mean of all: they add up to 0."""
+    """Influence of each prompt's samples on the mean of all; they add up to 0."""
     count = sum(map(len, rewards.values()))
     if not count:
         return {}

@@ -175,7 +175,7 @@ _ADDRESS = re.compile(r"\bat 0x[0-9a-f]+")
 
 
 USUAL_PROMPTS = 64
-"""Of each task, where no setting says how many."""
+"""Number of prompts of each task if no setting gives one."""
 
 
 @contextlib.asynccontextmanager
@@ -206,7 +206,7 @@ async def open_suites(
 
 
 def chosen_suites(config: RunConfig, settings: EvalConfig) -> list[ResolvedSuite]:
-    """What is to be played.
+    """Select the suites that settings ask for.
 
     Raises:
         ConfigError: a task that is asked for is not there.
@@ -220,7 +220,7 @@ def chosen_suites(config: RunConfig, settings: EvalConfig) -> list[ResolvedSuite
 
 
 def _of_all_tasks(config: RunConfig) -> list[ResolvedSuite]:
-    """Of a config that validates never."""
+    """Suites of a config without validation."""
     validation = config.validation.model_copy(update={"num_prompts": USUAL_PROMPTS})
     return config.model_copy(update={"validation": validation}).suites
 
@@ -228,7 +228,7 @@ def _of_all_tasks(config: RunConfig) -> list[ResolvedSuite]:
 def _suite(
     config: RunConfig, settings: EvalConfig, suite: ResolvedSuite, policy: OpenedPolicy, renderer: Renderer
 ) -> Suite:
-    """What a run validates on, with what the settings have instead."""
+    """Suite of a run's validation, with the overrides of settings."""
     source, task = suite.source, suite.source.task
     count = settings.num_prompts or suite.num_prompts
     temperature = suite.temperature if settings.temperature is None else settings.temperature

@@ -1,4 +1,4 @@
-"""What a run is made of beside its settings: parts that its caller gives, and the planes that come of them."""
+"""Parts of a run that a caller may replace, and the planes made of them."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from titan_rl.cluster.generator_processes import GeneratorProcesses
 
 SELDOM_ASKED = frozenset({"load", "measure"})
-"""Of a trainer: for a run that is resumed, and for a supervised one."""
+"""Methods of a trainer that only resumed and supervised runs call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What takes the place of what settings name. A part that is None is made as they say.
+    """Objects that replace those named by settings. A part that is None is made from the settings.
 
     Args:
         trainer: is asked for steps and versions, and not closed. None starts processes for one.
@@ -113,7 +113,7 @@ class Planes:
     hosts: HostHistory = field(default_factory=HostHistory)
 
     def trouble(self) -> str | None:
-        """Why no request can be answered at present, and what is waited for; None while enough generators serve."""
+        """Reason why no request can be answered, and what the run waits for; None while enough generators serve."""
         trouble = self.router.trouble()
         return trouble and f"{trouble}; {self.waits_for()}"
 
@@ -126,7 +126,8 @@ class Planes:
 async def open_planes(
     config: RunConfig, parts: Parts, run_dir: RunDirectory, tell: Callable[[str], None]
 ) -> AsyncGenerator[Planes]:
-    """What was given, and processes for what was not. Both end with the block, but for a trainer that was given.
+    """Open the planes of a run, with processes for the parts that were not given. They end with the block, except a
+    given trainer.
 
     Raises:
         ActorDiedError: a process did not start in time.
@@ -195,7 +196,7 @@ def watcher(
     history: HostHistory | None = None,
     provided: ProvidedHosts | None = None,
 ) -> Callable[[], Coroutine[Any, Any, None]]:
-    """Replaces processes that die, and takes in hosts that come."""
+    """Watch the processes of a run: replace dead ones, and admit new hosts."""
     from titan_rl.cluster.generator_processes import RoutedProcesses
 
     routed = RoutedProcesses(processes, router)

@@ -83,13 +83,13 @@ AnyEnv = TokenEnv | AgentEnv | SeatedEnv
 SIBLINGS = 4  # one for each thing that a mock policy does
 LIMIT_S = 60.0
 GRACE_S = 15.0
-"""What closing an environment that hangs may take beyond that."""
+"""Extra time for closing an environment that hangs."""
 ROLLOUT_LIMIT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """What was seen of a task.
+    """Result of rehearsing a task.
 
     Attributes:
         prompt: that its first rollout begins with, as the model reads it; None where none came about.
@@ -104,8 +104,8 @@ class Rehearsal:
 
 
 def rehearse(config: RunConfig, tell: Callable[[str], object]) -> list[Rehearsal]:
-    """Play the first training sample of each task, as a run would. Nothing is said of tasks of agents, whose programs
-    are not started.
+    """Play the first training sample of each task, as a run would. Tasks of agents are skipped, whose programs are not
+    started.
 
     Args:
         tell: takes which call stands still.
@@ -134,7 +134,7 @@ def rehearse(config: RunConfig, tell: Callable[[str], object]) -> list[Rehearsal
 
 
 def problem_of_loss(config: RunConfig) -> str | None:
-    """What is wrong with a loss of the user's, which is called once where torch is installed.
+    """Call a user's loss once, if torch is installed, and return its problem.
 
     Raises:
         ConfigError: there is none of that name.
@@ -219,11 +219,11 @@ async def _play(
 
 
 def _say_nothing(text: str) -> None:
-    """What a task has to say to a person is of a run that begins."""
+    """Discard a message: a task's messages are for runs that begin."""
 
 
 class _WithoutAgents:
-    """Makes environments, of which those that are agents begin nothing."""
+    """Environment factory that replaces agents by environments that play nothing."""
 
     def __init__(self, make_env: Callable[[Any], AnyEnv]) -> None:
         self._make_env = make_env
@@ -292,7 +292,7 @@ def _problems(group: RolloutGroup, shown: Sequence[Sequence[int]], max_tokens: i
 
 
 def _unread(messages: Sequence[Message], renderer: Renderer) -> Iterator[str]:
-    """What the model is not shown of the messages before its first answer."""
+    """Messages before the first answer that the renderer leaves out."""
     opening = list(takewhile(lambda message: message.get("role") != "assistant", messages))
     if opening and not any(message.get("content") for message in opening):
         yield "the first prompt has no text"
@@ -316,7 +316,7 @@ def _unread(messages: Sequence[Message], renderer: Renderer) -> Iterator[str]:
 
 
 def describe(rehearsal: Rehearsal, max_context: int) -> Iterator[str]:
-    """Lines for a person: the prompt, and what became of the group."""
+    """Describe a rehearsal in lines: its prompt, and the results of its group."""
     if rehearsal.prompt is not None:
         yield f"{rehearsal.task}: the first prompt has {rehearsal.num_prompt_tokens} of {max_context} tokens:"
         yield from (f"  | {line}" for line in rehearsal.prompt.splitlines())

@@ -248,7 +248,7 @@ class RunSession(Generic[S]):
 def open_run_dir(
     config: RunConfig, resume: Path | None, name: str | None = None, *, supervised: bool = False
 ) -> RunDirectory:
-    """The folder of the run that is resumed, or one that is made.
+    """Open the folder of the resumed run, or make one.
 
     Args:
         supervised: the run is one of `titan-rl sft`.
@@ -272,7 +272,7 @@ def open_run_dir(
 
 
 def check_resumption(config: RunConfig, resume: Path, *, supervised: bool = False) -> Standing:
-    """Find out whether a run could go on, and from where, and leave it as it is.
+    """Check that a run can resume, and from where. The run is left unchanged.
 
     Args:
         config: with which it would.
@@ -287,7 +287,7 @@ def check_resumption(config: RunConfig, resume: Path, *, supervised: bool = Fals
 
 
 class EndMessages:
-    """What to say when a run ends before its time.
+    """Messages for a run that ends before its last step.
 
     Args:
         step: of the checkpoint that it begins from.
@@ -310,11 +310,11 @@ class EndMessages:
         self._command = shlex.join(["titan-rl", command, "--resume", str(run_dir.path)])
 
     def stands_at(self, step: int) -> None:
-        """The run has trained this step last."""
+        """Set the step that was trained last."""
         self._step = step
 
     def stopped(self) -> str:
-        """After a stop in order: "stopped with step 3 saved; to go on: titan-rl train --resume runs/latest"."""
+        """Message after a graceful stop: "stopped with step 3 saved; to go on: titan-rl train --resume runs/latest"."""
         if (finished := self._finished()) is not None:
             return f"stopped when {finished}"
         if (unsaved := self._unsaved()) is not None:
@@ -323,7 +323,7 @@ class EndMessages:
         return f"stopped {saved}; to go on: {self._command}"
 
     def failed(self) -> str:
-        """After the error that ended the run."""
+        """Message after an error that ended the run."""
         if (finished := self._finished()) is not None:
             return finished
         if (unsaved := self._unsaved()) is not None:
@@ -334,24 +334,24 @@ class EndMessages:
         return f"{saved}once it is mended, go on with: {self._command}"
 
     def cut_short(self) -> str:
-        """After an end at once, whatever the run was doing."""
+        """Message after an immediate end."""
         return f"what was saved before stays; to go on: {self._command}"
 
     def _finished(self) -> str | None:
-        """What there is, where nothing is left to do."""
+        """Message about a finished run; None if steps are left."""
         if not is_finished(self._config, self._run_dir, latest(self._run_dir.checkpoints)):
             return None
         return f"all steps were trained and saved: the run is finished, its policy is {self._run_dir.export}"
 
     def _unsaved(self) -> str | None:
-        """The step that the run stands at, where a resume starts from one before."""
+        """Last trained step, if a resumed run would start before it."""
         checkpoint = latest(self._run_dir.checkpoints)
         if self._step <= (0 if checkpoint is None else step_of(checkpoint)):
             return None
         return f"step {self._step}, which is not saved"
 
     def _has_no_journal(self) -> bool:
-        """Whether no answer of the policy is kept that a resume could take."""
+        """Return whether the journal has no answer of the policy that a resumed run could use."""
         try:
             position = RunState.read(self._run_dir.path).position
             state = read_segments(list_segments(self._run_dir.journal), position).state
@@ -360,7 +360,7 @@ class EndMessages:
         return not (state.finished or state.completions)
 
     def _start(self) -> str:
-        """What a resume starts from."""
+        """Starting point of a resumed run."""
         checkpoint = latest(self._run_dir.checkpoints)
         return (
             "step 0, for there is no checkpoint" if checkpoint is None else f"step {step_of(checkpoint)}, {checkpoint}"

@@ -1,4 +1,4 @@
-"""Writes down that a run goes on and how it ends, for whoever looks at its folder, and the report of it."""
+"""Status of a run on the disk: whether it runs, how it ended, a heartbeat, and its report."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from titan_rl.viewer.report import write_report
 logger = logging.getLogger(__name__)
 
 REPORT_S = 20.0
-"""How long rollouts are read for the report. Whoever waits for the end of a run waits for that, too."""
+"""Longest time for reading rollouts for the report, in seconds. The end of a run waits for it."""
 
 
 BEAT_S = 10.0
-"""How often a run gives a sign of life, for whoever does not see its lock."""
+"""Seconds between heartbeats of a run, for observers that cannot see its lock."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Of a run that no error ended.
+    """Outcome of a run that no error ended.
 
     Attributes:
         code: 128 + the number of the signal that stopped it; 0 where it came to its end.
@@ -39,8 +39,8 @@ class Outcome:
 
 @contextlib.contextmanager
 def reported(folder: Path, out: Path) -> Generator[None]:
-    """The report is written when the block ends, however it does. Where that fails, the run does not. A signal ends the
-    writing, and nothing else: the run has ended already."""
+    """Write the report when the block ends, however it does. A failure to write is reported and does not fail the run.
+    A signal ends only the writing, since the run has ended already."""
     try:
         yield
     finally:
@@ -55,8 +55,7 @@ def reported(folder: Path, out: Path) -> Generator[None]:
 
 @contextlib.contextmanager
 def noted(folder: Path, *, begins: bool) -> Generator[Outcome]:
-    """Within the block the run's `status.json` says that it goes on; after it, how it ended. A disk that takes no more
-    ends no run.
+    """Keep a run's `status.json`: running within the block, then its outcome. A full disk does not end the run.
 
     Args:
         begins: the run is not resumed.
@@ -84,7 +83,7 @@ def noted(folder: Path, *, begins: bool) -> Generator[Outcome]:
 
 @contextlib.contextmanager
 def _giving_signs_of_life(lock: Path) -> Generator[None]:
-    """Touch the file now and then, from a thread of its own: a run that is held up lives, too."""
+    """Touch the lock file as a heartbeat, from a thread: a run whose event loop is blocked is alive, too."""
     over = threading.Event()
 
     def beat() -> None:
@@ -104,7 +103,7 @@ def _giving_signs_of_life(lock: Path) -> Generator[None]:
 
 
 def note_waiting(folder: Path, waits_for: str) -> None:
-    """Have the `status.json` of a run that goes on say what keeps it from that; "" where nothing does."""
+    """Write to the `status.json` of a running run what it waits for; "" for nothing."""
     status = read_status(folder)
     status.state, status.reason, status.ended, status.waits_for = "running", "", None, waits_for
     _write(status, folder)

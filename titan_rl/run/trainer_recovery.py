@@ -51,11 +51,11 @@ class MortalTrainer(Trainer, Protocol):
     def excused(self) -> bool: ...
 
     async def ended(self) -> str:
-        """Returns once that is so: why."""
+        """Wait until the trainer has ended, and return the reason."""
         ...
 
     def end(self, reason: str) -> None:
-        """Whatever is left of it ends, and its calls fail. One that has ended stays so."""
+        """End the rest of the trainer, whose calls fail then."""
         ...
 
 
@@ -72,11 +72,11 @@ class TrainerGroup(Protocol):
 
     @property
     def trainer(self) -> MortalTrainer:
-        """Of the newest."""
+        """Newest trainer of the group."""
         ...
 
     async def restart(self) -> MortalTrainer:
-        """Another one, which has loaded the model, once nothing is left of the one before.
+        """Start another trainer, which has loaded the model, once nothing is left of the previous one.
 
         Raises:
             ActorDiedError: it did not start.
@@ -86,15 +86,15 @@ class TrainerGroup(Protocol):
 
 
 def lacks_of(group: TrainerGroup | None) -> str:
-    """What a trainer waits for that is to start again; "" where it does not."""
+    """Resource that a trainer waits for in order to restart; "" if it waits for none."""
     return f"it waits for {group.waits_for}" if group and group.waits_for else ""
 
 
 class TrainedSteps(Protocol):
-    """Knows what each step of a run was trained on."""
+    """Source of the samples that each step of a run was trained on."""
 
     def since(self, checkpoint: Path | None, version: int) -> AsyncGenerator[Sequence[TrainingSample]]:
-        """What the steps from a checkpoint to a version were given, one after the other.
+        """Samples of each step from a checkpoint to a version, in order.
 
         Args:
             checkpoint: None is the model as loaded.
@@ -125,11 +125,11 @@ class JournaledSteps:
 
 
 NAMED_GROUPS = 4
-"""Of a step, in a message."""
+"""Largest number of a step's groups named in a message."""
 
 
 class Deaths:
-    """Counts them, and those within the same step.
+    """Counter of a trainer's deaths, and of deaths within the same step.
 
     Args:
         max_respawns: as `hosts.max_respawns`.
@@ -142,7 +142,7 @@ class Deaths:
         self.num_respawns = 0
 
     def within(self, step: int, samples: Sequence[TrainingSample]) -> None:
-        """The next one to be noted cut this step short.
+        """Note the step that the next death interrupted.
 
         Args:
             samples: that the step is trained on.
@@ -150,7 +150,7 @@ class Deaths:
         self._step = step, samples
 
     def note(self, why: str, *, excused: bool = False) -> str:
-        """The message of a death after which another trainer is started.
+        """Count a death after which the trainer restarts, and return the message about it.
 
         Args:
             excused: by what it was at, and counts for nothing: its host goes, or is gone.
@@ -237,8 +237,8 @@ class RecoveringTrainer:
         self._recovery_s = 0.0  # since the last step
 
     async def step(self, samples: Sequence[TrainingSample]) -> StepResult:
-        """As `Trainer.step`. Its metrics have what a death since the step before has cost: respawns, of the whole run,
-        and recovery_s."""
+        """Train a step; see `Trainer.step`. Its metrics include the cost of a death since the previous step: respawns,
+        of the whole run, and recovery_s."""
         result = await self._call(lambda trainer: self._step(trainer, step_from(self._version), samples))
         self._version = result.version
         if not self._recovery_s:
@@ -293,14 +293,14 @@ class RecoveringTrainer:
             self._give_up_calls()
 
     def give_up(self) -> None:
-        """The run ends. One that lives finishes what it is at; one that has died, or dies yet, is not started again,
-        and what waits for another fails."""
+        """End of the run: a living trainer finishes its call; a dead one is not restarted, and calls that wait for it
+        fail."""
         self._give_up_calls()
         if self._watching is not None:
             self._watching.cancel()
 
     def waits_for(self) -> str:
-        """What has to happen for calls to go on; "" while nothing has to."""
+        """Event that calls wait for; "" while they wait for none."""
         if self._is_up:
             return ""
         lacks = self._group.waits_for
@@ -311,7 +311,7 @@ class RecoveringTrainer:
         self._notify()
 
     async def _call(self, call: Callable[[MortalTrainer], Awaitable[R]]) -> R:
-        """What the call returns, of the trainer that lives long enough for it.
+        """Make a call on the trainer, repeated on its successor if it dies.
 
         Raises:
             ActorDiedError: no other takes the place of one that died.
@@ -368,7 +368,7 @@ class RecoveringTrainer:
         self._notify()
 
     async def _bring_back(self, trainer: MortalTrainer) -> str:
-        """Have a trainer that has just started where the last one was, and say what that took."""
+        """Bring a new trainer to the version of the last one, and return a description."""
         checkpoint = await self._load_newest(trainer)
         first = at = 0 if checkpoint is None else step_of(checkpoint)
         with self._progress.working("training again", lambda: f"{at - first} of {self._version - first} steps"):
@@ -398,7 +398,7 @@ class RecoveringTrainer:
         return None
 
     async def _repeat_beside(self, trainer: MortalTrainer, version: int) -> None:
-        """What the last trainer had begun at a version and may not have finished."""
+        """Repeat a save or publication that the previous trainer had begun at a version and may not have finished."""
         checkpoint = self._saving
         if checkpoint is not None and checkpoint.version == version and not _has(checkpoint):
             await trainer.begin_save(checkpoint.root, checkpoint.run_state)

@@ -26,14 +26,14 @@ from titan_rl.core.calls.parsing import names_this_machine
 
 LOOK_CHILDREN_S = 0.5
 CLEAN_FOR_S = 10.0
-"""For so long after the end of a process what it had may still be held by one that it has started."""
+"""Seconds after the end of a process in which its children may still hold its resources."""
 REAP_AFTER_S = 2.0
-"""Monarch asks for the ends of its children at once, if at all."""
+"""Seconds that Monarch has to reap its own children, which it does at once, if at all."""
 
 
 class ProcessReaper:
-    """Of the processes that this one starts, and that those start, however they end: by a signal, by the kernel, or
-    because a run's controller is no more, which then can clear up nothing itself.
+    """Reaper of this process's children and grandchildren, however they end: by a signal, by the kernel, or because a
+    run's controller is gone, which then cannot clean up itself.
 
     Args:
         clean: removes what belongs to nobody any more. Called for some time after each end.
@@ -49,7 +49,8 @@ class ProcessReaper:
         self._unreaped: dict[int, float] = {}  # when each was first seen
 
     def look(self) -> None:
-        """Called again and again. Most calls do nothing, since a look is at all threads of this process."""
+        """Reap ended children and clean up after them. Call it often; most calls do nothing, since a look reads all
+        threads of this process."""
         now = self._clock()
         if now - self._looked_at < LOOK_CHILDREN_S:
             return
@@ -76,8 +77,8 @@ LOOK_S = 0.1
 
 
 def run_worker(listen: str, tell: Callable[[str], object], drain_s: float) -> None:
-    """Take runs, one after the other, until a signal. SIGTERM says that this machine is about to go: runs are told, and
-    are done with it first.
+    """Accept runs, one after the other, until a signal. SIGTERM announces that this machine is about to go: runs are
+    warned, and finish with it first.
 
     Args:
         listen: HOST:PORT of an interface of this machine.
@@ -132,7 +133,7 @@ def _wait(
     limit_s: float = float("inf"),
     until: Callable[[], bool] = lambda: False,
 ) -> None:
-    """By looks, between which signals are heard of."""
+    """Wait for an event by polling, so that signals are handled meanwhile."""
     waited_s = 0.0
     while waited_s < limit_s and not event.wait(LOOK_S) and not until():
         waited_s += LOOK_S

@@ -1,4 +1,4 @@
-"""The story of `titan-rl play`: samples of a task, played by a person or by a policy that a person watches."""
+"""`titan-rl play`: samples of a task, played by a person or by a watched policy."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from titan_rl.run.session import SessionFiles
 from titan_rl.types import GenerateFn, SamplingParams
 
 PATIENCE_S = 1e6
-"""That a person may take."""
+"""Time limit for a person."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What is played.
+    """Selection of the samples that are played.
 
     Args:
         task: its name; None for the first.

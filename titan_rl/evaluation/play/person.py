@@ -157,7 +157,7 @@ class Person:
             return None
 
     def _call(self, call: ToolCall) -> list[int] | None:
-        """What a model would write to call a tool: what the renderer makes of such a message."""
+        """Tokens of a tool call, as the renderer writes them for a model."""
         tools, question = self.tools(), {"role": "user", "content": "1"}
         answer: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call.message]}
         offered = None if tools is None else list(tools)
@@ -175,7 +175,7 @@ class Person:
         return self._renderer.get_stop_token_ids()[:1]
 
     async def _read(self, prompt: str) -> str | None:
-        """One reply or command; None at the end of the input."""
+        """Read a reply or a command; None at the end of the input."""
         line = await self._line(prompt)
         if line is None or line.strip() != QUOTES:
             return line

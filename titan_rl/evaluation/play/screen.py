@@ -57,7 +57,7 @@ class Screen:
             self.say(f"    reward {name} = {reward:g}")
 
     def prompt(self, token_ids: Sequence[int]) -> None:
-        """Of a policy that no messages were shown to."""
+        """Show the prompt of a policy that was shown no messages."""
         self.say(f"[prompt, {len(token_ids)} tokens] {self.text(token_ids)}")
 
     def tokens(self, prompt_token_ids: Sequence[int], completion: Completion | None) -> None:
@@ -124,7 +124,7 @@ class ShownTokenEnv:
 
     @property
     def tools(self) -> Sequence[Mapping[str, object]] | None:
-        """That the policy may call, where the environment has some."""
+        """Tools that the policy may call, if the environment has any."""
         return getattr(self._env, "tools", None)
 
     async def reset(self) -> TokenObservation:

@@ -82,7 +82,7 @@ class CheckpointPublisher:
         return with_checksums(self.transport.publish(version, named), named)
 
     def keep_only(self, version: int) -> None:
-        """As of `Publisher`."""
+        """Release older versions; see `Publisher`."""
         for older in self._available:
             if older != version:
                 self.transport.release(older)

@@ -64,7 +64,7 @@ def is_url(given: str) -> bool:
 
 
 def needs_engine(given: Sequence[str]) -> bool:
-    """Whether one of these policies is weights, which an engine has to load."""
+    """Return whether one of these policies is weights, which an engine has to load."""
     return not all(map(is_url, given))
 
 

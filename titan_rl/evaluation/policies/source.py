@@ -134,7 +134,8 @@ async def export(model: ModelConfig, checkpoint: Path, directory: Path, log: Pat
 
 
 def with_copies(hosts: HostsConfig) -> HostsConfig:
-    """The same, which bring hosts what they lack: an exported policy lies in a temporary folder of this machine."""
+    """Settings of hosts that copy files to hosts that lack them: an exported policy lies in a temporary folder of this
+    machine."""
     return hosts.model_copy(update={"sync": True})
 
 

@@ -1,1 +1,1 @@
-"""What a run tells people: metrics, progress, transcripts, the report."""
+"""Output of a run for people: metrics, progress, transcripts, the report."""

@@ -14,7 +14,7 @@ from titan_rl.scheduling.lease import GroupState
 
 
 class Peak:
-    """Counts what is inside its blocks, and keeps the largest count until it is taken.
+    """High-water mark of a counter: counts open blocks, and keeps the largest count until it is taken.
 
     Example: two blocks were open at once, and one is now: `take()` is 2, and 1 if asked again.
     """
@@ -41,7 +41,7 @@ class Peak:
 
 
 class Activity:
-    """What a `Standstill` looks at, and what is measured of generation between two steps.
+    """Status of generation: its progress, and its metrics between two steps.
 
     Args:
         requests: in flight.
@@ -59,11 +59,11 @@ class Activity:
         self._num_moved = 0
 
     def progress(self) -> object:
-        """Differs once a token or an answer has come."""
+        """Value that changes with every token and answer."""
         return self._requests.num_done, self._router.num_tokens_so_far
 
     def take_metrics(self, version: int) -> dict[str, float]:
-        """Of the time since this was last called.
+        """Metrics of the time since the last call.
 
         Args:
             version: that the generators have pulled at its end. Those that have not are left out.
@@ -92,7 +92,7 @@ class Activity:
         return {"generation/moved_requests": float(num_moved - before)}
 
     def look(self, slots: Mapping[GroupState, int], running: Mapping[str, int], version: int) -> RunLook:
-        """What to show of it.
+        """Snapshot for the live display.
 
         Args:
             slots: by what their groups do.
@@ -116,7 +116,7 @@ class Activity:
         )
 
     def waits_for(self) -> list[str]:
-        """What generation has to do, as far as that is known."""
+        """Descriptions of the state of generation, for a stalled run."""
         serving = [replica.name for replica in self._router.replicas if replica.serving]
         errors = [f"{replica.name}: {replica.last_error}" for replica in self._router.replicas if replica.last_error]
         elsewhere = "" if self._requests.now else " (rollouts wait for environments, agents, harnesses or rewards)"

@@ -12,7 +12,7 @@ from titan_rl.training.data.sample_builder import count_branches
 
 
 def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """What a step's rollouts say about the policy and the environment.
+    """Metrics of a step's rollouts: the policy's rewards, and the faults of environments.
 
     A metric about rewards is absent where no rollout was scored; everything is where there is no rollout.
 
@@ -117,7 +117,7 @@ def validation_metrics(groups: Sequence[RolloutGroup], prefix: str = "validation
 
 
 def _rewards_by_seat(group: RolloutGroup) -> dict[str | None, list[float]]:
-    """Of the seats that have any."""
+    """Rewards by seat, of the seats that have any."""
     seats = {
         seat: [value for rollout in rollouts if _is_judged(rollout) and (value := finite(rollout.reward)) is not None]
         for seat, rollouts in group.by_seat.items()

@@ -29,7 +29,7 @@ TOLD_EVERY_S = 30.0
 
 
 class Work:
-    """One of them, as a context manager.
+    """Long-running operation, as a context manager.
 
     Args:
         text: "starting 2 generators".
@@ -67,7 +67,7 @@ class Work:
 
 
 class Works:
-    """Those of a command, which may be several at a time and of several threads.
+    """Running operations of a command; several may run at a time, in several threads.
 
     Args:
         tell: shows a line, where there is no display that is drawn again and again.
@@ -97,7 +97,7 @@ class Works:
             self._tell(f"{work.text} took {format_seconds(self._clock() - work.began)}")
 
     def shown(self, after_s: float = SHOWN_AFTER_S) -> Sequence[tuple[Work, float]]:
-        """Those that have gone on for a while, with how long, in seconds."""
+        """Operations that have run for `after_s`, with their durations in seconds."""
         now = self._clock()
         with self._lock:
             return [(work, now - work.began) for work in self._works if now - work.began >= after_s]
@@ -132,7 +132,7 @@ _TOLD_ERRORS = 0.05  # share of the rollouts
 
 
 class ShownStep(Protocol):
-    """One finished step, as the display shows it."""
+    """Finished step, for the display."""
 
     @property
     def step(self) -> int:
@@ -144,18 +144,18 @@ class ShownStep(Protocol):
 
     @property
     def curve(self) -> tuple[str, float, str]:
-        """What is looked at most: its name, its value, and a note to it, which may be empty."""
+        """Most important figure: its name, its value, and a note to it, which may be empty."""
         ...
 
     @property
     def figures(self) -> Mapping[str, str]:
-        """The rest, by name."""
+        """Other figures, by name."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """Of a step of reinforcement learning."""
+    """Finished step of reinforcement learning, for the display."""
 
     step: int  # from 1
     reward: float  # mean over the rollouts that it was trained on and those that were dropped
@@ -182,7 +182,7 @@ _LOOK_EVERY_S = 0.5
 
 
 class Verbosity(IntEnum):
-    """How much a command says of what it does."""
+    """Amount of output of a command."""
 
     QUIET = 0  # warnings, and what it comes to
     NORMAL = 1
@@ -190,7 +190,7 @@ class Verbosity(IntEnum):
 
 
 class Progress:
-    """Shows a command that goes on. A context manager; `message` also works before and after.
+    """Progress display of a command. A context manager; `message` also works before and after.
 
     Args:
         total: steps of the run, or whatever is counted; 0 counts nothing.
@@ -255,22 +255,22 @@ class Progress:
             self._live.refresh()
 
     def message(self, text: str) -> None:
-        """One line of text, above the live display."""
+        """Print a line above the live display."""
         if self._verbosity is not Verbosity.QUIET:
             self._console.print(Text(text, style="dim" if self._live else ""))
 
     def warning(self, text: str) -> None:
-        """As `message`, of what a person should know however little is said."""
+        """Print a line like `message`, also if the command is quiet."""
         self._console.print(Text(text, style="yellow" if self._live else ""))
 
     def end_with(self, text: str) -> None:
-        """One line on standard error, for which the live display ends. Callable from a signal handler."""
+        """End the live display and print a line on standard error. Callable from a signal handler."""
         self._end_live()
         tell_on_stderr(text)
 
     def working(self, text: str, note: Callable[[], str] | None = None) -> Work:
-        """For the length of a block the command is at something that may take long and says nothing itself. Where it
-        does, a person sees what it is and how long it goes on: in the display, or as a line now and then.
+        """Track an operation that may take long, for the length of a block. If it does, a person sees its name and its
+        duration: in the display, or as a line now and then.
 
         Args:
             text: "starting 2 generators".
@@ -281,7 +281,7 @@ class Progress:
         return self._works.begin(text, note)
 
     async def follow(self, look: Callable[[], RunLook]) -> None:
-        """Look at what generation is at, again and again until cancelled, and show that."""
+        """Show a snapshot of generation, refreshed until cancelled."""
         try:
             while True:
                 self._look = look()
@@ -290,17 +290,17 @@ class Progress:
             self._look = None
 
     def count(self, total: int) -> None:
-        """Begin to count so many, from none."""
+        """Restart the count with a new total."""
         self._total, self._last = total, None
         self._values.clear()
         self._durations.clear()
 
     def counted(self) -> str:
-        """How far it is. A note for `working`."""
+        """Number of counted units so far. A note for `working`."""
         return f"{self._last.step if self._last else 0} of {self._total} {self._unit}s"
 
     def slots(self) -> str:
-        """What groups are at, where that is known. A note for `working`."""
+        """Number of groups in each state, if known. A note for `working`."""
         return "" if self._look is None else self._look.describe_slots()
 
     def step(self, report: ShownStep) -> None:
@@ -317,7 +317,7 @@ class Progress:
         )
 
     def reached(self, report: ShownStep) -> None:
-        """As `step`, in the live display alone."""
+        """Show a finished step in the live display only."""
         self._last = report
         self._values.append(report.curve[1])
         self._durations.append(report.seconds)
@@ -347,14 +347,13 @@ class Progress:
 
 @contextlib.contextmanager
 def status(text: str, verbosity: Verbosity = Verbosity.NORMAL) -> Generator[None]:
-    """For the length of a block a command is at something that may take long. Shown on standard error, and nothing is
-    left of it there."""
+    """Show on standard error what a command is doing, for the length of a block, and remove it afterwards."""
     with Progress(0, sys.stderr, verbosity=verbosity, vanish=True) as progress, progress.working(text):
         yield
 
 
 class _LogLines(logging.Handler):
-    """Shows what is logged."""
+    """Log handler that prints records."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         super().__init__(logging.INFO)

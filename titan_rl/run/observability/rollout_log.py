@@ -71,12 +71,12 @@ class GroupRecords:
         self._journal.batch(version, indices)
 
     def take_dropped(self, step: int) -> DroppedGroups:
-        """What was dropped before the batch of the step was found; once."""
+        """Return the groups dropped before the batch of a step was found, and forget them."""
         return self._dropped.pop(step, DroppedGroups())
 
 
 def rewards_of(group: RolloutGroup) -> list[float]:
-    """Of the rollouts that have one and did not end in a fault of others."""
+    """Rewards of the rollouts that have one and did not end in a fault of others."""
     judged = [rollout.reward for rollout in group.rollouts if not rollout.status.is_fault]
     return [float(reward) for reward in judged if reward is not None and math.isfinite(reward)]
 
@@ -121,7 +121,7 @@ class RolloutLog:
         self._num_left_out = 0
 
     def ended(self, rollout: Rollout) -> None:
-        """A rollout is over, perhaps long before its siblings."""
+        """Note a finished rollout, whose siblings may still be running."""
         if not rollout.status.is_fault:
             return
         self._errors.add([rollout])
@@ -132,7 +132,7 @@ class RolloutLog:
             self._tell(f"rollout {rollout.rollout_id} ended in {error_text(rollout)}")
 
     def lost(self, group: RolloutGroup) -> None:
-        """A group whose reward failed, and that therefore has none."""
+        """Note a group whose reward function failed."""
         failure = group.failure
         assert failure is not None, "only a group whose reward failed is lost"
         self._lost[failure.kind] += 1
@@ -150,8 +150,8 @@ class RolloutLog:
         trained_at: int | None = None,
         skipped: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Groups that a step was trained on, or of a validation. Siblings with an error are written of every group, and
-        so are skipped ones. A group whose reward failed is left out: it has been dropped.
+        """Write groups that a step was trained on, or of a validation. Siblings with an error and skipped ones are
+        written for every group. A group whose reward failed is left out: it has been dropped.
 
         Args:
             trained_at: the version that learned from them; None where none did.
@@ -168,7 +168,7 @@ class RolloutLog:
                     self._record_first(rollout, error_kind(rollout), labels, trained_at)
 
     def dropped(self, group: RolloutGroup, reason: str, step: int, phase: str = "train") -> None:
-        """A group that is not trained on, or does not count in a validation."""
+        """Write a group that is not trained on, or does not count in a validation."""
         for rollout in group.rollouts:
             kind = error_kind(rollout) if rollout.status.is_error else reason
             labels = {"step": step, "phase": phase, "task": group.task, "dropped": reason}

@@ -23,8 +23,8 @@ Tell = Callable[[str], None]
 
 
 class BestEffort:
-    """Attempts of one kind. The first of several that fail in a row is told of, with the reason; so is the first that
-    works again, and at the end how many were lost.
+    """Attempts of one kind that may fail without ending a run. The first of several failures in a row is reported with
+    its reason, the next success too, and at the end the number of failures.
 
     Args:
         what: is attempted, for the messages: "writing rollouts.jsonl".
@@ -42,7 +42,7 @@ class BestEffort:
         return self._num_lost
 
     def attempt(self, act: Callable[[], object]) -> bool:
-        """Whether `act` did not raise. Only Ctrl-C passes."""
+        """Call `act` and return whether it succeeded. Only Ctrl-C is raised."""
         try:
             act()
         except BaseException as error:  # also the SystemExit of a client that thinks it is a program
@@ -77,7 +77,7 @@ MAX_WAITING = 10_000  # records; a sink that is further behind loses the newest
 
 
 class BackgroundSink:
-    """Another sink in a thread of its own: a run does not wait for a service on the network.
+    """Sink that runs another one in its own thread: a run does not wait for a service on the network.
 
     Records are handed on in order. Those that the sink does not take are lost, and the first is told of with the
     reason. One that cannot be opened loses all.
@@ -156,8 +156,7 @@ class JSONLSink:
 
 
 class Sinks:
-    """Several sinks as one. What one of them raises is told of, and keeps the records from no other; each has
-    a record of its own to do with as it likes.
+    """Several sinks as one. An error of one is reported, and keeps the record from no other; each gets its own copy.
 
     Args:
         sinks: by name, for the messages.

@@ -19,8 +19,8 @@ from titan_rl.viewer.verdicts import WarningSigns
 
 
 class Stage(Enum):
-    """A state of the loop: what it is called, the part of the run that it belongs to, whether the trainer waits in it,
-    and the metric of its time."""
+    """State of the loop: its name, the part of the run that it belongs to, whether the trainer is idle in it, and the
+    metric of its time."""
 
     BATCH = ("waiting for a batch", "scheduler", True, "time/wait_for_rollouts_s")
     SAMPLES = ("building samples", "trainer", False, "time/samples_s")
@@ -38,29 +38,29 @@ class Stage(Enum):
 
 
 STEP = (Stage.BATCH, Stage.SAMPLES, Stage.TRAIN, Stage.WAIT_FOR_PULL, Stage.PUBLISH)
-"""Those that a step is made of."""
+"""Stages of a step."""
 
 
 class LoopStages:
-    """The loop is in one stage at a time."""
+    """Tracker of the loop's stage; it is in one at a time."""
 
     def __init__(self) -> None:
         self._track = Track("steps", "trainer")
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def enter(self, stage: Stage, step: int) -> None:
-        """From now on, for this step."""
+        """Enter a stage of a step."""
         self._track.enter(stage.called, kind=stage.kind, idle=stage.is_idle, step=step)
 
     def metrics(self) -> dict[str, float]:
-        """Of the time since `begin_step`, by their full names, `time/step_s` among them."""
+        """Metrics of the time since `begin_step`, by their full names, `time/step_s` among them."""
         for called, seconds in self._track.take().items():
             self._seconds[called] += seconds
         times = {stage.metric: self._seconds[stage.called] for stage in Stage}
         return times | {"time/step_s": sum(times[stage.metric] for stage in STEP)}
 
     def begin_step(self) -> None:
-        """What comes now is of the next step."""
+        """Begin to count times for the next step."""
         self._track.take()
         self._seconds.clear()
 
@@ -102,7 +102,7 @@ class StepReports:
         metrics: Mapping[str, float],
         skipped: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """A step was made of a batch.
+        """Note a step that was trained on a batch.
 
         Args:
             dropped: the groups that made room for those of the batch.
@@ -115,7 +115,7 @@ class StepReports:
         self._trained[step] = batch, prefixed("train", metrics) | scheduling | dict(ChainMap(*of_tasks))
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        """More of a step that is not reported yet, by full names, `time/step_s` among them."""
+        """Add metrics to a step that is not reported yet, by full names, `time/step_s` among them."""
         self._trained[step][1].update(metrics)
 
     @property
@@ -124,7 +124,7 @@ class StepReports:
         return sorted(self._trained)
 
     def report(self, step: int) -> None:
-        """Write and show what there is of a step, once."""
+        """Write and show the metrics of a step, once."""
         batch, metrics = self._trained.pop(step)
         metrics = group_metrics(batch.groups) | metrics
         metrics["throughput/tokens_per_s"] = batch.num_tokens / metrics["time/step_s"]
@@ -149,8 +149,8 @@ class StepReports:
 
 
 def finished_figures(trained: Sequence[RolloutGroup], dropped: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Of groups as they finished, before any is left out: what the policy earns. A mean over those that are trained on
-    says what the filters leave. Each group counts once, in the step that it is trained in or that it made room for.
+    """Metrics of finished groups before any is filtered: the policy's rewards. A mean over trained groups shows what
+    the filters leave. Each group counts once, in the step that trains it or that it made room for.
 
     Returns:
         rollout/finished_groups and rollout/finished_rollouts; rollout/finished_reward_mean, of all rollouts with a
@@ -168,7 +168,7 @@ def finished_figures(trained: Sequence[RolloutGroup], dropped: Sequence[RolloutG
 
 
 def task_metrics(task: str, trained: Sequence[RolloutGroup], dropped: DroppedGroups) -> dict[str, float]:
-    """What a step's groups of one task say of it.
+    """Metrics of a step's groups of one task.
 
     Returns:
         num_groups that the step is trained on, and their share of all of them; of these, where there is one:

@@ -1,4 +1,4 @@
-"""What a person is told of a run that has finished."""
+"""Closing summary of a finished run."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from titan_rl.run.terminal.view import format_seconds
 
 
 class ShownSummary(Protocol):
-    """What is said of a finished run."""
+    """Summary of a finished run, as labelled rows."""
 
     @property
     def rows(self) -> Mapping[str, str]:
-        """By their labels."""
+        """Values by their labels."""
         ...
 
     @property
     def achieved(self) -> str | None:
-        """The label of the row to be glad of, if there is one."""
+        """Label of the row that shows an improvement; None if there is none."""
         ...
 
 

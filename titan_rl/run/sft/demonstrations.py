@@ -24,7 +24,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 Found = tuple[str, Demonstration]
-"""Where a demonstration is found, for messages, and what it is."""
+"""Demonstration, after its place, which messages name."""
 
 
 def task_demonstrations(
@@ -48,7 +48,7 @@ def task_demonstrations(
 
 
 def _mixed(queues: Sequence[tuple[Iterator[Found], float]]) -> Iterator[Found]:
-    """Of the queue that is furthest behind its weight, in turn. One that ends leaves the others to go on."""
+    """Interleave queues, always from the one furthest behind its weight. When one ends, the others continue."""
     left = dict(enumerate(queues))
     taken = [0] * len(queues)
     while left:
@@ -156,7 +156,7 @@ def _check_message(message: Any, where: str) -> None:
 
 
 _LEARNED = ("rollout_id", "reward", "messages")
-"""What is kept of a record: its tokens take ten times as much."""
+"""Fields of a record that are kept in memory: its tokens would take ten times as much."""
 
 
 def best_rollouts(run: Path, count: int, *, top_k: int, min_reward: float | None) -> list[Found]:
@@ -221,7 +221,8 @@ def _shown(value: Any) -> str:
 
 
 class TokenSource:
-    """Demonstrations by their number. Those with more than `max_context` tokens are left out. Not thread-safe.
+    """Tokens of demonstrations, encoded at the first request. Demonstrations with more than `max_context` tokens are
+    left out. Not thread-safe.
 
     Attributes:
         too_long: the numbers of those that were, as far as they were asked for.
@@ -235,7 +236,7 @@ class TokenSource:
         self.too_long: set[int] = set()
 
     def length(self, number: int) -> int:
-        """In tokens."""
+        """Length of a demonstration in tokens."""
         return len(self._encoded(number).token_ids)
 
     def samples(self, numbers: Sequence[int]) -> list[TrainingSample]:

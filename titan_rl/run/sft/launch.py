@@ -1,4 +1,4 @@
-"""The story of a supervised run, from a checked config to the model that it makes."""
+"""Supervised run, from a checked config to the model that it makes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run_sft(
     begun_by: str | None = None,
     verbosity: Verbosity = Verbosity.NORMAL,
 ) -> int:
-    """Teach a model demonstrations, from beginning to end.
+    """Train a model on demonstrations, from beginning to end.
 
     Args:
         config: of `load_sft_config`.
@@ -101,7 +101,7 @@ def prepared(config: RunConfig, found: list[Found], folder: Path) -> RunConfig:
 
 
 def check(config: RunConfig, folder: Path, resume: Path | None = None) -> tuple[RunConfig, str]:
-    """What a run would do, and nothing of it done.
+    """Check a supervised run without starting it.
 
     Args:
         folder: for what is made to find out; it may be removed after.
@@ -137,7 +137,7 @@ def _token_source(model: Any, found: list[Found]) -> TokenSource:
 
 
 def _check_data(file: Path, now: str) -> None:
-    """A run goes on with the demonstrations that it began with, because its steps are counted in them."""
+    """Check that a resumed run has the demonstrations that it began with, because its steps count them."""
     if not file.exists():
         file.write_text(json.dumps({"demonstrations": now}) + "\n", encoding="utf-8")
         return

@@ -87,7 +87,7 @@ LOGGED = (
     "recovery_s",
     "skipped_steps",
 )
-"""Of the trainer's metrics. The others compare with a policy that sampled the tokens, and there is none."""
+"""Metrics of the trainer that are logged. The others compare with a sampling policy, which there is none of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +218,7 @@ class SupervisedLoop(TrainingLoop):
         return background.create_task(in_thread(self._tokens.samples, numbers), name=f"tokens-{step}")
 
     async def _train_on(self, samples: Sequence[TrainingSample], *, waited_s: float) -> None:
-        """A step, and what is told of it: also of one that the run was stopped in, for it is saved."""
+        """Train a step, and report it. A step in which the run was stopped is reported too, because it is saved."""
         began = time.monotonic()
         result = await self._trainer.step(samples)
         self._skipped.note(result)
@@ -242,7 +242,7 @@ class SupervisedLoop(TrainingLoop):
             )
 
     async def _measure(self, held_out: Sequence[TrainingSample]) -> float | None:
-        """The loss of what is held out, which is logged and told."""
+        """Measure the loss of the held-out demonstrations, log and report it."""
         if not held_out:
             return None
         self._stages.enter(Stage.VALIDATION, self.version)

@@ -24,11 +24,11 @@ WARMUP_SHARE = 0.05
 """Share of the steps over which the learning rate rises."""
 
 HELD_OUT_SHARE = 10
-"""At most one of so many demonstrations is held out."""
+"""One of this many demonstrations is held out, at most."""
 
 
 def hold_out(count: int, most: int, seed: int) -> tuple[list[int], list[int]]:
-    """The demonstrations that are learned and those that are not, each in order.
+    """Split demonstrations into learned and held-out ones, each in order.
 
     Args:
         count: of all.
@@ -49,7 +49,7 @@ def batches(
     lengths: Sequence[int] | None = None,
     batch_tokens: int = 0,
 ) -> list[list[int]]:
-    """What each step learns; the same arguments give the same.
+    """Divide demonstrations into the batches of steps. Equal arguments give equal batches.
 
     Args:
         items: of one epoch, in the order of their source.
@@ -92,7 +92,7 @@ TEXTS = 500
 """Conversations that the words of a tiny model are taken from."""
 
 LONGEST_CONTEXT = 1024
-"""Of a tiny model, at least, so that model.max_context may be raised."""
+"""Smallest context of a tiny model, which leaves room to raise model.max_context."""
 
 
 def find_demonstrations(config: RunConfig) -> list[Found]:
@@ -113,7 +113,7 @@ def find_demonstrations(config: RunConfig) -> list[Found]:
 
 
 def digest(found: Sequence[Found]) -> str:
-    """Tells other demonstrations, or another order of them."""
+    """Digest that identifies demonstrations and their order."""
     summed = hashlib.blake2b(digest_size=16)
     for _, demonstration in found:
         summed.update(json.dumps([demonstration.messages, demonstration.tools], default=str).encode())

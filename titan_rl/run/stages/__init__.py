@@ -1,1 +1,1 @@
-"""What the training loop calls in its stages: groups, calls of the trainer, the way of the weights, validation."""
+"""Stages of the training loop: groups, calls of the trainer, weight sync, validation."""

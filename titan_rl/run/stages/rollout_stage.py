@@ -32,8 +32,8 @@ SUSPEND_TIMEOUT_S = 3600.0
 
 
 def make_mix(config: RunConfig, journal: RunJournal, start: RunState) -> TaskMix:
-    """As the checkpoint and the journal have it, with the weights and curricula of the config. The journal is told of
-    what happens."""
+    """Restore the task mix from the checkpoint and the journal, with the weights and curricula of the config. The
+    journal records its events."""
     return TaskMix(
         {source.name: Share(source.weight, source.curriculum) for source in config.tasks},
         journal.note,
@@ -46,7 +46,7 @@ def make_mix(config: RunConfig, journal: RunJournal, start: RunState) -> TaskMix
 
 @dataclass(slots=True)
 class GroupAtWork:
-    """One group.
+    """Running group.
 
     Args:
         num_rollouts: that it has at least; a game has one for each seat.
@@ -58,7 +58,7 @@ class GroupAtWork:
 
     @property
     def state(self) -> str:
-        """As `SLOT_STYLES` of the display has it."""
+        """State of the group, by its name in `SLOT_STYLES` of the display."""
         if self.num_requests:
             return "generating"
         return "scoring" if self.num_ended >= self.num_rollouts else "in the environment"
@@ -82,12 +82,12 @@ class GroupAtWork:
         return tracked
 
     def ended(self) -> None:
-        """One of its rollouts is over."""
+        """Note that one of its rollouts has ended."""
         self.num_ended += 1
 
 
 class GroupsAtWork:
-    """Those of a run, of training or of a validation."""
+    """Running groups of training or of a validation."""
 
     def __init__(self) -> None:
         self._groups: list[GroupAtWork] = []
@@ -144,7 +144,7 @@ class RolloutStage:
     def make_scheduler(
         self, filters: Sequence[GroupFilter], observer: SchedulerObserver, version: int
     ) -> GroupScheduler:
-        """Of the groups to train on, from the step behind `version` to the run's last."""
+        """Scheduler of the training groups from the step after `version` to the run's last."""
         config = self._config
         return GroupScheduler(
             self.run_training_group,
@@ -293,7 +293,7 @@ class RolloutStage:
 
 
 def train_group_id(index: int) -> str:
-    """Of the group at a position in the training data."""
+    """Id of the group at a position in the training data."""
     return f"train-{index}"
 
 

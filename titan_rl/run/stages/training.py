@@ -18,7 +18,7 @@ from titan_rl.training.protocol import StepResult, Trainer
 
 
 def training_samples(config: RunConfig, batch: GroupBatch) -> list[TrainingSample]:
-    """Token rows of all rollouts. Advantages that compare with the whole batch are made here, and noted in it."""
+    """Token rows of all rollouts of a batch. Advantages that compare with the whole batch are set here."""
     for source in config.tasks:
         if config.advantage_of(source) == "batch_mean":
             subtract_batch_mean([group for group in batch.groups if group.task == source.name])
@@ -39,20 +39,20 @@ R = TypeVar("R")
 
 @runtime_checkable
 class Recovers(Protocol):
-    """What is asked of a trainer that is started again when it dies."""
+    """Trainer that is restarted when it dies."""
 
     def give_up(self) -> None:
-        """The run ends: it is started no more, and what waits for that fails."""
+        """End of the run: the trainer is not restarted, and calls that wait for it fail."""
         ...
 
     def waits_for(self) -> str:
-        """What has to happen for calls to go on; "" while nothing has to."""
+        """Event that calls wait for; "" while they wait for none."""
         ...
 
 
 class TrainerCalls:
-    """One at a time. The trainer goes on with a call whose caller is cancelled, and so does what awaits it here: only
-    when it has ended the version is known.
+    """Calls of the trainer, one at a time. The trainer finishes a call whose caller is cancelled, and so does this
+    class: only then the version is known.
 
     Args:
         trainer: that is called.
@@ -67,20 +67,20 @@ class TrainerCalls:
         return self._call is not None and not self._call.done()
 
     def waits_for(self) -> list[str]:
-        """What the trainer has to do, as far as that is known."""
+        """Description of the trainer's work, for a stalled run."""
         if isinstance(self._trainer, Recovers) and (lacks := self._trainer.waits_for()):
             return [lacks]
         return ["the trainer is at work"] * self.running
 
     async def finish(self, call: Coroutine[Any, Any, R]) -> R:
-        """What the call returns. Cancelling this leaves the call running; `wait` is its end then."""
+        """Await a call. If this is cancelled, the call continues, and `wait` waits for it."""
         self._call = asyncio.ensure_future(call)
         with stray_cancellation_fails("a call of the trainer"):
             return await asyncio.shield(self._call)
 
     async def wait(self) -> None:
-        """On the way out: returns once nothing runs. An error of what ran is logged. A trainer that has died is not
-        waited for, which may take as long as there is no host for it: what it was at is in the journal."""
+        """Wait at the end of a run until no call is running, and log its error. A dead trainer is not waited for, since
+        a new host may take long: its samples are in the journal."""
         if isinstance(self._trainer, Recovers):
             self._trainer.give_up()
         if self._call is None:

@@ -1,5 +1,5 @@
-"""What the policy earns on held-out samples. Training sees nothing of it: neither a random number nor a sample of the
-run's tasks is taken for it, no curriculum is told, and no step is trained meanwhile."""
+"""Validation: rewards of the policy on held-out samples. It does not influence training: it takes neither random
+numbers nor training samples, informs no curriculum, and runs while no step is trained."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Validation:
         return await self._run(version, self._suites)
 
     async def run_once(self, version: int) -> float | None:
-        """As `run`, unless an earlier process of this run has validated the version."""
+        """Run all suites, unless an earlier process of this run has validated the version."""
         reward = self._run_dir.metric(version, MEAN)
         return await self.run(version) if reward is None else reward
 

@@ -1,4 +1,4 @@
-"""How a version gets from the trainer to all generators."""
+"""Weight sync: the way of a version from the trainer to all generators."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class WeightSync:
-    """Has versions published and pulled, one after the other.
+    """Publishes versions and has generators pull them, one after the other.
 
     Args:
         published: where the router's replicas find the manifests of published versions.
@@ -37,7 +37,7 @@ class WeightSync:
         await self._trainer.begin_publish()
 
     async def finish(self, version: int) -> dict[str, float]:
-        """Returns once every generator that serves has pulled and verified what was begun last.
+        """Wait until every serving generator has pulled and verified the version begun last.
 
         Args:
             version: that the trainer said it has.

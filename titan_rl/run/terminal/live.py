@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 
 class ForgivingConsole(Console):
-    """Console that falls silent where nobody reads any more, or the disk is full: that ends no run. Control characters
-    in what is printed are escaped; only the console's own reach the terminal."""
+    """Console that stops writing if the reader is gone or the disk is full, which ends no run. Control characters in
+    printed text are escaped; only the console's own reach the terminal."""
 
     def __init__(self, file: TextIO) -> None:
         super().__init__(file=file, highlight=False, soft_wrap=True)
@@ -51,7 +51,8 @@ REFRESHES_PER_S = 4
 
 
 class LiveLines:
-    """What is printed on the terminal meanwhile, also by code that knows nothing of this, scrolls above the lines.
+    """Lines at the bottom of a terminal. Other output scrolls above them, also output of code that does not know of
+    them.
 
     Args:
         lines: what to draw, asked for by a thread of its own.

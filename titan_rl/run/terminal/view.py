@@ -52,7 +52,7 @@ NARROW = 60  # cells
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 SPINS_PER_S = 4
 MOST_HOSTS = 6
-"""That are shown each by itself."""
+"""Largest number of hosts that are shown one by one."""
 
 SLOT_STYLES: Mapping[str, tuple[str, str]] = {
     "waiting": ("·", "dim"),
@@ -63,14 +63,14 @@ SLOT_STYLES: Mapping[str, tuple[str, str]] = {
     "finished": ("▬", "blue"),
     "training": ("━", "bright_black"),
 }
-"""How a slot in each state is drawn: its sign, which tells states apart without colours, and its colour."""
+"""Sign and colour of a slot in each state; signs distinguish states without colours."""
 ASCII_SIGNS = ".#e$~=-"
 """The signs where a terminal has no others."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLook:
-    """One replica, as it is now.
+    """Snapshot of a replica.
 
     Args:
         waiting: requests that wait in its engine, where that is known.
@@ -87,7 +87,7 @@ class ReplicaLook:
 
 @dataclass(frozen=True, slots=True)
 class RunLook:
-    """What generation is at.
+    """Snapshot of generation.
 
     Args:
         slots: how many are in each state of `SLOT_STYLES`.
@@ -107,7 +107,7 @@ class RunLook:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What is shown.
+    """Content of the live display.
 
     Args:
         unit: of what is counted: "step".
@@ -209,7 +209,7 @@ def _slot_lines(look: RunLook, room: int, ascii_only: bool) -> list[Text]:
 
 
 def _host_lines(look: RunLook, room: int, ascii_only: bool) -> list[Text]:
-    """Those that are not simply there come first, and where there are many they alone are named."""
+    """Lines of hosts. Hosts that are not in the run come first; if there are many hosts, only they are named."""
     if not look.hosts:
         return []
     up, other = ("+", "x") if ascii_only else ("●", "✗")
@@ -231,7 +231,7 @@ def _host_lines(look: RunLook, room: int, ascii_only: bool) -> list[Text]:
 
 
 def _replica_lines(look: RunLook, most: int, ascii_only: bool) -> list[Text]:
-    """One each, those that do not serve first where there is no room for all."""
+    """Lines of replicas, one each. If there is no room for all, replicas that do not serve come first."""
     up, down = ("+", "x") if ascii_only else ("●", "✗")
     replicas = look.replicas if len(look.replicas) <= most else sorted(look.replicas, key=lambda one: one.serving)
     shown = replicas if len(replicas) <= most else replicas[: most - 1]
