@@ -1,4 +1,4 @@
-"""What a run needs to know of the thing it learns: samples, environments, rewards."""
+"""Tasks: protocols for the samples, environments and rewards of a run, and guarded calls of their methods."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ class Task(Protocol):
     """
 
     def train_sample(self, seed: int, index: int) -> Any:
-        """Training sample number `index`. It depends on nothing but its arguments, so that one integer is the
-        position in the data."""
+        """Training sample number `index`. It must depend only on its arguments, so that one integer is the position
+        in the data."""
         ...
 
     def validation_samples(self, count: int) -> Sequence[Any]:
-        """The first `count` held-out samples, the same at every call."""
+        """First `count` held-out samples, the same at every call."""
         ...
 
     def make_env(self, sample: Any, renderer: Renderer) -> TokenEnv | AgentEnv | SeatedEnv:
-        """A fresh environment for one rollout of the sample. For one of chat messages return
-        `MessageTokenEnv(env, renderer)`, and where it has several seats `MessageGame(env, renderer, players)`."""
+        """Make a fresh environment for one rollout of the sample. For chat messages return
+        `MessageTokenEnv(env, renderer)`, with several seats `MessageGame(env, renderer, players)`."""
         ...
 
     def rubric(self) -> Rubric: ...
@@ -48,42 +48,42 @@ class Task(Protocol):
 
 @runtime_checkable
 class FilteringTask(Task, Protocol):
-    """A task that leaves out groups of its own choice."""
+    """Task with its own filter of groups."""
 
     def drop_reason(self, group: RolloutGroup) -> str | None:
-        """Why a finished training group is not trained on, as a metric's name; None to train on it."""
+        """Reason not to train on a finished group, as a metric's name; None to train on it."""
         ...
 
 
 @runtime_checkable
 class MeasuredTask(Task, Protocol):
-    """A task that can say more of a policy than what it earns: how far a player is from unbeatable, for instance."""
+    """Task with validation metrics of its own besides rewards, such as how far a player is from unbeatable."""
 
     def measure(self, groups: Sequence[RolloutGroup]) -> Mapping[str, float]:
-        """Figures by name, of the groups of all held-out samples that were judged."""
+        """Metrics by name, computed from the groups of all held-out samples that were judged."""
         ...
 
 
 @runtime_checkable
 class CheckedTask(Task, Protocol):
-    """A task that can say more of its settings than that each is of its type."""
+    """Task that checks its settings beyond their types."""
 
     def check_settings(self) -> None:
-        """Called once, when the settings of a run are read, by the user's own process.
+        """Check the settings; called once in the user's process when the settings of a run are read.
 
         Raises:
-            ConfigError: the run could not go well with them.
+            ConfigError: the run would fail with them.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """A conversation to learn from: what its assistant says, to what the others say before.
+    """Conversation to learn from: the assistant's messages in their context.
 
     Args:
-        messages: of a whole conversation, the assistant's where a rollout has the policy's.
-        tools: that are offered in it, as `MessageObservation.tools`.
+        messages: the whole conversation, with the assistant in the place of the policy.
+        tools: tools offered in it, as in `MessageObservation.tools`.
 
     Example: `Demonstration([{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}])`
     """
@@ -93,31 +93,30 @@ class Demonstration:
 
 
 DEMONSTRATED_CALL_S: ContextVar[float] = ContextVar("DEMONSTRATED_CALL_S", default=60.0)
-"""Longest time of one call into an environment that is played for a demonstration: `rollout.env_timeout_s` of the
-settings of a command."""
+"""Longest time of one environment call in a demonstration: `rollout.env_timeout_s` of a command's settings."""
 
 
 @runtime_checkable
 class DemonstratingTask(Task, Protocol):
-    """A task that can show how it is done, so that `titan-rl sft` can teach it."""
+    """Task with demonstrations, which `titan-rl sft` teaches."""
 
     def demonstrations(self, count: int) -> Iterable[Demonstration]:
-        """At most so many conversations, the same at every call, and none of a validation sample.
+        """Up to `count` conversations, the same at every call, and none of a validation sample.
 
-        With `sft.shuffle = false` they are learned in this order, and what comes last stays in the model most.
+        With `sft.shuffle = false` they are learned in this order, and the last ones have the strongest effect.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """The run that a task's rollouts are for, as the process that runs them knows it.
+    """Run of a task's rollouts, as known to the process that runs them.
 
     Args:
-        model: the folder of the model.
-        folder: the run's own.
-        tell: shows a person a line, or writes it to the process's log.
-        dry: a group is played to look at the task, before anything is started: nor is a task to start anything.
+        model: folder of the model.
+        folder: folder of the run.
+        tell: shows a line to the user, or writes it to the log of the process.
+        dry: a dry run plays a group to check the task; the task must not start anything.
     """
 
     model: str
@@ -130,16 +129,16 @@ class RunContext:
 
 @runtime_checkable
 class OpenedTask(Task, Protocol):
-    """A task that holds something open while its rollouts run, such as a server."""
+    """Task with a resource that is open while its rollouts run, such as a server."""
 
     def open(self, run: RunContext) -> AbstractAsyncContextManager[object]:
-        """Entered in each process that runs rollouts of the task, before the first of them, and left after the last."""
+        """Context of the rollouts: entered in each process before the first rollout, and left after the last."""
         ...
 
 
 @asynccontextmanager
 async def opened(task: Task, run: RunContext) -> AsyncGenerator[None]:
-    """Within the block the task may be asked for environments."""
+    """Open the task for the length of the block, in which it may make environments."""
     if not isinstance(task, OpenedTask):
         yield
         return
@@ -149,10 +148,10 @@ async def opened(task: Task, run: RunContext) -> AsyncGenerator[None]:
 
 @contextmanager
 def calling(call: str, task: str | None = None) -> Generator[None]:
-    """Around a call of a task's method that a run cannot do without.
+    """Context of a call of a task's method, whose exceptions become a `DataError`.
 
     Args:
-        task: its name, for the message.
+        task: name of the task, for the message.
 
     Example:
 
@@ -164,7 +163,7 @@ def calling(call: str, task: str | None = None) -> Generator[None]:
     """
     try:
         yield
-    except BaseException as error:  # nothing is awaited in the block, so that a CancelledError is the method's own
+    except BaseException as error:  # nothing is awaited in the block, so a CancelledError comes from the method
         if is_ctrl_c(error):
             raise
         owner = "the task" if task is None else f"task {task!r}"
@@ -173,17 +172,17 @@ def calling(call: str, task: str | None = None) -> Generator[None]:
 
 
 def wrong_result(method: Callable[..., object], text: str) -> TypeError:
-    """An error about what a method of a task has given, which `calling` tells with the method's line."""
+    """Error about the result of a task's method, which `calling` reports with the method's line."""
     error = TypeError(text)
     stood_at(error, place_of(method))
     return error
 
 
 def measured(task: Task, groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """What the task says of the groups of its held-out samples, where it has something to say.
+    """Metrics of a `MeasuredTask` for the groups of its held-out samples; none for other tasks.
 
     Raises:
-        DataError: it raised, or gave something else than finite numbers by name.
+        DataError: the task raised, or did not return finite numbers by name.
     """
     if not isinstance(task, MeasuredTask):
         return {}
@@ -196,10 +195,10 @@ def measured(task: Task, groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def drop_reason(task: FilteringTask, group: RolloutGroup) -> str | None:
-    """What the task says of a group.
+    """Reason of the task not to train on a group, or None.
 
     Raises:
-        DataError: it raised, or gave something else than text or None.
+        DataError: the task raised, or returned neither text nor None.
     """
     with calling(f"drop_reason of group {group.group_id!r}"):
         reason: Any = task.drop_reason(group)
@@ -210,10 +209,10 @@ def drop_reason(task: FilteringTask, group: RolloutGroup) -> str | None:
 
 
 def held_out_samples(task: Task, count: int, name: str | None = None) -> list[Any]:
-    """The first `count` held-out samples of a task, which may have no end.
+    """First `count` held-out samples of a task, whose samples may be endless.
 
     Args:
-        name: of the task, for the message.
+        name: name of the task, for the message.
 
     Raises:
         DataError: the task raised.

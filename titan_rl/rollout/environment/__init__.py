@@ -1,1 +1,1 @@
-"""What a policy acts in: environments of tokens, of chat messages, and of code that blocks."""
+"""Environments of a policy: in tokens, in chat messages, with several seats, and in code that blocks."""

@@ -1,1 +1,1 @@
-"""Running a group: its siblings side by side, turn by turn, each in an environment of its own."""
+"""Running a group: its siblings run concurrently, turn by turn, each in its own environment."""

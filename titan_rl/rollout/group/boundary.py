@@ -6,8 +6,9 @@ import asyncio
 import inspect
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -24,7 +25,7 @@ from titan_rl.rollout.types import Rollout, RolloutStatus
 
 
 class RolloutEnded(Exception):
-    """A rollout is over, with this status and what to say about it."""
+    """End of a rollout, with its status and error."""
 
     def __init__(self, status: RolloutStatus, error: str | Failure | None = None) -> None:
         super().__init__(status, error)
@@ -33,9 +34,31 @@ class RolloutEnded(Exception):
         self.failure = error if isinstance(error, Failure) else None
 
 
+class TimeIsUp(RolloutEnded):
+    """End of a rollout whose own time is used up. Requests in flight return with the tokens they have, which count."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnTime:
+    """Time that a rollout may use itself (`rollout.rollout_timeout_s`); the seats of a game share one."""
+
+    watch: Stopwatch
+    rollouts: Sequence[Rollout]
+
+    def is_up(self) -> TimeIsUp:
+        """Exception for the end of the time.
+
+        Without the slowest rollouts, training would be biased towards short ones: finished turns are judged as
+        truncated. Only without any turn it is an error.
+        """
+        has_turns = any(rollout.turns for rollout in self.rollouts)
+        status = RolloutStatus.TRUNCATED_TIME if has_turns else RolloutStatus.ERROR_TIMEOUT
+        return TimeIsUp(status, f"its own time is up: rollout_timeout_s is {self.watch.limit_s:g}")
+
+
 class EndsWith:
-    """What the block raises ends the rollout with a status, or with ERROR_TIMEOUT once a deadline has passed. A
-    `PromptTooLongError` is TRUNCATED_PROMPT.
+    """Context manager that turns exceptions of user code into `RolloutEnded` with a status: `status`, ERROR_TIMEOUT
+    once the deadline has passed, or TRUNCATED_PROMPT for a `PromptTooLongError`.
 
     Example:
 
@@ -45,10 +68,10 @@ class EndsWith:
     Args:
         deadline: by the event loop's clock.
         watch: runs within the block.
-        when_late: makes what is raised in the place of ERROR_TIMEOUT.
+        own_time: the deadline is the end of this time, which replaces ERROR_TIMEOUT.
 
     Raises:
-        RolloutEnded: nothing else, but for a cancellation of the rollout itself.
+        RolloutEnded: for any exception but a cancellation of the rollout itself.
     """
 
     def __init__(
@@ -57,12 +80,12 @@ class EndsWith:
         deadline: float | None = None,
         *,
         watch: Stopwatch | None = None,
-        when_late: Callable[[], RolloutEnded] | None = None,
+        own_time: OwnTime | None = None,
     ) -> None:
         self._status = status
         self._timeout = None if deadline is None else asyncio.timeout_at(deadline)
         self._watch = watch
-        self._when_late = when_late
+        self._own_time = own_time
         self._task: asyncio.Task[Any] | None = None
 
     async def __aenter__(self) -> None:
@@ -86,15 +109,15 @@ class EndsWith:
             return
         if isinstance(error, asyncio.CancelledError) and asked_to_cancel():
             return
-        # Else a cancellation is not the rollout's: something it waited for was cancelled, such as a future of a client
-        # that closed. Any other BaseException may be the SystemExit of a tool that thinks it is a program.
+        # Any other cancellation came from something it waited for, such as a future of a client that closed. Other
+        # BaseExceptions may be the SystemExit of a tool written as a program.
         if isinstance(error, PromptTooLongError):
             raise RolloutEnded(RolloutStatus.TRUNCATED_PROMPT, str(error)) from error
         is_late = self._timeout is not None and self._timeout.expired()
         if not (is_late and isinstance(error, Exception)):
             raise RolloutEnded(self._status, Failure.of(error)) from error
-        if self._when_late is not None:
-            raise self._when_late() from error
+        if self._own_time is not None:
+            raise self._own_time.is_up() from error
         late = Failure.of(error, f"TimeoutError: {_LIMITS[self._status]}")
         raise RolloutEnded(RolloutStatus.ERROR_TIMEOUT, late) from error
 
@@ -106,7 +129,7 @@ _LIMITS = {
 
 
 CLEANUP_S = 5.0
-"""What a call that is cancelled has to end."""
+"""Time for a cancelled call to end."""
 MAX_CLOSE_S = 10.0
 
 logger = logging.getLogger(__name__)
@@ -115,19 +138,19 @@ _left_behind: set[asyncio.Task[None]] = set()  # asyncio itself holds tasks weak
 
 
 class EnvCalls:
-    """Makes one call after the other in one task, so that a scope of anyio or asyncio that `reset` enters may be left
-    in `close`.
+    """Calls of one environment, made in sequence in one task, so that `close` may leave a scope of anyio or asyncio
+    that `reset` entered.
 
-    A call whose caller is cancelled, by a time limit for instance, is cancelled and has `CLEANUP_S` seconds to end. One
-    that does not is left behind with a warning: the environment is closed when it ends, if it ever does.
+    A call whose caller is cancelled, by a time limit for instance, is cancelled and has `CLEANUP_S` seconds to end. If
+    it does not, it is left behind with a warning, and the environment is closed when it ends, if it ever does.
     """
 
     def __init__(self, env: TokenEnv | AgentEnv | SeatedEnv) -> None:
         self.env: Any = env
         self._methods = EnvMethods(env)
         self._calls: deque[_Call] = deque()  # not begun
-        self._closes = False  # the last of them is to close
-        self._idle: asyncio.Future[None] | None = None  # what the task waits for while there is none
+        self._closes = False  # the last call is `close`
+        self._idle: asyncio.Future[None] | None = None  # the task waits for it while there is no call
         self._task: asyncio.Task[None] | None = None
         self._left_behind = False
         self._seconds = 0.0  # of calls, but for `close`
@@ -135,39 +158,33 @@ class EnvCalls:
         self.asks = may_ask and isinstance(env, AgentEnv | SeatedEnv)  # the policy, within its calls
 
     def own_seconds(self, asked_s: float) -> float:
-        """Of all calls so far but `close`, less those in which the policy was asked.
+        """Seconds spent in calls so far, without `close` and without the requests made in them.
 
         Args:
-            asked_s: of the rollout's requests.
+            asked_s: seconds of the rollout's requests.
         """
         return max(0.0, self._seconds - asked_s) if self.asks else self._seconds
 
     async def reset(self) -> Any:
-        return await self._run("env reset", lambda: self._methods.result("reset"))
+        return await self._run("env reset", "reset")
 
     async def step(self, given: Any) -> Any:
-        return await self._run("env step", lambda: self._methods.result("step", given))
+        return await self._run("env step", "step", given)
 
     async def play(self, policy: RolloutPolicy, rollout: Rollout) -> None:
-        await self._run("env play", lambda: self._playing("play", policy, rollout))
+        await self._run("env play", "play", policy, rollout)
 
     async def play_seats(self, seats: Mapping[str, TokenSeat]) -> None:
-        await self._run("env play", lambda: self._playing("play_seats", seats))
-
-    async def _playing(self, name: str, *arguments: Any) -> None:
-        playing = getattr(self.env, name)(*arguments)
-        if not inspect.isawaitable(playing):
-            raise TypeError(f"{name} of {self._name} is a plain function; it must be async, since it awaits the policy")
-        await playing
+        await self._run("env play", "play_seats", seats)
 
     async def close(self, timeout_s: float) -> Failure | None:
-        """Close the environment; return what went wrong. Cancellation waits for that, but not longer than the time
-        limit, which is at most `MAX_CLOSE_S`. Returns at once where a call is left behind; closing follows that."""
+        """Close the environment and return its failure, if any. Cancellation waits for that up to the time limit, which
+        is at most `MAX_CLOSE_S`. Returns at once if a call is left behind; closing follows it."""
         timeout_s = min(timeout_s, MAX_CLOSE_S)
         self._closes = True
-        call, task = self._begin(self._methods.close)
+        call, task = self._begin("close")
         if self._left_behind:
-            call.then = self._tell
+            call.logs_failure = True
             return None
         cancelled = await _settle(call, timeout_s)
         if not call.is_over:
@@ -178,24 +195,24 @@ class EnvCalls:
             late = TimeoutError(f"it took longer than {timeout_s:g} s")
             stood_at(late, place or (None if call.failure is None else where(call.failure)))
             call.failure = late
-        self._tell(call.failure)
+        call.log_failure()
         if call.failure is not None and is_ctrl_c(call.failure):
             raise call.failure
         if cancelled is not None:
             raise cancelled
         return None if call.failure is None else Failure.of(call.failure)
 
-    async def _run(self, name: str, function: Callable[[], Awaitable[Any]]) -> Any:
+    async def _run(self, name: str, method: str, *arguments: Any) -> Any:
         clock = asyncio.get_running_loop().time
         began = clock()
         try:
             with span(name, "environment", fine=True):
-                return await self._ask(function)
+                return await self._ask(method, arguments)
         finally:
             self._seconds += clock() - began
 
-    async def _ask(self, function: Callable[[], Awaitable[Any]]) -> Any:
-        call, task = self._begin(function)
+    async def _ask(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        call, task = self._begin(method, *arguments)
         try:
             await call.wait()
         except asyncio.CancelledError as error:
@@ -207,7 +224,7 @@ class EnvCalls:
                 self._leave_behind_unless_over(call, task)
             call.is_given_up = True
             if call.failure is not None and call.failure is not error:
-                error.__cause__ = call.failure  # it knows the line at which a thread stood
+                error.__cause__ = call.failure  # it has the line at which a thread stood
             raise
         if call.failure is not None:
             raise call.failure
@@ -215,8 +232,8 @@ class EnvCalls:
             raise StrayCancellationError("the environment's task was cancelled, though nobody had asked for that")
         return call.result
 
-    def _begin(self, function: Callable[[], Awaitable[Any]]) -> tuple[_Call, asyncio.Task[None]]:
-        call = _Call(function)
+    def _begin(self, method: str, *arguments: Any) -> tuple[_Call, asyncio.Task[None]]:
+        call = _Call(self._methods, method, arguments)
         self._calls.append(call)
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._work())
@@ -228,7 +245,7 @@ class EnvCalls:
     def _ended(self, first: _Call, task: asyncio.Task[None]) -> None:
         first.wake()  # where it is cancelled before it begins
         if not task.cancelled():
-            task.exception()  # it is its call's failure, and told there
+            task.exception()  # its call has it as its failure
 
     def _leave_behind_unless_over(self, call: _Call, task: asyncio.Task[None]) -> None:
         if not call.is_over:
@@ -247,12 +264,8 @@ class EnvCalls:
                 return
             else:
                 self._idle = asyncio.get_running_loop().create_future()
-                with suppress(asyncio.CancelledError):  # by a scope that the environment has entered; `close` leaves it
+                with suppress(asyncio.CancelledError):  # by a scope that the environment entered; `close` leaves it
                     await self._idle
-
-    def _tell(self, failure: BaseException | None) -> None:
-        if failure is not None:
-            logger.warning("closing %s failed: %s", self._name, describe(failure))
 
     @property
     def _name(self) -> str:
@@ -260,25 +273,28 @@ class EnvCalls:
 
 
 class _Call:
-    """
+    """One call of an environment's method.
+
     Attributes:
         is_over: the call has ended.
-        is_given_up: nobody waits for it.
-        then: called with its failure, if any, when it ends.
+        is_given_up: its caller no longer waits.
+        logs_failure: log its failure, if any, when it ends.
     """
 
-    def __init__(self, function: Callable[[], Awaitable[Any]]) -> None:
+    def __init__(self, methods: EnvMethods, method: str, arguments: tuple[Any, ...]) -> None:
         self.begun = False
         self.is_over = False
         self.is_given_up = False
         self.result: Any = None
         self.failure: BaseException | None = None
-        self.then: Callable[[BaseException | None], object] | None = None
-        self._function = function
+        self.logs_failure = False
+        self._methods = methods
+        self._method = method
+        self._arguments = arguments
         self._waiter: asyncio.Future[None] | None = None
 
     async def wait(self) -> None:
-        """Return when the call has ended, or by `wake`."""
+        """Wait until the call has ended, or for `wake`."""
         if not self.is_over:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -291,7 +307,7 @@ class _Call:
         self.begun = True
         task = asyncio.current_task()
         try:
-            self.result = await self._function()
+            self.result = await self._made()
         except BaseException as error:  # such as SystemExit, which would end the event loop
             self.failure = error
             if passes(error, task):
@@ -299,14 +315,32 @@ class _Call:
         finally:
             self.is_over = True
             self.wake()
-            if self.then is not None:
-                self.then(self.failure)
+            if self.logs_failure:
+                self.log_failure()
         if self.is_given_up and task is not None:
             task.uncancel()
 
+    async def _made(self) -> Any:
+        if self._method == "close":
+            return await self._methods.close()
+        if self._method not in ("play", "play_seats"):
+            return await self._methods.result(self._method, *self._arguments)
+        env = self._methods.env
+        playing = getattr(env, self._method)(*self._arguments)
+        if not inspect.isawaitable(playing):
+            name = type(env).__name__
+            raise TypeError(
+                f"{self._method} of {name} is a plain function; it must be async, since it awaits the policy"
+            )
+        return await playing
+
+    def log_failure(self) -> None:
+        if self.failure is not None:
+            logger.warning("closing %s failed: %s", type(self._methods.env).__name__, describe(self.failure))
+
 
 async def _settle(call: _Call, seconds: float) -> asyncio.CancelledError | None:
-    """Wait so long for the end of `call`, also if the caller is cancelled: that is returned."""
+    """Wait up to `seconds` for the end of `call`, even if the caller is cancelled; return that cancellation."""
     is_late, cancelled = False, None
 
     def give_up() -> None:

@@ -13,39 +13,34 @@ from typing import Any, Final, NoReturn, TypeVar, cast
 
 from titan_rl.core.calls.bounded import OutOfTimeError, bounded
 from titan_rl.core.calls.plain import snapshot
-from titan_rl.core.calls.stopwatch import Stopwatch
 from titan_rl.core.calls.user_code import Failure, summary
 from titan_rl.rollout.copies import completion_of, completion_to_give, messages_of, token_ids_of
 from titan_rl.rollout.environment.seats import MessagePlayer, Player, SeatOutError, TokenPlayer, TokenSeat
-from titan_rl.rollout.group.boundary import EndsWith, EnvCalls, RolloutEnded
+from titan_rl.rollout.group.boundary import EndsWith, EnvCalls, OwnTime, RolloutEnded, TimeIsUp
 from titan_rl.rollout.group.turns import RETURN_S, TurnTaker, of_seat, turn_seed
 from titan_rl.rollout.types import Message, Rollout, RolloutStatus
 from titan_rl.types import Completion, FinishReason
 
 LAST_CALL_S = 1.0
-"""What an environment has at least to see an answer that was finished in time."""
-_LOOK_S = 0.05  # at least between two looks at a watch that stands
-
-
-class _TimeIsUp(RolloutEnded):
-    """Requests that are out return with what they have, which is to be kept."""
+"""Least time for an environment to see an answer that was finished in time."""
+_LOOK_S = 0.05  # least time between two checks of a paused watch
 
 
 class Game:
-    """The time of one game, and how it ends for all its seats.
+    """Time and end of one game, for all its seats.
 
-    A fault of one seat, or an aborted completion, is the end of all. When the time is used up, requests that are out
-    return with what they have. The environment needs to handle none of that: its call waits where it asked, and is
-    cancelled there.
+    A fault of one seat, or an aborted completion, ends the whole game. When the time is used up, requests in flight
+    return with the tokens they have. The environment need not handle this: its call waits where it asked a seat, and
+    is cancelled there.
 
     Args:
-        rollouts: of the seats that the policy plays.
-        env_timeout_s: that the environment may take without asking a seat.
+        own_time: shared by the seats that the policy plays.
+        env_timeout_s: longest time that the environment may take without asking a seat.
     """
 
-    def __init__(self, rollouts: Sequence[Rollout], watch: Stopwatch, *, env_timeout_s: float) -> None:
-        self.watch = watch
-        self._rollouts = rollouts
+    def __init__(self, own_time: OwnTime, *, env_timeout_s: float) -> None:
+        self.own_time = own_time
+        self.watch = own_time.watch
         self.env_timeout_s = env_timeout_s
         self._loop = asyncio.get_running_loop()
         self._scope = asyncio.timeout(None)
@@ -56,10 +51,10 @@ class Game:
         self._idle: asyncio.TimerHandle | None = None
 
     async def play(self, env: EnvCalls, seats: Mapping[str, TokenSeat]) -> SeatOutError | None:
-        """Play it to its end.
+        """Play the game to its end.
 
         Returns:
-            what ended it, if that was a seat that cannot go on.
+            The error of the seat that ended the game, if one did.
 
         Raises:
             RolloutEnded: something else ended it.
@@ -81,20 +76,20 @@ class Game:
             self._stopped_by = self._stopped_by or error
         finally:
             self._is_going = False
-            for task in (looking, *self._asked):  # what the environment has left to itself
+            for task in (looking, *self._asked):  # tasks that the environment did not await
                 task.cancel()
             self._never.cancel()
             if self._idle is not None:
                 self._idle.cancel()
-        if isinstance(self._stopped_by, _TimeIsUp):
-            raise self.time_is_up()  # some may have said something since
+        if isinstance(self._stopped_by, TimeIsUp):
+            raise self.own_time.is_up()  # seats may have got turns since
         if self._stopped_by is not None:
             raise self._stopped_by
         return out
 
     @contextmanager
     def asking(self) -> Generator[None]:
-        """Around a request to a seat, whose limits are its own."""
+        """Context of a request to a seat, which has its own time limits."""
         task = asyncio.current_task()
         if not self._is_going or task is None:
             raise RuntimeError("a seat is asked, and the game is over")
@@ -109,25 +104,18 @@ class Game:
                 self._end_when_due()
 
     async def stop(self, end: RolloutEnded) -> NoReturn:
-        """The game is over, with that. Does not return: the environment's call is cancelled meanwhile."""
+        """End the game. Does not return: the environment's call is cancelled meanwhile."""
         self._note(end)
         await self._never
         raise AssertionError("it is only ever cancelled")
 
-    def time_is_up(self) -> RolloutEnded:
-        """Left out of training, the games that take longest would bias it towards short ones: what is finished is
-        judged as truncated. Only where there is nothing to judge it is an error."""
-        has_turns = any(rollout.turns for rollout in self._rollouts)
-        status = RolloutStatus.TRUNCATED_TIME if has_turns else RolloutStatus.ERROR_TIMEOUT
-        return _TimeIsUp(status, f"its own time is up: rollout_timeout_s is {self.watch.limit_s:g}")
-
     def _note(self, end: RolloutEnded) -> None:
-        if self._stopped_by is None or isinstance(self._stopped_by, _TimeIsUp):
+        if self._stopped_by is None or isinstance(self._stopped_by, TimeIsUp):
             self._stopped_by = end
         self._end_when_due()
 
     def _end_when_due(self) -> None:
-        if not isinstance(self._stopped_by, _TimeIsUp) or not self._asked:
+        if not isinstance(self._stopped_by, TimeIsUp) or not self._asked:
             self._end()
 
     def _end(self) -> None:
@@ -135,7 +123,7 @@ class Game:
             self._scope.reschedule(self._loop.time())
 
     def _expect_a_request(self) -> None:
-        """The environment's own time begins with the end of a request, and ends with the next one."""
+        """Restart the timer of the environment's own time, which runs from the end of a request to the next one."""
         if self._idle is not None:
             self._idle.cancel()
         self._idle = None
@@ -147,10 +135,10 @@ class Game:
         self._note(RolloutEnded(RolloutStatus.ERROR_TIMEOUT, error))
 
     async def _look(self) -> None:
-        while not self.watch.is_over:  # noqa: ASYNC110  it stands and goes on as requests wait
+        while not self.watch.is_over:  # noqa: ASYNC110  it pauses and continues as requests wait
             await asyncio.sleep(max(self.watch.left_s, _LOOK_S))
         await asyncio.sleep(RETURN_S if self._asked else LAST_CALL_S)
-        self._stopped_by = self._stopped_by or self.time_is_up()
+        self._stopped_by = self._stopped_by or self.own_time.is_up()
         self._end()
 
 
@@ -165,10 +153,10 @@ SEAT_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 
 
 def rollouts_of_seats(game: Rollout, given: Any) -> list[Rollout]:
-    """Those of the seats that the policy plays.
+    """Rollouts of the seats that the policy plays.
 
     Raises:
-        TypeError, ValueError: what `players` gave does not say who plays each seat, or the policy plays none.
+        TypeError, ValueError: the result of `players` does not name a player for each seat, or the policy plays none.
     """
     if not isinstance(given, Mapping):
         raise TypeError(f"players gave {type(given).__name__}; it must map the names of seats to who plays them")
@@ -185,28 +173,24 @@ def rollouts_of_seats(game: Rollout, given: Any) -> list[Rollout]:
 
 
 async def play_game(
-    env: EnvCalls,
-    game_id: str,
-    players: Mapping[str, Player],
-    rollouts: Sequence[Rollout],
-    game: Game,
-    turns_of: Callable[[Rollout], TurnTaker],
-    *,
-    max_turns: int,
+    env: EnvCalls, game_id: str, players: Mapping[str, Player], rollouts: Sequence[Rollout], turns: TurnTaker
 ) -> None:
     """Play a `SeatedEnv` to its end, and fill in the rollouts of the policy's seats.
 
+    Args:
+        turns: limits, sampling and time of the policy's seats.
+
     Raises:
-        RolloutEnded: something ended it that ends all rollouts alike.
+        RolloutEnded: the game ended in a way that ends all rollouts alike.
     """
+    game = Game(turns.own_time, env_timeout_s=turns.limits.env_timeout_s)
     seats: dict[str, _PolicySeat | _OtherSeat] = {}
     own = {str(rollout.seat): rollout for rollout in rollouts}
-    any_turns = turns_of(rollouts[0])
     for name, player in players.items():
         if name in own:
-            seats[name] = _PolicySeat(game, turns_of(own[name]), max_turns)
+            seats[name] = _PolicySeat(game, replace(turns, rollout=own[name]))
         else:
-            seats[name] = _OtherSeat(game, name, player, any_turns, f"{game_id}/{name}")
+            seats[name] = _OtherSeat(game, name, player, turns, f"{game_id}/{name}")
     out: SeatOutError | None = None
     end = RolloutStatus.COMPLETED
     try:
@@ -230,10 +214,10 @@ async def play_game(
 
 
 class _Seat:
-    """What seats share: each is asked for one answer at a time, and not once it is out.
+    """Base of the seats: each is asked for one answer at a time, until it is out.
 
     Attributes:
-        out: why it cannot go on.
+        out: reason why it cannot continue.
     """
 
     def __init__(self, game: Game, name: str, player: Player) -> None:
@@ -272,13 +256,13 @@ class _Seat:
 
 
 class _PolicySeat(_Seat):
-    """Its turns are a rollout."""
+    """Seat of the policy, whose turns make a rollout."""
 
-    def __init__(self, game: Game, turns: TurnTaker, max_turns: int) -> None:
+    def __init__(self, game: Game, turns: TurnTaker) -> None:
         super().__init__(game, str(turns.rollout.seat), "policy")
         self._rollout = turns.rollout
         self._turns = turns
-        self._max_turns = max_turns
+        self._max_turns = turns.limits.max_turns
         self._early: dict[str, float] = {}  # rewards from before its first turn
 
     async def generate(self, prompt_token_ids: Sequence[int]) -> Completion:
@@ -298,7 +282,7 @@ class _PolicySeat(_Seat):
             self.reward(name, value)
         self._early = {}
         if end is not None or is_cut:
-            await self._game.stop(end or self._game.time_is_up())
+            await self._game.stop(end or self._game.own_time.is_up())
         completion = self._rollout.turns[-1].completion
         if completion.finish_reason is FinishReason.LENGTH:
             self.leave(RolloutStatus.TRUNCATED_LENGTH, "an answer used up the token budget")
@@ -318,8 +302,8 @@ class _PolicySeat(_Seat):
 
 
 class _OtherSeat(_Seat):
-    """Its player is part of the environment: while it thinks the game's time stands still, and what it does wrong ends
-    the game as a fault."""
+    """Seat of another player, which counts as a part of the environment: the game's time is paused while it answers,
+    and its errors end the game as a fault."""
 
     def __init__(self, game: Game, name: str, player: Player, policys: TurnTaker, session_id: str) -> None:
         super().__init__(game, name, player)

@@ -1,9 +1,9 @@
-"""Environments that ask the policy themselves."""
+"""Play of an `AgentEnv`, which sends its requests to the policy itself."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -12,46 +12,29 @@ from titan_rl.core.calls.bounded import OutOfTimeError, limited
 from titan_rl.core.calls.stopwatch import Stopwatch
 from titan_rl.rollout.copies import shared, token_advantages_of
 from titan_rl.rollout.environment.types import RolloutPolicy
-from titan_rl.rollout.group.boundary import EndsWith, EnvCalls, RolloutEnded
-from titan_rl.rollout.group.turns import RequestIds, generate_within
+from titan_rl.rollout.group.boundary import EndsWith, EnvCalls
+from titan_rl.rollout.group.turns import RequestIds, TurnTaker, generate_within
 from titan_rl.rollout.types import Rollout, RolloutStatus, Turn
-from titan_rl.types import Completion, GenerateFn, SamplingParams, float_or_none, require_member
+from titan_rl.types import Completion, SamplingParams, float_or_none, require_member
 
-_LOOK_S = 0.05  # at least between two looks at a watch that stands
+_LOOK_S = 0.05  # least time between two checks of a paused watch
 
 
-async def play(
-    env: EnvCalls,
-    generate: GenerateFn,
-    sampling: SamplingParams,
-    rollout: Rollout,
-    watch: Stopwatch,
-    *,
-    max_context: int,
-    max_turns: int,
-    env_rewards: Sequence[str],
-    generate_timeout_s: float,
-    grace_s: float,
-    when_late: Callable[[], RolloutEnded],
-) -> None:
-    """Have an `AgentEnv` fill in the rollout.
-
-    Args:
-        sampling: with the seed that the rollout's requests draw theirs from.
-        grace_s: that the environment has to end once it is told that its time is up.
-        when_late: makes what is raised where it goes on without end after its time is up.
+async def play(env: EnvCalls, turns: TurnTaker, *, env_rewards: Sequence[str]) -> None:
+    """Have an `AgentEnv` fill in the rollout of `turns`. When its time is up it has `limits.env_timeout_s` to end.
 
     Raises:
-        RolloutEnded: it raised, or filled in what is no rollout: ERROR_ENV. Or what `when_late` makes.
+        RolloutEnded: it raised or filled in an invalid rollout (ERROR_ENV), or continued after the end of its time.
     """
+    rollout, watch, limits = turns.rollout, turns.own_time.watch, turns.limits
 
     async def ask(
         prompt_token_ids: Sequence[int], *, request_id: str, session_id: str | None = None, sampling: SamplingParams
     ) -> Completion:
         own_id = request_ids.next(prompt_token_ids, sampling)
-        async with limited(generate_timeout_s, "the completion"):
+        async with limited(limits.generate_timeout_s, "the completion"):
             completion = await generate_within(
-                watch, generate, prompt_token_ids, request_id=own_id, session_id=session_id, sampling=sampling
+                watch, turns.generate, prompt_token_ids, request_id=own_id, session_id=session_id, sampling=sampling
             )
         if watch.is_over:
             time_is_up.set()
@@ -60,23 +43,31 @@ async def play(
     time_is_up = asyncio.Event()
     request_ids = RequestIds(rollout.rollout_id)
     policy = RolloutPolicy(
-        rollout.rollout_id, ask, sampling, max_context, max_turns, watch.limit_s, time_is_up, watch.pause, env_rewards
+        rollout_id=rollout.rollout_id,
+        generate=ask,
+        sampling=turns.sampling,
+        max_context=turns.max_context,
+        max_turns=limits.max_turns,
+        time_s=watch.limit_s,
+        time_is_up=time_is_up,
+        waiting=watch.pause,
+        env_rewards=env_rewards,
     )
     try:
         async with (
-            _telling_when_over(watch, time_is_up, grace_s=grace_s),
+            _signalled_when_over(watch, time_is_up, limits.env_timeout_s),
             EndsWith(RolloutStatus.ERROR_ENV, watch=watch),
         ):
             await env.play(policy, rollout)
             _check(rollout)
             rollout.turns = shared(rollout.turns)
     except OutOfTimeError:
-        raise when_late() from None
+        raise turns.own_time.is_up() from None
 
 
 @asynccontextmanager
-async def _telling_when_over(watch: Stopwatch, time_is_up: asyncio.Event, grace_s: float) -> AsyncGenerator[None]:
-    """Sets the event once the watch is over. The block may take so long after that.
+async def _signalled_when_over(watch: Stopwatch, time_is_up: asyncio.Event, grace_s: float) -> AsyncGenerator[None]:
+    """Set the event once the watch is over. The block may take `grace_s` longer.
 
     Raises:
         OutOfTimeError: it took longer.
@@ -84,7 +75,7 @@ async def _telling_when_over(watch: Stopwatch, time_is_up: asyncio.Event, grace_
     scope = asyncio.timeout(None)
 
     async def look() -> None:
-        while not watch.is_over:  # noqa: ASYNC110  it stands and goes on as requests wait
+        while not watch.is_over:  # noqa: ASYNC110  it pauses and continues as requests wait
             await asyncio.sleep(max(watch.left_s, _LOOK_S))
         time_is_up.set()
         scope.reschedule(asyncio.get_running_loop().time() + grace_s)
@@ -104,11 +95,11 @@ async def _telling_when_over(watch: Stopwatch, time_is_up: asyncio.Event, grace_
 
 
 def _check(rollout: Rollout) -> None:
-    """Check what an environment has filled in, and keep its numbers as plain ones, which journals and logs take.
+    """Check a rollout that an environment filled in, and convert its numbers to floats, which journals and logs accept.
 
     Raises:
-        TypeError: a turn is no `Turn`, or a metric or reward no number.
-        ValueError: the status is no `RolloutStatus`.
+        TypeError: a turn is not a `Turn`, or a metric or reward is not a number.
+        ValueError: the status is not a `RolloutStatus`.
     """
     require_member(rollout, "status", RolloutStatus)
     rollout.metrics = _floats(rollout.metrics, "metrics")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import replace
-from functools import partial
 from typing import Any, Protocol, cast
 
 from titan_rl.core.calls.stopwatch import Stopwatch
@@ -18,8 +17,8 @@ from titan_rl.rollout.environment.messages import MAX_CONTEXT
 from titan_rl.rollout.environment.seats import Player, SeatedEnv
 from titan_rl.rollout.environment.threaded import ThreadedEnv, expected
 from titan_rl.rollout.environment.types import AgentEnv, TokenEnv, TokenObservation, TokenStep
-from titan_rl.rollout.group.boundary import EndsWith, EnvCalls, RolloutEnded
-from titan_rl.rollout.group.game import LAST_CALL_S, Game, play_game, rollouts_of_seats
+from titan_rl.rollout.group.boundary import EndsWith, EnvCalls, OwnTime, RolloutEnded
+from titan_rl.rollout.group.game import LAST_CALL_S, play_game, rollouts_of_seats
 from titan_rl.rollout.group.playing import play
 from titan_rl.rollout.group.sessions import Callbacks
 from titan_rl.rollout.group.turns import TurnTaker, new_rollout
@@ -29,6 +28,8 @@ from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
 from titan_rl.types import FinishReason, GenerateFn, SamplingParams
+
+logger = logging.getLogger(__name__)
 
 
 class GroupRunner(Protocol):
@@ -48,94 +49,18 @@ class GroupRunner(Protocol):
         ...
 
     def pause_judging(self) -> None:
-        """Generation is paused; see `Rollouter.pause_judging`."""
+        """Suspend judging; see `Rollouter.pause_judging`."""
         ...
 
     def resume_judging(self) -> None: ...
 
 
-logger = logging.getLogger(__name__)
-
-
-class SiblingRollouts:
-    """
-    Args:
-        new: the rollout of a sibling that has been run so often before, not begun.
-        run: runs one to its end, in place: it is in a list, and where its environment has several seats that becomes
-            one for each.
-        max_retries: of all siblings together.
-    """
-
-    def __init__(
-        self,
-        new: Callable[[int, int], Rollout],
-        run: Callable[[list[Rollout]], Awaitable[object]],
-        *,
-        group_size: int,
-        max_retries: int,
-    ) -> None:
-        self._new = new
-        self._run = run
-        self._retries_left = max_retries
-        self._siblings = [[new(sibling, 0)] for sibling in range(group_size)]
-        self._tasks: list[asyncio.Task[None]] = []
-        self._why_stopped: str | None = None
-
-    def start(self, tasks: asyncio.TaskGroup, ended: Callable[[Rollout], None]) -> None:
-        """
-        Args:
-            ended: called with each rollout when its sibling has ended for good, or was stopped. It is not kept, so that
-                a group holds no cycle of references, which would keep its tokens until the garbage collector finds it.
-        """
-        self._tasks = [tasks.create_task(self._run_sibling(sibling, ended)) for sibling in range(len(self._siblings))]
-
-    def stop(self, why: str) -> None:
-        """Those that still run end as ABORTED, with the turns they have."""
-        self._why_stopped = why
-        for task in self._tasks:
-            task.cancel()
-
-    def rollouts(self) -> list[Rollout]:
-        """As they ended, siblings one after the other. Called once the task group has.
-
-        Raises:
-            StrayCancellationError: one was cancelled, and nobody had stopped it.
-        """
-        for task, rollouts in zip(self._tasks, self._siblings, strict=True):
-            if task.cancelled():
-                what = f"rollout {rollouts[0].rollout_id!r}"
-                raise StrayCancellationError(f"{what} was cancelled, though nobody had asked for that")
-        return [rollout for rollouts in self._siblings for rollout in rollouts]
-
-    async def _run_sibling(self, sibling: int, ended: Callable[[Rollout], None]) -> None:
-        attempt = 0
-        while True:
-            rollouts = self._siblings[sibling]
-            try:
-                await self._run(rollouts)
-            except asyncio.CancelledError:
-                if self._why_stopped is None:
-                    raise
-                for rollout in rollouts:
-                    rollout.status, rollout.error = RolloutStatus.ABORTED, self._why_stopped
-            failed = next((rollout for rollout in rollouts if rollout.status.is_fault), None)
-            if failed is None or self._retries_left == 0:
-                break
-            self._retries_left -= 1
-            attempt += 1
-            logger.warning("%s is run again after %s: %s", failed.rollout_id, failed.status, failed.error)
-            self._siblings[sibling] = [self._new(sibling, attempt)]
-        for rollout in rollouts:
-            rollout.metrics["retries"] = float(attempt)
-            ended(rollout)
-
-
 class Rollouter:
-    """Runs groups of rollouts. It holds no state between groups: any number may run at once.
+    """Runs groups of rollouts. It holds no state between groups, so any number may run at once.
 
-    It does not know what generates, nor when weights change: those are the `GenerateFn`'s affair.
+    Generation and changes of weights are hidden behind the `GenerateFn`.
 
-    How a rollout ends:
+    A rollout ends in one of these ways:
 
         the environment says so                     the environment's status
         a completion used up its token budget       TRUNCATED_LENGTH, after the environment has seen it
@@ -148,9 +73,9 @@ class Rollouter:
         generation raised                           ERROR_GENERATE
         another time limit passed                   ERROR_TIMEOUT
 
-    In all of them the turns so far are kept, and the environment is closed once. Cancelling closes it too. An
-    `AgentEnv` takes its turns itself, and says how it ended. Of a `SeatedEnv`, a game, each seat that the policy plays
-    is a rollout: docs/how_to/seats.md.
+    In all cases the turns so far are kept, and the environment is closed once, also on cancellation. An `AgentEnv`
+    takes its turns itself, and sets its status. In a `SeatedEnv` (a game), each seat that the policy plays is a
+    rollout: docs/how_to/seats.md.
 
     Example:
 
@@ -165,13 +90,13 @@ class Rollouter:
         make_env: makes the single-use environment of one rollout from a sample: a `TokenEnv`, an `AgentEnv` or a
             `SeatedEnv`.
         rubric: scores a group. An aborted group, which has an aborted sibling, is not scored.
-        advantage: compares the rewards of the siblings that have one. One that ended in a fault which is not the
-            policy's (`RolloutStatus.is_fault`) takes no part.
-        limits: most turns, and seconds for a rollout in all and for each call of its environment.
+        advantage: compares the rewards of the siblings that have one, without those that ended in a fault that is not
+            the policy's (`RolloutStatus.is_fault`).
+        limits: most turns, and seconds for a whole rollout and for each call of its environment.
         max_context: most tokens of prompt and completion together.
-        seed: base of the sampling seeds where the `SamplingParams` have none; with None requests have none either.
-        finish_session: called once with the session id of each rollout, when it has ended, those that are run again
-            included. What it raises is logged once.
+        seed: base of the sampling seeds if the `SamplingParams` have none; with None requests have no seeds.
+        finish_session: called once with the session id of each rollout that has ended, also before it is run again.
+            Its exceptions are logged once.
     """
 
     def __init__(
@@ -200,7 +125,8 @@ class Rollouter:
         self._judging_pause = JudgingPause(self.limits.judge_grace_s, self.limits.generate_timeout_s)
 
     def pause_judging(self) -> None:
-        """Generation is paused: rewards being computed have `limits.judge_grace_s`, and begin anew after that."""
+        """Suspend judging while generation is paused: rewards in progress have `limits.judge_grace_s`, and are computed
+        again after the pause if they need longer."""
         self._judging_pause.begin()
 
     def resume_judging(self) -> None:
@@ -218,32 +144,29 @@ class Rollouter:
     ) -> RolloutGroup:
         """Run `group_size` siblings at once, score each as it ends, and fill in their advantages.
 
-        A sibling that fails is data and leaves the others alone. One that ends in a fault that is not the policy's is
-        run again in a fresh environment, up to `limits.max_retries` times for the group.
+        A sibling that fails is data and does not affect the others. After a fault that is not the policy's, it is run
+        again in a fresh environment, up to `limits.max_retries` times for the group.
 
-        A reward that fails for good ends the group at once: siblings that still run are stopped. What follows is for
-        its `FailurePolicy` to say: the group has a `failure` and neither rewards nor advantages, or the run ends.
+        A reward that fails for good ends the group at once: running siblings are stopped. Then its `FailurePolicy`
+        decides: the group has a `failure` and neither rewards nor advantages, or the run ends.
 
         Args:
-            on_finished: called with each rollout as it ends, before the group is scored. What it raises is logged once.
+            on_finished: called with each rollout as it ends, before the group is scored. Its exceptions are logged
+                once.
 
         Raises:
             RewardError: the advantage function failed, or a reward whose policy is to end the run.
-            StrayCancellationError: a sibling was cancelled by nobody here.
+            StrayCancellationError: a sibling was cancelled by other code.
         """
         if not isinstance(group_size, int) or group_size < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"group_size is {group_size!r}; it must be an integer, at least 1")
-
-        def new(sibling: int, attempt: int) -> Rollout:
-            return new_rollout(group_id, sibling, sample, attempt)
 
         def ended(rollout: Rollout) -> None:
             if on_finished is not None:
                 self._callbacks.call("on_finished", on_finished, rollout)
             judging.ended(rollout)
 
-        run = partial(self._run, generate, sampling)
-        siblings = SiblingRollouts(new, run, group_size=group_size, max_retries=self.limits.max_retries)
+        siblings = _Siblings(self, generate, group_id, group_size, sample, sampling)
         async with asyncio.TaskGroup() as tasks:
             judging = Judging(self.rubric, tasks, self._judging_pause, siblings.stop)
             siblings.start(tasks, ended)
@@ -252,9 +175,8 @@ class Rollouter:
         compare(group, self.advantage)
         return group
 
-    async def _run(self, generate: GenerateFn, sampling: SamplingParams, rollouts: list[Rollout]) -> None:
-        """Run a rollout, in place; where its environment has several seats, it becomes one for each that the policy
-        plays."""
+    async def run_rollout(self, generate: GenerateFn, sampling: SamplingParams, rollouts: list[Rollout]) -> None:
+        """Run one rollout in place. In an environment with several seats it becomes one for each seat of the policy."""
         with span("rollout", "environment", lane="rollout", fine=True, rollout=rollouts[0].rollout_id):
             await self._run_timed(generate, sampling, rollouts)
 
@@ -265,6 +187,7 @@ class Rollouter:
         watch = Stopwatch(self.limits.rollout_timeout_s)
         seeded = replace(sampling, seed=self.seed if sampling.seed is None else sampling.seed)
         (rollout,) = rollouts
+        turns = TurnTaker(rollout, generate, seeded, OwnTime(watch, rollouts), self.limits, self.max_context)
         env: EnvCalls | None = None
         players: Mapping[str, Player] = {}
         try:
@@ -275,27 +198,10 @@ class Rollouter:
                     players = made.players(rollout.sibling)
                     rollouts[:] = rollouts_of_seats(rollout, players)
             if env.asks and isinstance(made, SeatedEnv):
-                game = Game(rollouts, watch, env_timeout_s=self.limits.env_timeout_s)
-                turns_of = partial(self._turns, generate, seeded, watch, game.time_is_up)
-                await play_game(
-                    env, rollout.rollout_id, players, rollouts, game, turns_of, max_turns=self.limits.max_turns
-                )
+                await play_game(env, rollout.rollout_id, players, rollouts, turns)
             elif env.asks and isinstance(made, AgentEnv):
-                await play(
-                    env,
-                    generate,
-                    seeded,
-                    rollout,
-                    watch,
-                    max_context=self.max_context,
-                    max_turns=self.limits.max_turns,
-                    env_rewards=self.rubric.env_rewards,
-                    generate_timeout_s=self.limits.generate_timeout_s,
-                    grace_s=self.limits.env_timeout_s,
-                    when_late=partial(self._time_is_up, rollout),
-                )
+                await play(env, turns, env_rewards=self.rubric.env_rewards)
             else:
-                turns = self._turns(generate, seeded, watch, partial(self._time_is_up, rollout), rollout)
                 rollout.status = await self._take_turns(env, turns)
         except RolloutEnded as end:
             for rollout in rollouts:
@@ -317,23 +223,12 @@ class Rollouter:
         if self.finish_session is not None:
             self._callbacks.call("finish_session", self.finish_session, rollout.rollout_id)
 
-    def _turns(
-        self,
-        generate: GenerateFn,
-        sampling: SamplingParams,
-        watch: Stopwatch,
-        when_late: Callable[[], RolloutEnded],
-        rollout: Rollout,
-    ) -> TurnTaker:
-        timeout_s = self.limits.generate_timeout_s
-        return TurnTaker(rollout, generate, sampling, watch, self.max_context, timeout_s, when_late)
-
     def _make_env(self, sample: Any) -> TokenEnv | AgentEnv | SeatedEnv:
         def made() -> TokenEnv | AgentEnv | SeatedEnv:
             env = self.make_env(sample)
             kind = type(env).__name__
             is_token_env = all(callable(getattr(env, name, None)) for name in ("reset", "step", "close"))
-            if is_token_env and not self.limits.env_in_thread:  # looking for a protocol takes several times as long
+            if is_token_env and not self.limits.env_in_thread:  # a check of the protocol takes several times as long
                 return env
             if isinstance(env, AgentEnv | SeatedEnv):
                 if self.limits.env_in_thread:
@@ -345,8 +240,8 @@ class Rollouter:
         return cast("TokenEnv", ThreadedEnv(made)) if self.limits.env_in_thread else made()
 
     async def _take_turns(self, env: EnvCalls, turns: TurnTaker) -> RolloutStatus:
-        rollout, watch = turns.rollout, turns.watch
-        async with self._env_call(rollout, watch):
+        rollout = turns.rollout
+        async with self._env_call(turns.own_time):
             observation = expected(await env.reset(), TokenObservation, env.env, "reset")
             rollout.messages.extend(messages_of(observation.messages))
             prompt = self._prompt_of(observation.prompt_token_ids, "the prompt")
@@ -354,7 +249,7 @@ class Rollouter:
         for _ in range(self.limits.max_turns):
             is_cut = await turns.take(prompt)
             completion = rollout.turns[-1].completion
-            async with self._env_call(rollout, watch):
+            async with self._env_call(turns.own_time):
                 step = expected(await env.step(completion_to_give(completion)), TokenStep, env.env, "step")
                 rollout.turns[-1] = replace(
                     rollout.turns[-1],
@@ -364,7 +259,7 @@ class Rollouter:
                 rollout.messages.extend(messages_of(step.messages))
                 prompt = self._prompt_of(step.prompt_token_ids or (), "the next prompt")
             if is_cut:
-                raise self._time_is_up(rollout)
+                raise turns.own_time.is_up()
             if completion.finish_reason is FinishReason.LENGTH and step.status in (None, RolloutStatus.COMPLETED):
                 return RolloutStatus.TRUNCATED_LENGTH
             if step.status is not None:
@@ -373,23 +268,92 @@ class Rollouter:
         return RolloutStatus.TRUNCATED_TURNS
 
     def _prompt_of(self, given: Sequence[int], what: str) -> list[int]:
-        """The rollout's own. What is longer than the context is refused by its length, and nobody reads it."""
+        """Copy of a prompt. One longer than the context will be refused by its length alone, so its tokens are not
+        read."""
         too_long = isinstance(given, Sized) and len(given) > self.max_context  # pyright: ignore[reportUnnecessaryIsInstance]
         return [0] * len(given) if too_long else token_ids_of(given, what)
 
-    def _env_call(self, rollout: Rollout, watch: Stopwatch) -> EndsWith:
-        """A call into the environment, within its limit and what the rollout has left. What a finished answer led to
-        is asked for also when next to nothing is left."""
-        own_s, limit_s = max(watch.left_s, LAST_CALL_S), self.limits.env_timeout_s
+    def _env_call(self, own_time: OwnTime) -> EndsWith:
+        """Context of a call of the environment, within its limit and the rollout's remaining time. An environment may
+        respond to a finished answer even if hardly any time is left."""
+        own_s, limit_s = max(own_time.watch.left_s, LAST_CALL_S), self.limits.env_timeout_s
         return EndsWith(
             RolloutStatus.ERROR_ENV,
             asyncio.get_running_loop().time() + min(own_s, limit_s),
-            watch=watch,
-            when_late=partial(self._time_is_up, rollout) if own_s < limit_s else None,
+            watch=own_time.watch,
+            own_time=own_time if own_s < limit_s else None,
         )
 
-    def _time_is_up(self, rollout: Rollout) -> RolloutEnded:
-        """Left out of training, the rollouts that take longest would bias it towards short ones: what is finished is
-        judged as truncated. Only where there is nothing to judge it is an error."""
-        status = RolloutStatus.TRUNCATED_TIME if rollout.turns else RolloutStatus.ERROR_TIMEOUT
-        return RolloutEnded(status, f"its own time is up: rollout_timeout_s is {self.limits.rollout_timeout_s:g}")
+
+class _Siblings:
+    """Rollouts of one group: run concurrently, run again after a fault, and stopped together.
+
+    A sibling is a list, because its rollout becomes one for each seat of the policy if the environment has several.
+    """
+
+    def __init__(
+        self,
+        rollouter: Rollouter,
+        generate: GenerateFn,
+        group_id: str,
+        group_size: int,
+        sample: Any,
+        sampling: SamplingParams,
+    ) -> None:
+        self._rollouter = rollouter
+        self._generate = generate
+        self._sampling = sampling
+        self._retries_left = rollouter.limits.max_retries  # of all siblings together
+        self._siblings = [[new_rollout(group_id, sibling, sample)] for sibling in range(group_size)]
+        self._tasks: list[asyncio.Task[None]] = []
+        self._why_stopped: str | None = None
+
+    def start(self, tasks: asyncio.TaskGroup, ended: Callable[[Rollout], None]) -> None:
+        """Start all siblings.
+
+        Args:
+            ended: called with each rollout when its sibling has ended for good, or was stopped. It is not stored: a
+                cycle of references would keep the group's tokens until the garbage collector finds it.
+        """
+        self._tasks = [tasks.create_task(self._run_sibling(sibling, ended)) for sibling in range(len(self._siblings))]
+
+    def stop(self, why: str) -> None:
+        """End the running siblings as ABORTED, with the turns they have."""
+        self._why_stopped = why
+        for task in self._tasks:
+            task.cancel()
+
+    def rollouts(self) -> list[Rollout]:
+        """All rollouts, siblings in order. Call after the task group has ended.
+
+        Raises:
+            StrayCancellationError: a sibling was cancelled by other code.
+        """
+        for task, rollouts in zip(self._tasks, self._siblings, strict=True):
+            if task.cancelled():
+                what = f"rollout {rollouts[0].rollout_id!r}"
+                raise StrayCancellationError(f"{what} was cancelled, though nobody had asked for that")
+        return [rollout for rollouts in self._siblings for rollout in rollouts]
+
+    async def _run_sibling(self, sibling: int, ended: Callable[[Rollout], None]) -> None:
+        attempt = 0
+        while True:
+            rollouts = self._siblings[sibling]
+            first = rollouts[0]
+            try:
+                await self._rollouter.run_rollout(self._generate, self._sampling, rollouts)
+            except asyncio.CancelledError:
+                if self._why_stopped is None:
+                    raise
+                for rollout in rollouts:
+                    rollout.status, rollout.error = RolloutStatus.ABORTED, self._why_stopped
+            failed = next((rollout for rollout in rollouts if rollout.status.is_fault), None)
+            if failed is None or self._retries_left == 0:
+                break
+            self._retries_left -= 1
+            attempt += 1
+            logger.warning("%s is run again after %s: %s", failed.rollout_id, failed.status, failed.error)
+            self._siblings[sibling] = [new_rollout(first.group_id, sibling, first.sample, attempt)]
+        for rollout in rollouts:
+            rollout.metrics["retries"] = float(attempt)
+            ended(rollout)

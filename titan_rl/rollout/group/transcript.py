@@ -17,19 +17,19 @@ _FIRST, _LAST = 100, 500  # characters of an error's text in a message; what wen
 
 
 def error_kind(rollout: Rollout) -> str:
-    """Equal for errors of one type from one line of code, whatever their texts."""
+    """Key of an error: equal for errors of one type from one line of code, whatever their texts."""
     return f"{rollout.status}: {rollout.failure.kind}" if rollout.failure is not None else str(rollout.status)
 
 
 def error_text(rollout: Rollout) -> str:
-    """The status, and what is known of the error: `error_env: KeyError: 'answer' (env.py:17 in step)`."""
+    """Status and error: `error_env: KeyError: 'answer' (env.py:17 in step)`."""
     text = _whole(rollout)
     shown = text if len(text) <= _FIRST + _LAST else f"{text[:_FIRST]} ... {text[-_LAST:]}"
     return f"{rollout.status}: {shown}"
 
 
 def error_in_full(rollout: Rollout) -> str:
-    """As `error_text`, of any length, and with the traceback."""
+    """Status and error in full length, with the traceback."""
     trace = f"\n{rollout.failure.traceback}" if rollout.failure is not None else ""
     return f"{rollout.status}: {_whole(rollout)}{trace}"
 
@@ -39,13 +39,13 @@ def _whole(rollout: Rollout) -> str:
 
 
 def _in_a_line(text: str) -> str:
-    """The first line and the last."""
+    """First and last line of a text."""
     lines = text.splitlines()
     return text if len(lines) < 2 else f"{lines[0]} ... {lines[-1]}"
 
 
 class ErrorCounts:
-    """How many rollouts each kind of error has hit.
+    """Counts of rollouts lost to errors, by kind of error.
 
     Example:
 
@@ -68,7 +68,7 @@ class ErrorCounts:
                 self._texts.setdefault(kind, _in_a_line(error_text(rollout)))
 
     def add_group(self, group: RolloutGroup) -> None:
-        """All rollouts of a group. A reward that failed has hit each of them."""
+        """Add all rollouts of a group. A failed reward counts for each of them."""
         if group.failure is None:
             self.add(group.rollouts)
         else:
@@ -81,11 +81,11 @@ class ErrorCounts:
         return self._counts.total()
 
     def most_common(self) -> list[tuple[str, int]]:
-        """The text of each kind's first, in a line, and how many rollouts it hit, the most frequent first."""
+        """One line for each kind of error (its first text) with its number of rollouts, the most frequent first."""
         return [(self._texts[kind], count) for kind, count in self._counts.most_common()]
 
     def describe(self) -> str:
-        """How many there are, and the most frequent. Empty where there is none."""
+        """Number of errors, and the most frequent one; empty if there is none."""
         if not self._counts:
             return ""
         text, count = self.most_common()[0]
@@ -97,11 +97,11 @@ _DIGITS = 4
 
 
 class TokenRecords:
-    """Makes what a transcript says of the tokens of each turn.
+    """Makes the token records of a transcript, one for each turn.
 
     Args:
-        texts: None where nobody can read the tokens.
-        max_token_age: tokens of versions that are older than the trained one by more are not trained.
+        texts: None if the tokens have no known text.
+        max_token_age: tokens older than the trained version by more than this are not trained.
     """
 
     def __init__(self, texts: TokenTexts | None, max_token_age: int | None = None) -> None:
@@ -109,18 +109,18 @@ class TokenRecords:
         self._max_token_age = max_token_age
 
     def of(self, rollout: Rollout, trained_at: int | None) -> list[dict[str, Any]]:
-        """One for each turn.
+        """Token records of a rollout, one for each turn.
 
         Args:
-            trained_at: the version that learns from the rollout; None where none does.
+            trained_at: version that learns from the rollout; None if none does.
 
         Returns:
-            shared: how many tokens the prompt begins with that are those of the prompt and completion before it.
-            prompt: `ids` and `text` of its other tokens.
-            completion: `ids`, `text` and `logprobs`, as they were sampled, of its tokens.
-            trained: whether they are learned from, as `build_samples` has it: one for all, or one for each.
-            advantages: of the tokens: one for all, or one for each; None where there is none.
-            A `text` is that of each token, see `TokenTexts`; None where nobody can read them.
+            shared: number of leading prompt tokens shared with the previous prompt and completion.
+            prompt: `ids` and `text` of the other prompt tokens.
+            completion: `ids`, `text` and `logprobs`, as sampled, of the completion tokens.
+            trained: whether the tokens are trained, as in `build_samples`: one value for all, or one for each.
+            advantages: of the tokens: one value for all, or one for each; None if there is none.
+            `text` has an item for each token, see `TokenTexts`; None if it is not known.
         """
         records: list[dict[str, Any]] = []
         before: Turn | None = None
@@ -168,11 +168,11 @@ def _advantages(rollout: Rollout, turn: Turn) -> float | list[float] | None:
 
 
 def transcript(rollout: Rollout, tokens: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
-    """What a person wants to read of a rollout, and nothing that JSON would change.
+    """Transcript of a rollout for people, as values that JSON does not change.
 
-    Tokens are counted, and listed in the `tokens` of each turn where they are given. What JSON has no word for is as
-    `plain_json` puts it: objects become their `str`, and a NaN becomes null. One of several seats also has `seat`, and
-    one that an exception ended `error_at`, its place in the user's code.
+    Tokens are counted, and listed in the `tokens` of each turn if they are given. Other values are converted by
+    `plain_json`: objects become their `str`, and NaN becomes null. With several seats it also has `seat`, and if an
+    exception ended the rollout `error_at`, its place in the user's code.
 
     Example, with one turn whose last two tokens came from newer weights:
 
@@ -186,7 +186,7 @@ def transcript(rollout: Rollout, tokens: Sequence[Mapping[str, Any]] | None = No
          "metrics": {"seconds": 0.4}}
 
     Args:
-        tokens: of each turn, by `TokenRecords.of`.
+        tokens: for each turn, from `TokenRecords.of`.
     """
     turns = [
         {

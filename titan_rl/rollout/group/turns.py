@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,24 +15,25 @@ from titan_rl.core.calls.bounded import BoundedCall
 from titan_rl.core.calls.stopwatch import Stopwatch
 from titan_rl.core.tracing.spans import span
 from titan_rl.rollout.copies import Contexts, completion_of
-from titan_rl.rollout.group.boundary import EndsWith, RolloutEnded
+from titan_rl.rollout.group.boundary import EndsWith, OwnTime, RolloutEnded
+from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.rollout.types import Rollout, RolloutStatus, Turn
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams
 
 
 def new_rollout(group_id: str, sibling: int, sample: Any, attempt: int = 0) -> Rollout:
-    """One that has not begun: "g17/3", or "g17/3~1" where that was run before."""
+    """Rollout that has not begun: "g17/3", or "g17/3~1" for its second attempt."""
     rollout_id = f"{group_id}/{sibling}" + (f"~{attempt}" if attempt else "")
     return Rollout(rollout_id, group_id, sibling, sample)
 
 
 def of_seat(game: Rollout, seat: str) -> Rollout:
-    """What one trained seat will have done in a game: "g17/3/first"."""
+    """Rollout of one trained seat of a game: "g17/3/first"."""
     return Rollout(f"{game.rollout_id}/{seat}", game.group_id, game.sibling, game.sample, seat=seat)
 
 
 def turn_seed(base: int, rollout_id: str, turn: int) -> int:
-    """A seed of 63 bits for one turn, the same in every process.
+    """Seed of 63 bits for one turn, the same in every process.
 
     >>> turn_seed(0, "g0/0", 0) == turn_seed(0, "g0/0", 0) != turn_seed(0, "g0/0", 1)
     True
@@ -42,12 +43,11 @@ def turn_seed(base: int, rollout_id: str, turn: int) -> int:
 
 
 class RequestIds:
-    """IDs for the requests of a rollout that asks in an order of its own, several at once.
+    """Request IDs of a rollout whose environment sends requests in any order, several at once.
 
-    An ID consists of the rollout's, a digest of prompt and sampling, and how many requests of that digest came before.
-    No two requests of a rollout share one, however often it asks for the same. A rollout that is run again gives its
-    requests the same IDs, also where they arrive in another order, so its recorded answers are found by them. Requests
-    that differ in nothing may swap theirs.
+    An ID consists of the rollout's ID, a digest of prompt and sampling, and the number of earlier requests with that
+    digest, so it is unique in the rollout. A rollout that is run again gives its requests the same IDs, even in another
+    order, so that recorded answers are found by them. Identical requests may swap theirs.
 
     Example: `RequestIds("train-17/3").next(prompt, sampling)` is "train-17/3/5f0c41a2b9d63e87/0", and then ".../1".
     """
@@ -69,8 +69,8 @@ class RequestIds:
 
 
 RETURN_S = 60.0
-"""What a request may take to return with its tokens when it is told to end, before it is cancelled. A router needs less
-with its default limits, also of an engine that does not answer."""
+"""Time for a request to return with its tokens after it is told to end, before it is cancelled. A router with default
+limits needs less, even if an engine does not answer."""
 
 
 async def generate_within(
@@ -82,15 +82,14 @@ async def generate_within(
     session_id: str | None = None,
     sampling: SamplingParams,
 ) -> Completion:
-    """The answer of `generate`, or what there is of it when the time is used up, as an aborted completion.
+    """Call `generate`; when the time is used up, return the tokens so far as an aborted completion.
 
-    The watch runs meanwhile, but for its pauses. A whole answer then tells better: of the call's time, `queue_s` and
-    `interrupted_s` of its metrics, or what was known to be waiting if that is more than the latter, are not the
-    rollout's own, and the rest is.
+    The watch runs meanwhile, except for its pauses. The metrics of a complete answer then correct it: `queue_s` and
+    `interrupted_s` (or the known waiting time, if that is more) are not the rollout's own time, and the rest is.
 
     Raises:
-        TypeError, ValueError: the answer is no good; see `completion_of`.
-        Exception: what `generate` raises.
+        TypeError, ValueError: the answer is invalid; see `completion_of`.
+        Exception: raised by `generate`.
     """
     loop = asyncio.get_running_loop()
     began, used_s = loop.time(), watch.used_s
@@ -127,50 +126,48 @@ class TurnTaker:
     """Takes the turns of one rollout, within its limits.
 
     Args:
-        sampling: with the seed that the turns draw theirs from, or with None.
+        sampling: its seed is the base of the turns' seeds, or None.
         max_context: most tokens of prompt and completion together.
-        generate_timeout_s: of one completion.
-        when_late: makes what is raised when the time is used up.
     """
 
     rollout: Rollout
     generate: GenerateFn
     sampling: SamplingParams
-    watch: Stopwatch
+    own_time: OwnTime
+    limits: RolloutConfig
     max_context: int
-    generate_timeout_s: float
-    when_late: Callable[[], RolloutEnded]
     _contexts: Contexts = field(default_factory=Contexts, init=False)
 
     async def take(self, prompt: list[int]) -> bool:
-        """Ask for the next completion, which is the rollout's last turn then.
+        """Request the next completion and append it to the rollout's turns.
 
         Args:
-            prompt: the rollout's own.  # [num_prompt_tokens]
+            prompt: owned by the rollout.  # [num_prompt_tokens]
 
         Returns:
-            whether the time was used up meanwhile, so that the completion is what there is of it.
+            Whether the completion was cut off because the time was used up.
 
         Raises:
             RolloutEnded: there is no time, or no room for a token; the completion was aborted, or generation failed.
         """
-        if self.watch.is_over:
-            raise self.when_late()
+        watch = self.own_time.watch
+        if watch.is_over:
+            raise self.own_time.is_up()
         rollout, turn = self.rollout, len(self.rollout.turns)
         sampling = self._sampling(turn, prompt)
-        deadline = asyncio.get_running_loop().time() + self.generate_timeout_s
+        deadline = asyncio.get_running_loop().time() + self.limits.generate_timeout_s
         async with EndsWith(RolloutStatus.ERROR_GENERATE, deadline):
             completion = await generate_within(
-                self.watch,
+                watch,
                 self.generate,
                 list(prompt),
                 request_id=f"{rollout.rollout_id}/{turn}",
                 session_id=rollout.rollout_id,
                 sampling=sampling,
             )
-        is_cut = completion.finish_reason is FinishReason.ABORT and self.watch.is_over
+        is_cut = completion.finish_reason is FinishReason.ABORT and watch.is_over
         if is_cut and not completion.token_ids:
-            raise self.when_late()
+            raise self.own_time.is_up()
         if is_cut:
             completion = replace(completion, finish_reason=completion.ended or FinishReason.LENGTH, ended=None)
         rollout.turns.append(self._contexts.add(Turn(prompt, completion, sampling=sampling)))

@@ -1,1 +1,1 @@
-"""What a group is worth: reward functions, how they are called and add up, and the advantages of siblings."""
+"""Rewards of a group: reward functions, their weighted sum in a rubric, and the advantages of siblings."""

@@ -19,7 +19,7 @@ AdvantageFn = Callable[[Sequence[float]], Sequence[float]]
 
 
 def reward(rewards: Sequence[float]) -> list[float]:
-    """The reward itself, `A_i = r_i`: REINFORCE without a baseline (Williams, 1992).
+    """Plain reward, `A_i = r_i`: REINFORCE without a baseline (Williams, 1992).
 
     >>> reward([1.0, 0.0])
     [1.0, 0.0]
@@ -30,7 +30,7 @@ def reward(rewards: Sequence[float]) -> list[float]:
 def batch_mean(rewards: Sequence[float]) -> list[float]:
     """The reward, from which training subtracts the mean reward of its batch: REINFORCE with a baseline.
 
-    What siblings alone can know of that is the reward; `subtract_batch_mean` does the rest.
+    Here it is the plain reward, since siblings do not see the batch; `subtract_batch_mean` does the rest.
     """
     return list(rewards)
 
@@ -75,11 +75,11 @@ def standardized(rewards: Sequence[float], eps: float = 1e-6) -> list[float]:
 
 
 def compare(group: RolloutGroup, advantage: AdvantageFn) -> None:
-    """Fill in the advantages of the siblings that have a reward and did not end in a fault of others, in place. Those
-    of each seat are compared among themselves, since seats differ in chance.
+    """Fill in the advantages of the siblings that have a reward and did not end in a fault of others, in place. Each
+    seat is compared for itself, since seats differ in their chances.
 
     Raises:
-        RewardError: the function raised, or gave something else than as many finite numbers. Its owner has to fix it.
+        RewardError: the function raised, or did not return one finite number per reward.
     """
     for seat, rollouts in group.by_seat.items():
         _compare(rollouts, advantage, f"group {group.group_id!r}" + ("" if seat is None else f", seat {seat!r}"))
@@ -110,8 +110,8 @@ def _compare(rollouts: Sequence[Rollout], advantage: AdvantageFn, whose: str) ->
 
 
 def subtract_batch_mean(groups: Iterable[RolloutGroup]) -> None:
-    """Make rewards that stand as advantages distances from their mean over a whole batch, in place; where there are
-    several seats, from the mean of the seat.
+    """Subtract the mean over the whole batch from advantages that are plain rewards, in place; with several seats, the
+    mean of the seat.
 
     A baseline that includes the rollout itself scales the gradient by 1 - 1/n, n being the rollouts of the batch.
     """

@@ -17,12 +17,12 @@ logger = logging.getLogger(__name__)
 
 
 class JudgingPause:
-    """Judges at work when a pause begins may finish within its grace period; they are then cancelled, and begin anew
-    when it ends. Those that come later wait for its end.
+    """Pause of judging. Judges in progress may finish within a grace period; then they are cancelled, and restart
+    after the pause. Judges that start during the pause wait for its end.
 
     Args:
         grace_s: length of the grace period.
-        limit_s: how long a judge waits for the end before it goes on regardless.
+        limit_s: longest time that a judge waits for the end; then it continues regardless.
     """
 
     def __init__(self, grace_s: float, limit_s: float) -> None:
@@ -34,7 +34,7 @@ class JudgingPause:
         self._at_work: set[asyncio.Timeout] = set()
 
     def begin(self) -> None:
-        """Begin the grace period. One that has begun goes on."""
+        """Begin the grace period; no effect if a pause has begun already."""
         if self._over.is_set():
             self._over.clear()
             self._grace = asyncio.get_running_loop().call_later(self._grace_s, self._cancel_all)
@@ -45,8 +45,8 @@ class JudgingPause:
         self._over.set()
 
     async def judge(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The result of `work()`, which is called again each time a pause has cancelled it. A cancellation of the
-        caller ends it, whenever it comes."""
+        """Result of `work()`, which is called again each time a pause has cancelled it. Cancelling the caller ends
+        it."""
         while True:
             if not self._over.is_set():
                 await self._wait()
@@ -66,30 +66,31 @@ class JudgingPause:
         for scope in self._at_work:
             scope.reschedule(asyncio.get_running_loop().time())
         if self._at_work:
-            logger.warning("cancelled %d rewards %g s into a pause; they begin anew", len(self._at_work), self._grace_s)
+            count = len(self._at_work)
+            logger.warning("cancelled %d rewards %g s into a pause; they restart after it", count, self._grace_s)
 
     async def _wait(self) -> None:
         try:
             async with asyncio.timeout(self._limit_s):
                 await self._over.wait()
         except TimeoutError:
-            logger.warning("the pause has lasted %g s; judging goes on regardless", self._limit_s)
+            logger.warning("the pause has lasted %g s; judging continues regardless", self._limit_s)
 
 
 T = TypeVar("T")
 
 
 class Judging:
-    """Begins with each sibling when it ends, and stops with the first that was aborted: such a group has no reward.
-    Nor has one whose reward fails for good.
+    """Judging of one group: starts with each sibling when it ends. A group has no rewards if a sibling was aborted or a
+    reward fails for good.
 
     Args:
-        tasks: the group's own; judges end with it.
-        pause: where judges wait while generation is paused.
-        give_up: called once with the reason, when a reward has failed: no sibling is of use any more.
+        tasks: task group of the rollouts; judges end with it.
+        pause: makes judges wait while generation is paused.
+        give_up: called once with the reason when a reward has failed for good.
 
     Attributes:
-        error: what failed; None as long as nothing has.
+        error: the failure, if any.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Judging:
         self._tasks = tasks
         self._give_up = give_up
         self._running: list[asyncio.Task[None]] = []
-        self._begun: dict[str, dict[str, float]] = {}  # what was judged ahead, by rollout id
+        self._begun: dict[str, dict[str, float]] = {}  # values judged early, by rollout id
         self._stopped = False
 
     def ended(self, rollout: Rollout) -> None:
@@ -111,15 +112,15 @@ class Judging:
             self._running.append(self._tasks.create_task(self._begin(rollout), name=f"judge-{rollout.rollout_id}"))
 
     async def finish(self, group: RolloutGroup) -> None:
-        """What needs all siblings. Called once the task group has ended.
+        """Score the group. Call once the task group has ended.
 
         Raises:
-            RewardError: a reward function failed, now or before, and its policy is to end the run. Where that is to
-                drop the group, it says so in `group.failure`.
+            RewardError: a reward function failed, now or before, and its policy is to end the run. If the policy is to
+                drop the group, `group.failure` is set instead.
         """
         if self.error is None and not group.is_aborted:
             try:
-                # In a task of its own: a judge that cancels the current one cannot pass for whoever runs the group.
+                # In a separate task: a judge that cancels the current task must not cancel the group.
                 await asyncio.ensure_future(self._timed(lambda: self._rubric.score(group, self._begun), group.rollouts))
             except RewardError as error:
                 self.error = error
@@ -141,10 +142,10 @@ class Judging:
             if self.error is None:
                 self.error = error
                 self._stop()
-                self._give_up(f"stopped, for a sibling could not be judged: {error}")
+                self._give_up(f"stopped because a sibling could not be judged: {error}")
 
     async def _timed(self, judge: Callable[[], Coroutine[Any, Any, T]], rollouts: Sequence[Rollout]) -> T:
-        """What `judge` gives; the time it takes, pauses included, is shared by the rollouts' `reward_seconds`."""
+        """Result of `judge`; its time, pauses included, is divided among the rollouts' `reward_seconds`."""
         clock = asyncio.get_running_loop().time
         began = clock()
         judged = await self._judging_pause.judge(judge)

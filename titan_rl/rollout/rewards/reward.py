@@ -31,17 +31,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FailurePolicy:
-    """What follows when a call of a reward fails: it raises, gives no finite number, or takes too long.
+    """Policy for failed calls of a reward: it raises, returns no finite number, or takes too long.
 
     Example: a judge behind a network, tried again after 2, 4, 8 and 16 seconds before its group is given up:
 
         Reward(judge, on_failure=FailurePolicy(retries=4, backoff_s=2.0))
 
     Args:
-        retries: how often the call is made again. One that took too long is not: it had its time.
-        backoff_s: seconds before the first of them; each further wait is twice as long, and none is longer than 60 s.
-        then: what follows when all have failed. "drop_group" leaves the group out of training, which
-            `scheduling.max_failed_groups` of in a row end; "fail_run" ends the run.
+        retries: number of retries. A call that took too long is not retried.
+        backoff_s: seconds before the first retry; each further wait is twice as long, up to 60 s.
+        then: action after the last retry. "drop_group" leaves the group out of training, and
+            `scheduling.max_failed_groups` such groups in a row end the run; "fail_run" ends the run.
 
     Raises:
         ValueError: names the field, the value and what is allowed.
@@ -65,10 +65,10 @@ class FailurePolicy:
         return min(self.backoff_s * 2.0 ** min(retry, 60), MAX_BACKOFF_S)
 
     async def apply(self, call: Callable[[], Awaitable[T]]) -> T:
-        """What `call()` gives, called again as long as it fails and the policy allows.
+        """Result of `call()`, retried as the policy allows.
 
         Raises:
-            RewardError: the last one; its `ends_run` says what follows.
+            RewardError: the error of the last retry; `ends_run` is set as the policy says.
         """
         for retry in count():
             try:
@@ -84,11 +84,11 @@ class FailurePolicy:
 
 
 SURE_TO_FAIL_AGAIN = FailurePolicy(retries=0)
-"""By default of a function that only computes."""
+"""Default for functions that only compute: a retry would give the same error."""
 
 
 class UserFunction:
-    """A function of the user, sync or async, on the event loop or in threads of its own.
+    """User function, sync or async, called on the event loop or in its own threads.
 
     Args:
         max_threads: most calls at once in threads; None runs it on the loop.
@@ -101,15 +101,15 @@ class UserFunction:
 
     @property
     def only_computes(self) -> bool:
-        """Whether the same argument surely gives the same again: it is not async, and not slow enough for a thread."""
+        """Whether it is a sync function outside a thread, so that a retry with the same argument would be useless."""
         call = inspect.getattr_static(self._fn, "__call__", None)  # async, of an object that is called like a function
         return self._threads is None and not any(map(inspect.iscoroutinefunction, (self._fn, call)))
 
     async def __call__(self, argument: Any, about: str, timeout_s: float | None) -> Any:
-        """What it gives for `argument`. The time of a call in a thread counts from when there is one for it.
+        """Result for `argument`. The time limit of a call in a thread starts when a thread is free.
 
         Raises:
-            RewardError: it raised, was cancelled by nobody here, or took too long.
+            RewardError: it raised, was cancelled by other code, or took too long.
         """
 
         def call() -> Any:
@@ -138,7 +138,7 @@ class UserFunction:
 
 
 async def _awaited(result: Awaitable[T]) -> T:
-    return await result  # on the stack, for the watchdog to know a reward by
+    return await result  # the watchdog identifies rewards by this frame
 
 
 def failed(name: str, about: str, error: BaseException) -> RewardError:
@@ -146,12 +146,12 @@ def failed(name: str, about: str, error: BaseException) -> RewardError:
 
 
 def about(rollouts: Sequence[Rollout], *, each: bool = False) -> str:
-    """What a call is about, for messages: a rollout, or a group."""
+    """Subject of a call for messages: a rollout, or a group."""
     return f"rollout {rollouts[0].rollout_id!r}" if each else f"group {rollouts[0].group_id!r}"
 
 
 def copy_of(rollout: Rollout) -> Rollout:
-    """A rollout for a reward to do with as it likes. Its sample is shared, and routed experts are left out."""
+    """Copy of a rollout that a reward may change. The sample is shared, and routed experts are left out."""
     return replace(
         rollout,
         turns=list(map(_copy_of_turn, rollout.turns)),
@@ -172,10 +172,10 @@ def _copy_of_turn(turn: Turn) -> Turn:
 
 
 def checked(values: Any, count: int, name: str, about: str) -> list[float]:
-    """What a reward gave, as `count` finite numbers.
+    """Convert the result of a reward to `count` finite numbers.
 
     Raises:
-        RewardError: it is something else.
+        RewardError: the result is anything else.
     """
     try:
         given = list(values)
@@ -203,7 +203,7 @@ def _number(value: Any, name: str, about: str) -> float:
 
 
 async def together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all, run at once. The first failure ends the others, and is raised as it is."""
+    """Results of all calls, run concurrently. The first failure cancels the others and is raised unchanged."""
     if len(calls) == 1:
         return [await calls[0]]
     failure: Exception | None = None
@@ -231,11 +231,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class WeightedReward(Protocol):
-    """What a rubric needs of a reward: `Reward`, `GroupReward`, or a class of one's own.
+    """Reward in a rubric: `Reward`, `GroupReward`, or your own class.
 
-    One with an attribute `per_rollout = True` judges each rollout for itself: it is given one at a time, and may begin
-    before its siblings end. One with an attribute `on_failure` is a `FailurePolicy` that says what follows when
-    `values` raises.
+    With an attribute `per_rollout = True`, `values` is called for one rollout at a time, possibly before its siblings
+    end. An attribute `on_failure` holds the `FailurePolicy` for exceptions of `values`.
     """
 
     @property
@@ -245,12 +244,12 @@ class WeightedReward(Protocol):
     def weight(self) -> float: ...
 
     async def values(self, rollouts: Sequence[Rollout]) -> Sequence[float]:
-        """One finite value per rollout.  # [num_rollouts]"""
+        """Finite values, one per rollout.  # [num_rollouts]"""
         ...
 
 
 class FunctionReward(ABC, Generic[F]):
-    """What `Reward` and `GroupReward` share: a user's function, its weight, and what follows when it fails."""
+    """Base of `Reward` and `GroupReward`: a user function with its weight and failure policy."""
 
     def __init__(
         self,
@@ -283,7 +282,7 @@ class FunctionReward(ABC, Generic[F]):
 
     @abstractmethod
     async def values_within(self, rollouts: Sequence[Rollout], timeout_s: float | None) -> Sequence[float]:
-        """As `values`; a call may take `timeout_s` seconds where the reward has no limit of its own."""
+        """Same as `values`, with `timeout_s` as the limit of a call if the reward has none of its own."""
 
 
 class Reward(FunctionReward[RewardFn]):
@@ -295,11 +294,11 @@ class Reward(FunctionReward[RewardFn]):
         name: key in `reward_breakdown`; by default `fn.__name__`.
         in_thread: run a sync `fn` in a worker thread. Without it `fn` runs on the event loop, which suits
             anything under some milliseconds; a slower one would hold up every other rollout.
-        max_threads: most calls of it at once in threads; others wait, and their time does not count yet. The threads
-            are its own, and one that never returns holds up neither other rewards nor the end of the process.
+        max_threads: most concurrent calls in threads; others wait, without counting towards their limit. The threads
+            are not shared: a call that never returns blocks neither other rewards nor the end of the process.
         timeout_s: seconds one call may take; None takes the rubric's limit.
-        on_failure: what follows when a call fails. By default it is made again twice if `fn` is async or in a
-            thread, and not at all if it only computes; then the group is dropped.
+        on_failure: policy for failed calls. By default they are retried twice if `fn` is async or in a thread, and
+            not at all if it only computes; then the group is dropped.
 
     Raises:
         ValueError: the weight is not finite, or a limit not positive.
@@ -317,13 +316,13 @@ class GroupReward(FunctionReward[GroupRewardFn]):
     """A function of all sibling rollouts at once: rankings, diversity, one call to a judge.
 
     Args:
-        fn: `fn(rollouts) -> one float per rollout, in order`, sync or async. It sees the siblings that are
-            judged: none that is errored, nor a truncated one where the rubric has a `truncated_reward`. Where the
-            environment has several seats, it is called for those of each.
+        fn: `fn(rollouts) -> one float per rollout, in order`, sync or async. It receives the siblings that are
+            judged: no errored ones, and no truncated ones if the rubric has a `truncated_reward`. If the environment
+            has several seats, it is called once for each seat.
         weight, name, in_thread, max_threads, timeout_s, on_failure: as for `Reward`.
 
     Raises:
-        ValueError: as `Reward`.
+        ValueError: see `Reward`.
     """
 
     async def values_within(self, rollouts: Sequence[Rollout], timeout_s: float | None) -> Sequence[float]:
@@ -331,14 +330,14 @@ class GroupReward(FunctionReward[GroupRewardFn]):
 
 
 class EnvReward(Reward):
-    """What `env_reward` makes: its `name` is one that the environment gives."""
+    """Reward made by `env_reward`: the environment gives its `name`."""
 
 
 def env_reward(name: str, weight: float = 1.0) -> EnvReward:
-    """The reward that the environment itself gives under `name`, summed over the turns.
+    """Reward that the environment itself gives under `name`, summed over the turns.
 
-    A completed rollout whose environment never gave it is a `RewardError` that lists the names it did give. An
-    environment that finds in `RolloutPolicy.env_rewards` that it lacks one may say so by its status instead.
+    If the environment of a completed rollout never gave it, that is a `RewardError`, which lists the names it gave. An
+    environment that misses one of `RolloutPolicy.env_rewards` may report this by its status instead.
     """
 
     def value(rollout: Rollout) -> float:
@@ -352,13 +351,13 @@ def env_reward(name: str, weight: float = 1.0) -> EnvReward:
 
 
 class SoftOverlong:
-    """Penalizes answers that come near the length limit, before it cuts them off.
+    """Penalty for answers that come near the length limit, before it cuts them off.
 
         0                                      up to max_tokens - margin
         (max_tokens - margin - length) / margin    in the margin, falling to -1
         -1                                     beyond max_tokens
 
-    The soft overlong punishment of DAPO (Yu et al., 2025, arXiv:2503.14476, eq. 13). The length is that of the
+    This is the soft overlong punishment of DAPO (Yu et al., 2025, arXiv:2503.14476, eq. 13). The length is that of the
     rollout's longest completion, in tokens.
 
     Example:

@@ -49,23 +49,22 @@ LARGEST_REWARD = 1e30
 class Rubric:
     """Scores rollouts with weighted reward functions; see the module for the formula.
 
-    A reward is given copies of the rollouts: what it changes in them reaches neither the record nor other rewards. Only
-    their `sample` is shared, and routed experts are left out.
+    Rewards receive copies of the rollouts, so their changes affect neither the record nor other rewards. Only the
+    `sample` is shared, and routed experts are left out.
 
     Args:
         rewards: at least one `Reward`, `GroupReward` or `env_reward`. A plain function stands for `Reward(function)`.
         combine: "mean" or "sum", see the module. A sum takes weights of either sign, for penalties.
-        truncated_reward: fixed reward of a truncated rollout, whose functions then do not run.
-            None judges it like any other.
-        error_reward: fixed reward of an errored rollout, whose functions never run. None leaves its reward None. With
-            it an answer that cannot be parsed, which is the policy's own doing, has an advantage like its siblings;
-            errors of others have none (`RolloutStatus.is_fault`).
-        timeout_s: seconds one call of a function may take, where its reward has no limit of its own.
+        truncated_reward: fixed reward of truncated rollouts, for which no functions run. None judges them like others.
+        error_reward: fixed reward of errored rollouts, for which no functions run. None leaves their reward None. With
+            it, an answer that cannot be parsed, which is the policy's fault, has an advantage like its siblings; other
+            errors have none (`RolloutStatus.is_fault`).
+        timeout_s: seconds that one call of a function may take if its reward has no limit of its own.
 
     Raises:
-        ValueError: there are no rewards, one of them is none, two share a name, `combine` is unknown, or the weights
-            give no reward: those of a mean must not be negative, and add up to more than zero; one of a sum must differ
-            from zero.
+        ValueError: there are no rewards, an item is not a reward, two share a name, `combine` is unknown, or the
+            weights are unusable: for a mean they must not be negative and must add up to more than zero; for a sum one
+            must differ from zero.
     """
 
     def __init__(
@@ -98,24 +97,24 @@ class Rubric:
 
     @property
     def env_rewards(self) -> tuple[str, ...]:
-        """Names of the rewards that a completed rollout must have from its environment."""
+        """Names of the rewards that the environment must give to a completed rollout."""
         return tuple(reward.name for reward in self.rewards if isinstance(reward, EnvReward))
 
     def limit_calls(self, timeout_s: float) -> None:
-        """Have no call of a function take longer than this, whatever its reward allows."""
+        """Limit each call of a function to this time, whatever its reward allows."""
         self.timeout_s = min(self.timeout_s, timeout_s)
         for reward in self.rewards:
             if isinstance(reward, FunctionReward) and reward.timeout_s is not None:
                 reward.timeout_s = min(reward.timeout_s, timeout_s)
 
     async def begin(self, rollout: Rollout) -> dict[str, float]:
-        """Judge one rollout ahead of its siblings, as far as that can be. The rollout stays as it is.
+        """Judge one rollout before its siblings, with the rewards that allow it. The rollout is not changed.
 
         Returns:
             Unweighted values by reward name, for `score`.
 
         Raises:
-            RewardError: as `score`.
+            RewardError: see `score`.
         """
         if not self._judges(rollout):
             return {}
@@ -133,11 +132,11 @@ class Rubric:
         An aborted or undecided rollout is not judged: its reward stays None.
 
         Args:
-            begun: what `begin` of this rubric gave for some of the rollouts, by rollout id; that is not judged again.
+            begun: results of `begin` for some of the rollouts, by rollout id, which are not judged again.
 
         Raises:
             RewardError: a call failed, and so did its retries. Names the function and the rollout; the function's
-                exception is the cause. Its `ends_run` says what the reward's `FailurePolicy` does.
+                exception is the cause. `ends_run` follows the reward's `FailurePolicy`.
         """
         rollouts = group.rollouts if isinstance(group, RolloutGroup) else group
         judged = [rollout for rollout in rollouts if self._judges(rollout)]
@@ -180,7 +179,7 @@ class Rubric:
         return self.truncated_reward if status.is_truncated else self.error_reward
 
     async def _judge(self, rollouts: Sequence[Rollout], rewards: Sequence[WeightedReward]) -> list[dict[str, float]]:
-        """Of each rollout, the values of these rewards. The first that fails for good ends the others."""
+        """Values of these rewards for each rollout. The first that fails for good cancels the others."""
         each = [[i] for i in range(len(rollouts))]
         seats = {rollout.seat for rollout in rollouts}
         of_a_seat = [[i for i, rollout in enumerate(rollouts) if rollout.seat == seat] for seat in seats]
@@ -193,7 +192,7 @@ class Rubric:
         return judged
 
     async def _values(self, reward: WeightedReward, rollouts: Sequence[Rollout]) -> list[float]:
-        """One call of a reward, made again as its policy says."""
+        """Values of one call of a reward, with the retries of its policy."""
         policy = getattr(reward, "on_failure", None) or FailurePolicy()
         where = about(rollouts, each=_per_rollout(reward))
 
@@ -213,7 +212,7 @@ def _divisor(rewards: Sequence[WeightedReward], combine: Combine) -> float:
     """Number by which the weighted sum of the values is divided.
 
     Raises:
-        ValueError: as `Rubric`.
+        ValueError: see `Rubric`.
     """
     if combine not in get_args(Combine):
         raise ValueError(f"Rubric combine is {combine!r}; it must be 'mean' or 'sum'")
@@ -253,7 +252,7 @@ def _weight_of(reward: WeightedReward) -> float:
 
 
 def _fixed(field: str, value: Any) -> float | None:
-    """A reward that is the same for all rollouts of a kind."""
+    """Checked fixed reward of a kind of rollouts."""
     if value is None:
         return None
     number = float_or_none(value)
