@@ -23,7 +23,7 @@ from statistics import fmean
 import looptime
 
 from benchmarks.long_tail import Case, apr_160k, apr_gsm8k, equal_lengths, verl_2200, verl_async, verl_colocated
-from titan_rl.generation.places import AdaptivePlaces
+from titan_rl.generation.adaptive_batch import AdaptivePlaces
 from titan_rl.generation.scripted_engine import CostModel
 from titan_rl.testing.simulated_replica import SimulatedReplica
 from titan_rl.testing.simulation import Workload

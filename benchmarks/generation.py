@@ -31,15 +31,14 @@ from titan_rl.cluster.processes.process import ProcessSpec, enter_actor_process
 from titan_rl.cluster.processes.remote_process import RemoteProcess, call
 from titan_rl.cluster.supervision import Supervisor
 from titan_rl.config.sections import GenerationConfig, StateDictConfig
-from titan_rl.generation.engine_spec import EngineSpec
+from titan_rl.generation.engine import EngineSpec
 from titan_rl.generation.gpu_share import CPU_KV_GIB
 from titan_rl.generation.registry import make_engine
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.rollout.group.turns import turn_seed
 from titan_rl.run.machine.environment import run_environment
-from titan_rl.weights.published_weights import PublishedWeights
-from titan_rl.weights.types import Manifest, Probe
+from titan_rl.weights.types import Manifest, Probe, PublishedWeights
 
 from monarch.actor import Actor, concurrent_endpoint, this_proc  # isort: skip
 

@@ -55,9 +55,8 @@ from titan_rl.scheduling.curriculum import InOrder
 from titan_rl.scheduling.lease import Lease
 from titan_rl.scheduling.task_mix import Share, TaskMix
 from titan_rl.training.settings import ModelConfig
-from titan_rl.weights.layouts import ShardLayout
-from titan_rl.weights.published_weights import PublishedWeights
-from titan_rl.weights.types import Manifest, Probe, Shard, TensorEntry
+from titan_rl.weights.manifest import ShardLayout
+from titan_rl.weights.types import Manifest, Probe, PublishedWeights, Shard, TensorEntry
 
 SIZES = (8, 64, 512, 2048)
 REQUESTS, GROUP_SIZE = 64, 8  # in flight on each generator; siblings

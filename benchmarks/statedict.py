@@ -30,7 +30,7 @@ import torch
 
 from benchmarks import rdma
 from benchmarks.paired import Spread, ratio, report
-from titan_rl.weights.shard_files.shard_folder import shard_root
+from titan_rl.weights.shard_files import shard_root
 from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
 
 TENSOR_BYTES = 16 << 20  # a 2048 x 2048 float32 matrix

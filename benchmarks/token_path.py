@@ -26,8 +26,7 @@ from titan_rl.cluster.request_stream import Packed, pack, unpack
 from titan_rl.config.sections import STREAM_INTERVAL
 from titan_rl.generation.engine import TokenDelta
 from titan_rl.generation.loop.calls import PendingCall
-from titan_rl.generation.partial import Partial
-from titan_rl.generation.request import EngineRequest, OnChunk
+from titan_rl.generation.request import EngineRequest, OnChunk, Partial
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.rollout.types import Rollout, RolloutGroup, Turn
 from titan_rl.run.journal.records import encode, group_record

@@ -128,12 +128,12 @@ class Plan:
 def run_engines(plan: Plan) -> None:
     """One rank: try every fault on every pair of versions."""
     from titan_rl.core.errors import VerificationError
-    from titan_rl.generation.engine_spec import EngineSpec
+    from titan_rl.generation.engine import EngineSpec
     from titan_rl.generation.loop.ranks import EngineRank, GlooRanks, OneRank, Weights
     from titan_rl.generation.types import KVPolicy
     from titan_rl.generation.vllm_engine import VLLMEngine
-    from titan_rl.weights.checksums import published_checksums
     from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
+    from titan_rl.weights.verification import published_checksums
 
     rank_number, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     chance = random.Random(1)  # the same on every rank
@@ -211,7 +211,7 @@ def run_engines(plan: Plan) -> None:
 
 def changed_parts(before: Any, now: Any) -> dict[str, list[str]]:
     """By fault, what may keep its old weights so that they are wrong: an expert that no token took does not change."""
-    from titan_rl.weights.checksums import published_checksums
+    from titan_rl.weights.verification import published_checksums
 
     old, new = published_checksums(before), published_checksums(now)
     layers = [f"model.layers.{layer}." for layer in range(LAYERS)]

@@ -14,7 +14,7 @@ from titan_rl.cluster.hosts.placement import check_transport
 from titan_rl.config.hosts import Roles
 from titan_rl.config.load import load_config
 from titan_rl.core.errors import ConfigError, DataError
-from titan_rl.generation.engine_spec import EngineSpec
+from titan_rl.generation.engine import EngineSpec
 from titan_rl.generation.registry import find_engine, make_engine
 from titan_rl.generation.router.strategies import make_strategy
 from titan_rl.generation.scripted_engine import ScriptedEngine

@@ -11,9 +11,8 @@ from titan_rl.run.checkpoints.resumption import Resumption
 from titan_rl.run.journal.state import RunState
 from titan_rl.scheduling.batches import GroupBatch
 from titan_rl.training.protocol import agreed_version
-from titan_rl.weights.published_weights import PublishedWeights
-from titan_rl.weights.shards import join
-from titan_rl.weights.types import Manifest
+from titan_rl.weights.manifest import join
+from titan_rl.weights.types import Manifest, PublishedWeights
 
 
 def test_the_ranks_of_a_trainer_have_one_version() -> None:

@@ -30,10 +30,9 @@ from titan_rl.evaluation.policies.opened import (
     speaks_no_tokens,
 )
 from titan_rl.evaluation.results import Evaluation
-from titan_rl.generation.function_replica import FunctionReplica
+from titan_rl.generation.function_replica import FunctionReplica, within_vocabulary
 from titan_rl.generation.router.replica import Replica
 from titan_rl.generation.router.strategies import Strategy
-from titan_rl.generation.vocabulary import within_vocabulary
 from titan_rl.metrics.sinks.types import MetricSink
 from titan_rl.rollout.chat_env import ChatFn
 from titan_rl.rollout.renderer import Renderer
@@ -47,7 +46,7 @@ from titan_rl.run.terminal.standard_streams import tell
 from titan_rl.scheduling.filters import GroupFilter
 from titan_rl.training.protocol import Trainer
 from titan_rl.types import GenerateFn
-from titan_rl.weights.published_weights import PublishedWeights
+from titan_rl.weights.types import PublishedWeights
 
 Function = Callable[..., Any] | str
 """A function of a module, or its name as in settings: "grpo", "my_losses:mine"."""

@@ -37,8 +37,7 @@ from titan_rl.cluster.hosts.requests import HostFiles
 from titan_rl.cluster.run_processes import start_processes
 from titan_rl.config.load import dump_config, load_config
 from titan_rl.config.run import RunConfig
-from titan_rl.generation.engine import Engine
-from titan_rl.generation.engine_spec import EngineSpec
+from titan_rl.generation.engine import Engine, EngineSpec
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.generation.scripted_engine import CostModel, ScriptedEngine
@@ -48,7 +47,7 @@ from titan_rl.run.machine.environment import run_environment
 from titan_rl.run.parts import watcher
 from titan_rl.run.status import noted
 from titan_rl.types import Completion, SamplingParams, TokenChunk
-from titan_rl.weights.published_weights import PublishedWeights
+from titan_rl.weights.types import PublishedWeights
 
 PROMPT = [5, 6, 7]
 

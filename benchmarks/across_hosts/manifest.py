@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.paired import report
-from titan_rl.weights.layouts import KnownLayouts, pack
+from titan_rl.weights.manifest import KnownLayouts, pack
 from titan_rl.weights.types import Manifest, Shard, TensorEntry
 
 LAYERS, EXPERTS = 48, 128

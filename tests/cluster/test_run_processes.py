@@ -34,7 +34,7 @@ from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.run.directory import RunDirectory
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
-from titan_rl.weights.published_weights import PublishedWeights
+from titan_rl.weights.types import PublishedWeights
 
 SILENT = "nothing has been heard of it for 3 s"
 

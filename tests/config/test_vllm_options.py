@@ -12,10 +12,9 @@ from titan_rl.cluster.generator_actor import GeneratorPlan
 from titan_rl.config.load import load_config
 from titan_rl.config.sections import GenerationConfig, StateDictConfig
 from titan_rl.core.errors import ConfigError
-from titan_rl.generation import vllm_options
-from titan_rl.generation.engine_spec import EngineSpec
-from titan_rl.generation.vllm_arguments import CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS, engine_arguments
-from titan_rl.generation.vllm_options import problem_of
+from titan_rl.generation import vllm_arguments
+from titan_rl.generation.engine import EngineSpec
+from titan_rl.generation.vllm_arguments import CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS, engine_arguments, problem_of
 from titan_rl.training.settings import ModelConfig
 
 EXAMPLE = "examples/alphabet_sort/cpu.toml"
@@ -83,12 +82,12 @@ def test_a_name_that_vllm_does_not_know_is_refused_with_the_one_that_was_meant(c
 def test_the_names_read_from_the_source_are_those_of_the_class() -> None:
     arguments = pytest.importorskip("vllm.engine.arg_utils", reason="needs the cpu or gpu extra")
     fields = {field.name for field in dataclasses.fields(arguments.EngineArgs)}
-    assert vllm_options._argument_names() == fields
-    assert vllm_options.OWN.keys() <= fields
+    assert vllm_arguments._argument_names() == fields
+    assert vllm_arguments.OWN.keys() <= fields
 
 
 def test_without_vllm_only_what_titan_rl_sets_is_refused(monkeypatch) -> None:
-    monkeypatch.setattr(vllm_options, "_argument_names", frozenset)
+    monkeypatch.setattr(vllm_arguments, "_argument_names", frozenset)
     assert problem_of({"whatever": 1}) is None
     assert problem_of({"model": "x"}) == ("model", "is what model.path says; set that instead")
 

@@ -10,7 +10,7 @@ from titan_rl.generation.router import GeneratorRouter
 from titan_rl.run.directory import RunDirectory
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.types import Completion, GenerateFn, SamplingParams
-from titan_rl.weights.published_weights import PublishedWeights
+from titan_rl.weights.types import PublishedWeights
 
 LENGTH = 200
 SAMPLING = SamplingParams(max_tokens=LENGTH, min_tokens=LENGTH, temperature=1.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from titan_rl import Engine, TokenDelta
-from titan_rl.generation.engine_spec import EngineSpec
+from titan_rl.generation.engine import EngineSpec
 
 
 def make(spec: EngineSpec) -> Engine:

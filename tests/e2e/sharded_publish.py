@@ -23,7 +23,7 @@ from titan_rl.training import publishing
 from titan_rl.training.publishing import WeightPublisher
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.trainer import TrainerCore
-from titan_rl.weights.shards import join
+from titan_rl.weights.manifest import join
 from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
 from titan_rl.weights.types import Manifest
 

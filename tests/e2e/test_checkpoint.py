@@ -267,7 +267,7 @@ def test_a_checkpoint_is_exported_without_what_trained_it(folder: Path, tmp_path
 
 
 def test_an_exported_folder_gives_vllm_the_same_logprobs(folder: Path, tmp_path: Path):
-    from titan_rl.generation.engine_spec import EngineSpec
+    from titan_rl.generation.engine import EngineSpec
     from titan_rl.generation.vllm_engine import VLLMEngine
 
     trainer = make_trainer(folder)

@@ -30,7 +30,7 @@ from renderers.configs import Qwen3RendererConfig
 from renderers.qwen3 import Qwen3Renderer
 from transformers import Qwen3ForCausalLM
 
-from titan_rl.generation.engine_spec import EngineSpec
+from titan_rl.generation.engine import EngineSpec
 from titan_rl.generation.loop.engine_loop import EngineLoop, LocalReplica
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.generation.vllm_engine import VLLMEngine

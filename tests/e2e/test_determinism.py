@@ -8,7 +8,7 @@ pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
 
 from e2e.tiny_policy import make_tiny_qwen3
 
-from titan_rl.generation.engine_spec import EngineSpec
+from titan_rl.generation.engine import EngineSpec
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.vllm_engine import VLLMEngine
 from titan_rl.types import SamplingParams

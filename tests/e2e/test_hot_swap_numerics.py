@@ -20,15 +20,14 @@ import torch
 from e2e.tiny_policy import make_tiny_qwen3, make_trainer
 from transformers import Qwen3ForCausalLM
 
-from titan_rl.generation.engine import Engine
-from titan_rl.generation.engine_spec import EngineSpec
+from titan_rl.generation.engine import Engine, EngineSpec
 from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.vllm_engine import VLLMEngine
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.publishing import WeightPublisher
 from titan_rl.types import Completion, SamplingParams
-from titan_rl.weights.probes import verify
 from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
+from titan_rl.weights.verification import verify
 
 NUM_VERSIONS, IN_FLIGHT, LENGTH = 6, 8, 90
 

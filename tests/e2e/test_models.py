@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from titan_rl.core.errors import ModelError, TrainingError
-from titan_rl.generation.engine_spec import EngineSpec
+from titan_rl.generation.engine import EngineSpec
 from titan_rl.generation.vllm_engine import VLLMEngine
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.trainer import TrainerCore

@@ -17,7 +17,7 @@ from titan_rl.cluster.processes.process import enter_actor_process
 from titan_rl.cluster.processes.remote_process import call
 from titan_rl.cluster.supervision import Supervisor
 from titan_rl.core.errors import StateDictError
-from titan_rl.weights.shards import join
+from titan_rl.weights.manifest import join
 from titan_rl.weights.transports.rdma import RDMATransport
 from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
 from titan_rl.weights.types import Manifest, SlicePosition, TensorSlice

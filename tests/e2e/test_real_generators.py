@@ -36,7 +36,7 @@ from titan_rl.run.directory import RunDirectory
 from titan_rl.serving.app import make_app
 from titan_rl.serving.server import serve
 from titan_rl.types import Completion, FinishReason, TokenChunk
-from titan_rl.weights.published_weights import PublishedWeights
+from titan_rl.weights.types import PublishedWeights
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

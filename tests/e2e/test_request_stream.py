@@ -22,7 +22,7 @@ from titan_rl.cluster.supervision import Supervisor
 from titan_rl.core.errors import GenerationError, RequestError
 from titan_rl.generation.request import EngineRequest
 from titan_rl.types import Completion, FinishReason, SamplingParams, TokenChunk, VersionSpan
-from titan_rl.weights.published_weights import PublishedWeights
+from titan_rl.weights.types import PublishedWeights
 
 from monarch.actor import concurrent_endpoint, this_proc  # isort: skip
 

@@ -21,7 +21,7 @@ from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from titan_rl.config.sections import SpeculativeConfig
 from titan_rl.core.errors import RequestError
-from titan_rl.generation.engine_spec import EngineSpec
+from titan_rl.generation.engine import EngineSpec
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.vllm_engine import VLLMEngine
 from titan_rl.testing.engine_contract import Batch

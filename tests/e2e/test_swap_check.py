@@ -10,13 +10,13 @@ import pytest
 from e2e.tiny_policy import make_tiny_qwen3, on_policy_samples
 
 from titan_rl.core.errors import VerificationError
-from titan_rl.generation.engine_spec import EngineSpec
+from titan_rl.generation.engine import EngineSpec
 from titan_rl.generation.vllm_engine import VLLMEngine
 from titan_rl.training.publishing import WeightPublisher
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.trainer import TrainerCore
-from titan_rl.weights.probes import ProbeFigures, SwapCheck
 from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
+from titan_rl.weights.verification import ProbeFigures, SwapCheck
 
 
 class Run:

@@ -20,7 +20,7 @@ from titan_rl.generation.router import GeneratorRouter
 from titan_rl.run.directory import RunDirectory
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.types import SamplingParams
-from titan_rl.weights.published_weights import PublishedWeights
+from titan_rl.weights.types import PublishedWeights
 
 SETTINGS = [
     ("generation.num_generators", "2"),

@@ -15,8 +15,7 @@ import torch
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from titan_rl.core.errors import EngineDeadError, GenerationError, ModelError, RequestError, VerificationError
-from titan_rl.generation.engine import Engine, TokenDelta
-from titan_rl.generation.engine_spec import EngineSpec
+from titan_rl.generation.engine import Engine, EngineSpec, TokenDelta
 from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.vllm_engine import VLLMEngine

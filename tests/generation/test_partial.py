@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_rl import Completion, EngineRequest, FinishReason, SamplingParams, VersionSpan
-from titan_rl.generation.partial import Partial
+from titan_rl.generation.request import Partial
 from titan_rl.types import TokenChunk
 
 LENGTH = 20

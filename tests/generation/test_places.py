@@ -11,8 +11,7 @@ from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_rl.generation.lengths_seen import Growth, LengthsSeen
-from titan_rl.generation.places import AdaptivePlaces
+from titan_rl.generation.adaptive_batch import AdaptivePlaces, Growth, LengthsSeen
 
 PROMPT = 100
 

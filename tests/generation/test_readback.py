@@ -15,8 +15,8 @@ from titan_rl.core.errors import VerificationError
 from titan_rl.core.tensor_checksum import TensorChecksum, box_checksum
 from titan_rl.generation.engine import HeldTensor
 from titan_rl.generation.loop.engine_loop import EngineLoop
-from titan_rl.generation.readback import compare, describe, read_back
 from titan_rl.generation.scripted_engine import ScriptedEngine
+from titan_rl.generation.types import compare, describe, read_back
 from titan_rl.types import SamplingParams
 
 Weights = dict[str, torch.Tensor]

@@ -11,7 +11,7 @@ pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
 import torch
 from e2e.tiny_policy import make_tiny_qwen3, on_policy_samples, sequences
 
-from titan_rl.generation.engine_spec import EngineSpec
+from titan_rl.generation.engine import EngineSpec
 from titan_rl.generation.vllm_engine import VLLMEngine
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.trainer import TrainerCore

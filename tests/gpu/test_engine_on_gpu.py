@@ -14,7 +14,7 @@ import torch
 from e2e.runs import run_training
 from e2e.tiny_policy import make_tiny_moe, make_tiny_qwen3, on_policy_samples, sequences
 
-from titan_rl.generation.engine_spec import EngineSpec
+from titan_rl.generation.engine import EngineSpec
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.vllm_engine import VLLMEngine
 from titan_rl.training.settings import ModelConfig, TrainingConfig

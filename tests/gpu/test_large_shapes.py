@@ -108,7 +108,7 @@ def on_own_gpu(folder: Path, out: Path, **training: Any) -> Any:
 @pytest.mark.parametrize("make", [make_tiny_qwen3, make_tiny_llama3])
 def test_vllm_scores_what_a_tied_model_publishes(make: Any, tmp_path: Path) -> None:
     pytest.importorskip("vllm")
-    from titan_rl.generation.engine_spec import EngineSpec
+    from titan_rl.generation.engine import EngineSpec
     from titan_rl.generation.vllm_engine import VLLMEngine
 
     folder = make(tmp_path / "model", tied=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from e2e.slow_loss import GATE
 
 from titan_rl import Engine, TokenDelta
-from titan_rl.generation.engine_spec import EngineSpec
+from titan_rl.generation.engine import EngineSpec
 
 STEP_S = 0.05
 

@@ -19,13 +19,11 @@ from titan_rl.config.hosts import HostsConfig
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import GenerationConfig
 from titan_rl.config.tasks import TaskSource
-from titan_rl.generation.engine import Engine
-from titan_rl.generation.engine_spec import EngineSpec
+from titan_rl.generation.engine import Engine, EngineSpec
 from titan_rl.generation.scripted_engine import CostModel, ScriptedEngine
 from titan_rl.run.directory import RunDirectory
 from titan_rl.types import SamplingParams
-from titan_rl.weights.shard_files.owned_folder import OwnedFolder
-from titan_rl.weights.shard_files.shard_folder import shard_folder
+from titan_rl.weights.shard_files import OwnedFolder, shard_folder
 
 TESTS = Path(__file__).parents[1]
 LIMIT_S = 60
@@ -76,7 +74,7 @@ async def generators(config: RunConfig, folder: Path) -> AsyncGenerator[tuple[An
     from titan_rl.cluster.run_processes import start_processes
     from titan_rl.run.hosts import use_monarch
     from titan_rl.run.machine.environment import run_environment
-    from titan_rl.weights.published_weights import PublishedWeights
+    from titan_rl.weights.types import PublishedWeights
 
     with run_environment((str(TESTS), *config.pythonpath)):
         use_monarch(config.hosts, print)

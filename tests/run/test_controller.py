@@ -50,8 +50,7 @@ from titan_rl.run.observability.summary import show_summary
 from titan_rl.scheduling.settings import SchedulingConfig
 from titan_rl.training.protocol import SkippedMinibatch, StepResult
 from titan_rl.training.settings import ModelConfig, TrainingConfig
-from titan_rl.weights.published_weights import PublishedWeights
-from titan_rl.weights.types import Manifest
+from titan_rl.weights.types import Manifest, PublishedWeights
 
 
 class Counting(Section):

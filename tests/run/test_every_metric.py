@@ -56,7 +56,7 @@ def of_code() -> set[str]:
         *prefixed("sync", dict.fromkeys(strings("cluster/generator_actor.py", "pull"), 0.0)),
         *prefixed("sync", dict.fromkeys(strings("weights/transports/tcp.py", "_note"), 0.0)),
         *strings("run/observability/generation_status.py", "_moved_metrics", r"[a-z]+/[a-z_]+"),
-        *(f"completion/{name}" for name in strings("generation/partial.py", "_continued_metrics")),
+        *(f"completion/{name}" for name in strings("generation/request.py", "_continued_metrics")),
         *(text for text in strings("run/sft/loop.py", "_train_on", r"[a-z]+/[a-z_]+")),
         *(text for text in strings("run/sft/loop.py", "_measure", r"[a-z]+/[a-z_]+")),
         *re.findall(r"^# HELP (?!\w+_created )(\w+?)(?:_total)? ", ServerMetrics().text().decode(), re.M),

@@ -18,8 +18,7 @@ from titan_rl.run.directory import RunDirectory
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.machine.environment import file_modes
 from titan_rl.training.state.checkpoint import atomic_directory
-from titan_rl.weights.shard_files.owned_folder import OwnedFolder
-from titan_rl.weights.shard_files.shard_file import ShardFile
+from titan_rl.weights.shard_files import OwnedFolder, ShardFile
 
 __all__ = ["project"]
 

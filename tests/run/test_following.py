@@ -20,7 +20,7 @@ from titan_rl.generation.scripted_engine import ScriptedEngine
 from titan_rl.testing.fake_replica import FakeReplica
 from titan_rl.training.settings import ModelConfig
 from titan_rl.types import FinishReason, SamplingParams, VersionSpan
-from titan_rl.weights.published_weights import PublishedWeights
+from titan_rl.weights.types import PublishedWeights
 
 END = 7
 
@@ -151,8 +151,8 @@ async def test_what_is_published_is_what_the_checkpoint_has_with_checksums_and_o
     torch = pytest.importorskip("torch")
     from safetensors.torch import save_file
 
-    from titan_rl.weights.checksums import published_checksums
     from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
+    from titan_rl.weights.verification import published_checksums
 
     weights = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4)}
     temporary: list[Path] = []

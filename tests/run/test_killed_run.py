@@ -29,8 +29,7 @@ from titan_rl.scheduling.settings import SchedulingConfig
 from titan_rl.training.protocol import StepResult, Trainer
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.state.checkpoint import atomic_directory, latest, step_directory, write_checksums, write_summed
-from titan_rl.weights.published_weights import PublishedWeights
-from titan_rl.weights.types import Manifest
+from titan_rl.weights.types import Manifest, PublishedWeights
 
 STEPS, GROUPS = 7, 3
 

@@ -27,7 +27,7 @@ from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.summary import RunSummary
 from titan_rl.scheduling.settings import SchedulingConfig
 from titan_rl.training.settings import ModelConfig, TrainingConfig
-from titan_rl.weights.published_weights import PublishedWeights
+from titan_rl.weights.types import PublishedWeights
 
 Record = dict[str, Any]
 

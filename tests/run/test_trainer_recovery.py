@@ -26,8 +26,7 @@ from titan_rl.run.journal.state import RunState
 from titan_rl.run.trainer_recovery import JournaledSteps, RecoveringTrainer, recovering
 from titan_rl.training.protocol import StepResult
 from titan_rl.training.state.checkpoint import list_checkpoints
-from titan_rl.weights.published_weights import PublishedWeights
-from titan_rl.weights.types import Manifest, Shard
+from titan_rl.weights.types import Manifest, PublishedWeights, Shard
 
 STEPS = 5
 VALIDATION = ValidationConfig(num_prompts=1, samples_per_prompt=1, interval=2)

@@ -23,7 +23,7 @@ from titan_rl.serving.http.exchange import ServerLimits
 from titan_rl.serving.policy import in_one_piece
 from titan_rl.serving.server import serve
 from titan_rl.types import Completion
-from titan_rl.weights.published_weights import PublishedWeights
+from titan_rl.weights.types import PublishedWeights
 
 GENERATE = "/inference/v1/generate"
 ASK = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 2}}

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_rl import FinishReason, SamplingParams
-from titan_rl.generation.places import AdaptivePlaces
+from titan_rl.generation.adaptive_batch import AdaptivePlaces
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.scripted_engine import CostModel, ScriptedEngine
 from titan_rl.testing.simulated_replica import SimulatedReplica

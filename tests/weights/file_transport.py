@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from titan_rl.core.errors import StateDictError
-from titan_rl.weights.assembly import assemble
-from titan_rl.weights.layout import fill, lay_out, size_of
-from titan_rl.weights.shard_files.shard_file import checksum
+from titan_rl.weights.shard_files import checksum
+from titan_rl.weights.shards import assemble, fill, lay_out, size_of
 from titan_rl.weights.transports.registry import TransportSpec
 from titan_rl.weights.types import Manifest, Probe, Shard
 

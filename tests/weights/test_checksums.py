@@ -11,11 +11,10 @@ import torch
 
 from titan_rl.core.errors import StateDictError
 from titan_rl.core.tensor_checksum import TensorChecksum, box_checksum
-from titan_rl.weights.checksums import published_checksums, with_checksums
-from titan_rl.weights.layouts import KnownLayouts, pack
-from titan_rl.weights.shards import join
+from titan_rl.weights.manifest import KnownLayouts, join, pack
 from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
 from titan_rl.weights.types import Manifest, SlicePosition, TensorSlice
+from titan_rl.weights.verification import published_checksums, with_checksums
 
 
 def cut(tensor: torch.Tensor, first: int, last: int, dtype: str | None = None) -> TensorSlice:

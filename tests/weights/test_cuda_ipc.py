@@ -19,7 +19,7 @@ from weights.published import PublishedVersions, assert_equal, weights
 from weights.racing import race
 
 from titan_rl.core.errors import StateDictError
-from titan_rl.weights.shard_files import shard_file
+from titan_rl.weights import shard_files
 from titan_rl.weights.transports.cuda_ipc import CudaIPCTransport, checksum
 from titan_rl.weights.types import Manifest
 
@@ -143,9 +143,9 @@ def test_without_a_gpu_the_error_names_the_setting() -> None:
 def test_the_checksum_is_that_of_shared_memory(words: int, seed: int) -> None:
     data = np.random.default_rng(seed).integers(0, 256, words * 8, dtype=np.uint8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("titan_rl.weights.shard_files.shard_file.BLOCK_WORDS", 8)
+        patch.setattr("titan_rl.weights.shard_files.BLOCK_WORDS", 8)
         patch.setattr("titan_rl.weights.transports.cuda_ipc.BLOCK_WORDS", 8)
-        assert checksum(torch.from_numpy(data)) == shard_file.checksum(data)
+        assert checksum(torch.from_numpy(data)) == shard_files.checksum(data)
 
 
 def test_readers_that_race_the_writer_see_whole_versions(transport, memory) -> None:

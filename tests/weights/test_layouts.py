@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_rl.core.errors import StateDictError
-from titan_rl.weights.layouts import KnownLayouts, ShardLayout, pack
+from titan_rl.weights.manifest import KnownLayouts, ShardLayout, pack
 from titan_rl.weights.types import Manifest, Shard, SlicePosition, TensorEntry
 
 

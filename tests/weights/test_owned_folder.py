@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_rl.weights.shard_files.owned_folder import OwnedFolder, clean_dead_folders
+from titan_rl.weights.shard_files import OwnedFolder, clean_dead_folders
 
 
 @pytest.mark.parametrize("after", ["mkdtemp", "open"])

@@ -10,8 +10,8 @@ import pytest
 from numpy.typing import NDArray
 
 from titan_rl.core.errors import StateDictError, VerificationError
-from titan_rl.weights.probes import SwapCheck, make_probes, verify
 from titan_rl.weights.types import Probe
+from titan_rl.weights.verification import SwapCheck, make_probes, verify
 
 
 def score(sequences: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -16,7 +16,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from titan_rl.core.errors import StateDictError
-from titan_rl.weights.shards import join
+from titan_rl.weights.manifest import join
 from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
 from titan_rl.weights.types import Manifest, Probe, SlicePosition, TensorEntry, TensorSlice
 

@@ -23,7 +23,7 @@ from weights.published import PublishedVersions, assert_equal, weights
 from weights.racing import race
 
 from titan_rl.core.errors import StateDictError
-from titan_rl.weights.shard_files.shard_folder import clean_dead_shards, shard_folder
+from titan_rl.weights.shard_files import clean_dead_shards, shard_folder
 from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
 from titan_rl.weights.types import Manifest, Probe
 

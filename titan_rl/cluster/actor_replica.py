@@ -12,8 +12,8 @@ from titan_rl.core.errors import ActorDiedError, GenerationError
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.types import GaugeSummary, PauseMode
 from titan_rl.types import Completion, SamplingParams
-from titan_rl.weights.layouts import pack
-from titan_rl.weights.published_weights import PublishedWeights
+from titan_rl.weights.manifest import pack
+from titan_rl.weights.types import PublishedWeights
 
 
 class ActorReplica:

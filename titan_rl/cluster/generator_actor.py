@@ -21,19 +21,17 @@ from titan_rl.core.calls.cancellation import stray_cancellation_fails
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.tensor_checksum import TensorChecksum
 from titan_rl.core.tracing.spans import flush
-from titan_rl.generation.engine import Engine
-from titan_rl.generation.engine_spec import EngineSpec
+from titan_rl.generation.engine import Engine, EngineSpec
 from titan_rl.generation.gpu_share import CPU_KV_GIB
 from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.loop.ranks import GlooRanks, Items, OneRank, Weights, follow_leader
-from titan_rl.generation.readback import describe
 from titan_rl.generation.registry import make_engine
 from titan_rl.generation.request import EngineRequest
-from titan_rl.generation.types import GaugeSummary, KVPolicy, PauseMode, PullResult
+from titan_rl.generation.types import GaugeSummary, KVPolicy, PauseMode, PullResult, describe
 from titan_rl.training.settings import ModelConfig
-from titan_rl.weights.layouts import KnownLayouts, PackedManifest
-from titan_rl.weights.probes import NOTICED, ProbeFigures, SwapCheck
+from titan_rl.weights.manifest import KnownLayouts, PackedManifest
 from titan_rl.weights.types import Manifest, MeasuredTransport, StateDictTransport
+from titan_rl.weights.verification import NOTICED, ProbeFigures, SwapCheck
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +257,6 @@ class GeneratorActor(ProcessActor):
 
 def _checksums_of(manifest: Manifest) -> dict[str, TensorChecksum]:
     """See `published_checksums`, whose module imports torch: the controller, which imports this one, does without."""
-    from titan_rl.weights.checksums import published_checksums
+    from titan_rl.weights.verification import published_checksums
 
     return published_checksums(manifest)

@@ -31,8 +31,7 @@ from titan_rl.generation.router.replica import Limits, Replica
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.generation.router.strategies import Strategy, make_strategy
 from titan_rl.training.settings import ModelConfig
-from titan_rl.weights.published_weights import PublishedWeights
-from titan_rl.weights.types import StateDictTransport
+from titan_rl.weights.types import PublishedWeights, StateDictTransport
 
 T = TypeVar("T")
 

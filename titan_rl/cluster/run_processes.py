@@ -35,8 +35,8 @@ from titan_rl.config.hosts import Roles
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import ActorDiedError, ConfigError
 from titan_rl.generation.router.router import GeneratorRouter
-from titan_rl.weights.published_weights import PublishedWeights
 from titan_rl.weights.transports.registry import find_transport
+from titan_rl.weights.types import PublishedWeights
 
 logger = logging.getLogger(__name__)
 

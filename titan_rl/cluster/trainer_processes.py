@@ -36,8 +36,7 @@ from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.protocol import StepResult, agreed_version
 from titan_rl.training.settings import TrainingConfig
 from titan_rl.training.state.checkpoint import being_written, put_in_place, step_directory, written_by
-from titan_rl.weights.layouts import KnownLayouts
-from titan_rl.weights.shards import join
+from titan_rl.weights.manifest import KnownLayouts, join
 from titan_rl.weights.types import Manifest
 
 

@@ -22,7 +22,7 @@ from titan_rl.core.errors import ConfigError
 from titan_rl.core.settings import FunctionName, Section, path_problem
 from titan_rl.generation.registry import EngineKind, find_engine
 from titan_rl.generation.router.strategies import make_strategy
-from titan_rl.generation.vllm_options import problem_of
+from titan_rl.generation.vllm_arguments import problem_of
 from titan_rl.weights.transports.registry import TransportKind
 
 _NAMES_CODE = re.compile(r"([A-Za-z_]\w*(?:\.\w+)*):[A-Za-z_]\w*")

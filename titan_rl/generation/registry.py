@@ -11,8 +11,7 @@ from typing import Any
 
 from titan_rl.core.calls.imports import find_function
 from titan_rl.core.errors import ConfigError
-from titan_rl.generation.engine import Engine
-from titan_rl.generation.engine_spec import EngineSpec
+from titan_rl.generation.engine import Engine, EngineSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,26 @@
-"""What travels from the `GenerateFn` seam to an engine, whatever is between them."""
+"""A request from the `GenerateFn` seam to an engine, and its tokens so far."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from operator import index
 from typing import Any
 
-from titan_rl.core.arrays import LARGEST_TOKEN_ID, token_array
+from titan_rl.core.arrays import (
+    LARGEST_TOKEN_ID,
+    LOGPROBS,
+    TOKENS,
+    ExpertRows,
+    NumberArray,
+    joined_rows,
+    logprob_array,
+    token_array,
+)
 from titan_rl.core.calls.plain import safe_text
 from titan_rl.core.errors import RequestError
-from titan_rl.types import Completion, GenerateFn, SamplingParams, TokenChunk
+from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams, TokenChunk, VersionSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,3 +109,192 @@ def _stranger(prompt: Any) -> str:
 
 OnChunk = Callable[[TokenChunk], None]
 """Called with each chunk of a request, in order."""
+
+
+class Partial:
+    """A request and what it has got so far, from all the attempts that were made at it.
+
+    Example: 40 of 64 tokens were streamed when the replica died. The rest is a request for 24 tokens, behind the prompt
+    and the 40:
+
+        partial = Partial(request)
+        await replica.stream(partial.rest, partial.begin())  # raises
+        partial.keep_chunks()
+        completion = partial.add(await another.stream(partial.rest, partial.begin()))
+    """
+
+    def __init__(self, request: EngineRequest) -> None:
+        self.request = request
+        self._kept: Completion | None = None  # of attempts that are over
+        self._present = _Tokens()  # of the present one
+
+    @property
+    def rest(self) -> EngineRequest:
+        """What the next attempt is to ask for."""
+        return self.request if self._kept is None else self.request.after(self._kept.token_ids)
+
+    def begin(self) -> OnChunk:
+        """Begin an attempt, and return what takes its chunks. Those that come after its end are dropped."""
+        self._present = _Tokens()
+        return self._present.add
+
+    def keep_chunks(self) -> None:
+        """The present attempt is over without an answer."""
+        if self._present.token_ids:
+            self.add(self._present.completion(self.request.request_id))
+
+    def add(self, answer: Completion) -> Completion:
+        """The present attempt is over with this answer. Returns it behind what earlier ones left."""
+        self._present = _Tokens()
+        whole = answer if self._kept is None else _continued(self._kept, answer)
+        if whole.request_id != self.request.request_id:
+            whole = replace(whole, request_id=self.request.request_id)
+        self._kept = whole
+        return whole
+
+    @property
+    def ended(self) -> Completion | None:
+        """What the attempts that are over left, if nothing is missing of it but its ending: it ended by itself before
+        it heard of an abort, in a stop token, or its budget is used up."""
+        kept, sampling = self._kept, self.request.sampling
+        if kept is None:
+            return None
+        reason, num_tokens = kept.ended, len(kept.token_ids)
+        if reason is None and num_tokens >= max(1, sampling.min_tokens):
+            reason = FinishReason.STOP if kept.token_ids[-1] in sampling.stop_token_ids else None
+        if reason is None and num_tokens >= sampling.max_tokens:
+            reason = FinishReason.LENGTH
+        return None if reason is None else replace(kept, finish_reason=reason, ended=None)
+
+    @property
+    def so_far(self) -> Completion:
+        """Every token known, that of the present attempt as far as it is streamed, as an aborted completion."""
+        present = self._present.completion(self.request.request_id)
+        if self._kept is None:
+            return present
+        if not present.token_ids:
+            return self._kept
+        return replace(_joined(self.request.request_id, [self._kept, present]), metrics=self._kept.metrics)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of `so_far`, which it does not make."""
+        return len(self._present.token_ids) + (0 if self._kept is None else len(self._kept.token_ids))
+
+
+def aborted_late(completion: Completion) -> Completion:
+    """One whose abort was asked for says ABORT however it ended. `ended` keeps that, so that nobody goes on with it."""
+    if completion.finish_reason is FinishReason.ABORT:
+        return completion
+    return replace(completion, finish_reason=FinishReason.ABORT, ended=completion.finish_reason)
+
+
+def tokens_between(tokens: Completion | TokenChunk, start: int, stop: int) -> TokenChunk:
+    """The tokens [start, stop).
+
+    Example: tokens 2 to 4 of those with the spans (6, 3), (7, 2) have the spans (6, 1), (7, 1).
+    """
+    if isinstance(tokens, TokenChunk) and not start and stop == len(tokens.token_ids):
+        return tokens
+    spans: list[VersionSpan] = []
+    position = 0
+    for span in tokens.version_spans:
+        num_tokens = min(stop, position + span.num_tokens) - max(start, position)
+        if num_tokens > 0:
+            spans.append(VersionSpan(span.version, num_tokens))
+        position += span.num_tokens
+    experts, top, allowed = tokens.routed_experts, tokens.top_logprobs, tokens.allowed_logprobs
+    return TokenChunk(
+        tokens.request_id,
+        tokens.token_ids[start:stop],
+        tokens.logprobs[start:stop],
+        tuple(spans),
+        None if experts is None else experts[start:stop],
+        None if top is None else top[start:stop],
+        None if allowed is None else allowed[start:stop],
+    )
+
+
+class _Tokens:
+    """What consecutive parts add up to. A part costs what is in it, however many there are before it."""
+
+    def __init__(self) -> None:
+        self.token_ids = array(TOKENS)
+        self._logprobs = array(LOGPROBS)
+        self._spans: list[VersionSpan] = []
+        self._experts: list[Any] = []
+        self._top_logprobs: list[Any] = []
+        self._allowed_logprobs: array[float] | None = None
+
+    def add(self, part: Completion | TokenChunk) -> None:
+        self.token_ids.extend(token_array(part.token_ids).array())
+        self._logprobs.extend(logprob_array(part.logprobs).array())
+        for span in part.version_spans:
+            if self._spans and self._spans[-1].version == span.version:
+                self._spans[-1] = VersionSpan(span.version, self._spans[-1].num_tokens + span.num_tokens)
+            else:
+                self._spans.append(span)
+        if part.routed_experts is not None:
+            self._experts.append(part.routed_experts)
+        if part.top_logprobs is not None:
+            self._top_logprobs.append(part.top_logprobs)
+        if part.allowed_logprobs is not None:
+            self._allowed_logprobs = self._allowed_logprobs or array(LOGPROBS)
+            self._allowed_logprobs.extend(logprob_array(part.allowed_logprobs).array())
+
+    def completion(self, request_id: str) -> Completion:
+        """As an aborted one."""
+        return Completion(
+            request_id,
+            NumberArray(self.token_ids[:]),
+            NumberArray(self._logprobs[:]),
+            FinishReason.ABORT,
+            tuple(self._spans),
+            _rows(self._experts),
+            top_logprobs=_rows(self._top_logprobs),
+            allowed_logprobs=None if self._allowed_logprobs is None else NumberArray(self._allowed_logprobs[:]),
+        )
+
+
+def _joined(request_id: str, parts: Sequence[Completion | TokenChunk]) -> Completion:
+    """The tokens of consecutive parts, as an aborted completion."""
+    tokens = _Tokens()
+    for part in parts:
+        tokens.add(part)
+    return tokens.completion(request_id)
+
+
+def _rows(of_parts: Sequence[Any]) -> Any:
+    """One for each token, where a part has them."""
+    if of_parts and all(isinstance(rows, ExpertRows) for rows in of_parts):
+        return joined_rows(of_parts)
+    return [row for rows in of_parts for row in rows] if of_parts else None
+
+
+def _continued(first: Completion, second: Completion) -> Completion:
+    """`second` continues `first`, and says how the whole ended."""
+    return replace(
+        _joined(first.request_id, [first, second]),
+        finish_reason=second.finish_reason,
+        metrics=_continued_metrics(first, second),
+        ended=second.ended,
+    )
+
+
+def _continued_metrics(first: Completion, second: Completion) -> dict[str, float]:
+    """Latency and cached prompt tokens are those of the first; queued and interrupted times add up; `inter_token_s` is
+    the mean over both; `num_resumes` counts the seams; others are those of the first that has them."""
+    before, after = first.metrics, second.metrics
+    merged = {**after, **before}
+    for name in ("queue_s", "interrupted_s"):
+        if name in before or name in after:
+            merged[name] = before.get(name, 0.0) + after.get(name, 0.0)
+    weights = [
+        (part.metrics["inter_token_s"], len(part.token_ids))
+        for part in (first, second)
+        if part.token_ids and "inter_token_s" in part.metrics
+    ]
+    if weights:
+        merged["inter_token_s"] = sum(mean * count for mean, count in weights) / sum(count for _, count in weights)
+    merged["num_resumes"] = before.get("num_resumes", 0.0) + after.get("num_resumes", 0.0) + 1
+    return merged

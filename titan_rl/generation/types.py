@@ -1,13 +1,20 @@
-"""The values that the engine loop and the router share: pauses, KV policies, gauges, pull results."""
+"""Values that the engine loop and the router share: pause modes, KV policies, gauges, pull results, and the comparison
+of loaded weights with published ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
+from math import prod
+from typing import TYPE_CHECKING, Literal
 
-from titan_rl.generation.readback import Readback
+from titan_rl.core.errors import VerificationError
+from titan_rl.core.tensor_checksum import TensorChecksum, box_sum, checksums_of, covers, is_exact_in
+from titan_rl.generation.engine import Engine, ReadableEngine
+
+if TYPE_CHECKING:
+    import torch
 
 
 class PauseMode(StrEnum):
@@ -111,3 +118,115 @@ class PullResult:
         None  # of its steps since the pull before; None where this one took no place of its own
     )
     readback: Readback | None = None  # None where nothing could be read back
+
+
+NAMED = 5  # tensors that an error lists
+
+
+@dataclass(frozen=True, slots=True)
+class HeldChecksum:
+    """Checksum of a box of a Hugging Face tensor that one rank's engine holds. It pickles."""
+
+    name: str
+    parameter: str  # of the engine
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Readback:
+    """Result of a comparison that found no difference.
+
+    Attributes:
+        unread: names of published tensors that were not read back whole.
+        unread_share: their part of all published elements, from 0 to 1.
+    """
+
+    unread: tuple[str, ...]
+    unread_share: float
+
+
+def read_back(engine: Engine, published: Mapping[str, TensorChecksum]) -> list[HeldChecksum]:
+    """Checksums of what this rank's engine holds of the published tensors. Empty for an engine that cannot be read.
+
+    A tensor that the engine keeps in another dtype is read where that dtype has every value of the published one.
+
+    Raises:
+        VerificationError: the engine finds that what it computes with is not what it was given.
+    """
+    if not published or not isinstance(engine, ReadableEngine):
+        return []
+    import torch
+
+    found: list[tuple[str, str, tuple[int, ...], tuple[int, ...], int | torch.Tensor]] = []
+    for held in engine.held_weights():
+        expected = published.get(held.name)
+        if expected is None or tuple(held.whole_shape) != expected.shape:
+            continue
+        dtype: torch.dtype = getattr(torch, expected.dtype)
+        if held.checksum is not None:
+            if held.dtype != dtype:
+                continue
+            value, shape = held.checksum, tuple(held.shape)
+        else:
+            if not is_exact_in(held.tensor.dtype, dtype):
+                continue
+            value, shape = box_sum(held.tensor.to(dtype), held.start), tuple(held.tensor.shape)
+        found.append((held.name, held.parameter, tuple(held.start), shape, value))
+    sums = [value for *_, value in found if isinstance(value, torch.Tensor)]
+    values = iter(checksums_of(sums))
+    return [
+        HeldChecksum(name, parameter, start, shape, value if isinstance(value, int) else next(values))
+        for name, parameter, start, shape, value in found
+    ]
+
+
+def compare(published: Mapping[str, TensorChecksum], held: Iterable[Sequence[HeldChecksum]], version: int) -> Readback:
+    """Compare what all ranks of a replica hold with what was published.
+
+    Each parameter of the engine that is made of a tensor has to have every element of it, over all ranks; those of a
+    tied head and its embedding count each for itself. Boxes that several ranks have alike must be equal.
+
+    Args:
+        held: of each rank.
+
+    Raises:
+        VerificationError: a tensor differs, on any rank.
+    """
+    boxes: dict[str, dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], set[int]]]] = {}
+    for each in (each for rank in held for each in rank):
+        of_parameter = boxes.setdefault(each.name, {}).setdefault(each.parameter, {})
+        of_parameter.setdefault((each.start, each.shape), set()).add(each.value)
+    wrong: list[str] = []
+    unread: list[str] = []
+    for name, expected in published.items():
+        parameters = boxes.get(name, {})
+        is_whole = bool(parameters)
+        for parameter, found in parameters.items():
+            if any(len(values) > 1 for values in found.values()):
+                wrong.append(f"{name} in {parameter}")
+            elif not covers(list(found), expected.shape):
+                is_whole = False
+            elif sum(value for (value,) in found.values()) % 2**64 != expected.value:
+                wrong.append(f"{name} in {parameter}")
+        if not is_whole and prod(expected.shape):
+            unread.append(name)
+    if wrong:
+        listed = ", ".join(wrong[:NAMED]) + (f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else "")
+        raise VerificationError(
+            f"the engine does not hold the weights of version {version}: {len(wrong)} of its tensors differ from what "
+            f"was published: {listed}. It did not load all that it was given"
+        )
+    total = sum(prod(each.shape) for each in published.values())
+    share = sum(prod(published[name].shape) for name in unread) / total if total else 1.0
+    return Readback(tuple(unread), share)
+
+
+def describe(readback: Readback) -> str:
+    """One line on what was not read back.
+
+    Example: "1 of 46 tensors were not read back, 0.2% of the weights: model.layers.0.mlp.gate.weight"
+    """
+    names = ", ".join(readback.unread[:NAMED]) + (", ..." if len(readback.unread) > NAMED else "")
+    return f"{len(readback.unread)} tensors, {readback.unread_share:.1%} of the weights, were not read back: {names}"

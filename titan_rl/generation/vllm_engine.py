@@ -5,17 +5,15 @@ from __future__ import annotations
 import gc
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from titan_rl.core.calls.imports import require
 from titan_rl.core.errors import ModelError, RequestError
-from titan_rl.generation.engine import HeldTensor, TokenDelta
-from titan_rl.generation.engine_spec import EngineSpec
+from titan_rl.generation.engine import EngineSpec, HeldTensor, TokenDelta
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.vllm_arguments import ENVIRONMENT, engine_arguments, prepare_cpu
-from titan_rl.generation.vllm_weights import drop_packed_experts, with_tied_head
 from titan_rl.types import EXTRA_SAMPLING, FinishReason, TopLogprobs
 
 # Those of vLLM's that leave the tokens valid. Its others are "error" and "repetition".
@@ -49,8 +47,7 @@ class VLLMEngine:
         from vllm.platforms import current_platform
         from vllm.v1.engine.core_client import InprocClient
 
-        from titan_rl.generation.vllm_constraints import Constraints
-        from titan_rl.generation.vllm_requests import VLLMRequests
+        from titan_rl.generation.vllm_requests import Constraints, VLLMRequests
         from titan_rl.generation.vllm_scheduler import ScoringScheduler
 
         self._on_cpu: bool = current_platform.is_cpu()
@@ -214,9 +211,30 @@ def _likeliest(logprobs: Any, count: int) -> TopLogprobs | None:
 
 def _executor(config: Any) -> Any:
     if config.parallel_config.distributed_executor_backend == "external_launcher":
-        from titan_rl.generation.vllm_executor import RankExecutor
+        from titan_rl.generation.vllm_scheduler import RankExecutor
 
         return RankExecutor
     from vllm.v1.executor import Executor
 
     return Executor.get_class(config)
+
+
+def with_tied_head(items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Name the output head too: on CPU vLLM keeps a packed copy, which loading the embedding alone leaves as it was."""
+    embedding, names = None, set[str]()
+    for name, tensor in items:
+        names.add(name)
+        if name == "model.embed_tokens.weight":
+            embedding = tensor
+        yield name, tensor
+    if embedding is not None and "lm_head.weight" not in names:
+        yield "lm_head.weight", embedding
+
+
+def drop_packed_experts(worker: Any) -> None:
+    """Have vLLM pack the experts of a mixture anew: on CPU a reload leaves them out, and reads what is not packed as if
+    it were."""
+    for module in worker.get_model().modules():
+        method: Any = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None

@@ -1,19 +1,24 @@
-"""vLLM's scheduler, made able to run a few sequences by themselves. Importing it imports vLLM."""
+"""Subclasses of vLLM's scheduler and executor: scoring, adaptive batch size, ranks started from outside. Importing this
+imports vLLM."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.request_queue import create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from vllm.v1.request import Request, RequestStatus
 
-from titan_rl.generation.vllm_constraints import ConstrainedIds
+from titan_rl.generation.adaptive_batch import AdaptivePlaces, Growth
+from titan_rl.generation.vllm_requests import ConstrainedIds
 
 SCORE_PLACES = 8  # sequences run by themselves at a time, beside the requests that keep theirs
 
@@ -100,3 +105,66 @@ class ScoringScheduler(Scheduler):
         while running and self.kv_cache_manager.block_pool.get_num_free_blocks() < needed:
             self._preempt_request(running.pop(), time.monotonic())
         self.waiting = own
+
+
+class AdaptiveScheduler(ScoringScheduler):
+    """Advances `max_num_active_seqs` requests, or fewer where `AdaptivePlaces` says so. What it says is a function of
+    the requests so far alone, so that the ranks of a replica agree.
+
+    Raises:
+        ValueError: `async_scheduling` is on, under which requests have tokens that nobody has counted yet.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.scheduler_config.async_scheduling:
+            raise ValueError(
+                "scheduler_cls = AdaptiveScheduler with async_scheduling = True, which gives requests tokens before "
+                "they can be counted; set async_scheduling to False"
+            )
+        self._pool = self.kv_cache_manager.block_pool
+        self._block_tokens = self.block_size / len(self.kv_cache_config.kv_cache_groups)  # each has blocks of its own
+        self._num_blocks: int = self._pool.get_num_free_blocks()
+        kv_tokens = int(self._num_blocks * self._block_tokens)
+        self._adaptive = AdaptivePlaces(self.max_num_active_reqs, kv_tokens, self.block_size)
+        self._left: list[tuple[Growth, bool]] = []  # since the last step, and whether they were aborted
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        if self._still is None:
+            for growth, was_aborted in sorted(self._left):  # ranks abort those of a step in orders of their own
+                self._adaptive.ended(growth, was_aborted=was_aborted)
+            self._left.clear()
+            running = [_growth(request) for request in self.running]
+            self._adaptive.num_joining(running, map(_growth, self.waiting), self._num_shared())
+            self.max_num_active_reqs = self._adaptive.limit
+        return super().schedule(*args, **kwargs)
+
+    def _num_shared(self) -> int:
+        """Tokens that running requests have in common, in blocks that each of them counts."""
+        held = (self._num_blocks - self._pool.get_num_free_blocks()) * self._block_tokens
+        return max(0, sum(request.num_computed_tokens for request in self.running) - int(held))
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        if self._still is None:
+            self._left.append((_growth(request), request.status is RequestStatus.FINISHED_ABORTED))
+        return super()._free_request(request, *args, **kwargs)
+
+
+def _growth(request: Request) -> Growth:
+    start = request.num_prompt_tokens
+    return Growth(start, request.num_tokens, start + request.max_tokens)
+
+
+class RankExecutor(ExecutorWithExternalLauncher):
+    """One rank of a replica. Ranks on a CPU share memory, which vLLM names after what follows the last colon of the
+    address where they meet: here it is the port, which no other replica of the host has."""
+
+    def _distributed_args(self) -> tuple[str, int, int]:
+        _, rank, local_rank = super()._distributed_args()
+        return f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", rank, local_rank
+
+    def _init_executor(self) -> None:
+        super()._init_executor()
+        # All ranks have it mapped by now. Without a name it goes with them, however they end.
+        for path in Path("/dev/shm").glob(f"{os.environ['MASTER_PORT']}-*-cpushm_*"):
+            path.unlink(missing_ok=True)

@@ -55,7 +55,7 @@ from titan_rl.run.terminal.view import RunLook
 from titan_rl.scheduling.batches import GroupBatch
 from titan_rl.scheduling.filters import GroupFilter
 from titan_rl.training.protocol import Trainer
-from titan_rl.weights.published_weights import PublishedWeights
+from titan_rl.weights.types import PublishedWeights
 
 
 class Controller(TrainingLoop):

@@ -27,7 +27,7 @@ from titan_rl.run.observability.watchers import background_tasks
 from titan_rl.run.trainer_recovery import TrainerGroup, lacks_of
 from titan_rl.scheduling.filters import GroupFilter
 from titan_rl.training.protocol import Trainer
-from titan_rl.weights.published_weights import PublishedWeights
+from titan_rl.weights.types import PublishedWeights
 
 if TYPE_CHECKING:
     from titan_rl.cluster.generator_processes import GeneratorProcesses

@@ -45,7 +45,7 @@ from titan_rl.run.observability.watchers import background_tasks
 from titan_rl.run.status import noted, reported
 from titan_rl.training.protocol import Trainer
 from titan_rl.training.state.checkpoint import latest, step_of
-from titan_rl.weights.shard_files.shard_folder import clean_dead_shards
+from titan_rl.weights.shard_files import clean_dead_shards
 
 logger = logging.getLogger(__name__)
 

@@ -36,8 +36,7 @@ from titan_rl.scheduling.batches import GroupBatch, step_from
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.protocol import StepResult, Trainer
 from titan_rl.training.state.checkpoint import list_checkpoints, step_of
-from titan_rl.weights.published_weights import PublishedWeights
-from titan_rl.weights.types import Manifest
+from titan_rl.weights.types import Manifest, PublishedWeights
 
 
 class MortalTrainer(Trainer, Protocol):

@@ -10,10 +10,8 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from titan_rl.generation.listening import listening, told_whole
-from titan_rl.generation.partial import Partial, tokens_between
-from titan_rl.generation.request import EngineRequest, OnChunk
-from titan_rl.generation.resume import resume_on_abort
+from titan_rl.generation.request import EngineRequest, OnChunk, Partial, tokens_between
+from titan_rl.generation.resume import listening, resume_on_abort, told_whole
 from titan_rl.serving.http.errors import UNSUPPORTED_VALUE, ApiError
 from titan_rl.serving.http.exchange import ServerMetrics
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams, TokenChunk

@@ -28,8 +28,8 @@ from titan_rl.core.errors import RequestError, VerificationError
 from titan_rl.core.tensor_checksum import TensorChecksum, box_checksum
 from titan_rl.generation.engine import Engine, GaugedEngine, ReadableEngine, TokenDelta
 from titan_rl.generation.loop.engine_loop import EngineLoop
-from titan_rl.generation.readback import compare, read_back
 from titan_rl.generation.request import EngineRequest
+from titan_rl.generation.types import compare, read_back
 from titan_rl.types import FinishReason, SamplingParams
 
 PLACES, CONTEXT, VOCABULARY = 4, 128, 128  # of the engine under test

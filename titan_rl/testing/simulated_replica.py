@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from titan_rl.core.arrays import LOGPROBS, TOKENS, NumberArray
-from titan_rl.generation.lengths_seen import Growth
-from titan_rl.generation.places import AdaptivePlaces
+from titan_rl.generation.adaptive_batch import AdaptivePlaces, Growth
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.scripted_engine import CostModel
 from titan_rl.generation.types import PauseMode

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from titan_rl.core.errors import ConfigError, MissingExtraError
-from titan_rl.generation.places import AdaptivePlaces
+from titan_rl.generation.adaptive_batch import AdaptivePlaces
 from titan_rl.generation.resume import resume_on_abort
 from titan_rl.generation.router import GeneratorRouter, Limits, Strategy
 from titan_rl.generation.scripted_engine import CostModel

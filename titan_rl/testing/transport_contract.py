@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 
 from titan_rl.core.errors import StateDictError
-from titan_rl.weights.shards import join
+from titan_rl.weights.manifest import join
 from titan_rl.weights.types import NUM_KEPT, Manifest, Probe, SlicePosition, StateDictTransport, TensorSlice
 
 Ends = Callable[..., StateDictTransport]

@@ -14,9 +14,8 @@ from titan_rl.core.errors import StateDictError
 from titan_rl.core.tracing.spans import span
 from titan_rl.training.device import side_stream
 from titan_rl.training.trainer import READ_LIMIT_S, TrainerCore
-from titan_rl.weights.checksums import with_checksums
-from titan_rl.weights.probes import make_probes
 from titan_rl.weights.types import NUM_KEPT, Manifest, Probe, StateDictTransport, TensorSlice
+from titan_rl.weights.verification import make_probes, with_checksums
 
 PROBE_TOKENS = 32
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.1}
@@ -83,7 +82,7 @@ class WeightPublisher:
         """Wait until the version begun last is published, or is not: on all ranks alike. Any thread may call this.
 
         Returns:
-            a manifest of one shard. `titan_rl.weights.shards.join` makes a version of those of all ranks.
+            a manifest of one shard. `titan_rl.weights.manifest.join` makes a version of those of all ranks.
 
         Raises:
             StateDictError: on all ranks, if one of them has published the version already, has no room for it, or

@@ -1,86 +1,149 @@
-"""The shards of a version, each written by a process of its own: how they are joined, and what they must add up to."""
+"""Shards of a version as bytes: the layout of tensors in them, and tensors assembled from them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from titan_rl.core.errors import StateDictError
-from titan_rl.weights.types import Manifest, SlicePosition, TensorEntry
+from titan_rl.weights.manifest import position_of, slices_by_name
+from titan_rl.weights.shard_files import ALIGNMENT
+from titan_rl.weights.types import Manifest, Shard, TensorEntry, TensorSlice
+
+PIECE = 1 << 20  # bytes copied before `fill` tells of them: few enough to be in the cache still
+
+Buffer = NDArray[np.uint8] | torch.Tensor
+Named = Sequence[tuple[str, torch.Tensor | TensorSlice]]
+
+with warnings.catch_warnings():  # torch says once a process that it cannot guard read-only memory, which is understood
+    warnings.simplefilter("ignore")
+    torch.frombuffer(b"\0", dtype=torch.uint8)
 
 
-def join(manifests: Sequence[Manifest]) -> Manifest:
-    """One version of what several processes published. Probes and tolerance are the first one's.
-
-    The first one names every tensor, also those that it has nothing of: by that a reader misses a shard.
-
-    Raises:
-        StateDictError: there is none, or they are not of one version.
-    """
-    versions = sorted({manifest.version for manifest in manifests})
-    if len(versions) != 1:
-        raise StateDictError(f"shards of versions {versions} cannot be joined; all must be of one version")
-    return replace(manifests[0], shards=tuple(shard for manifest in manifests for shard in manifest.shards))
-
-
-def slices_by_name(manifest: Manifest) -> dict[str, list[tuple[int, TensorEntry]]]:
-    """The slices that make up each tensor, with the index of the shard that has them; tensors in the order named.
-
-    Example: `{"model.norm.weight": [(0, TensorEntry(...)), (1, TensorEntry(...))]}`
+def lay_out(named: Named) -> tuple[TensorEntry, ...]:
+    """The tensors one after the other, each at a multiple of `ALIGNMENT`.
 
     Raises:
-        StateDictError: slices of a tensor differ in dtype or whole shape, lie outside it, overlap or leave a gap.
+        StateDictError: a tensor or a slice of it appears twice.
     """
-    found: dict[str, list[tuple[int, TensorEntry]]] = {}
-    for index, shard in enumerate(manifest.shards):
+    entries: dict[tuple[str, tuple[int, ...] | None], TensorEntry] = {}
+    offset = 0
+    for name, value in named:
+        tensor, position = (value.tensor, value.position) if isinstance(value, TensorSlice) else (value, None)
+        shape = tuple(tensor.shape)
+        if position is not None and shape == position.whole_shape and not any(position.start):
+            position = None
+        key = (name, None if position is None else position.start)
+        if key in entries:
+            raise StateDictError(f"{name!r} appears twice in the state dict")
+        own = str(tensor.dtype).removeprefix("torch.")
+        dtype = (value.dtype if isinstance(value, TensorSlice) else None) or own
+        num_bytes = tensor.numel() * getattr(torch, dtype).itemsize
+        entries[key] = TensorEntry(name, dtype, shape, offset, num_bytes, position)
+        offset = _align(offset + entries[key].num_bytes)
+    return tuple(entries.values())
+
+
+def size_of(entries: Sequence[TensorEntry]) -> int:
+    """Bytes, a multiple of `ALIGNMENT`."""
+    return _align(entries[-1].offset + entries[-1].num_bytes) if entries else 0
+
+
+@torch.no_grad()
+def fill(
+    buffer: NDArray[np.uint8] | torch.Tensor,
+    named: Named,
+    entries: Sequence[TensorEntry],
+    written: Callable[[int], None] = lambda num_bytes: None,
+) -> None:
+    """Copy the tensors, from whatever device, to their places, each in its entry's dtype. Every byte is written.
+
+    Args:
+        written: told now and then how many bytes from the start are written.
+    """
+    for (_, value), entry in zip(named, entries, strict=True):
+        tensor = value.tensor if isinstance(value, TensorSlice) else value
+        end = entry.offset + entry.num_bytes
+        if entry.num_bytes:
+            place = view(buffer, entry)
+            if isinstance(buffer, np.ndarray) and tensor.device.type == "cpu" and tensor.is_contiguous():
+                at = entry.offset
+                parts = max(PIECE // place.itemsize, 1)
+                for to, source in zip(place.view(-1).split(parts), tensor.view(-1).split(parts), strict=True):
+                    to.copy_(source)
+                    at += to.nbytes
+                    written(at)
+            else:
+                place.copy_(tensor)
+        buffer[end : _align(end)] = 0  # a used shard has old bytes there, which the checksum would see
+        written(_align(end))
+
+
+def view(buffer: Buffer, entry: TensorEntry) -> torch.Tensor:
+    """The entry's bytes as a tensor that shares them."""
+    dtype = getattr(torch, entry.dtype)
+    numel = math.prod(entry.shape)
+    if numel == 0:
+        return torch.empty(entry.shape, dtype=dtype)
+    if isinstance(buffer, torch.Tensor):
+        return buffer[entry.offset : entry.offset + entry.num_bytes].view(dtype).view(entry.shape)
+    return torch.frombuffer(buffer, dtype=dtype, count=numel, offset=entry.offset).view(entry.shape)
+
+
+def _align(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def assemble(
+    manifest: Manifest, open_shard: Callable[[Shard], Buffer], *, copy: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) pairs of a version. All checks are done when this returns; tensors are copied together one at a
+    time, as they are asked for.
+
+    Args:
+        open_shard: gives a shard's verified bytes.  # [num_bytes] or more
+        copy: also of tensors that one shard has whole, of which views are given otherwise.
+
+    Raises:
+        StateDictError: the manifest describes slices that do not make up the tensors or do not fit the bytes, or what
+            `open_shard` raises.
+    """
+    tensors = slices_by_name(manifest)
+    for shard in manifest.shards:
         for entry in shard.entries:
-            found.setdefault(entry.name, []).append((index, entry))
-    for name, slices in found.items():
-        if len(slices) > 1 or slices[0][1].position is not None:
-            found[name] = _check(slices, f"{name!r} of version {manifest.version}")
-    return found
+            _check_entry(entry, shard.num_bytes, manifest.version)
+    buffers = [open_shard(shard) for shard in manifest.shards]
+    return ((name, _tensor(slices, buffers, copy)) for name, slices in tensors.items())
 
 
-def position_of(entry: TensorEntry) -> SlicePosition:
-    """The slice's position, also where it is the whole tensor."""
-    return entry.position or SlicePosition((0,) * len(entry.shape), entry.shape)
-
-
-def _check(slices: list[tuple[int, TensorEntry]], tensor: str) -> list[tuple[int, TensorEntry]]:
-    """The slices that have elements, after it is clear that they cover the tensor exactly once."""
+def _tensor(slices: Sequence[tuple[int, TensorEntry]], buffers: Sequence[Buffer], copy: bool) -> torch.Tensor:
+    if len(slices) == 1:
+        ((shard, entry),) = slices
+        tensor = view(buffers[shard], entry)
+        whole = tensor if entry.position is None else tensor.view(entry.position.whole_shape)
+        return whole.clone() if copy else whole
     _, first = slices[0]
-    dtype, shape = first.dtype, position_of(first).whole_shape
-    for shard, entry in slices:
-        if (entry.dtype, position_of(entry).whole_shape) != (dtype, shape):
-            raise StateDictError(
-                f"{tensor} is {dtype} {shape} in shard {slices[0][0]} and "
-                f"{entry.dtype} {position_of(entry).whole_shape} in shard {shard}"
-            )
-        start = position_of(entry).start
-        if not len(start) == len(entry.shape) == len(shape) or not all(
-            0 <= at <= at + size <= whole for at, size, whole in zip(start, entry.shape, shape, strict=True)
-        ):
-            raise StateDictError(f"{tensor}: the slice {entry.shape} at {start} in shard {shard} is not within {shape}")
-    filled = [(shard, entry) for shard, entry in slices if math.prod(entry.shape)]
-    if len(filled) > 1 and (pair := _overlap([entry for _, entry in filled])) is not None:
-        (shard, entry), (other_shard, other) = (filled[index] for index in pair)
+    pieces = [(entry, view(buffers[shard], entry)) for shard, entry in slices]
+    whole = torch.empty(position_of(first).whole_shape, dtype=getattr(torch, first.dtype), device=pieces[0][1].device)
+    for entry, piece in pieces:
+        box = whole
+        for dim, (start, size) in enumerate(zip(position_of(entry).start, entry.shape, strict=True)):
+            box = box.narrow(dim, start, size)
+        box.copy_(piece)
+    return whole
+
+
+def _check_entry(entry: TensorEntry, num_bytes: int, version: int) -> None:
+    dtype = getattr(torch, entry.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise StateDictError(f"{entry.name!r} of version {version} has unknown dtype {entry.dtype!r}")
+    fits = entry.offset >= 0 and entry.offset + entry.num_bytes <= num_bytes
+    if not fits or math.prod(entry.shape) * dtype.itemsize != entry.num_bytes:
         raise StateDictError(
-            f"{tensor}: the slices at {position_of(entry).start} in shard {shard} and "
-            f"at {position_of(other).start} in shard {other_shard} overlap"
+            f"{entry.name!r} of version {version} does not fit the {num_bytes} bytes of its shard: {entry}"
         )
-    covered = sum(math.prod(entry.shape) for _, entry in filled)
-    if covered != math.prod(shape):
-        raise StateDictError(f"{tensor}: its slices cover {covered} of {math.prod(shape)} elements; a shard is missing")
-    return filled or slices[:1]
-
-
-def _overlap(entries: Sequence[TensorEntry]) -> tuple[int, int] | None:
-    """Two entries that have an element in common."""
-    starts_KD = np.array([position_of(entry).start for entry in entries])
-    ends_KD = starts_KD + np.array([entry.shape for entry in entries], starts_KD.dtype)
-    common_KK = ((starts_KD[:, None] < ends_KD) & (starts_KD < ends_KD[:, None])).all(-1)
-    pairs = np.argwhere(np.triu(common_KK, 1))
-    return (int(pairs[0, 0]), int(pairs[0, 1])) if len(pairs) else None

@@ -1,10 +1,12 @@
-"""How weights travel from the trainer to the generators: the manifest and the transport protocol."""
+"""Types of state-dict sync: the manifest of a version, the transport protocol, and the record of published versions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
+
+from titan_rl.core.errors import StateDictError, UnavailableWeightsError
 
 NUM_KEPT = 2
 """Versions that can be read at a time: a reader may still be at the one before the newest."""
@@ -67,7 +69,7 @@ class Shard:
 class Manifest:
     """Everything a reader needs to find and check one published version. Small and picklable.
 
-    What one process publishes has one shard; `titan_rl.weights.shards.join` makes one version of what several do.
+    What one process publishes has one shard; `titan_rl.weights.manifest.join` makes one version of what several do.
     """
 
     version: int
@@ -126,3 +128,50 @@ class MeasuredTransport(Protocol):
     def pull_figures(self) -> Mapping[str, float]:
         """Of the last pull; the names stand behind `sync/`."""
         ...
+
+
+class PublishedWeights:
+    """The newest manifest, and what each reader measured when it last pulled.
+
+    Example:
+
+        published.announce(manifest)                      # version 7
+        published.manifest_of(7)                          # found by the replica that is told to pull version 7
+        published.note_pull("generator-0", {"stall_s": 0.02, "probe_diff": 3e-7})
+        published.worst()                                 # {"stall_s": 0.02, "probe_diff": 3e-7}
+    """
+
+    def __init__(self) -> None:
+        self._manifest: Manifest | None = None
+        self._figures: dict[str, Mapping[str, float]] = {}
+
+    def announce(self, manifest: Manifest) -> None:
+        """A version is published, and the one before is not to be pulled any more.
+
+        Raises:
+            StateDictError: it is older than one that was announced. Versions never go back.
+        """
+        if self._manifest is not None and manifest.version < self._manifest.version:
+            raise StateDictError(
+                f"version {manifest.version} is published after version {self._manifest.version}; they never go back"
+            )
+        self._manifest = manifest
+
+    def manifest_of(self, version: int) -> Manifest:
+        """The manifest of a version that is still to be had.
+
+        Raises:
+            UnavailableWeightsError: the version is not the newest.
+        """
+        if self._manifest is None or self._manifest.version != version:
+            newest = "none" if self._manifest is None else self._manifest.version
+            raise UnavailableWeightsError(f"version {version} is not published; the newest is {newest}")
+        return self._manifest
+
+    def note_pull(self, reader: str, figures: Mapping[str, float]) -> None:
+        self._figures[reader] = figures
+
+    def worst(self) -> dict[str, float]:
+        """The largest value of each figure over the readers."""
+        names = {name for figures in self._figures.values() for name in figures}
+        return {name: max(f[name] for f in self._figures.values() if name in f) for name in sorted(names)}

@@ -33,7 +33,7 @@ from titan_rl.training.protocol import SkippedMinibatch, StepResult
 from titan_rl.training.state.checkpoint import step_directory, step_of, write_checksums, write_summed
 from titan_rl.training.tiny_model import make_tiny_model
 from titan_rl.viewer.trace import Traces
-from titan_rl.weights.published_weights import PublishedWeights
+from titan_rl.weights.types import PublishedWeights
 
 TASK = """
 import random

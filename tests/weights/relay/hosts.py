@@ -10,9 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from titan_rl.weights.relay.messages import ask
-from titan_rl.weights.relay.remote_shard import RemoteShard
-from titan_rl.weights.relay.server import RelayServer
+from titan_rl.weights.relay.server import RelayServer, RemoteShard, ask
 from titan_rl.weights.relay.shard_copy import ChunkDelta, ShardCopy
 from titan_rl.weights.transports.tcp import TCPTransport
 from titan_rl.weights.types import Manifest

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_rl.weights.relay.chain import KEPT, REMEMBERED, Chain
+from titan_rl.weights.relay.origin import KEPT, REMEMBERED, Chain
 
 
 def test_hosts_are_a_chain() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_rl.core.errors import StateDictError
-from titan_rl.weights.relay.delta import apply, encode
+from titan_rl.weights.relay.shard_copy import apply_delta, encode_delta
 
 seeds = st.integers(0, 2**32 - 1)
 shares = st.sampled_from([0.0, 1e-5, 0.01, 0.3, 1.0])
@@ -31,24 +31,24 @@ def changed(seed: int, words: int, share: float, word: int) -> tuple[np.ndarray,
 )
 def test_the_new_bytes_come_of_the_old_ones(seed: int, words: int, share: float, word: int) -> None:
     old, new = changed(seed, words, share, word)
-    encoded = encode(old, new, word)
+    encoded = encode_delta(old, new, word)
     if encoded is None:
         assert share > 0
         return
     assert len(encoded) < max(len(new), 8)
-    apply(encoded, old)
+    apply_delta(encoded, old)
     assert np.array_equal(old, new)
 
 
 def test_a_change_of_everything_has_no_delta() -> None:
-    assert encode(*changed(1, 1000, 1.0, 2), 2) is None
+    assert encode_delta(*changed(1, 1000, 1.0, 2), 2) is None
 
 
 def test_a_step_in_bfloat16_is_a_small_part_of_the_weights() -> None:
     weights = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)) * 0.02
     step = torch.randn(1 << 20, generator=torch.Generator().manual_seed(1)).sign() * 3e-6
     old, new = (t.bfloat16().view(torch.uint8).numpy() for t in (weights, weights + step))
-    encoded = encode(old, new, 2)
+    encoded = encode_delta(old, new, 2)
     assert encoded is not None
     assert len(encoded) < 0.08 * len(new)
 
@@ -56,13 +56,13 @@ def test_a_step_in_bfloat16_is_a_small_part_of_the_weights() -> None:
 @given(seeds, st.sampled_from([2, 4]), st.data())
 def test_a_damaged_delta_is_an_error_or_gives_bytes_of_that_size(seed: int, word: int, data: st.DataObject) -> None:
     old, new = changed(seed, 200, 0.1, word)
-    encoded = encode(old, new, word)
+    encoded = encode_delta(old, new, word)
     assert encoded is not None
     damaged = bytearray(encoded)
     damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= data.draw(st.integers(1, 255))
     before = old.copy()
     try:
-        apply(bytes(damaged), old)
+        apply_delta(bytes(damaged), old)
     except StateDictError:
         assert np.array_equal(old, before)
 
@@ -70,4 +70,4 @@ def test_a_damaged_delta_is_an_error_or_gives_bytes_of_that_size(seed: int, word
 @pytest.mark.parametrize("damaged", [b"", b"\x02", bytes([2, 1, 9, 0, 0, 0]), bytes([3, 1, 1, 0, 0, 0]) + b"x" * 20])
 def test_what_is_no_delta_is_an_error(damaged: bytes) -> None:
     with pytest.raises(StateDictError, match="damaged"):
-        apply(damaged, np.zeros(64, np.uint8))
+        apply_delta(damaged, np.zeros(64, np.uint8))

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from weights.relay.hosts import Hosts, OddHost, arrived, silent
 
 from titan_rl.core.errors import StateDictError
-from titan_rl.weights.relay import messages, pace
+from titan_rl.weights.relay import download
+from titan_rl.weights.relay import server as relay_server
 from titan_rl.weights.transports.registry import TransportSpec, find_transport, make_transport
 from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
 from titan_rl.weights.transports.tcp import TCPTransport
@@ -156,7 +157,7 @@ def test_nothing_is_encoded_where_nobody_on_another_host_reads(hosts: Hosts, mon
     def encode(*arguments: object) -> None:
         raise AssertionError("a delta nobody asked for")
 
-    monkeypatch.setattr("titan_rl.weights.relay.delta.encode", encode)
+    monkeypatch.setattr("titan_rl.weights.relay.origin.encode_delta", encode)
     writer = hosts.end("t")
     for version in range(1, 4):
         publish(writer, version, weights())
@@ -242,7 +243,7 @@ def test_if_the_process_that_reads_ends_another_takes_its_place(hosts: Hosts) ->
 
 
 def test_who_does_not_answer_is_left_for_another(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "SILENCE_S", 0.3)
+    monkeypatch.setattr(relay_server, "SILENCE_S", 0.3)
     writer, reader, behind = hosts.end("t"), hosts.end("h"), hosts.end("behind")
     manifest = publish(writer, 1, weights())
     odd = OddHost("odd", manifest)
@@ -256,7 +257,7 @@ def test_who_does_not_answer_is_left_for_another(hosts: Hosts, monkeypatch: pyte
 
 def test_a_slow_host_holds_up_nobody(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would take half a minute."""
-    monkeypatch.setattr(pace, "TRIAL_S", 0.1)
+    monkeypatch.setattr(download, "TRIAL_S", 0.1)
     writer, readers = hosts.end("t"), [hosts.end("b"), hosts.end("c")]
     manifest = publish(writer, 1, weights())
     slow, stop = OddHost("slow", manifest), threading.Event()
@@ -271,7 +272,7 @@ def test_a_slow_host_holds_up_nobody(hosts: Hosts, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_host_whose_reader_does_not_answer_reads_by_another(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "SILENCE_S", 0.3)
+    monkeypatch.setattr(relay_server, "SILENCE_S", 0.3)
     writer, hung, other = hosts.end("t"), hosts.end("h"), hosts.end("h")
     read(hung, publish(writer, 1, weights()))
     (leader,) = hosts.root.glob("h/*-reader/leader")

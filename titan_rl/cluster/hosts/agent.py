@@ -29,7 +29,7 @@ from titan_rl.cluster.processes.answers import AnsweringActor
 from titan_rl.cluster.processes.process import enter_actor_process
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.errors import DataError
-from titan_rl.weights.shard_files.owned_folder import OwnedFolder
+from titan_rl.weights.shard_files import OwnedFolder
 
 MOST_BYTES = 4 << 20  # of what is sent at once
 

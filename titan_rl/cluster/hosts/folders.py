@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from titan_rl.core.errors import ConfigError
-from titan_rl.weights.shard_files.owned_folder import OwnedFolder, clean_dead_folders
-from titan_rl.weights.shard_files.shard_folder import clean_dead_shards
+from titan_rl.weights.shard_files import OwnedFolder, clean_dead_folders, clean_dead_shards
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # engines and trainer share the cores; threads of their own would thrash

@@ -24,7 +24,7 @@ from titan_rl.cluster.hosts.placement import visible_gpus
 from titan_rl.config.hosts import HostsConfig, Roles
 from titan_rl.config.model_files import model_identity
 from titan_rl.core.errors import ConfigError, ModelError
-from titan_rl.weights.shard_files.shard_folder import shard_root
+from titan_rl.weights.shard_files import shard_root
 
 LIMIT_S = 0.5
 """Wall clocks that are farther apart are told of: whoever reads the logs of two hosts side by side is misled."""

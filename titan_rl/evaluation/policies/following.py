@@ -17,8 +17,7 @@ from titan_rl.core.errors import TitanRLError
 from titan_rl.evaluation.policies.source import PolicySource, export, newest_checkpoint
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.training.settings import ModelConfig
-from titan_rl.weights.published_weights import PublishedWeights
-from titan_rl.weights.types import Manifest, StateDictTransport
+from titan_rl.weights.types import Manifest, PublishedWeights, StateDictTransport
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +73,7 @@ class CheckpointPublisher:
     def _write(self, weights: Path, version: int) -> Manifest:
         from safetensors import safe_open
 
-        from titan_rl.weights.checksums import with_checksums
+        from titan_rl.weights.verification import with_checksums
 
         self.transport.release(version)  # of an attempt that failed behind it
         with safe_open(weights, framework="pt") as file:

@@ -11,8 +11,7 @@ from typing import Any
 from titan_rl.core.arrays import LOGPROBS, TOKENS, ExpertRows, NumberArray, expert_rows, joined_rows
 from titan_rl.core.errors import GenerationError, RequestError
 from titan_rl.generation.engine import TokenDelta, problem_of
-from titan_rl.generation.partial import aborted_late
-from titan_rl.generation.request import EngineRequest, OnChunk
+from titan_rl.generation.request import EngineRequest, OnChunk, aborted_late
 from titan_rl.types import Completion, FinishReason, TokenChunk, VersionSpan
 
 

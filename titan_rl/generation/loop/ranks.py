@@ -15,9 +15,8 @@ from titan_rl.core.errors import EngineDeadError, RequestError, StateDictError
 from titan_rl.core.tensor_checksum import TensorChecksum
 from titan_rl.generation.engine import Engine, SleepingEngine, TokenDelta, check_sampling
 from titan_rl.generation.loop.state import LoopAction, LoopDecision
-from titan_rl.generation.readback import Readback, compare, read_back
 from titan_rl.generation.request import EngineRequest
-from titan_rl.generation.types import KVPolicy
+from titan_rl.generation.types import KVPolicy, Readback, compare, read_back
 
 IDLE_TIMEOUT = timedelta(days=365)  # a follower of an idle replica waits; one whose leader dies is told at once
 

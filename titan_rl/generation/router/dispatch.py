@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from titan_rl.core.calls import stopwatch
 from titan_rl.core.calls.stopwatch import moving_with_tokens
 from titan_rl.core.errors import EngineDeadError, EngineStalledError, GenerationError, NoReplicaError, RequestError
-from titan_rl.generation.partial import aborted_late, tokens_between
-from titan_rl.generation.request import EngineRequest, OnChunk
+from titan_rl.generation.request import EngineRequest, OnChunk, aborted_late, tokens_between
 from titan_rl.generation.router.control import Pause
 from titan_rl.generation.router.health import BackgroundTasks, Health, StallWatch
 from titan_rl.generation.router.pool import Pool, PooledReplica, Reservation

@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 from titan_rl.core.calls import stopwatch
 from titan_rl.core.calls.bounded import BoundedCall, limited
 from titan_rl.core.errors import GenerationError, RequestError
-from titan_rl.generation.partial import Partial
-from titan_rl.generation.request import EngineRequest
+from titan_rl.generation.request import EngineRequest, Partial
 from titan_rl.generation.router.health import BackgroundTasks, StallWatch
 from titan_rl.generation.router.pool import PooledReplica, Reservation
 from titan_rl.generation.router.replica import Limits

@@ -9,8 +9,8 @@ from contextlib import suppress
 
 from titan_rl.core.calls import stopwatch
 from titan_rl.core.errors import EngineDeadError, EngineStalledError
-from titan_rl.generation.listening import listener
 from titan_rl.generation.request import EngineRequest, OnChunk
+from titan_rl.generation.resume import listener
 from titan_rl.generation.router.control import ControlCalls, Pause, PauseReport, Puller, PullMode, PullReport
 from titan_rl.generation.router.dispatch import Dispatcher, Moves
 from titan_rl.generation.router.health import BackgroundTasks, Health, OnReplicaFailed, StallWatch

@@ -6,9 +6,8 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from titan_rl.core.errors import RequestError
-from titan_rl.generation.listening import listener, listening
-from titan_rl.generation.partial import Partial
-from titan_rl.generation.request import EngineRequest, OnChunk
+from titan_rl.generation.request import EngineRequest, OnChunk, Partial
+from titan_rl.generation.resume import listener, listening
 from titan_rl.rollout.copies import completion_of
 from titan_rl.run.journal.records import CompletionRecord, digest
 from titan_rl.types import Completion, GenerateFn, SamplingParams, TokenChunk

@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from titan_rl.cluster.hosts.folders import LONGEST_TMPDIR, scratch_root
 from titan_rl.core.errors import install_command
 from titan_rl.run.machine.environment import EXPOSED, OWN_NAMESPACE, PRIVATE, shares_network
-from titan_rl.weights.shard_files.shard_folder import shard_root
+from titan_rl.weights.shard_files import shard_root
 
 LEAST_SHARED_MEMORY = 1 << 30  # bytes; two versions of the weights lie there, and what engines share
 LEAST_MEMORY = 6 << 30  # bytes; an engine and a trainer with a tiny model take nearly that

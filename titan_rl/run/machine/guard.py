@@ -121,7 +121,7 @@ def _clean_up(root: Path, run_id: str) -> None:
     """Clean up after the run. Its other processes end with it, and only then release the locks of their folders."""
     sys.path.append(str(Path(__file__).parents[3]))
     from titan_rl.cluster.hosts.folders import clean_up_after_dead_runs
-    from titan_rl.weights.shard_files.shard_folder import shard_folders
+    from titan_rl.weights.shard_files import shard_folders
 
     deadline = time.monotonic() + CLEANING_S
     while True:

@@ -30,7 +30,7 @@ from titan_rl.run.sft.loop import LearnedSteps, SupervisedLoop, SupervisedSummar
 from titan_rl.run.sft.plan import digest, find_demonstrations, make_start, plan_steps, supervised
 from titan_rl.run.status import note_waiting
 from titan_rl.run.trainer_recovery import TrainerGroup, lacks_of, open_trainer
-from titan_rl.weights.published_weights import PublishedWeights
+from titan_rl.weights.types import PublishedWeights
 
 
 def run_sft(

@@ -9,7 +9,7 @@ from titan_rl.core.tracing.spans import span
 from titan_rl.generation.router.control import PullMode
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.training.protocol import Trainer
-from titan_rl.weights.published_weights import PublishedWeights
+from titan_rl.weights.types import PublishedWeights
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from titan_rl.generation.partial import tokens_between
+from titan_rl.generation.request import tokens_between
 from titan_rl.rollout.renderer.chat_template import ParsedText
 from titan_rl.rollout.renderer.types import ParsedResponse, ParsedToolCall, Renderer
 from titan_rl.serving.text import Text, TextReader, find_stop

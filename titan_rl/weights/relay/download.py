@@ -1,4 +1,4 @@
-"""One shard of one version from another host, from whichever has it, until it is here and right."""
+"""Download of one shard from another host, with failover to others, until it is complete and verified."""
 
 from __future__ import annotations
 
@@ -9,21 +9,78 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from titan_rl.core.errors import StateDictError
-from titan_rl.weights.relay import delta
-from titan_rl.weights.relay.chain import Sender
-from titan_rl.weights.relay.messages import (
+from titan_rl.weights.relay.origin import Sender
+from titan_rl.weights.relay.server import (
     ConnectionLostError,
     Kind,
+    RemoteShard,
     ask,
     connect,
     receive_head,
     receive_into,
     send,
 )
-from titan_rl.weights.relay.pace import Pace, PaceWatch, SlowError
-from titan_rl.weights.relay.remote_shard import RemoteShard
-from titan_rl.weights.relay.shard_copy import ChunkDelta, ShardCopy
-from titan_rl.weights.shard_files.shard_file import checksum
+from titan_rl.weights.relay.shard_copy import ChunkDelta, ShardCopy, apply_delta
+from titan_rl.weights.shard_files import checksum
+
+TRIAL_S = 1.0  # from one look to the next, for who reads from a host that reads from the trainer
+MUCH_FASTER = 3.0
+TELLING_BYTES = 1 << 18
+
+
+class SlowError(Exception):
+    """The sender is slow, or it is not known what fast is: one chunk from the trainer shows it."""
+
+
+class Pace:
+    """What the trainer sends to this host, in bytes a second, as far as it is known."""
+
+    def __init__(self) -> None:
+        self.of_trainer: float | None = None
+
+    def compare(self, bytes_per_s: float, trial_bytes: int, trial_s: float) -> bool:
+        """Whether the trainer, which sent so many bytes in that time, is much faster. A small delta says little of a
+        link, and is not remembered."""
+        if trial_bytes >= TELLING_BYTES:
+            self.of_trainer = trial_bytes / trial_s
+        return bytes_per_s * MUCH_FASTER < trial_bytes / trial_s
+
+    def is_slow(self, bytes_per_s: float) -> bool:
+        return self.of_trainer is None or bytes_per_s * MUCH_FASTER < self.of_trainer
+
+
+class PaceWatch:
+    """Looks at what comes from one sender, now and then.
+
+    Args:
+        hops: of the sender from the trainer. Who is nearer to the trainer looks earlier, since its sender may be what
+            makes the others slow.
+    """
+
+    def __init__(self, pace: Pace, hops: int) -> None:
+        self._pace = pace
+        self._every_s = hops * TRIAL_S
+        self._begin()
+
+    def came(self, num_bytes: int) -> None:
+        """
+        Raises:
+            SlowError: it is time to compare the sender with the trainer.
+        """
+        self._bytes += num_bytes
+        if time.monotonic() - self._began < self._every_s:
+            return
+        if self._pace.is_slow(self.bytes_per_s):
+            raise SlowError
+        self._begin()
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self._bytes / max(time.monotonic() - self._began, 1e-6)
+
+    def _begin(self) -> None:
+        self._began, self._bytes = time.monotonic(), 0
+
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +243,7 @@ class Download:
         try:
             if zlib.crc32(step.encoded) != step.crc:
                 raise StateDictError("a delta of weights has another checksum than its sender says")
-            delta.apply(step.encoded, chunk)
+            apply_delta(step.encoded, chunk)
         except StateDictError as error:
             self._base = None  # the rest, and this chunk, whole
             raise ConnectionLostError(str(error)) from error

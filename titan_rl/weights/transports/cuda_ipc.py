@@ -16,10 +16,8 @@ from typing import Any, Protocol
 import torch
 
 from titan_rl.core.errors import StateDictError
-from titan_rl.weights.assembly import assemble
-from titan_rl.weights.layout import fill, lay_out, size_of
-from titan_rl.weights.shard_files.shard_file import BLOCK_WORDS, ShardFile, lock_published
-from titan_rl.weights.shard_files.shard_store import ShardStore
+from titan_rl.weights.shard_files import BLOCK_WORDS, ShardFile, ShardStore, lock_published
+from titan_rl.weights.shards import assemble, fill, lay_out, size_of
 from titan_rl.weights.types import NUM_KEPT, Manifest, Probe, Shard, TensorSlice
 
 DEVICE_INDEX = 6  # of the arguments by which torch rebuilds a tensor of another process
@@ -320,7 +318,7 @@ def _close(locks: Iterable[ReadLock]) -> None:
 
 
 def checksum(buffer: torch.Tensor) -> int:
-    """As `titan_rl.weights.shard_files.shard_file.checksum`, computed where the bytes are.
+    """As `titan_rl.weights.shard_files.checksum`, computed where the bytes are.
 
     Args:
         buffer: uint8 [num_bytes], a multiple of 8.

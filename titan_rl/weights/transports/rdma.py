@@ -15,9 +15,8 @@ import torch
 from monarch.rdma import RDMABuffer, RDMATcpFallbackWarning
 
 from titan_rl.core.errors import StateDictError
-from titan_rl.weights.assembly import assemble
-from titan_rl.weights.layout import Buffer
-from titan_rl.weights.shard_files.shard_file import checksum
+from titan_rl.weights.shard_files import checksum
+from titan_rl.weights.shards import Buffer, assemble
 from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
 from titan_rl.weights.types import Manifest, Probe, Shard
 

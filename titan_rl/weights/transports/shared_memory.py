@@ -10,11 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from titan_rl.weights.assembly import assemble
-from titan_rl.weights.layout import fill, lay_out, size_of
-from titan_rl.weights.shard_files.shard_file import RunningChecksum, ShardFile
-from titan_rl.weights.shard_files.shard_reader import ShardReader
-from titan_rl.weights.shard_files.shard_store import ShardStore
+from titan_rl.weights.shard_files import RunningChecksum, ShardFile, ShardReader, ShardStore
+from titan_rl.weights.shards import assemble, fill, lay_out, size_of
 from titan_rl.weights.types import NUM_KEPT, Manifest, Probe, Shard, TensorSlice
 
 

@@ -16,12 +16,10 @@ import numpy as np
 import torch
 
 from titan_rl.core.errors import StateDictError
-from titan_rl.weights.assembly import assemble
-from titan_rl.weights.layout import Buffer
-from titan_rl.weights.relay.host_reader import HostReader, ReadShard, WantedShard
-from titan_rl.weights.relay.messages import ConnectionLostError, ask
+from titan_rl.weights.relay.host_reader import HostReader, Leader, ReadShard, Rendezvous, WantedShard
 from titan_rl.weights.relay.origin import ShardOrigin
-from titan_rl.weights.relay.rendezvous import Leader, Rendezvous
+from titan_rl.weights.relay.server import ConnectionLostError, ask
+from titan_rl.weights.shards import Buffer, assemble
 from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
 from titan_rl.weights.types import Manifest, Probe, Shard, TensorEntry
 

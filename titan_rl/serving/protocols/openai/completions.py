@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from titan_rl.generation.partial import tokens_between
+from titan_rl.generation.request import tokens_between
 from titan_rl.serving import LEAST_LOGPROB
 from titan_rl.serving.conversations.caller import Talk, caller_of
 from titan_rl.serving.http.errors import UNSUPPORTED_VALUE, ApiError

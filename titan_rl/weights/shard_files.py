@@ -1,0 +1,449 @@
+"""Shards as files in shared memory, in a folder of their writer, which dies with it.
+
+An owner holds an exclusive `flock` on its folder. The kernel drops the lock with the process, however it ends, so
+whoever gets the lock knows that the owner is gone. Unlike a process id it is never reused, and it means the same in
+every container that shares the file system.
+
+Writing into pages that were written before is four times as fast as writing into new ones, so the file of a released
+version is used again. `flock` on the file keeps that safe:
+
+- a reader holds a shared lock from before it looks at the bytes until the last tensor that views them is gone;
+- a writer takes the exclusive lock before it touches a used file, and where it cannot, it makes a new file.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import shutil
+import tempfile
+import threading
+import weakref
+import zlib
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from titan_rl.core.errors import StateDictError
+
+
+class OwnedFolder:
+    """A new folder `<prefix><random>` in `root`.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+
+    def __init__(self, prefix: str, root: Path) -> None:
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
+            try:
+                self._lock = os.open(self.path, os.O_RDONLY)
+            except FileNotFoundError:
+                continue  # another process cleaned up before it was locked; take another folder
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            if self.path.exists():
+                return
+            os.close(self._lock)
+
+    def remove(self) -> None:
+        """Delete the folder with all it holds, then let the lock go."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def clean_dead_folders(prefix: str, root: Path) -> list[Path]:
+    """Remove the folders `<prefix>*` in `root` whose owners are dead, and return them.
+
+    Files that a living process has open or mapped stay readable to it. Folders of living owners, and of other users,
+    are left alone.
+    """
+    removed: list[Path] = []
+    for path in root.glob(f"{prefix}*"):
+        try:
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError:  # gone meanwhile, another user's, or no folder
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+            removed.append(path)
+        except BlockingIOError:
+            pass  # its owner lives
+        finally:
+            os.close(lock)
+    return removed
+
+
+PREFIX = "titan_rl-weights-"
+
+
+def shard_root() -> Path:
+    """/dev/shm, or the temporary folder where a system has none."""
+    shm = Path("/dev/shm")
+    return shm if os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def shard_folder(run_id: str, root: Path | None = None) -> OwnedFolder:
+    """A new folder for one writer's shards; the names are for people who look.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    return OwnedFolder(f"{PREFIX}{run_id}-{os.getpid()}-", root or shard_root())
+
+
+def shard_folders(run_id: str, root: Path | None = None) -> list[Path]:
+    """Those that there are of a run."""
+    return list((root or shard_root()).glob(f"{PREFIX}{run_id}-*"))
+
+
+def clean_dead_shards(root: Path | None = None) -> list[Path]:
+    """Remove the folders of dead writers, and return them. Readers with a shard mapped keep reading."""
+    return clean_dead_folders(PREFIX, root or shard_root())
+
+
+ALIGNMENT = 64  # bytes: a cache line, and what vector loads like best
+BLOCK_WORDS = 131072  # 1 MiB: long enough for NumPy to run at full speed, short enough to stay in the cache
+
+
+class RunningChecksum:
+    """CRC-32 over the 64-bit sums of the blocks of 1 MiB.
+
+    Summing words runs at the speed of memory, seven times as fast as a CRC of every byte, and faster yet right after
+    the bytes were written, while they are in the cache. Every change inside one word is found, and so is every mixture
+    of two versions unless all their blocks have equal sums; the CRC finds blocks that changed places. It protects
+    against accidents, not against an adversary.
+
+    Args:
+        data: [num_bytes], a multiple of 8.
+    """
+
+    def __init__(self, data: NDArray[np.uint8]) -> None:
+        self._words = data.view(np.uint64)
+        self._sums: list[np.uint64] = []
+
+    def written(self, num_bytes: int) -> None:
+        """So many bytes from the start are what they will be. Called with ever more."""
+        while (at := len(self._sums) * BLOCK_WORDS) + BLOCK_WORDS <= num_bytes // 8:
+            self._sums.append(self._words[at : at + BLOCK_WORDS].sum())  # wraps at 2**64
+
+    def value(self) -> int:
+        """Once all bytes are written."""
+        self.written(self._words.nbytes)
+        rest = self._words[len(self._sums) * BLOCK_WORDS :]
+        sums = [*self._sums, rest.sum()] if len(rest) else self._sums
+        return zlib.crc32(np.array(sums, np.uint64).tobytes())
+
+
+def checksum(data: NDArray[np.uint8]) -> int:
+    """The `RunningChecksum` of bytes that are there."""
+    return RunningChecksum(data).value()
+
+
+class ShardFile:
+    """A writer's. `path` is where it is now; renaming it is what publishes and withdraws it.
+
+    The writer owns the exclusive lock from creation until `publish`, and again after `reclaim`.
+
+    Raises:
+        OSError: there is no room for it, or the file cannot be made.
+    """
+
+    def __init__(self, path: Path, num_bytes: int) -> None:
+        self.path = path
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            self.resize(num_bytes)
+        except BaseException:
+            self.unlink()
+            raise
+
+    def resize(self, num_bytes: int) -> None:
+        """Make `data` a [num_bytes] array over the file. The bytes are there: writing to them cannot fail."""
+        size = max(num_bytes, ALIGNMENT)  # an empty file cannot be mapped
+        if size == os.fstat(self._file).st_size:
+            return
+        os.ftruncate(self._file, size)
+        if hasattr(os, "posix_fallocate"):  # a full tmpfs would else kill the process with SIGBUS at the first write
+            try:
+                os.posix_fallocate(self._file, 0, size)
+            except OSError as error:
+                root = self.path.parent.parent
+                free = f"{shutil.disk_usage(root).free / 1e6:.1f} MB are free"
+                fix = f"{free}; make room there, for a container by --shm-size"
+                raise OSError(error.errno, f"{error.strerror}, {fix}", str(root)) from None
+        self.data: NDArray[np.uint8] = np.frombuffer(mmap.mmap(self._file, size), np.uint8)[:num_bytes]
+
+    def publish(self, path: Path) -> None:
+        """Let readers in, under this name."""
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+        self.rename(path)
+
+    def rename(self, path: Path) -> None:
+        os.rename(self.path, path)
+        self.path = path
+
+    def reclaim(self) -> bool:
+        """Take the file for writing again. False where a reader has it mapped."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def unlink(self) -> None:
+        """Remove the name. The memory goes when the last reader's mapping does."""
+        self.path.unlink(missing_ok=True)
+        os.close(self._file)
+
+
+def lock_published(path: Path) -> int:
+    """A descriptor of a published shard with a reader's lock: it is not written again before that is closed.
+
+    Raises:
+        StateDictError: it is gone.
+    """
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise StateDictError(
+            f"{path} cannot be opened ({error.strerror}): it was released, or its writer ended"
+        ) from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(file), os.stat(path)):
+            raise FileNotFoundError
+    except (BlockingIOError, FileNotFoundError) as error:
+        os.close(file)
+        raise StateDictError(f"{path} was released while it was opened") from error
+    return file
+
+
+S = TypeVar("S", bound=ShardFile)
+T = TypeVar("T")
+
+
+class ShardStore(Generic[S]):
+    """Segments of the versions kept, in a folder of the writer's own that is made for the first one.
+
+    Writing happens under a hidden name and a rename publishes, so a version is whole or absent. All methods may be
+    called from any thread.
+
+    Args:
+        run_id: part of the folder's name.
+        make: a new shard of that many bytes.
+        keep: most versions at a time, the one being written included; one more releases the oldest. With 2 the memory
+            is double-buffered: readers have the last version while the next is written over the one before.
+        root: where the folder is made; by default /dev/shm, or the temporary folder where there is none.
+
+    Raises:
+        ValueError: `run_id` is no plain file name, or `keep` is below 1.
+    """
+
+    def __init__(self, run_id: str, make: Callable[[Path, int], S], *, keep: int, root: Path | None) -> None:
+        if not run_id or "/" in run_id or "\0" in run_id:
+            raise ValueError(f"run_id is {run_id!r}; it becomes part of a folder's name and must be a plain file name")
+        if keep < 1:
+            raise ValueError(f"keep is {keep}; at least 1 version must be kept")
+        self._run_id = run_id
+        self._make = make
+        self._keep = keep
+        self._root = root
+        self._folder: OwnedFolder | None = None
+        self._published: dict[int, S] = {}  # oldest first
+        self._spares: list[S] = []  # released, to be written again
+        self._names = count()
+        self._lock = threading.Lock()  # of the fields above; not held while bytes are copied
+        self._closed = False
+
+    def write(self, version: int, num_bytes: int, fill: Callable[[S], T]) -> tuple[Path, T]:
+        """Have a shard filled and publish it.
+
+        Returns:
+            where it is, and what `fill` returned.
+
+        Raises:
+            StateDictError: the version is published already, there is no room, or the store is closed. Nothing of the
+                version is left then, nor if `fill` raises.
+        """
+        try:
+            shard = self._take(version, num_bytes)
+        except OSError as error:
+            raise StateDictError(f"no room for version {version}, {num_bytes / 1e6:.1f} MB: {error}") from error
+        try:
+            filled = fill(shard)
+            with self._lock:
+                path = self._folder_for(version).path / str(version)
+                shard.publish(path)
+                self._published[version] = shard
+        except BaseException:
+            shard.unlink()
+            raise
+        return path, filled
+
+    @property
+    def versions(self) -> set[int]:
+        """Those that are published and not released."""
+        with self._lock:
+            return set(self._published)
+
+    @property
+    def shards(self) -> list[S]:
+        """Those that are published, and those that later versions will be written to."""
+        with self._lock:
+            return [*self._published.values(), *self._spares]
+
+    def shard_of(self, version: int) -> S:
+        """That of a published version.
+
+        Raises:
+            KeyError: it is not published.
+        """
+        with self._lock:
+            return self._published[version]
+
+    def release(self, version: int) -> None:
+        """Withdraw a version. Its memory serves the next one, or is freed once its readers are done."""
+        with self._lock:
+            self._retire(version)
+
+    def close(self) -> None:
+        """Free everything. What readers hold stays valid; later calls of `write` fail."""
+        with self._lock:
+            self._closed = True
+            for shard in [*self._published.values(), *self._spares]:
+                shard.unlink()
+            self._published.clear()
+            self._spares.clear()
+            if self._folder is not None:
+                self._folder.remove()
+                self._folder = None
+
+    def _folder_for(self, version: int) -> OwnedFolder:
+        if self._closed:
+            raise StateDictError(f"version {version} cannot be published: the transport is closed")
+        if version in self._published:
+            raise StateDictError(f"version {version} is published already; release it first")
+        if self._folder is None:
+            clean_dead_shards(self._root)
+            self._folder = shard_folder(self._run_id, self._root)
+        return self._folder
+
+    def _take(self, version: int, num_bytes: int) -> S:
+        """A shard to write, that no reader has: a spare one or else a new one."""
+        with self._lock:
+            folder = self._folder_for(version)
+            while len(self._published) >= self._keep:
+                self._retire(next(iter(self._published)))
+            while self._spares:
+                shard = self._spares.pop(0)
+                try:
+                    if shard.reclaim():
+                        shard.resize(num_bytes)
+                        return shard
+                except BaseException:
+                    shard.unlink()
+                    raise
+                shard.unlink()
+            return self._make(self._hidden_name(folder), num_bytes)
+
+    def _retire(self, version: int) -> None:
+        shard = self._published.pop(version, None)
+        if shard is None:
+            return
+        assert self._folder is not None
+        if len(self._published) + len(self._spares) < self._keep:
+            shard.rename(self._hidden_name(self._folder))
+            self._spares.append(shard)
+        else:
+            shard.unlink()
+
+    def _hidden_name(self, folder: OwnedFolder) -> Path:
+        return folder.path / f".{next(self._names)}"
+
+
+_POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # all page-table entries at once, twice as fast as one fault at a time
+
+
+class ShardReader:
+    """Maps shards, each file once: a writer uses the files of released versions again, and making the page-table
+    entries takes as long as copying the bytes.
+
+    A mapping alone keeps nobody from writing to the file. The lock that does is taken for each version anew, and held
+    as long as anything views the bytes. All methods may be called from any thread.
+    """
+
+    def __init__(self) -> None:
+        self._mapped: dict[tuple[int, int, int], _MappedFile] = {}  # by device, inode and size
+        self._lock = threading.RLock()  # the garbage collector may call `_let_go` anywhere
+
+    def open(self, path: Path, num_bytes: int, expected_checksum: int) -> NDArray[np.uint8]:
+        """The verified bytes of a published shard. They cannot change as long as anything views them.
+
+        The mapping is read-only: the system ends a process that writes to it.
+
+        Returns:
+            [num_bytes] or more
+
+        Raises:
+            StateDictError: it is gone, or its size or checksum differ.
+        """
+        file = lock_published(path)
+        try:
+            size = os.fstat(file).st_size
+            if size != max(num_bytes, ALIGNMENT):
+                raise StateDictError(f"{path} has {size} bytes, its manifest says {num_bytes}")
+            data = np.frombuffer(self._mapping_of(file, path), np.uint8)
+        except BaseException:
+            os.close(file)
+            raise
+        weakref.finalize(data, self._let_go, file).atexit = False
+        found = checksum(data[:num_bytes])
+        if found != expected_checksum:
+            raise StateDictError(f"{path} has checksum {found:#010x}, its manifest says {expected_checksum:#010x}")
+        return data
+
+    def _mapping_of(self, locked: int, path: Path) -> mmap.mmap:
+        stat = os.fstat(locked)
+        key = stat.st_dev, stat.st_ino, stat.st_size
+        with self._lock:
+            self._drop_nameless()
+            if (file := self._mapped.get(key)) is None:
+                file = self._mapped[key] = _MappedFile(path, stat)
+            return file.mapping
+
+    def _let_go(self, locked: int) -> None:
+        """Nothing views the version any more: give its lock back."""
+        os.close(locked)
+        with self._lock:
+            self._drop_nameless()
+
+    def _drop_nameless(self) -> None:
+        """A file without a name is never published again, and its mapping would keep its memory."""
+        self._mapped = {key: file for key, file in list(self._mapped.items()) if file.has_name}
+
+
+class _MappedFile:
+    """A mapping through a descriptor of its own, since one that shares the locked one would hold its lock."""
+
+    def __init__(self, path: Path, expected: os.stat_result) -> None:
+        try:
+            self._file = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise StateDictError(f"{path} was released while it was opened") from error
+        weakref.finalize(self, os.close, self._file).atexit = False
+        if not os.path.samestat(os.fstat(self._file), expected):
+            raise StateDictError(f"{path} was released while it was opened")
+        flags = mmap.MAP_SHARED | _POPULATE
+        self.mapping = mmap.mmap(self._file, expected.st_size, flags=flags, prot=mmap.PROT_READ)
+
+    @property
+    def has_name(self) -> bool:
+        return os.fstat(self._file).st_nlink > 0

@@ -1,1 +1,0 @@
-"""Versions as files in shared memory, which die with their writer."""
