@@ -122,7 +122,7 @@ class AdaptivePlaces:
         self._lengths.ended(growth, was_aborted=was_aborted)
 
     def num_joining(self, running: Sequence[Growth], waiting: Iterable[Growth], num_shared: int = 0) -> int:
-        """How many of those that wait join now, in their order. One does in any case where nothing runs.
+        """Number of waiting requests that join now, in their order: at least one if nothing runs.
 
         Args:
             waiting: those that were preempted first.

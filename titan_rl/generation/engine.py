@@ -56,7 +56,8 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """What one step added to one request. `finish_reason` or `failure` is set on the request's last delta."""
+    """The tokens that one step added to one request. `finish_reason` or `failure` is set on the request's last
+    delta."""
 
     request_id: str
     token_ids: Sequence[int]  # [num_new_tokens], may be empty
@@ -70,7 +71,7 @@ class TokenDelta:
 
 
 def problem_of(delta: TokenDelta, request: EngineRequest) -> str | None:
-    """What keeps a delta from being part of a completion of the request. It fails that request alone."""
+    """The reason why a delta is invalid for its request, or None. An invalid delta fails that request alone."""
     if delta.failure is not None:
         return f"was given up by the engine: {delta.failure}"
     if not isinstance(delta.finish_reason, FinishReason | None):  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -1,4 +1,4 @@
-"""How much of a GPU an engine takes, so that others fit beside it."""
+"""Share of a GPU's memory that an engine takes, so that others fit on the same GPU."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def planned_kv_gib(kv_cache_gib: float | None) -> float | None:
 
 
 def weight_bytes(folder: Path, dtype: str) -> int:
-    """Of a Hugging Face folder's weights in a dtype, from the headers of its files."""
+    """Bytes of a Hugging Face folder's weights in a dtype, from the headers of its files."""
     return _ITEMSIZE[dtype] * sum(map(_numel, sorted(folder.glob("*.safetensors"))))
 
 

@@ -16,8 +16,7 @@ from titan_rl.generation.engine import Engine, EngineSpec
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """How an engine is made, and what it can do. A plain function from `EngineSpec` to `Engine` is of a kind that can
-    do none of this.
+    """Factory of an engine, and its capabilities. A plain function from `EngineSpec` to `Engine` has none of these.
 
     Example: `make = EngineKind(_make, routed_experts=True)`, where `generation.engine = "my_engines:make"`.
     """

@@ -65,7 +65,7 @@ class EngineRequest:
         return len(self.prompt_token_ids) + self.sampling.max_tokens
 
     def after(self, token_ids: Sequence[int]) -> EngineRequest:
-        """What is left of it once these tokens were generated: they join the prompt, and the budget is less by them."""
+        """The rest of the request after these tokens: they join the prompt, and the budget shrinks by their number."""
         if not token_ids:
             return self
         prompt = token_array(self.prompt_token_ids) + token_ids
@@ -130,7 +130,7 @@ class Partial:
 
     @property
     def rest(self) -> EngineRequest:
-        """What the next attempt is to ask for."""
+        """The request of the next attempt."""
         return self.request if self._kept is None else self.request.after(self._kept.token_ids)
 
     def begin(self) -> OnChunk:
@@ -154,8 +154,8 @@ class Partial:
 
     @property
     def ended(self) -> Completion | None:
-        """What the attempts that are over left, if nothing is missing of it but its ending: it ended by itself before
-        it heard of an abort, in a stop token, or its budget is used up."""
+        """The completion of the finished attempts, if it is complete: it ended by itself before an abort reached it,
+        ends in a stop token, or has used up its budget. Else None."""
         kept, sampling = self._kept, self.request.sampling
         if kept is None:
             return None
@@ -178,7 +178,7 @@ class Partial:
 
     @property
     def num_tokens(self) -> int:
-        """Of `so_far`, which it does not make."""
+        """Number of tokens in `so_far`, without building it."""
         return len(self._present.token_ids) + (0 if self._kept is None else len(self._kept.token_ids))
 
 
@@ -216,7 +216,7 @@ def tokens_between(tokens: Completion | TokenChunk, start: int, stop: int) -> To
 
 
 class _Tokens:
-    """What consecutive parts add up to. A part costs what is in it, however many there are before it."""
+    """Accumulator of consecutive parts. Adding one costs time in proportion to its own tokens alone."""
 
     def __init__(self) -> None:
         self.token_ids = array(TOKENS)
@@ -243,7 +243,7 @@ class _Tokens:
             self._allowed_logprobs.extend(logprob_array(part.allowed_logprobs).array())
 
     def completion(self, request_id: str) -> Completion:
-        """As an aborted one."""
+        """The tokens as an aborted completion."""
         return Completion(
             request_id,
             NumberArray(self.token_ids[:]),

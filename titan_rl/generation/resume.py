@@ -21,7 +21,7 @@ _listener: ContextVar[OnChunk | None] = ContextVar("listener", default=None)
 
 
 def listener() -> OnChunk | None:
-    """Who listens to the present call."""
+    """The listener of the present call, if any."""
     return _listener.get()
 
 

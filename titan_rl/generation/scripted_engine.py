@@ -49,7 +49,7 @@ def scripted_logprobs(token_ids: Sequence[int], version: int, seed: int = 0) -> 
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """How long the pretended work takes, in seconds."""
+    """Duration of simulated work, in seconds."""
 
     step: float = 0.0  # every step, however many requests run
     request: float = 0.0  # and for each running request

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class PauseMode(StrEnum):
-    """What a pause does with the requests that are running. Whatever takes one takes its value too: "keep".
+    """Treatment of running requests during a pause. Functions that take a mode also accept its value: "keep".
 
     Raises:
         ValueError: made of anything else.
@@ -31,7 +31,7 @@ class PauseMode(StrEnum):
 
     @property
     def ends_requests(self) -> bool:
-        """Those that run end with what they have."""
+        """Whether running requests end with the tokens they have."""
         return self in (PauseMode.ABORT, PauseMode.SLEEP)
 
     @classmethod
@@ -41,7 +41,7 @@ class PauseMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KVPolicy:
-    """What becomes of the KV cache at a swap.
+    """Treatment of the KV cache at a weight swap.
 
     Args:
         running: "keep" lets running requests go on with KV of the old weights, "recompute" has them prefill again.
@@ -74,7 +74,7 @@ SHARES = {
 
 @dataclass(frozen=True, slots=True)
 class GaugeSummary:
-    """What an engine said of itself over some of its steps.
+    """Summary of an engine's gauges over some of its steps.
 
     Example: `GaugeSummary(4, {"running_requests": 10.0}, {"running_requests": 3.0}, {"preemptions": 1.0})`
     """
@@ -86,8 +86,8 @@ class GaugeSummary:
 
     @staticmethod
     def metrics(summaries: Iterable[GaugeSummary]) -> dict[str, float]:
-        """Of several engines together: for each gauge its mean over all their steps and its maximum, each count in
-        all, and `SHARES` of counts that are not 0.
+        """Combine the summaries of several engines: mean and maximum of each gauge over all steps, the sum of each
+        count, and `SHARES` of counts that are not 0.
 
         Example, of the one above: {"preemptions": 1.0, "running_requests_max": 3.0, "running_requests_mean": 2.5}
         """

@@ -52,7 +52,7 @@ tokens would carry the wrong version, logprobs would be those of another distrib
 
 
 def problem_of(options: Mapping[str, Any]) -> tuple[str, str] | None:
-    """What keeps vLLM from being given these options: the name of one, and what is wrong with it.
+    """The first option that vLLM must not be given, and the reason; None if all are fine.
 
     Unknown names are found where vLLM is installed; it is not imported.
 

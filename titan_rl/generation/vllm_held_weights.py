@@ -59,7 +59,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """What is known of a weight that only a kernel for CPUs can read."""
+    """A weight in a format that only a CPU kernel can read."""
 
     linear: Callable[..., torch.Tensor]  # that computes with it
     dtype: torch.dtype
@@ -251,7 +251,8 @@ class _ExpertBox:
 
 
 def _expert_checksums(weight_ENK: torch.Tensor, isa: str, boxes: tuple[_ExpertBox, ...]) -> list[list[int]]:
-    """Of each box those of all experts, which one by one take several times as long. Empty where they cannot be had.
+    """Checksums of all experts for each box, which computed one by one take several times as long. Empty if they
+    cannot be computed.
 
     Args:
         isa: that the weight is packed for; "" where it is not.
@@ -294,8 +295,9 @@ def _expert_factors(
 
 @lru_cache(8)
 def _packed_places(shape: tuple[int, int], dtype: torch.dtype, isa: str) -> torch.Tensor | None:
-    """Where packing puts each element of an expert's weight, found by packing their numbers; each word of 32 bits where
-    those stay together. None where packing does more than to move them.  # [N * K] or [N * K // 2]"""
+    """Positions of the elements of an expert's weight after packing, found by packing their indices; positions of
+    32-bit words if their halves stay together. None where packing does more than to move them.  # [N * K] or [N * K //
+    2]"""
     numel = shape[0] * shape[1]
     numbers = torch.arange(numel, dtype=torch.int64)
     bits = torch.int16 if dtype.itemsize == 2 else torch.int32

@@ -93,8 +93,8 @@ class ScoringScheduler(Scheduler):
         return super().make_spec_decoding_stats(*args, **kwargs)
 
     def _make_room(self, running: list[Request], waiting: Any) -> None:
-        """Where requests that stand still fill the KV cache, take the blocks of those that joined last, as vLLM does
-        when requests outgrow the cache. They find most of them again when they go on."""
+        """Take blocks from the requests that joined last if suspended requests fill the KV cache, as vLLM does when
+        requests outgrow it. They find most of them again when they go on."""
         joining = (*self.running, *islice(self.waiting, SCORE_PLACES - len(self.running)))
         blocks = sum(
             cdiv(request.num_tokens + 1, self.block_size) - cdiv(request.num_computed_tokens, self.block_size)

@@ -1,4 +1,4 @@
-"""What vLLM's kernels for CPUs need where tokens are guessed. Importing it imports vLLM and torch."""
+"""Corrections of vLLM's CPU kernels for speculative decoding. Importing this imports vLLM and torch."""
 
 from __future__ import annotations
 

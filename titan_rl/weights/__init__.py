@@ -1,1 +1,2 @@
-"""How a version of the weights travels from the trainer to the generators, and how a reader knows that it is right."""
+"""State-dict sync: transports that carry weights from the trainer to the generators, and verification by the
+readers."""

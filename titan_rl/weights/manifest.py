@@ -66,7 +66,7 @@ def pack(manifest: Manifest, known: Collection[str] = ()) -> PackedManifest:
 
 
 class KnownLayouts:
-    """What one end has of another's layouts: those of the manifests that came last.
+    """Cache of the other end's layouts: those of its most recent manifests.
 
     Example:
 

@@ -99,7 +99,7 @@ def shard_folder(run_id: str, root: Path | None = None) -> OwnedFolder:
 
 
 def shard_folders(run_id: str, root: Path | None = None) -> list[Path]:
-    """Those that there are of a run."""
+    """Existing shard folders of a run."""
     return list((root or shard_root()).glob(f"{PREFIX}{run_id}-*"))
 
 
@@ -129,12 +129,12 @@ class RunningChecksum:
         self._sums: list[np.uint64] = []
 
     def written(self, num_bytes: int) -> None:
-        """So many bytes from the start are what they will be. Called with ever more."""
+        """Note that the first `num_bytes` bytes are final. Later calls pass larger numbers."""
         while (at := len(self._sums) * BLOCK_WORDS) + BLOCK_WORDS <= num_bytes // 8:
             self._sums.append(self._words[at : at + BLOCK_WORDS].sum())  # wraps at 2**64
 
     def value(self) -> int:
-        """Once all bytes are written."""
+        """The checksum, once all bytes are written."""
         self.written(self._words.nbytes)
         rest = self._words[len(self._sums) * BLOCK_WORDS :]
         sums = [*self._sums, rest.sum()] if len(rest) else self._sums
@@ -290,18 +290,18 @@ class ShardStore(Generic[S]):
 
     @property
     def versions(self) -> set[int]:
-        """Those that are published and not released."""
+        """Versions that are published and not released."""
         with self._lock:
             return set(self._published)
 
     @property
     def shards(self) -> list[S]:
-        """Those that are published, and those that later versions will be written to."""
+        """Published shards, and spare ones for later versions."""
         with self._lock:
             return [*self._published.values(), *self._spares]
 
     def shard_of(self, version: int) -> S:
-        """That of a published version.
+        """The shard of a published version.
 
         Raises:
             KeyError: it is not published.

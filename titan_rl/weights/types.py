@@ -14,7 +14,7 @@ NUM_KEPT = 2
 
 @dataclass(frozen=True, slots=True)
 class SlicePosition:
-    """Where a slice lies in the tensor that it is cut from.
+    """Position of a slice in the tensor that it is cut from.
 
     Example: the lower half of a [6, 4] matrix has shape (3, 4) and `SlicePosition((3, 0), (6, 4))`.
     """
@@ -34,7 +34,7 @@ class TensorSlice:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where one parameter, or a slice of one, lies in a shard."""
+    """Position of a parameter, or of a slice of one, in a shard."""
 
     name: str  # Hugging Face parameter name
     dtype: str  # torch's name without the prefix: "float32"
@@ -54,7 +54,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What one process wrote of a version, and how it is found."""
+    """The bytes of a version that one process wrote, and their location."""
 
     location: str  # how the transport finds the bytes
     num_bytes: int
@@ -126,7 +126,7 @@ class MeasuredTransport(Protocol):
     """A transport whose readers measure more than their time. `metrics.jsonl` has it, the largest of all readers'."""
 
     def pull_figures(self) -> Mapping[str, float]:
-        """Of the last pull; the names stand behind `sync/`."""
+        """Figures of the last pull; their metric names are prefixed with `sync/`."""
         ...
 
 

@@ -122,7 +122,7 @@ def make_probes(score: Score, sequences: Sequence[Sequence[int]]) -> tuple[Probe
 
 @dataclass(frozen=True, slots=True)
 class ProbeFigures:
-    """What a check found. `margin` and `missed` are of the version before; NaN where there is nothing to compare."""
+    """Result of a probe check. `margin` and `missed` refer to the version before; NaN without one."""
 
     diff: float  # nats: see `verify`
     margin: float = math.nan  # part of the change that may be missed, because rounding hides it
@@ -210,7 +210,7 @@ class _Scored:
         return self.sequences == other.sequences
 
     def errors(self, now: _Scored) -> NDArray[np.float64]:
-        """What the reader's logprobs may be off by, in this version or another."""
+        """Allowed deviation of the reader's logprobs, for this version or another."""
         own, free = np.abs(self.mine - self.theirs), np.abs(np.expm1(self.theirs))
         usual = float(np.linalg.norm(own)) / max(float(np.linalg.norm(free)), RESOLUTION)
         return np.maximum(own, usual * np.maximum(free, np.abs(np.expm1(now.theirs)))) + RESOLUTION

@@ -196,7 +196,7 @@ class PendingCalls:
         return len(self.waiting) + len(self.running)
 
     def add(self, call: PendingCall) -> None:
-        """Have it wait.
+        """Queue a call.
 
         Raises:
             RequestError: its id is in flight, and not being freed.
@@ -208,7 +208,7 @@ class PendingCalls:
         self.waiting[request_id] = call
 
     def forget(self, call: PendingCall) -> None:
-        """Its caller is gone."""
+        """Drop a call whose caller is gone."""
         request_id = call.request.request_id
         if self.waiting.get(request_id) is call:
             del self.waiting[request_id]
@@ -231,7 +231,7 @@ class PendingCalls:
         return len(calls)
 
     def admit(self, version: int) -> tuple[EngineRequest, ...]:
-        """Those that wait join the batch, whose next tokens are of `version`."""
+        """Let waiting calls join the batch; their next tokens belong to `version`."""
         admitted = tuple(self.waiting.values())
         self.running.update(self.waiting)
         self.waiting.clear()
@@ -275,7 +275,7 @@ class PendingCalls:
             self._reject(request_id, error, outbox)
 
     def stream(self, outbox: Outbox, *, also_empty: bool) -> None:
-        """Tell of the tokens since this was called last, or also of none."""
+        """Send the tokens since the last call, or also an empty chunk."""
         for call in self.running.values():
             if call.on_chunk is not None and (call.num_unstreamed or also_empty):
                 outbox.call(call.future.get_loop(), call.on_chunk, call.take_chunk())
@@ -288,7 +288,7 @@ class PendingCalls:
                 outbox.resolve(call.future, call.completion(FinishReason.ABORT))
 
     def clear(self) -> tuple[Sequence[PendingCall], tuple[str, ...]]:
-        """Know of none any more.
+        """Remove all calls.
 
         Returns:
             all calls, for their owner to fail, and the ids of those that ran.

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class LoopAction(StrEnum):
-    """What a loop does, in the order in which they go first."""
+    """Actions of a loop, by priority."""
 
     CLOSE = "close"
     WAKE = "wake"
@@ -272,7 +272,7 @@ class LoopState:
     def absorb(
         self, rejected: Mapping[str, Exception], deltas: Iterable[TokenDelta], began: float, outbox: Outbox
     ) -> tuple[str, ...]:
-        """What came of the step that began then.
+        """Record the outcome of a step.
 
         Returns:
             the requests that failed by it, which the engine is to forget.
@@ -282,7 +282,7 @@ class LoopState:
             return self._calls.absorb(deltas, began, self.clock(), outbox)
 
     def stream(self, outbox: Outbox, *, also_empty: bool) -> None:
-        """Tell every request of its tokens since this was called last, or also of none."""
+        """Send each request its tokens since the last call, or also an empty chunk."""
         with self._lock:
             self._calls.stream(outbox, also_empty=also_empty)
 

@@ -19,7 +19,7 @@ from titan_rl.generation.types import PauseMode
 
 
 class ControlCalls:
-    """Those under way: pulls, pauses, aborts."""
+    """Control calls in progress: pulls, pauses, aborts."""
 
     def __init__(self) -> None:
         self._ended: EngineDeadError | None = None
@@ -57,7 +57,8 @@ class ControlCalls:
 
 @dataclass(frozen=True, slots=True)
 class PauseReport:
-    """What a pause took and gave up on: `PauseReport("wait", 300.2, aborted=("g1/0/2",), cancelled=(), failed={})`."""
+    """Duration of a pause, and the requests and replicas that it gave up on: `PauseReport("wait", 300.2,
+    aborted=("g1/0/2",), cancelled=(), failed={})`."""
 
     mode: PauseMode
     seconds: float
@@ -186,7 +187,7 @@ PullMode = Literal["hot_swap", "drain"]
 
 @dataclass(frozen=True, slots=True)
 class PullReport:
-    """Which replicas hold the version or a newer one: `PullReport(7, ("a",), {"b": StateDictError(...)})`."""
+    """Outcome of a pull on each replica: `PullReport(7, ("a",), {"b": StateDictError(...)})`."""
 
     version: int
     pulled: tuple[str, ...]
@@ -268,7 +269,7 @@ class Puller:
             raise
 
     def _settle(self, version: int, failed: Mapping[str, Exception]) -> None:
-        """What becomes of replicas that found no such version: where none has it they serve on with what they have.
+        """Decide about replicas that could not get the version: if no replica has it, they go on serving the old one.
 
         Raises:
             UnavailableWeightsError: none has it, and it is not waited for.

@@ -22,7 +22,7 @@ from titan_rl.types import Completion, FinishReason, SamplingParams, TokenChunk
 
 
 class Dispatcher:
-    """What `GeneratorRouter.generate` does. An answer has one owner: the caller's own task."""
+    """Sends a request to one replica after the other until it is answered. The caller's own task owns the answer."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Dispatcher:
             return partial.so_far
 
     async def _reserve(self, in_flight: RequestInFlight) -> Reservation | None:
-        """Wait until requests may pass and a replica serves. None: the request is aborted."""
+        """Wait until the router is not paused and a replica serves. None: the request is aborted."""
         while True:
             if self.closed is not None:
                 raise self.closed
@@ -184,7 +184,7 @@ class FailedAttempt:
 
 
 class Blame:
-    """Who is at fault in a request's failures.
+    """Decision whether a replica or the request is at fault for a failure.
 
     The first is laid to the replica, which leaves service for a moment at least; that of an engine that ended or hangs
     always is. If the request fails in the same way on another replica, or on the same one in all attempts that it has,
@@ -203,7 +203,7 @@ class Blame:
         self._max_attempts = max_attempts
 
     async def lay(self, request: RequestInFlight, failures: list[FailedAttempt]) -> None:
-        """Say who is at fault in the last of a request's failures, and act on it.
+        """Attribute the last of a request's failures, and quarantine the replica if it is at fault.
 
         Raises:
             RequestError: it is the request's fault.
@@ -300,7 +300,7 @@ class Moves:
         return True
 
     def place(self, request: RequestInFlight) -> Reservation | None:
-        """What is kept for a request where it goes on. None: it waits, and is placed, as any other."""
+        """The reservation for a request that moves. None: it waits, and is placed, like any other."""
         if (place := request.place) is None:
             return None
         replica = place.replica
@@ -351,7 +351,7 @@ class Moves:
         return counts
 
     def _planned(self, counts: dict[PooledReplica, int]) -> Iterator[Planned]:
-        """What is to move among replicas of one version, one after the other."""
+        """Plan moves among replicas of one version, one after the other."""
         assert self._below is not None
         mean = sum(counts.values()) / len(counts)
         fullest = [(-count, place, replica) for place, (replica, count) in enumerate(counts.items())]

@@ -155,7 +155,7 @@ _ROUNDING_S = 1e-6  # by which timers may come early
 
 
 class StallWatch:
-    """Tells of a replica that has requests and gives no sign of life for `limit_s` seconds.
+    """Watchdog for replicas that have requests and give no sign of life for `limit_s` seconds.
 
     Signs of life are its tokens, its answers, its pulls, and its word that the engine has stepped, whichever request
     they are about: one that queues behind others waits for as long as those move. Frozen time does not count.

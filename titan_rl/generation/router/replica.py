@@ -116,7 +116,8 @@ class StreamingReplica(Replica, Protocol):
     """
 
     async def stream(self, request: EngineRequest, on_chunk: OnChunk) -> Completion:
-        """As `generate`, which the router then does not call. The completion holds all tokens, streamed or not."""
+        """Continue the prompt like `generate`, which the router then does not call. The completion holds all tokens,
+        streamed or not."""
         ...
 
 
@@ -126,7 +127,7 @@ class GaugedReplica(Replica, Protocol):
 
     @property
     def gauges(self) -> GaugeSummary | None:
-        """Of the engine's steps between its last two pulls, or up to the first. None before that."""
+        """Gauges of the engine's steps between its last two pulls, or up to the first. None before that."""
         ...
 
 

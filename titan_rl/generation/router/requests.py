@@ -143,8 +143,8 @@ logger = logging.getLogger(__name__)
 
 
 class Aborts:
-    """A replica that does not take an abort is not blamed for that: its requests will tell. The log has it once, until
-    the replica takes one again."""
+    """Sends aborts to replicas. A failed abort does not quarantine the replica; it is logged once, until an abort
+    succeeds again."""
 
     def __init__(self, tasks: BackgroundTasks, call_s: float) -> None:
         self._tasks = tasks
@@ -168,23 +168,23 @@ class Aborts:
         return True
 
     def send_soon(self, replica: PooledReplica, engine_id: str) -> None:
-        """Nobody waits for this request any more, and its engine may be at it still. All of one turn of the event loop
-        are one call: a replica that is lost leaves many at once."""
+        """Abort a request whose caller is gone, because its engine may still run it. Requests of one turn of the event
+        loop share one call: losing a replica orphans many at once."""
         if not self._orphans:
             asyncio.get_running_loop().call_soon(self._send_orphans)
         self._orphans.setdefault(replica, []).append(engine_id)
         self._unheard[engine_id] += 1
 
     def may_run(self, engine_id: str) -> bool:
-        """Whether an engine may be at a request of this id that nobody waits for: another one must not have it."""
+        """Whether an engine may still run an orphaned request with this id, so that it must not be used again."""
         return engine_id in self._unheard
 
     def send_again(self, replica: PooledReplica) -> None:
-        """The replica may take now what it did not take before."""
+        """Repeat the aborts that the replica did not take."""
         self._start(replica, ())
 
     def forget(self, replica: PooledReplica) -> None:
-        """It is removed, so that nobody will ask its engine for anything again."""
+        """Drop the aborts of a removed replica."""
         self._heard(self._untaken.pop(replica, ()))
 
     def _send_orphans(self) -> None:
@@ -336,11 +336,11 @@ class RequestsInFlight:
             in_flight.done.set_result(None)
 
     def find(self, request_ids: Iterable[str]) -> list[RequestInFlight]:
-        """Those of these ids; unknown ones are left out."""
+        """The requests with these ids; unknown ids are ignored."""
         return [self._requests[request_id] for request_id in request_ids if request_id in self._requests]
 
     def on(self, replica: PooledReplica) -> list[RequestInFlight]:
-        """Those that run there, in the order in which they were sent."""
+        """The requests that run on a replica, in the order in which they were sent."""
         return list(self._placed.get(replica, ()))
 
     async def abort(self, requests: Sequence[RequestInFlight]) -> tuple[str, ...]:

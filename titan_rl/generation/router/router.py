@@ -128,8 +128,8 @@ class GeneratorRouter:
         return await self.stream(EngineRequest(request_id, prompt_token_ids, sampling, session_id), listener())
 
     async def stream(self, request: EngineRequest, on_chunk: OnChunk | None = None) -> Completion:
-        """As `generate`, with chunks ahead of the completion, as far as replicas stream. They are what it begins with,
-        whichever replicas it went through.
+        """Answer a request like `generate`, with chunks ahead of the completion if replicas stream. The chunks are the
+        beginning of the completion, whichever replicas the request went through.
 
         Args:
             on_chunk: called in the event loop. What it raises is laid to the replica, so it raises nothing.
@@ -195,12 +195,12 @@ class GeneratorRouter:
             return await self._requests.abort(requests)
 
     def tokens_so_far(self) -> dict[str, Completion]:
-        """What requests in flight have got, by id, as aborted completions: all that their replicas have streamed."""
+        """Tokens streamed so far for each request in flight, by id, as aborted completions."""
         return {request.request_id: request.partial.so_far for request in self._requests}
 
     @property
     def num_tokens_so_far(self) -> int:
-        """Of all requests in flight together, without making what `tokens_so_far` gives."""
+        """Number of tokens of all requests in flight, without building `tokens_so_far`."""
         return sum(request.partial.num_tokens for request in self._requests)
 
     @property
@@ -245,7 +245,7 @@ class GeneratorRouter:
             request.cut_short()
 
     async def retire_replica(self, name: str, finish_s: float) -> None:
-        """As `remove_replica`, of one that gets no further requests and has so long to finish what it has.
+        """Send a replica no further requests, and remove it when it is idle or after `finish_s` seconds.
 
         Raises:
             ValueError: there is no replica of that name.

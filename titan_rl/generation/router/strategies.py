@@ -19,7 +19,7 @@ from titan_rl.core.errors import ConfigError
 
 
 class Candidate(Protocol):
-    """What a strategy reads of a replica. Compared by identity."""
+    """A replica as a strategy sees it. Compared by identity."""
 
     name: str
     load: int  # tokens reserved on it
@@ -326,7 +326,7 @@ BY_NAME: dict[str, StrategyFn] = {
 
 
 def find_strategy(name: str) -> StrategyFn:
-    """What makes the strategies that `routing.strategy` names.
+    """The factory of strategies that `routing.strategy` names.
 
     Raises:
         ConfigError: there is none of that name.

@@ -33,7 +33,7 @@ class SlowError(Exception):
 
 
 class Pace:
-    """What the trainer sends to this host, in bytes a second, as far as it is known."""
+    """Rate at which the trainer sends to this host, in bytes per second, once measured."""
 
     def __init__(self) -> None:
         self.of_trainer: float | None = None
@@ -90,7 +90,7 @@ ALL = 1 << 40  # chunks
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Who reads from where.
+    """Parameters of a download: reader, source and time limit.
 
     Args:
         name: of the reader, which no other has.

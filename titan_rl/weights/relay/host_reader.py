@@ -45,7 +45,7 @@ class Rendezvous:
         self._lock: int | None = None
 
     def lead(self) -> bool:
-        """Whether this process is the one from here on.
+        """Try to become the process that reads for its host; return whether it is.
 
         Raises:
             OSError: the folder cannot be made.
@@ -67,7 +67,7 @@ class Rendezvous:
         return False
 
     def announce(self, leader: Leader) -> None:
-        """Tell the others how this process is asked."""
+        """Publish this process's address to the others."""
         hidden = self._folder / ".leader"
         hidden.write_text(json.dumps({"address": leader.address, "token": leader.token}))
         hidden.rename(self._folder / "leader")
@@ -80,7 +80,7 @@ class Rendezvous:
             return None
 
     def leave(self) -> None:
-        """Another one may take the place. Does nothing in a process that has it not."""
+        """Give up the lead, so that another process can take it. Does nothing in a process that does not lead."""
         if self._lock is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             os.close(self._lock)
@@ -111,7 +111,7 @@ class WantedShard:
 
 @dataclass(frozen=True, slots=True)
 class ReadShard:
-    """Where a shard is on this host."""
+    """Location of a shard on this host."""
 
     path: Path
     received_bytes: int  # for it, from other hosts
@@ -222,7 +222,7 @@ class HostReader:
         self._server.offer(key, copy)
 
     def _forget_writers_but(self, keys: Collection[str]) -> None:
-        """What trainers before this one wrote goes."""
+        """Remove the shards of earlier trainers."""
         with self._lock:
             gone = {key: self._stores.pop(key) for key in self._stores.keys() - set(keys)}
         for key, store in gone.items():

@@ -199,7 +199,7 @@ class ShardOrigin:
             self._encoding = None
 
     def keep(self, versions: Collection[int]) -> None:
-        """The others can be read no more."""
+        """Withdraw all other versions."""
         for version in self._server.copies(self._key).keys() - set(versions):
             self._server.withdraw(self._key, version)
 

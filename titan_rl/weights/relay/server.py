@@ -29,7 +29,7 @@ SILENCE_S = 3.0
 
 
 class Kind(IntEnum):
-    """What follows the head of a chunk."""
+    """Kind of data after the header of a chunk."""
 
     RAW = 0
     DELTA = 1
@@ -92,7 +92,7 @@ def receive(connection: socket.socket) -> dict[str, Any]:
 
 
 def ask(address: str, message: dict[str, Any]) -> dict[str, Any]:
-    """One message there, and the answer. Ahead of it the other end may say that it works on it.
+    """Send one message and return the answer. Before it the other end may report that it is still working on it.
 
     Raises:
         ConnectionLostError: it did not answer.
@@ -135,7 +135,7 @@ def receive_head(connection: socket.socket) -> Head:
 def receive_into(
     connection: socket.socket, memory: memoryview, came: Callable[[int], None] = lambda num_bytes: None
 ) -> None:
-    """Fill the memory.
+    """Receive exactly enough bytes to fill the memory.
 
     Args:
         came: told of every piece how many bytes it has; what it raises ends this.
@@ -169,7 +169,7 @@ def _send_all(connection: socket.socket, data: bytes | memoryview) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RemoteShard:
-    """Where other hosts read one shard. It stands in the manifest."""
+    """Address of one shard for other hosts. Part of the manifest."""
 
     address: str  # "10.0.0.1:4711"
     key: str  # of all shards of that rank, on whatever host they are
@@ -215,15 +215,15 @@ class RelayServer:
         threading.Thread(target=self._accept, name="relay", daemon=True).start()
 
     def answer(self, name: str, answer: Answer) -> None:
-        """Who asks for `name` is told what this returns. It runs in a thread of its own."""
+        """Register the handler of requests for `name`. It runs in a thread of its own."""
         self._answers[name] = answer
 
     def admit(self, token: str) -> None:
-        """Who says this may ask."""
+        """Accept requests with this token."""
         self._tokens.add(token)
 
     def offer(self, key: str, copy: ShardCopy) -> None:
-        """From now on it can be read."""
+        """Make a copy available to readers."""
         with self._lock:
             self._copies[key, copy.version] = copy
 
@@ -239,7 +239,7 @@ class RelayServer:
             return {version: copy for (of, version), copy in self._copies.items() if of == key}
 
     def close(self) -> None:
-        """Nobody is answered any more. Closing again does nothing."""
+        """Close all connections. Closing again does nothing."""
         with self._lock:
             if self._closed:
                 return

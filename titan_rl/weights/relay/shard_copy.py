@@ -95,7 +95,7 @@ def chunk_size(num_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ChunkDelta:
-    """How a chunk comes of the same chunk of `base`."""
+    """Delta from a chunk of version `base` to the same chunk of a newer one."""
 
     base: int  # version
     encoded: bytes
@@ -158,13 +158,13 @@ class ShardCopy:
             self._changed.notify_all()
 
     def complete(self) -> None:
-        """All of it is ready."""
+        """Mark all chunks as ready."""
         with self._changed:
             self._ready = self.num_chunks
             self._changed.notify_all()
 
     def withdraw(self, problem: str) -> None:
-        """Nobody is to read it any more."""
+        """Fail all readers, with the reason."""
         with self._changed:
             self._problem = self._problem or problem
             self._changed.notify_all()

@@ -35,7 +35,7 @@ class SharedDeviceMemory(Protocol):
         ...
 
     def export(self, buffer: torch.Tensor) -> Any:
-        """What another process opens it by. Can be pickled."""
+        """Handle by which another process opens it. Can be pickled."""
         ...
 
     def open(self, handle: Any) -> torch.Tensor:
@@ -318,7 +318,7 @@ def _close(locks: Iterable[ReadLock]) -> None:
 
 
 def checksum(buffer: torch.Tensor) -> int:
-    """As `titan_rl.weights.shard_files.checksum`, computed where the bytes are.
+    """Compute the checksum of `titan_rl.weights.shard_files.checksum` on the device that holds the bytes.
 
     Args:
         buffer: uint8 [num_bytes], a multiple of 8.

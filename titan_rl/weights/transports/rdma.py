@@ -49,7 +49,7 @@ class RDMATransport:
         probes: Sequence[Probe] = (),
         tolerance: float = 1e-5,
     ) -> Manifest:
-        """As `SharedMemoryTransport.publish`.
+        """Publish a version; see `SharedMemoryTransport.publish`.
 
         Raises:
             StateDictError: as there, or the memory cannot be exposed.

@@ -16,8 +16,8 @@ from titan_rl.weights.types import StateDictTransport
 
 @dataclass(frozen=True, slots=True)
 class TransportSpec:
-    """What a process asks of its end of a transport: a rank of the trainer, which publishes, or of a generator, which
-    pulls. The trainer closes its ends; a generator's goes with its process."""
+    """Parameters of one end of a transport: a trainer rank, which publishes, or a generator rank, which pulls. The
+    trainer closes its ends; a generator's goes with its process."""
 
     run_id: str  # in the names of whatever the run's processes share
     timeout_s: float = 120.0  # longest wait for the bytes of one shard
@@ -30,8 +30,8 @@ class TransportSpec:
 
 @dataclass(frozen=True, slots=True)
 class TransportKind:
-    """How an end of a transport is made, and what it needs. A plain function from `TransportSpec` to
-    `StateDictTransport` is of a kind that needs nothing."""
+    """Factory of a transport's ends, and its requirements. A plain function from `TransportSpec` to
+    `StateDictTransport` has none."""
 
     make: Callable[[TransportSpec], StateDictTransport]
     needs_gpus: bool = False  # it cannot be had on a host without one

@@ -76,12 +76,12 @@ class SharedMemoryTransport:
         return assemble(manifest, self.open_shard)
 
     def open_shard(self, shard: Shard) -> NDArray[np.uint8]:
-        """As `ShardReader.open`."""
+        """Open a shard; see `ShardReader.open`."""
         return self._reader.open(Path(shard.location), shard.num_bytes, shard.checksum)
 
     @property
     def versions(self) -> set[int]:
-        """Those that are published and not released."""
+        """Versions that are published and not released."""
         return self._store.versions
 
     def bytes_of(self, version: int) -> NDArray[np.uint8]:

@@ -86,7 +86,7 @@ class TCPTransport:
         probes: Sequence[Probe] = (),
         tolerance: float = 1e-5,
     ) -> Manifest:
-        """As `SharedMemoryTransport.publish`.
+        """Publish a version; see `SharedMemoryTransport.publish`.
 
         Raises:
             StateDictError: as there, or `interface` is no address of this host.
@@ -129,7 +129,8 @@ class TCPTransport:
         return assemble(manifest, open_shard)
 
     def pull_figures(self) -> Mapping[str, float]:
-        """Of the last pull: received_bytes, that this host got for the version, and received_share, of its bytes."""
+        """Figures of the last pull: `received_bytes` of this host for the version, and `received_share` of the
+        version's bytes."""
         return self._figures
 
     @property
