@@ -8,11 +8,13 @@ from talk import chat_template_renderer, completion, reply, user
 
 from titan_rl.rollout.types import Message
 from titan_rl.serving.conversations.caller import Client, Conversations
+from titan_rl.serving.http.exchange import ServerLimits
 from titan_rl.types import SamplingParams
 
 
 def conversations(**limits: Any) -> Conversations:
-    return Conversations(chat_template_renderer(), **{"most": 10, "most_turns": 10, "most_bytes": 1 << 20, **limits})
+    small = {"num_conversations": 10, "conversation_turns": 10, "conversation_bytes": 1 << 20}
+    return Conversations(chat_template_renderer(), ServerLimits(**{**small, **limits}))
 
 
 def say(client: Client, messages: list[Message], text: str, session_id: str | None = None) -> list[Message]:
@@ -61,7 +63,7 @@ def test_several_that_begin_at_once_are_one_conversation() -> None:
 
 
 def test_memory_is_bounded_by_bytes_whatever_the_count() -> None:
-    known = conversations(most_bytes=100_000)
+    known = conversations(conversation_bytes=100_000)
     client = Client(b"one", known)
     long = [say(client, [user(f"{number} " + "x " * 500)], "a") for number in range(9)]
     assert 0 < len(known) < 9
@@ -74,7 +76,7 @@ def test_memory_is_bounded_by_bytes_whatever_the_count() -> None:
 
 
 def test_one_with_too_many_turns_begins_anew() -> None:
-    known = conversations(most_turns=2)
+    known = conversations(conversation_turns=2)
     client = Client(b"one", known)
     messages: list[Message] = [user("b a")]
     for _ in range(2):

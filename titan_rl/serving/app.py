@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -28,15 +28,15 @@ from titan_rl.serving.protocols.tokens import DetokenizeEndpoint, TokenEndpoint,
 from titan_rl.serving.text import Text, Tokenizing
 
 Endpoint = Callable[[Request], ASGIApp]
-"""Reads a request, and gives what answers it."""
+"""Reads a request and returns the ASGI application that answers it."""
 
 
 class PolicyApp:
-    """An ASGI application, and what a server needs to end it in order.
+    """ASGI application of a served policy, with the state that a server needs to shut it down in order.
 
     Attributes:
-        keys: who may call what.
-        exchanges: the requests that are being answered.
+        keys: of clients and of the admin.
+        exchanges: requests in flight.
     """
 
     def __init__(self, app: ASGIApp, keys: Keys, exchanges: Exchanges) -> None:
@@ -74,85 +74,118 @@ def make_app(
         make_app(in_one_piece(generate), model="policy", max_context=4096, tokenizer=tokenizer, renderer=renderer)
 
     Args:
-        max_context: most tokens of prompt and completion.
-        tokenizer: of `transformers` or `tokenizers`, which no other thread uses. Without it there are no text
+        max_context: limit on the tokens of prompt and completion together.
+        tokenizer: of `transformers` or `tokenizers`, used by no other thread. Without it there are no text
             completions and no chat.
-        renderer: between messages and tokens. Without it there is no chat.
-        stop_token_ids: the model's own, which end a completion unless a client asks for `ignore_eos`. By default the
-            renderer's.
-        any_model: answer under any other name, too, for agents that have a model's name written into them.
-        wait_until_resumed: awaited before an aborted completion is gone on with.
-        control: what the admin calls act on. Without it, or without an admin key, there are none.
-        trouble: why the policy cannot answer at present, for `/health`; None while it can.
-        version: of the policy that answers new requests, for `/v1/models`.
-        episodes: whose keys are let in, too, each for its episode alone. Those opened from now on use this renderer.
-        open_episode: what `POST /episodes` does. Without it harnesses cannot open any.
+        renderer: converts messages to tokens. Without it there is no chat.
+        stop_token_ids: stop tokens of the model, which end a completion unless a client asks for `ignore_eos`. Defaults
+            to those of the renderer.
+        any_model: answer under any other model name, too, for agents with a hard-coded one.
+        wait_until_resumed: awaited before an aborted completion continues.
+        control: target of the admin calls. Without it, or without an admin key, there are none.
+        trouble: returns why the policy cannot answer at present, for `/health`; None while it can.
+        version: returns the policy version that answers new requests, for `/v1/models`.
+        episodes: admits the keys of these episodes, each for its episode alone. Episodes opened later use `renderer`.
+        open_episode: opens an episode for `POST /episodes`. Without it harnesses cannot open any.
     """
     limits = limits or ServerLimits()
     keys = keys or Keys()
-    metrics = ServerMetrics()
-    exchanges = Exchanges(limits, metrics)
+    exchanges = Exchanges(limits, ServerMetrics())
     whole = unbroken(stream, wait_until_resumed=wait_until_resumed)
-    policy = ServedPolicy(model, whole, max_context, metrics, any_model=any_model)
-    tokenizing = Tokenizing()
-    text = None if tokenizer is None else Text(tokenizing.own(tokenizer))
-    renderer = None if renderer is None else tokenizing.own(renderer)
-    if episodes is not None and renderer is not None:
-        episodes.renderer = renderer
-    conversations, turns = None, None
-    if text is not None and renderer is not None:
-        conversations = Conversations(
-            renderer,
-            most=limits.num_conversations,
-            most_turns=limits.conversation_turns,
-            most_bytes=limits.conversation_bytes,
-        )
-        turns = Turns(policy, text, renderer, tokenizing)
-    if stop_token_ids is None:
-        stop_token_ids = () if renderer is None else renderer.get_stop_token_ids()
-    stops = tuple(stop_token_ids)
+    policy = ServedPolicy(model, whole, max_context, exchanges.metrics, any_model=any_model)
+    parts = _Parts(policy, exchanges, tokenizer, renderer, stop_token_ids)
+    if episodes is not None and parts.renderer is not None:
+        episodes.renderer = parts.renderer
     stored = StoredResponses(limits.response_bytes)
-    shown = _counted if text is None else text.decode
-
-    async def description(request: Request) -> Response:
-        return JSONResponse(openapi(tuple(paths), with_keys=keys.required))
-
-    endpoints: dict[str, Endpoint] = {
-        "/inference/v1/generate": TokenEndpoint(policy, exchanges, shown, stops),
-        "/v1/completions": CompletionEndpoint(policy, exchanges, text, tokenizing, stops),
-        "/v1/chat/completions": ChatEndpoint(turns, exchanges, stops),
-        "/v1/responses": ResponsesEndpoint(turns, exchanges, stored, stops),
-        "/v1/messages": MessagesEndpoint(turns, exchanges, Threads(limits.response_bytes), stops),
-        "/v1/messages/count_tokens": CountTokensEndpoint(turns, exchanges),
-        "/tokenize": TokenizeEndpoint(policy, exchanges, text, turns, tokenizing),
-        "/detokenize": DetokenizeEndpoint(policy, exchanges, text),
-    }
-    routes = [
-        *about_routes(policy, metrics, trouble, version),
-        Route("/openapi.json", description),
+    others = [
+        *about_routes(policy, exchanges.metrics, trouble, version),
         stored.route(),
-        *(_post(path, endpoint) for path, endpoint in endpoints.items()),
         *(admin_routes(control) if control is not None else ()),
         *(episode_routes(open_episode or _none_to_open) if episodes is not None else ()),
     ]
-    paths = sorted(route.path.replace(":path", "") for route in routes)
-    dialects = {route.path: ANTHROPIC for route in routes if route.path.startswith("/v1/messages")}
-
-    async def no_such_path(scope: Scope, receive: Receive, send: Send) -> None:
-        raise ApiError(404, f"there is no such path here; there are {', '.join(paths)}", code="unknown_path")
-
-    reading = BodyReading()
-    router = Router(routes, redirect_slashes=False, default=no_such_path)
-    admit = Admission(keys, conversations, episodes)
-
-    async def answered(scope: Scope, receive: Receive, send: Send) -> None:
-        """What generates has one path each, which need not be looked for among all."""
-        endpoint = endpoints.get(scope["path"]) if scope["method"] == "POST" else None
-        await (router if endpoint is None else await reading(endpoint, Request(scope)))(scope, receive, send)
-
-    told = {route.path for route in routes}
-    middleware = RequestMiddleware(answered, admit, limits, metrics, told, dialects, keyed=keys.required)
+    endpoints = _Endpoints(parts.generating(stored), others, with_keys=keys.required)
+    admission = Admission(keys, parts.conversations, episodes)
+    dialects = {path: ANTHROPIC for path in endpoints.paths if path.startswith("/v1/messages")}
+    middleware = RequestMiddleware(
+        endpoints, admission, limits, exchanges.metrics, endpoints.paths, dialects, keyed=keys.required
+    )
     return PolicyApp(middleware, keys, exchanges)
+
+
+class _Parts:
+    """Objects that the endpoints of one application share.
+
+    Attributes:
+        conversations: remembered for clients; None without a tokenizer and a renderer, as is `turns`.
+    """
+
+    def __init__(
+        self,
+        policy: ServedPolicy,
+        exchanges: Exchanges,
+        tokenizer: Any,
+        renderer: Renderer | None,
+        stop_token_ids: Sequence[int] | None,
+    ) -> None:
+        self.policy = policy
+        self.exchanges = exchanges
+        self.tokenizing = Tokenizing()
+        self.text = None if tokenizer is None else Text(self.tokenizing.own(tokenizer))
+        self.renderer = None if renderer is None else self.tokenizing.own(renderer)
+        self.conversations: Conversations | None = None
+        self.turns: Turns | None = None
+        if self.text is not None and self.renderer is not None:
+            self.conversations = Conversations(self.renderer, exchanges.limits)
+            self.turns = Turns(policy, self.text, self.renderer, self.tokenizing)
+        if stop_token_ids is None:
+            stop_token_ids = () if self.renderer is None else self.renderer.get_stop_token_ids()
+        self.stops = tuple(stop_token_ids)
+
+    def generating(self, stored: StoredResponses) -> dict[str, Endpoint]:
+        """Endpoints that generate or tokenize, by their paths. All are POST."""
+        policy, exchanges, text, turns, stops = self.policy, self.exchanges, self.text, self.turns, self.stops
+        threads = Threads(exchanges.limits.response_bytes)
+        return {
+            "/inference/v1/generate": TokenEndpoint(
+                policy, exchanges, _counted if text is None else text.decode, stops
+            ),
+            "/v1/completions": CompletionEndpoint(policy, exchanges, text, self.tokenizing, stops),
+            "/v1/chat/completions": ChatEndpoint(turns, exchanges, stops),
+            "/v1/responses": ResponsesEndpoint(turns, exchanges, stored, stops),
+            "/v1/messages": MessagesEndpoint(turns, exchanges, threads, stops),
+            "/v1/messages/count_tokens": CountTokensEndpoint(turns, exchanges),
+            "/tokenize": TokenizeEndpoint(policy, exchanges, text, turns, self.tokenizing),
+            "/detokenize": DetokenizeEndpoint(policy, exchanges, text),
+        }
+
+
+class _Endpoints:
+    """ASGI application of all endpoints. Those that generate have one path each and are found without the router.
+
+    Attributes:
+        paths: of all routes.
+    """
+
+    def __init__(self, generating: Mapping[str, Endpoint], others: Sequence[Route], *, with_keys: bool) -> None:
+        self._generating = generating
+        self._with_keys = with_keys
+        self._reading = BodyReading()
+        described = Route("/openapi.json", self._description)
+        routes = [*others, described, *(_post(path, endpoint) for path, endpoint in generating.items())]
+        self.paths = {route.path for route in routes}
+        self._names = sorted(path.replace(":path", "") for path in self.paths)
+        self._router = Router(routes, redirect_slashes=False, default=self._no_such_path)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = self._generating.get(scope["path"]) if scope["method"] == "POST" else None
+        app = self._router if endpoint is None else await self._reading(endpoint, Request(scope))
+        await app(scope, receive, send)
+
+    async def _description(self, request: Request) -> Response:
+        return JSONResponse(openapi(tuple(self._names), with_keys=self._with_keys))
+
+    async def _no_such_path(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise ApiError(404, f"there is no such path here; there are {', '.join(self._names)}", code="unknown_path")
 
 
 async def _none_to_open(wait_s: float) -> Opened:

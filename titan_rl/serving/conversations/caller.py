@@ -16,6 +16,7 @@ from titan_rl.rollout.renderer.types import Renderer, Tools
 from titan_rl.rollout.types import Message
 from titan_rl.serving.conversations.identity import identity_of, identity_of_tools
 from titan_rl.serving.conversations.tree import ConversationTree, Prompt, Style, TurnNode
+from titan_rl.serving.http.exchange import ServerLimits
 from titan_rl.serving.policy import Ask
 from titan_rl.types import Completion, SamplingParams
 
@@ -50,16 +51,12 @@ class Conversations:
     tokenized again.
 
     Args:
-        most: conversations that are remembered.
-        most_turns: of each.
-        most_bytes: about what all of them may keep in memory.
+        limits: `num_conversations`, `conversation_turns` and `conversation_bytes` of them.
     """
 
-    def __init__(self, renderer: Renderer, *, most: int, most_turns: int, most_bytes: int) -> None:
+    def __init__(self, renderer: Renderer, limits: ServerLimits) -> None:
         self._renderer = renderer
-        self._most = most
-        self._most_turns = most_turns
-        self._most_bytes = most_bytes
+        self._limits = limits
         self._found: OrderedDict[bytes, Conversation] = OrderedDict()  # the one longest unused comes first
         self._num_bytes = 0
 
@@ -77,7 +74,7 @@ class Conversations:
         how = (b"opening", _opening(messages, tools)) if session_id is None else (b"session", session_id.encode())
         key = blake2b(b"\0".join((client, *how)), digest_size=16).digest()
         found = self._found.get(key)
-        if found is None or len(found.tree.turns) >= self._most_turns:
+        if found is None or len(found.tree.turns) >= self._limits.conversation_turns:
             return Conversation(key, self._renderer, session_id)
         with suppress(KeyError):  # forgotten since, where this is called in a thread
             self._found.move_to_end(key)
@@ -88,12 +85,15 @@ class Conversations:
     ) -> None:
         """Record a turn of one of them."""
         found = self._forget(conversation.key)
-        if found is not None and prompt.after is None and len(found.tree.turns) < self._most_turns:
+        if found is not None and prompt.after is None and len(found.tree.turns) < self._limits.conversation_turns:
             conversation = found  # several began it at once
         conversation.add(prompt, completion, message, session_id)
         self._found[conversation.key] = conversation
         self._num_bytes += conversation.tree.num_bytes
-        while len(self._found) > self._most or (self._num_bytes > self._most_bytes and self._found):
+        limits = self._limits
+        while self._found and (
+            len(self._found) > limits.num_conversations or self._num_bytes > limits.conversation_bytes
+        ):
             self._forget(next(iter(self._found)))
 
     def _forget(self, key: bytes) -> Conversation | None:

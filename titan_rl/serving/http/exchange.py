@@ -251,40 +251,28 @@ class Answer:
         self._dialect = dialect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
-
-        async def noted(message: Message) -> None:
-            nonlocal started
-            started = True
-            await send(message)
-
-        async def tell(chunk: bytes, *, more: bool) -> None:
-            if not started:
-                headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
-                await send_start(noted, 200, headers)
-            await send({"type": "http.response.body", "body": chunk, "more_body": more})
-
+        response = _Response(send)
         try:
             async with self._exchanges.open(receive, self._num_places):
                 if self._is_stream:
-                    await self._stream(tell)
+                    await self._stream(response)
                 else:
-                    await send_json(noted, 200, await self._work(None))
+                    await send_json(response.send, 200, await self._work(None))
         except ClientGoneError:
             self._exchanges.metrics.gone.inc()
         except Exception as error:
-            told = api_error_of(error, scope["request_id"])
+            reported = api_error_of(error, scope["request_id"])
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LAST_WORD_S):  # a client that does not read is not waited for
-                    if not started:
-                        await send_error(send, told, self._dialect)
+                async with asyncio.timeout(LAST_WORD_S):  # do not wait for a client that does not read
+                    if not response.started:
+                        await send_error(send, reported, self._dialect)
                     elif self._is_stream:
-                        error = self._dialect.event(self._dialect.stream_error(told))
-                        await tell(error + self._dialect.last, more=False)
+                        event = self._dialect.event(self._dialect.stream_error(reported))
+                        await response.send_chunk(event + self._dialect.last, more=False)
 
-    async def _stream(self, tell: Callable[..., Awaitable[None]]) -> None:
-        """Events are sent as they are told of, those of one turn of the event loop in one piece, and the last with the
-        end. The first of them begins the response, so that what fails before is answered with a status of its own."""
+    async def _stream(self, response: _Response) -> None:
+        """Send events as they are emitted: those of one turn of the event loop in one piece, and the last with the end.
+        The first of them begins the response, so that a failure before it is answered with a status of its own."""
         events = Events(self._exchanges.limits.keep_alive_s)
 
         def emit(data: Any) -> None:
@@ -297,12 +285,12 @@ class Answer:
         task.add_done_callback(events.rouse)
         try:
             while True:
-                told, is_over = await events.next(), task.done()
+                chunk, is_over = await events.next(), task.done()
                 if is_over and task.exception() is None:
-                    await tell(told + self._dialect.last, more=False)
+                    await response.send_chunk(chunk + self._dialect.last, more=False)
                     return
-                if told:
-                    await tell(told, more=True)
+                if chunk:
+                    await response.send_chunk(chunk, more=True)
                 if is_over:
                     task.result()
         finally:
@@ -310,6 +298,29 @@ class Answer:
             if not task.done():
                 task.cancel()
                 await asyncio.wait((task,), timeout=LAST_WORD_S)
+
+
+class _Response:
+    """One response being sent.
+
+    Attributes:
+        started: whether its head has been sent.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.started = False
+
+    async def send(self, message: Message) -> None:
+        self.started = True
+        await self._send(message)
+
+    async def send_chunk(self, chunk: bytes, *, more: bool) -> None:
+        """Send a part of a stream, which begins the response if nothing has been sent."""
+        if not self.started:
+            headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+            await send_start(self.send, 200, headers)
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": more})
 
 
 async def send_start(send: Send, status: int, headers: Mapping[str, str]) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -141,6 +140,15 @@ def _differs(field: str) -> ApiError:
 _STOP_REASONS = {FinishReason.LENGTH: "max_tokens", FinishReason.TOOL_CALLS: "tool_use"}
 
 
+@dataclass(frozen=True, slots=True)
+class HeldThread:
+    """Thread in which the conversation of one request is held once it has its reply."""
+
+    threads: Threads
+    caller: Caller
+    conversation: WholeConversation
+
+
 class MessagesEndpoint:
     def __init__(
         self, turns: Turns | None, exchanges: Exchanges, threads: Threads, stop_token_ids: Sequence[int]
@@ -165,8 +173,8 @@ class MessagesEndpoint:
             one_call=body.tool_choice is not None and bool(body.tool_choice.disable_parallel_tool_use),
         )
         turn = turns.begin(asked, "msg_")
-        hold = None if body.thread is None else partial(self._threads.hold, caller, turn.id, conversation)
-        work = _Work(turn, turns.policy.model, hold, with_token_ids=body.return_token_ids)
+        held = None if body.thread is None else HeldThread(self._threads, caller, conversation)
+        work = _Work(turn, turns.policy.model, held, with_token_ids=body.return_token_ids)
         return Answer(self._exchanges, work, num_places=1, stream=bool(body.stream), dialect=ANTHROPIC)
 
 
@@ -216,18 +224,16 @@ def _asked(
 
 
 class _Work:
-    """How one turn is told of.
+    """Answer of one turn, whole or as events.
 
     Args:
-        hold: called with the reply's message once that is kept.
+        held: the thread that holds the conversation with its reply; None for a request without a thread.
     """
 
-    def __init__(
-        self, turn: ServedTurn, model: str, hold: Callable[[Message], None] | None, *, with_token_ids: bool
-    ) -> None:
+    def __init__(self, turn: ServedTurn, model: str, held: HeldThread | None, *, with_token_ids: bool) -> None:
         self._turn = turn
         self._model = model
-        self._hold = hold
+        self._held = held
         self._with_token_ids = with_token_ids
 
     async def __call__(self, emit: Emit | None) -> Any:
@@ -270,8 +276,8 @@ class _Work:
 
     def _keep(self, reply: Reply) -> None:
         self._turn.keep([reply])
-        if self._hold is not None:
-            self._hold(reply.message)
+        if (held := self._held) is not None:
+            held.threads.hold(held.caller, self._turn.id, held.conversation, reply.message)
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {

@@ -85,7 +85,7 @@ def _constraint(body: ChatBody, tools: list[dict[str, Any]] | None) -> Constrain
 
 
 class _Work:
-    """How one turn is told of."""
+    """Answer of one turn, whole or as events."""
 
     def __init__(self, turn: ServedTurn, body: ChatBody, model: str, text: Text) -> None:
         self._turn = turn

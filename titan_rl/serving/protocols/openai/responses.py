@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -316,8 +315,7 @@ class ResponsesEndpoint:
             ),
             "resp_",
         )
-        keep = None if body.store is False else partial(self._stored.add, caller)
-        work = _Work(turns, turn, body, said, keep)
+        work = _Work(turns, turn, body, said, caller, None if body.store is False else self._stored)
         dialect = replace(OPENAI, event=named_event, stream_error=work.error_event, last=b"")
         return Answer(self._exchanges, work, num_places=1, stream=bool(body.stream), dialect=dialect)
 
@@ -334,7 +332,7 @@ def _constraint(body: ResponsesBody, tools: list[dict[str, Any]] | None) -> Cons
 
 
 class _Work:
-    """How one turn is told of."""
+    """Answer of one turn, whole or as events."""
 
     def __init__(
         self,
@@ -342,13 +340,15 @@ class _Work:
         turn: ServedTurn,
         body: ResponsesBody,
         said: Sequence[Message],
-        keep: Callable[[str, msgspec.Raw, Sequence[Message]], None] | None,
+        caller: Caller,
+        stored: StoredResponses | None,
     ) -> None:
         self._turns = turns
         self._turn = turn
         self._body = body
         self._said = said
-        self._keep = keep
+        self._caller = caller
+        self._stored = stored
         self._created = int(time.time())
         self._num_events = 0
         self._emit: Emit | None = None
@@ -373,8 +373,8 @@ class _Work:
         output.end(status)
         response = encoded({**self._response(status, output.items), **self._ending(reply)})
         self._turn.keep([reply])
-        if self._keep is not None:
-            self._keep(self._turn.id, response, [*self._said, reply.message])
+        if self._stored is not None:
+            self._stored.add(self._caller, self._turn.id, response, [*self._said, reply.message])
         self._tell(f"response.{status}", {"response": response})
         return response
 
@@ -446,7 +446,7 @@ class _Work:
             "text": {"format": _format_of(body)},
             "truncation": "disabled",
             "background": False,
-            "store": self._keep is not None,
+            "store": self._stored is not None,
             "metadata": body.metadata or {},
             "usage": None,
         }
