@@ -223,13 +223,13 @@ def _rendered(starter: Starter) -> Iterator[tuple[Path, str]]:
 
 
 def examples_folder() -> Path:
-    """Where they are: in the installed package, or in the repository beside it."""
+    """Folder of the examples: in the installed package, or in the repository."""
     shipped = Path(__file__).parent / "shipped_examples"
     return shipped if shipped.is_dir() else Path(__file__).parents[2] / "examples"
 
 
 def example_names() -> list[str]:
-    """Those that have a cpu.toml."""
+    """Names of the examples that have a cpu.toml."""
     return sorted(settings.parent.name for settings in examples_folder().glob("*/cpu.toml"))
 
 

@@ -125,8 +125,8 @@ def _say_error(error: BaseException) -> None:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """What an error says it was caused by, the nearest first. Of several at once each has its turn; the groups that
-    hold them and cancellations say nothing to a user, and are left out."""
+    """Causes of an error, the nearest first. Exception groups are replaced by their members, and cancellations are left
+    out: neither tells a user anything."""
     from asyncio import CancelledError
 
     seen = {id(error)}

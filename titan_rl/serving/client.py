@@ -17,23 +17,23 @@ from titan_rl.serving import LEAST_LOGPROB
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
 
 REFUSED = frozenset({400, 404, 413, 415, 422})
-"""What the request itself is to blame for. A missing key, a full server and a failing one are not."""
+"""Status codes of faults in the request itself. A missing key, a full server and a failing one are no such faults."""
 
 NOT_UNDERSTOOD = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
-"""What reading an answer of any form raises. JSON that nests too deeply is a `RecursionError`."""
+"""Exceptions raised by reading an answer of unexpected form. JSON that nests too deeply is a `RecursionError`."""
 
 
 class Asking:
-    """The requests for one endpoint. Faults of the connection are tried again. A server that is full, and says with a
-    429 when to come again, is waited for.
+    """Requests to one endpoint. Connection faults are retried with backoff, and a server that answers 429 with
+    `Retry-After` is asked again after that time.
 
     Args:
         api_key: sent as a bearer token.
         timeout_s: of one answer, all retries and waits included.
-        connection_attempts: how often a connection is tried, ever more slowly.
-        busy: status codes after which the server is asked again, too, as often as a connection is tried. By default a
-            server that fails is heard of at once.
-        transport: of httpx, in the place of the network.
+        connection_attempts: attempts to connect, with growing backoff.
+        busy: status codes that are retried, too, as often as a connection. By default a failing server is reported
+            at once.
+        transport: httpx transport that replaces the network.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Asking:
 
 
 def is_int(value: Any) -> bool:
-    """JSON's true is an `int` of Python, too."""
+    """Whether a value is an integer and no boolean, which Python counts among the integers."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -126,7 +126,7 @@ def _full_for(response: httpx.Response) -> float | None:
 
 
 def _message(response: httpx.Response) -> str:
-    """What the server says, with the code that it has for programs."""
+    """The error message of a response, with its code if there is one."""
     try:
         error = response.json()["error"]
         code = error.get("code")
@@ -136,14 +136,14 @@ def _message(response: httpx.Response) -> str:
 
 
 _ROUNDING = 1e-3
-"""By which a logprob may come out above 0."""
+"""Tolerance by which rounding may put a logprob above 0."""
 
 
 class HttpGenerateFn:
     """A `GenerateFn` over HTTP: a server of titan_rl, vLLM's own, or another of that protocol.
 
-    Only faults of the connection are tried again, so that a server that fails is heard of. One that is full, and says
-    with a 429 when to come again, is waited for.
+    Only connection faults are retried, so that a failing server is reported. A server that answers 429 with
+    `Retry-After` is asked again after that time.
 
     Example:
 
@@ -152,12 +152,12 @@ class HttpGenerateFn:
 
     Args:
         url: where the server is; the path of the endpoint is added.
-        model: None is whichever it serves.
+        model: name of the model; None is the one that is served.
         api_key: sent as a bearer token.
         version: the policy version of tokens whose server does not tell, or tells by other names than numbers.
         timeout_s: of one completion, all retries and waits included.
         connection_attempts: how often a connection is tried, ever more slowly.
-        transport: of httpx, in the place of the network.
+        transport: httpx transport that replaces the network.
 
     vLLM gives logprobs of the distribution sampled from only when it is started with
     `--logprobs-mode processed_logprobs`.
@@ -298,13 +298,13 @@ def _wire_sampling(sampling: SamplingParams) -> dict[str, Any]:
 _BUSY = frozenset({429, 502, 503, 504, 529})
 
 _TOO_LONG = ("context_length_exceeded", "context length", "context window", "prompt is too long")
-"""How servers say that a prompt does not fit."""
+"""Phrases by which servers report that a prompt does not fit."""
 
 
 class HttpChatFn:
-    """A `ChatFn` over `POST /v1/chat/completions`: of OpenAI, vLLM, titan_rl, and whoever else has it.
+    """A `ChatFn` over `POST /v1/chat/completions`, as served by OpenAI, vLLM, titan_rl and others.
 
-    A server that is full or down for a moment is asked again, ever more slowly.
+    Requests to a server that is busy or down for a moment are retried with backoff.
 
     Example:
 
@@ -313,13 +313,13 @@ class HttpChatFn:
 
     Args:
         url: of the server, with or without its "/v1".
-        model: by which the server knows it.
+        model: its name on the server.
         api_key: sent as a bearer token.
         body: more fields of each request, such as {"reasoning_effort": "low"}; one that is None leaves out what would
             be sent, such as {"temperature": None} for a model that takes none.
         timeout_s: of one reply, all retries and waits included.
-        connection_attempts: how often a connection, or a server that is busy, is tried.
-        transport: of httpx, in the place of the network.
+        connection_attempts: attempts at a connection, or at a busy server.
+        transport: httpx transport that replaces the network.
     """
 
     def __init__(

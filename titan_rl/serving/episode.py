@@ -56,7 +56,7 @@ class EpisodeLimits:
 
 
 Answer = tuple[str, int]
-"""What a client knows a completion by: the id of the answer, and which of its choices."""
+"""Key of a completion on the client's side: the id of the answer, and the index of the choice."""
 
 
 class EpisodeRewards:
@@ -93,7 +93,7 @@ class EpisodeRewards:
         of.update({str(name): float(value) for name, value in rewards.items()})
 
     def by_turn(self) -> list[dict[str, float]]:
-        """Those of each turn; the last turn's with those of the whole, which are added up."""
+        """Rewards of each turn; those of the whole episode are added to the last turn's."""
         turns = [dict(rewards) for rewards in self._by_answer.values()]
         for name, value in self._whole.items() if turns else ():
             turns[-1][name] = turns[-1].get(name, 0.0) + value
@@ -161,7 +161,7 @@ class EpisodeSampling:
 
 
 KEY_PREFIX = "episode-"
-"""By which the key of an episode is told from a server's, also when the episode is not known any more."""
+"""Prefix of episode keys, which distinguishes them from server keys even after the episode is forgotten."""
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~-]{0,127}")
 
@@ -194,11 +194,11 @@ class Episode:
         on_end: called once, when it has ended.
 
     Attributes:
-        key: the secret by which its requests are known. It is not in any message or `repr`.
-        name: no other episode's, nor a client's.
-        num_prompt_tokens: of what was asked for last, answered or not.
-        status: None while it goes on.
-        error: what ended it, where that was an error.
+        key: the secret that identifies its requests. It is in no message and no `repr`.
+        name: unique among episodes and clients.
+        num_prompt_tokens: of the last request, answered or not.
+        status: None while the episode is open.
+        error: the error that ended it, if one did.
 
     Raises:
         ValueError: the id has other characters.
@@ -310,7 +310,7 @@ class Episode:
             raise BusyError(f"the episode's requests in flight may take up the {left} turns that it has left")
 
     def sampling_for(self, asked: SamplingParams, prompt_token_ids: Sequence[int]) -> SamplingParams:
-        """How to sample a completion that was asked for like this; see `EpisodeSampling`."""
+        """Sampling parameters for a completion that was requested with `asked`; see `EpisodeSampling`."""
         return self._sampling.of(asked, prompt_token_ids)
 
     def record(
@@ -321,7 +321,7 @@ class Episode:
         sampling: SamplingParams,
         answer: Answer | None = None,
     ) -> TurnNode:
-        """A turn. Its completion is copied, and the rollout's.
+        """Record a turn. Its completion is copied, and belongs to the rollout.
 
         Args:
             message: the completion as the client is given it: see `ConversationTree.add`.
@@ -341,7 +341,7 @@ class Episode:
         return self.tree.add(prompt, own, message)
 
     def reward(self, rewards: Mapping[str, float], answer_id: str | None = None, index: int = 0) -> None:
-        """Rewards by name, of the whole or of a turn. The last report of a name is the one that counts.
+        """Report rewards by name, of the whole episode or of a turn. The last report of a name counts.
 
         Args:
             answer_id: of the turn, as its client has it; None for the whole.
@@ -356,7 +356,7 @@ class Episode:
         self._rewards.report(rewards, answer_id, index)
 
     def end(self, status: RolloutStatus = RolloutStatus.COMPLETED, error: str | Failure | None = None) -> bool:
-        """The episode is over. Returns whether it was not before: the first end counts."""
+        """End the episode. Returns False if it had already ended: the first end counts."""
         if self.status is not None:
             return False
         self.status = status
@@ -372,7 +372,7 @@ class Episode:
         return True
 
     def time_is_up(self, error: str) -> bool:
-        """As `end`. What was sampled so far is judged as truncated; where there is nothing it is an error."""
+        """End by timeout; see `end`. An episode with turns is judged as truncated, and one without is an error."""
         return self.end(RolloutStatus.TRUNCATED_TIME if self._sampled else RolloutStatus.ERROR_TIMEOUT, error)
 
     async def wait(self) -> None:
@@ -380,7 +380,7 @@ class Episode:
         await asyncio.shield(self._ended)
 
     def fill_in(self, rollout: Rollout) -> None:
-        """What training takes: turns, transcript, status. Called when the episode is over.
+        """Fill a rollout with turns, transcript and status. Called when the episode is over.
 
         Every turn is in the rollout once, the turns of a branch behind each other, so that `build_samples` makes one
         sample of each branch and trains each sampled token in one of them. Rewards of the whole are the last turn's.

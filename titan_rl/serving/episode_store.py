@@ -118,7 +118,7 @@ class RewardBody(Body):
     completion_id: str | None = None
     """The `id` of the answer that they are for; without it they are for the whole."""
     index: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Which of its choices."""
+    """Index of the choice."""
 
 
 class EndBody(Body):

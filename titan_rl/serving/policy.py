@@ -18,16 +18,16 @@ from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams,
 
 
 class StreamFn(Protocol):
-    """A `GenerateFn` that tells of tokens as they come: `GeneratorRouter.stream` is one.
+    """A `GenerateFn` that streams tokens: `GeneratorRouter.stream` is one.
 
-    The completion holds all tokens, told or not. Nothing is told after the call has ended.
+    The completion holds all tokens, streamed or not. Nothing is streamed after the call has ended.
     """
 
     async def __call__(self, request: EngineRequest, on_chunk: OnChunk) -> Completion: ...
 
 
 def in_one_piece(generate: GenerateFn) -> StreamFn:
-    """A `GenerateFn` as a `StreamFn` that tells of nothing before it ends."""
+    """Turn a `GenerateFn` into a `StreamFn` that streams nothing before it ends."""
 
     async def stream(request: EngineRequest, on_chunk: OnChunk) -> Completion:
         return await request.sent_to(generate)
@@ -65,8 +65,8 @@ def unbroken(stream: StreamFn, *, wait_until_resumed: Callable[[], Awaitable[obj
 
 
 OnTokens = Callable[[int, TokenChunk], int | None]
-"""Told of the next tokens of a request's completion of this index. Returns how many of them belong to it if it ends
-there, and None if it goes on."""
+"""Called with the index of a completion and its next tokens. Returns how many of them belong to it if it ends there,
+and None if it continues."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Ask:
     scope: Callable[[], AbstractAsyncContextManager[object]] = nullcontext
 
     def sampling_of(self, index: int) -> SamplingParams:
-        """How the completion of this index is sampled."""
+        """Sampling parameters of the completion with this index."""
         sampling = self.sampling
         return sampling if sampling.seed is None or not index else replace(sampling, seed=sampling.seed + index)
 

@@ -19,7 +19,7 @@ from titan_rl.serving.app import PolicyApp
 from titan_rl.serving.http.exchange import ServerLimits
 
 GRACE_S = 5
-"""How long a connection may take to end when the server does."""
+"""Grace period of connections when the server stops."""
 
 
 @asynccontextmanager
@@ -120,7 +120,7 @@ def listener_of(host: str, port: int, keys: Keys) -> socket.socket:
 
 
 LINGER_S = 2.0
-"""How long the rest of a refused body is read and dropped, so that its client can read why."""
+"""Time for which the rest of a refused body is read and dropped, so that its client can read the error."""
 
 _AROUND_A_HEADER = len(": \r\n")
 
@@ -136,7 +136,7 @@ class HeadWithBody:
         self._head = b""
 
     def begin_response(self) -> None:
-        """What is written next is a head."""
+        """Expect a head in the next write."""
         self._is_head_next = True
 
     def write(self, data: bytes) -> None:
@@ -163,8 +163,8 @@ class HeadWithBody:
 
 
 class Connection(HttpToolsProtocol):
-    """Uvicorn's, with limits on what happens before and beside the application: a request's head, the rest of a body
-    that nobody waits for, and what a client does not read.
+    """Uvicorn's protocol with limits on what happens outside the application: a request's head, the rest of a body
+    after its answer, and output that a client does not read.
 
     Args:
         limits: of them `head_bytes`, `head_s` and `read_s`.
@@ -246,7 +246,7 @@ class Connection(HttpToolsProtocol):
         self._go_on("read")
 
     def _end_after(self, what: str, seconds: float) -> None:
-        """Unless `_go_on` is called before. What nobody reads is not waited for."""
+        """Abort the connection after a timeout, unless `_go_on` is called before."""
         if what not in self._timers:
             self._timers[what] = self.loop.call_later(seconds, self.transport.abort)
 

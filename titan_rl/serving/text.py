@@ -55,7 +55,7 @@ class Text:
         return token_id in self._special
 
     def piece(self, token_id: int) -> str:
-        """What is shown for one token, special or not."""
+        """Text of one token, special or not."""
         return self._backend.decode([token_id], skip_special_tokens=False)
 
 
@@ -113,12 +113,12 @@ class TextReader:
 
 
 def find_stop(text: str, stops: Sequence[str]) -> int | None:
-    """Where the first of these strings begins in a text."""
+    """Position of the first stop string in a text; None if there is none."""
     return min((found for stop in stops if (found := text.find(stop)) >= 0), default=None)
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How much of the end of a text is the beginning of a stop, and not all of it."""
+    """Length of the end of a text that is a proper prefix of a stop string."""
     return next((length for length in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:length])), 0)
 
 
@@ -162,7 +162,7 @@ class Tokenizing:
         return cast("T", self.present(used.index)) if isinstance(used, _Owned) else used
 
     def present(self, index: int) -> Any:
-        """What the current thread uses for what was owned as this."""
+        """The current thread's object for the one with this index."""
         return getattr(self._of_thread, "copies", self._owned)[index]
 
     async def __call__(self, call: Callable[[], T], num_characters: int) -> T:

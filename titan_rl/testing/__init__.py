@@ -1,1 +1,1 @@
-"""What tests of an engine, a strategy or a router of your own are made of. Needs pytest at most."""
+"""Contracts, fakes and simulation for tests of your own engines, transports and routing. Needs pytest at most."""

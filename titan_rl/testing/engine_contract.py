@@ -1,4 +1,4 @@
-"""What the engine loop relies on, of every engine, as tests that pytest runs.
+"""Contract between the engine loop and every engine, as pytest tests.
 
 Example, the whole of a test file:
 
@@ -44,7 +44,7 @@ NO_PROMPTS: dict[str, Any] = {
     "None": None,
     "a number": 7,
 }
-"""What is given as a prompt and is none."""
+"""Invalid prompts."""
 PROBES = [[5, 9, 2, 7, 7, 1, 3, 8], [1, 2, 3, 4, 5, 6, 7, 8], [9, 9, 9], [2, 4]]
 
 
@@ -258,7 +258,7 @@ class EngineContract:
             assert [gauges.get(name, 0) for gauges in readings] == [0, expected if name in readings[0] else 0, 0]
 
     def test_what_it_holds_are_the_weights_that_were_loaded(self, engine: Engine) -> None:
-        """Of an engine that can be read. Its `weights` are tensors then, and those of another version others."""
+        """Applies to engines that can be read back. Their `weights` are tensors, and differ between versions."""
         if not isinstance(engine, ReadableEngine):
             pytest.skip("the engine has no held_weights")
         for version in (1, 2):

@@ -136,7 +136,7 @@ class SimulatedReplica:
 
     @property
     def request_ids(self) -> list[str]:
-        """Of those that run or wait, as they were asked for of a router."""
+        """Ids of running and waiting requests, as the router received them."""
         return [sequence.request_id.partition("~")[0] for sequence in (*self._running, *self._waiting)]
 
     async def generate(
@@ -278,7 +278,7 @@ class SimulatedReplica:
         return steps if self._stream_interval is None else min(steps, self._stream_interval)
 
     def _seconds_of(self) -> Callable[[int], float]:
-        """What so many steps take from now on, of which the first computes the prompts."""
+        """Duration of a number of steps from now on, of which the first computes the prompts."""
         count, cost = len(self._running), self._cost
         each = cost.step_seconds(count, 0, self._held)
         growth = cost.context_token * count / 2

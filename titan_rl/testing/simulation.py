@@ -188,7 +188,7 @@ FOREVER_S = 1e8  # limits are for faults, which a simulation has none of
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """What a schedule comes to. Steps of the warm-up are left out."""
+    """Result of a simulated schedule, without the warm-up steps."""
 
     step_s: Sequence[float]  # [num_steps], from batch to batch
     ages: Counter[int]  # versions between a group's oldest token and its step -> groups
@@ -246,7 +246,7 @@ def simulate(
 
 
 def _check_fit(workload: Workload, cluster: Cluster, num_groups: int) -> None:
-    """Of the groups that are trained on at least, since how many more there are is known in the end only."""
+    """Check that the answers of at least these groups fit the KV cache. The total is known only at the end."""
     if cluster.kv_tokens == UNLIMITED:
         return
     answers = ((group, sibling) for group in range(num_groups) for sibling in range(workload.group_size))
@@ -338,7 +338,7 @@ class _Simulation:
         return result
 
     async def _train(self, num_steps: int, warmup: int, background: asyncio.TaskGroup) -> SimulationResult:
-        """As the controller does: the next step begins while the generators pull, if it has its groups."""
+        """Train like the controller: the next step begins while the generators pull, if its groups are ready."""
         loop = asyncio.get_running_loop()
         groups: list[RolloutGroup] = []
         step_s, waited_s, wasted = list[float](), 0.0, 0.0

@@ -1,4 +1,4 @@
-"""What trainer and generators rely on, of every transport, as tests that pytest runs.
+"""Contract of trainer and generators with every transport, as pytest tests.
 
 Example, the whole of a test file:
 
@@ -35,7 +35,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "uint8", "bool")
 
 
 def arrived(manifest: Manifest) -> Manifest:
-    """As another process has it."""
+    """The manifest as another process receives it."""
     return pickle.loads(pickle.dumps(manifest))
 
 
@@ -65,7 +65,7 @@ class TransportContract:
         raise NotImplementedError
 
     def left(self) -> Sequence[object]:
-        """What there is of the run beyond the memory of its processes: files, say."""
+        """Leftovers of the run outside the memory of its processes, such as files."""
         raise NotImplementedError
 
     def corrupt(self, manifest: Manifest) -> None:

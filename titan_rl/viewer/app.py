@@ -56,13 +56,13 @@ from titan_rl.viewer.summary import settings_of
 from titan_rl.viewer.timeline import chrome_trace
 
 LOOK_S = 0.5
-"""How often files are looked at for what is new, where a page is open."""
+"""Interval at which files are checked for changes while a page is open."""
 
 BEAT_S = 15.0
-"""Between two signs of life of the stream of events."""
+"""Interval of keep-alive comments in the stream of events."""
 
 TRACE_PATIENCE_S = 0.5
-"""For so long a trace is read before what there is of it is answered."""
+"""Time for which a trace is read before the part read so far is answered."""
 
 MAX_POINTS = 20_000
 _POLICY = b"content-security-policy"
@@ -78,9 +78,8 @@ def make_viewer(runs: Runs, *, key: str | None = None, look_s: float = LOOK_S) -
     """The application for some runs.
 
     Args:
-        key: without it nobody is let in: `/?key=...` opens the page and leaves a cookie. None lets in all of this
-            machine.
-        look_s: how often files are looked at while somebody listens to events.
+        key: required to open the page: `/?key=...` sets a cookie. None admits every client of this machine.
+        look_s: interval at which files are checked while a client listens to events.
     """
     endpoints = {
         "/api/runs/{run}/summary": _summary,
@@ -117,7 +116,7 @@ def make_viewer(runs: Runs, *, key: str | None = None, look_s: float = LOOK_S) -
 
 
 class ViewerApp:
-    """Lets nobody in but pages of this server, and tells browsers to keep to what they were given."""
+    """ASGI application that admits only pages of this server, and sets the headers that restrict browsers."""
 
     def __init__(self, app: ASGIApp, ended: asyncio.Event, key: str | None) -> None:
         self._app = app
@@ -125,7 +124,7 @@ class ViewerApp:
         self._key = key
 
     def end(self) -> None:
-        """Let the streams of events end."""
+        """End the streams of events."""
         self._ended.set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -152,7 +151,7 @@ class ViewerApp:
         return None
 
     def _let_in(self, request: Request) -> Response | None:
-        """None for who has the key. Cookies are shared by all ports of a host, so this one's is in the name."""
+        """Check the key; None admits the request. All ports of a host share cookies, so the name has the port."""
         if self._key is None:
             return None
         cookie = f"titan_rl_view_{request.url.port}"
@@ -285,7 +284,7 @@ async def _refused(request: Request, error: HTTPException) -> Response:
 HOST = "127.0.0.1"
 PORT = 8484
 GRACE_S = 1
-"""How long an answer may take once the server is to end."""
+"""Grace period of answers when the server stops."""
 
 
 def listen(port: int | None) -> socket.socket:

@@ -19,7 +19,7 @@ Curve = dict[str, list[float | None]]
 
 
 class MetricColumns:
-    """By its name, the steps that have a metric, ascending, and its values. A null is a NaN."""
+    """Steps, ascending, and values of each metric by its name. A null is a NaN."""
 
     def __init__(self) -> None:
         self._steps: dict[str, array[float]] = {}
@@ -47,7 +47,7 @@ class MetricColumns:
         return iter(self._steps)
 
     def values(self, name: str) -> list[float]:
-        """Those that are finite, in order of the step."""
+        """Finite values, in order of the step."""
         return [value for value in self._values.get(name, ()) if math.isfinite(value)]
 
     def points(self, name: str) -> list[tuple[float, float]]:

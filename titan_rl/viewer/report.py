@@ -18,7 +18,7 @@ from titan_rl.viewer.runs import RunReader
 from titan_rl.viewer.summary import describe_run
 
 MAX_BYTES = 10_000_000
-"""Of the data in a report, whatever there is of the runs."""
+"""Size limit of the data in a report, however large the runs are."""
 
 MAX_CURVE_POINTS = 1000
 _LEAST_CURVE_POINTS = 50
@@ -62,7 +62,7 @@ def write_report(
 
 
 def _data_of(reader: RunReader, most_bytes: int, patience_s: float) -> tuple[dict[str, Any], list[str]]:
-    """What `EmbeddedSource` has of a run, and what it lacks."""
+    """Data of a run for `EmbeddedSource`, and notes on what was left out."""
     left_out: list[str] = []
     names = [metric["name"] for metric in described(reader.columns())]
     room = int(_CURVES_SHARE * most_bytes / (_POINT_BYTES * max(1, len(names))))
@@ -120,7 +120,7 @@ def _rollouts(
 
 
 def _kept_prompts(prompts: Mapping[str, Any], kept: Mapping[int, msgspec.Raw]) -> dict[str, Any]:
-    """Those of which at least two steps are in the report."""
+    """Prompts of which at least two steps are in the report."""
     steps = [[step for step in line["steps"] if step["index"] in kept] for line in prompts["prompts"]]
     places = [place for place, found in enumerate(steps) if len(found) > 1]
     lines = [{**prompts["prompts"][place], "steps": steps[place]} for place in places]

@@ -144,7 +144,7 @@ _INSERT = f"INSERT INTO rollouts VALUES ({', '.join('?' * (len(_SHOWN) + 3))})"
 
 
 class _Line(msgspec.Struct, gc=False):
-    """What is indexed of a line. The rest is skipped, which takes hardly any time."""
+    """Indexed fields of a line. Skipping the rest takes hardly any time."""
 
     step: float | None = None
     phase: str = ""
@@ -255,7 +255,7 @@ class RolloutIndex:
         return cast("tuple[int, int] | None", found.fetchone())
 
     def count_groups(self) -> dict[str, int]:
-        """By their phase, as `group` numbers them until rollouts are added."""
+        """Number of groups by phase, as `group` numbers them until rollouts are added."""
         self._database.executescript(
             "DROP TABLE IF EXISTS groups; "
             "CREATE TABLE groups AS SELECT phase, group_id, first, last, "
@@ -330,7 +330,7 @@ class RolloutIndex:
         return list(lines.values())
 
     def rows(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """As `find` gives them, in order of the index."""
+        """Rows of these rollouts as `find` returns them, in order of the index."""
         wanted = ", ".join(str(int(index)) for index in indices)
         found = self._database.execute(f'{_ROWS} WHERE "index" IN ({wanted}) ORDER BY "index"')
         return [dict(zip(_NAMES, row, strict=True)) for row in found]
@@ -364,7 +364,7 @@ class RolloutIndex:
         }
 
     def _count(self, query: RolloutQuery) -> tuple[int, dict[str, dict[str, int]]]:
-        """How many rollouts are as asked for, and the facets. Of all the facets' values together there are few."""
+        """Count of matching rollouts, and the facets. All facets together have few values."""
         where, values = _where(query, {name: sql for name, sql in _FILTERS.items() if name not in _FACETS})
         names = ", ".join(_FACETS)
         counted = self._database.execute(
@@ -438,7 +438,7 @@ def _where(query: RolloutQuery, filters: Mapping[str, str]) -> tuple[str, Sequen
 
 
 def _texts(record: _Line) -> tuple[str, str]:
-    """What is searched, and what stands in a row for the rollout: the end of what the policy said, or its error."""
+    """Text to search, and the preview in a row: the end of the last reply, or the error."""
     said = [(message.get("role"), _text(message)) for message in map(as_table, record.messages) if message]
     whole = "\n".join(text for _, text in said)
     kept = whole if len(whole) <= 2 * KEPT_TEXT else f"{whole[:KEPT_TEXT]}\n{whole[-KEPT_TEXT:]}"

@@ -25,7 +25,7 @@ from titan_rl.viewer.timeline import TraceReader
 from titan_rl.viewer.verdicts import WarningSigns
 
 PATIENCE_S = 0.5
-"""How long an answer about rollouts waits for what is not indexed yet."""
+"""Time for which an answer about rollouts waits for indexing."""
 
 LOOK_PATIENCE_S = 2.0
 INDEXED_AT_ONCE = 1 << 20
@@ -108,7 +108,7 @@ class RunReader:
             }
 
     def curves(self, names: Sequence[str], points: int, first: float, last: float) -> dict[str, Curve]:
-        """Those of the names that the run has, see `MetricColumns.curve`."""
+        """Curves of the metrics that the run has, see `MetricColumns.curve`."""
         with self._lock:
             self._read_metrics()
             return {
@@ -118,7 +118,7 @@ class RunReader:
             }
 
     def rollouts(self, query: RolloutQuery, patience_s: float = PATIENCE_S) -> dict[str, Any]:
-        """As `RolloutIndex.find`, with `indexed`: which share of the file that is of, in [0, 1]."""
+        """Result of `RolloutIndex.find`, with `indexed`: the share of the file that is indexed, in [0, 1]."""
         self._read_rollouts(patience_s)
         with self._lock:
             return {**self._index.find(query), "indexed": self._indexed}
@@ -142,7 +142,7 @@ class RunReader:
 
     @property
     def num_rollouts(self) -> int:
-        """As far as they are indexed."""
+        """Number of rollouts indexed so far."""
         return len(self._index)
 
     def rows(self, indices: Sequence[int]) -> list[dict[str, Any]]:
@@ -240,7 +240,7 @@ class Runs:
             reader.close()
 
     def folders(self) -> dict[str, Path]:
-        """By their ids, the newest first."""
+        """Folders of runs by their ids, the newest first."""
         found = list(dict.fromkeys(folder for path in self._given for folder in find_runs(path)))
         found.sort(key=lambda folder: (folder.name, str(folder)), reverse=True)
         named = Counter(folder.name for folder in found)
@@ -267,7 +267,7 @@ class Runs:
         return reader
 
     def look(self) -> dict[str, dict[str, int]]:
-        """By the ids of runs that somebody has looked at, what `RunReader.look` gives. Under the empty id: "runs"."""
+        """Results of `RunReader.look` by id, for runs that a client has opened. Under the empty id: "runs"."""
         described = json.dumps([(one["id"], one["state"], one["steps"]) for one in self.describe()])
         found = {run: reader.look() for run, reader in list(self._readers.items())}
         return {"": {"runs": zlib.crc32(described.encode())}, **found}

@@ -241,7 +241,7 @@ def tasks_of(config: Mapping[str, Any]) -> list[str]:
 
 
 def _last_record(folder: Path) -> Mapping[str, Any]:
-    """Of the metrics, the last one that can be read."""
+    """Last readable line of the metrics."""
     path = folder / "metrics.jsonl"
     try:
         status = file_status(path)

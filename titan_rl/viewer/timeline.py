@@ -25,7 +25,7 @@ ENGINE = "engine"
 """The lane of an engine's states."""
 
 HOST = "host "
-"""What the controller's lanes begin with of the states of hosts."""
+"""Prefix of the controller's lanes with the states of hosts."""
 
 _FAR_S = 1e11  # seconds, which is more than any run takes, and fits into a column
 
@@ -111,7 +111,7 @@ def kind_of(lane: str, spans: Spans, names: Names) -> str:
 
 
 def bounds(processes: Mapping[str, ProcessTrace]) -> tuple[int, int]:
-    """When the first span begins and the last ends, in microseconds since 1970; zeros where there is none."""
+    """Start of the first span and end of the last, in microseconds since 1970; zeros without spans."""
     every = [lane.spans for trace in processes.values() for lane in trace.lanes.values()]
     starts = [int(spans["start"][0]) for spans in every]
     return min(starts, default=0), max((int(spans["end"].max()) for spans in every), default=0)

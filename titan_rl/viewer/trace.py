@@ -21,7 +21,7 @@ IDLE = "idle"
 """Among a span's categories: its lane waits for others."""
 
 Spans = NDArray[np.void]
-"""Of `SPAN`."""
+"""Array of `SPAN`."""
 
 SPAN = np.dtype(
     [
@@ -76,7 +76,7 @@ class Names:
         return [place if (place := self._places.get(name)) is not None else self._add(name) for name in names]
 
     def idle(self) -> NDArray[np.bool_]:
-        """By the places of kinds, whether a span of it waits."""
+        """Whether spans of a kind wait, by the place of the kind."""
         return np.array([name.endswith(IDLE) for name in self._names], bool)
 
     def _add(self, name: str) -> int:
@@ -98,7 +98,7 @@ class Lane:
 
     @property
     def spans(self) -> Spans:
-        """By their beginnings, of two that begin together the longer first."""
+        """Spans by start; of two that start together the longer comes first."""
         if self._fresh:
             spans = np.concatenate([self._spans, *self._fresh])
             self._fresh.clear()
@@ -116,7 +116,7 @@ class Lane:
             yield TraceSpan(float(span["start"] / 1e6), float(span["end"] / 1e6), name, kind, args)
 
     def args(self, spans: Spans) -> list[dict[str, Any]]:
-        """Of some of the spans, read from the file; none where that has been cut in the meantime."""
+        """Arguments of some spans, read from the file; empty if the file has been cut meanwhile."""
         if not len(spans):
             return []
         try:
@@ -133,7 +133,7 @@ class Lane:
 
 @dataclass(slots=True)
 class ProcessTrace:
-    """What one process has written: spans by the names of their lanes, and counters by theirs.
+    """Trace of one process: spans by the names of their lanes, and counters by theirs.
 
     Attributes:
         host: on which it runs, or ran last; "" where the trace does not say.
@@ -150,7 +150,7 @@ def plane_of(kind: str) -> str:
 
 
 def sorted_lanes(lanes: Iterable[str]) -> list[str]:
-    """As they are shown: "rollout 2" before "rollout 10"."""
+    """Lanes in display order: "rollout 2" before "rollout 10"."""
     return sorted(lanes, key=lambda lane: place_of(lane, _LANES))
 
 
@@ -190,7 +190,7 @@ _Microseconds = Annotated[float, msgspec.Meta(ge=-1e17, le=1e17)]  # fits into a
 
 
 class _Args(msgspec.Struct, gc=False):
-    """Of all that a span has to tell, what is asked about the whole run."""
+    """Arguments of a span that are queried across the whole run."""
 
     step: Any = None
     version: Any = None

@@ -38,7 +38,7 @@ Verdict = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """How a figure moved.
+    """Change of a metric between two steps.
 
     Args:
         error: standard error of the difference; None where that is not known.
@@ -85,7 +85,7 @@ def held_out_change(columns: MetricColumns, metric: str) -> Change | None:
 
 
 def _held_out_error(columns: MetricColumns, metric: str) -> float | None:
-    """Of the difference of two validations; for the mean of several suites, made of theirs."""
+    """Standard error of the difference of two validations; for the mean of several suites, combined from theirs."""
     prefix, _, name = metric.rpartition("/")
     if name != "reward_mean":
         return None
@@ -192,7 +192,7 @@ def _learning(columns: MetricColumns) -> Verdict | None:
 
 
 def _of_loss(columns: MetricColumns) -> Verdict | None:
-    """Of supervised training."""
+    """Verdict on supervised training."""
     held_out, trained = held_out_change(columns, LOSSES[0]), earned_change(columns, LOSSES[1])
     change = held_out or trained
     if change is None:
@@ -228,7 +228,7 @@ def _of_task(
 
 
 def _of_tasks(columns: MetricColumns, tasks: Sequence[Mapping[str, Any]], hidden: str) -> Iterator[Verdict]:
-    """Of tasks that do not learn."""
+    """Verdicts on tasks that do not learn."""
     for task in tasks:
         if task["tone"] == "bad":
             name = task["name"]
@@ -346,7 +346,7 @@ def _figure(value: float) -> str:
 
 
 IN_A_ROW = 3
-"""Steps that show a sign before it is told."""
+"""Consecutive steps with a sign before it is reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,16 +398,16 @@ SIGNS = (
 
 
 class WarningSigns:
-    """Watches the steps of a run. Each sign is told once, when `IN_A_ROW` steps in a row have shown it."""
+    """Detector of warning signs in the steps of a run. Each is reported once, after `IN_A_ROW` steps in a row."""
 
     def __init__(self) -> None:
         self._seen = dict.fromkeys(SIGNS, 0)  # in how many of the last steps
 
     def look(self, metrics: Mapping[str, Any]) -> list[str]:
-        """What is to be told after a step with these metrics.
+        """Warnings to print after a step with these metrics.
 
         Args:
-            metrics: as in a line of `metrics.jsonl`; what lacks a sign's metric is no step for it.
+            metrics: of one line of `metrics.jsonl`. Lines without a sign's metric do not count for it.
         """
         told: list[str] = []
         for sign in SIGNS:

@@ -35,8 +35,8 @@ class Conversation:
         self._sessions: dict[TurnNode, str] = {}
 
     def session_of(self, prompt: Prompt) -> str:
-        """That of the turn it goes on from, whose replica has the KV cache. What begins anew may go to any replica, so
-        it has a session of its own, unless the client names one."""
+        """Session of the turn that a prompt extends, whose replica has the KV cache. A new conversation may go to any
+        replica, so it gets a session of its own, unless the client names one."""
         known = None if prompt.parent is None else self._sessions.get(prompt.parent)
         return self._session_id or known or uuid.uuid4().hex
 
@@ -47,7 +47,7 @@ class Conversation:
 class Conversations:
     """The conversations of all clients: each client's own, by the session it names, else by how they begin.
 
-    The least recently used are forgotten, and those with too many turns begin anew: what comes back of them is
+    The least recently used are evicted, and conversations with too many turns start over: their histories are
     tokenized again.
 
     Args:
@@ -66,10 +66,10 @@ class Conversations:
     def of(
         self, client: bytes, session_id: str | None, messages: Sequence[Message], tools: Tools | None
     ) -> Conversation:
-        """The one that these messages are of, or a new one, which is remembered once it has a turn.
+        """The conversation of these messages, or a new one, which is remembered once it has a turn.
 
         Args:
-            client: whose it is. Nobody else's requests find it.
+            client: its owner. Requests of other clients do not find it.
         """
         how = (b"opening", _opening(messages, tools)) if session_id is None else (b"session", session_id.encode())
         key = blake2b(b"\0".join((client, *how)), digest_size=16).digest()
@@ -83,7 +83,7 @@ class Conversations:
     def add(
         self, conversation: Conversation, prompt: Prompt, completion: Completion, message: Message, session_id: str
     ) -> None:
-        """Record a turn of one of them."""
+        """Record a turn of a conversation."""
         found = self._forget(conversation.key)
         if found is not None and prompt.after is None and len(found.tree.turns) < self._limits.conversation_turns:
             conversation = found  # several began it at once
@@ -103,7 +103,7 @@ class Conversations:
 
 
 def _opening(messages: Sequence[Message], tools: Tools | None) -> bytes:
-    """Of what stays as it is while a conversation goes on: its tools, and its messages up to the first of the user."""
+    """Digest of the fixed beginning of a conversation: its tools, and its messages up to the first user message."""
     digest = blake2b(identity_of_tools(tools), digest_size=16)
     for message in messages:
         digest.update(identity_of(message).digest)
@@ -136,7 +136,7 @@ class Talk(Protocol):
     def prompt_token_ids(self) -> Sequence[int]: ...
 
     def ask(self, sampling: SamplingParams, num_choices: int, request_id: str, first_index: int = 0) -> Ask:
-        """What to ask the policy for. Called once.
+        """The request to send to the policy. Called once.
 
         Args:
             sampling: as the client wants it.
@@ -159,10 +159,10 @@ class Talk(Protocol):
 
 
 class Caller(Protocol):
-    """Whose requests these are.
+    """Client or episode on whose behalf requests are answered.
 
     Attributes:
-        name: nobody else's.
+        name: unique.
     """
 
     name: bytes
@@ -184,11 +184,11 @@ def caller_of(request: Request) -> Caller:
 
 
 class Client:
-    """Who has a key of the server, or any client of a server without keys.
+    """Client with a key of the server, or any client of a server without keys.
 
     Args:
-        name: nobody else's.
-        conversations: of all clients. Without it there are none in messages.
+        name: unique.
+        conversations: of all clients. Without it messages are refused.
     """
 
     def __init__(self, name: bytes, conversations: Conversations | None) -> None:
@@ -225,7 +225,7 @@ class _RememberedTalk:
 
 
 class _ForgottenTalk:
-    """A client that keeps tokens itself needs nobody to remember them."""
+    """Prompt of a client that keeps the tokens itself, so that nothing is remembered."""
 
     def __init__(self, token_ids: Sequence[int], session_id: str | None) -> None:
         self.prompt_token_ids = token_ids

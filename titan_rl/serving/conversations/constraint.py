@@ -37,7 +37,7 @@ _ARGUMENTS = re.compile(rf'\{{\s*"{_FIELD}"\s*:\s*"{_VALUE}"\s*\}}')
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What a reply has to be.
+    """Requirement on a reply: a forced tool call, or JSON of a schema.
 
     Args:
         tools: one of these has to be called. None forces no call.
@@ -55,7 +55,7 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """How a model writes a call: `<begin>name<middle>{"arguments": ...}<end>`, and `<between>` two of them.
+    """Form of a model's tool calls: `<begin>name<middle>{"arguments": ...}<end>`, and `<between>` two of them.
 
     Args:
         between: None where it writes no more than one.
@@ -96,7 +96,7 @@ class Constraining:
 
     @property
     def call_form(self) -> CallForm | str:
-        """Or why there is none."""
+        """Form of the model's tool calls, or the reason why none was found."""
         if self._form is None:
             try:
                 self._form = self._found_form()
@@ -175,7 +175,7 @@ class Constraining:
         return CallForm(begin, middle, end, after.removesuffix(begin) if seen else None)
 
     def _rendered_calls(self, count: int) -> tuple[str, str, str] | str:
-        """What stands before the name, between it and the arguments, and behind these, up to the end of the message."""
+        """Text before the name, between name and arguments, and from these to the end of the message."""
         function = {"name": _NAME, "arguments": {_FIELD: _VALUE}}
         calls = [{"type": "function", "id": f"call_{index}", "function": function} for index in range(count)]
         asked, tools = [{"role": "user", "content": "1"}], [_TOOL]

@@ -1,4 +1,4 @@
-"""When a message that a client sends back is the one it was given.
+"""Identity of messages: whether a message that a client sends back is the one it was given.
 
 Clients keep the history, not the server, and what they send back is seldom the same bytes. What is the same:
 
@@ -37,8 +37,8 @@ _LARGEST_EXACT = 2**53
 class Identity:
     """
     Attributes:
-        digest: equal for messages that are the same but for their reasoning.
-        reasoning: of a reply's reasoning; None where it has none.
+        digest: equal for messages that differ at most in their reasoning.
+        reasoning: digest of a reply's reasoning; None if it has none.
     """
 
     digest: bytes
@@ -59,7 +59,7 @@ def identity_of(message: Message) -> Identity:
 
 
 def identity_of_tokens(token_ids: Sequence[int]) -> Identity:
-    """Of what a client said in tokens. No message has it."""
+    """Identity of input that a client gave as tokens. No message has the same."""
     return Identity(_digest({"tokens": list(token_ids)}))
 
 
@@ -69,7 +69,7 @@ def identity_of_tools(tools: Tools | None) -> bytes:
 
 
 def identity_of_kwargs(kwargs: Mapping[str, Any]) -> bytes:
-    """Of the keywords of a chat template."""
+    """Digest of the keywords of a chat template."""
     return _digest(dict(kwargs))
 
 

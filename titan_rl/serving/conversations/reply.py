@@ -21,8 +21,8 @@ def has_call(parsed: ParsedResponse) -> bool:
 
 
 def _function_of(call: ParsedToolCall) -> dict[str, str] | None:
-    """What a call calls, in the form of OpenAI's chat. None where the call is malformed: where the renderer says so, or
-    it has no name, or its arguments are no object that every client can read as JSON."""
+    """The called function in the form of OpenAI's chat. None for a malformed call: the renderer says so, it has no
+    name, or its arguments are no object that every client can read as JSON."""
     if str(call.status) != "ok" or not isinstance(call.name, str) or not call.name:
         return None
     arguments: Any = {} if call.arguments is None else call.arguments
@@ -67,7 +67,7 @@ _MAY_END_A_CALL = frozenset(">]}")
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What a reply says next. `Reply.message` is what its deltas say together."""
+    """Next part of a reply. All deltas together make `Reply.message`."""
 
     reasoning: str = ""
     content: str = ""
@@ -119,7 +119,7 @@ class _Mode(Enum):
 
 @dataclass(slots=True)
 class _Told:
-    """What a client was told of so far."""
+    """Parts of a reply that the client has received."""
 
     reasoning: str = ""
     content: str = ""
@@ -127,7 +127,7 @@ class _Told:
 
 @dataclass(frozen=True, slots=True)
 class ReplyForm:
-    """How the replies to a prompt are read.
+    """Way to read the replies to a prompt.
 
     Args:
         tools: those offered. Without any, what looks like a call of one is text.

@@ -107,7 +107,7 @@ class TurnNode:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """What to generate from, and where `ConversationTree.add` puts what comes of it.
+    """Tokens to generate from, and the place where `ConversationTree.add` records the completion.
 
     Attributes:
         parent: the turn with whose prompt and completion `token_ids` begin, to the bit; None where all of it was
@@ -176,10 +176,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How a prompt is rendered where that is not as usual.
+    """Deviations from the usual rendering of a prompt.
 
     Args:
-        renderer: in the place of the tree's own.
+        renderer: replaces the renderer of the tree.
         key: tells prompts of this renderer from those of others.
         begun: of a reply that the client has begun itself; the prompt ends with it.
     """
@@ -261,8 +261,8 @@ class ConversationTree:
         return Prompt(token_ids, None, token_ids, root, after, rest)
 
     def prompt_of_tokens(self, token_ids: Sequence[int], show: Callable[[Sequence[int]], str]) -> Prompt:
-        """As `prompt`, of a client that keeps tokens itself. It goes on from the longest turn whose prompt and
-        completion it begins with.
+        """The prompt of a client that keeps the tokens itself. It extends the longest turn whose prompt and completion
+        it begins with; see `prompt`.
 
         Args:
             show: the text of tokens, for the transcript.

@@ -27,10 +27,10 @@ from titan_rl.types import SamplingParams, TokenChunk
 _MOST_VARIANTS = 16
 
 _PER_MESSAGE = 64
-"""Characters whose tokenizing takes as long as what else there is to do with a message."""
+"""Characters whose tokenizing takes as long as the remaining work on a message."""
 
 OnDelta = Callable[[int, Delta], None]
-"""Told of what the reply of this index says next."""
+"""Called with the index of a reply and its next part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class Turns:
         return found
 
     def sampling(self, asked: TurnAsk, prompt_token_ids: Sequence[int]) -> SamplingParams:
-        """How the replies to a prompt are sampled.
+        """Sampling parameters of the replies to a prompt.
 
         Raises:
             ApiError: 400, the conversation fills the context, two values do not go together, or the replies cannot be
@@ -127,7 +127,7 @@ class Turns:
         return self.policy.sampling(len(prompt_token_ids), asked.max_tokens, asked.param, **given)
 
     def form(self, asked: TurnAsk, prompt_token_ids: Sequence[int]) -> ReplyForm:
-        """What the replies to a prompt are read with."""
+        """Form in which the replies to a prompt are read."""
         tools = asked.tools if asked.may_call else None
         return ReplyForm(self._renderer_of(asked), self.text, prompt_token_ids, tools, asked.one_call, asked.stops)
 

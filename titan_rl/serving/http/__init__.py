@@ -1,1 +1,1 @@
-"""What every request goes through, whatever its protocol: its key, its size, its time, and how it is answered."""
+"""HTTP layer shared by all protocols: checks of requests, limits, answers and streams, errors."""

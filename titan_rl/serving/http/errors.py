@@ -62,7 +62,7 @@ class ApiError(Exception):
 
 
 def api_error_of(error: Exception, request_id: str) -> ApiError:
-    """What a client may know of an exception. What it may not is logged, with the request's ID, which it has too."""
+    """The error that a client receives for an exception. Details it may not see are logged with the request's ID."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HTTPException):  # there is no such path, or it has no such method
@@ -84,7 +84,7 @@ def api_error_of(error: Exception, request_id: str) -> ApiError:
 
 
 def _nearest(details: Sequence[Any]) -> Any:
-    """Of a field that may be of several types: what is wrong with the one that was given."""
+    """The error for the type that was given, of a field that allows several types."""
     of_first = [one for one in details if one["loc"][:1] == details[0]["loc"][:1]]
     return next((one for one in of_first if not one["type"].endswith("_type")), details[0])
 

@@ -103,11 +103,11 @@ LIFE = b": waiting\n\n"
 
 
 class Events:
-    """What there is to send. One that sends waits in `next`, and is woken once for all that came in one turn of the
-    event loop.
+    """Queue of events to send. The sender waits in `next`, and is woken once for all events of one turn of the event
+    loop.
 
     Args:
-        keep_alive_s: after so long without an event there is a sign of life.
+        keep_alive_s: time without an event after which a keep-alive comment is sent.
     """
 
     def __init__(self, keep_alive_s: float) -> None:
@@ -128,7 +128,7 @@ class Events:
             self._wake.set_result(None)
 
     async def next(self) -> bytes:
-        """What came since the last call, once there is something."""
+        """Wait for events, and return all that came since the last call."""
         await self._wake
         self._wake, self._taken_at = self._loop.create_future(), self._loop.time()
         events, self._events = self._events, []
@@ -153,11 +153,11 @@ LAST_WORD_S = 5.0
 
 
 class ClientGoneError(Exception):
-    """Nobody waits for the answer any more."""
+    """The client has disconnected."""
 
 
 class Exchanges:
-    """All requests that are being answered, and the places they take."""
+    """All requests in flight, and the places they take."""
 
     def __init__(self, limits: ServerLimits, metrics: ServerMetrics) -> None:
         self.limits = limits
@@ -329,7 +329,7 @@ async def send_start(send: Send, status: int, headers: Mapping[str, str]) -> Non
 
 
 def encoded(body: Any) -> msgspec.Raw:
-    """A body as it is sent, for what must not happen unless it can be."""
+    """A body encoded early, before steps that must not happen if it cannot be encoded."""
     return msgspec.Raw(msgspec.json.encode(body))
 
 

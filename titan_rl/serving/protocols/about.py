@@ -35,8 +35,8 @@ def about_routes(
 ) -> list[Route]:
     """
     Args:
-        trouble: why the policy cannot answer at present; None while it can.
-        version: of the policy that answers new requests, for the model's card.
+        trouble: returns why the policy cannot answer at present; None while it can.
+        version: returns the policy version that answers new requests, for the model's card.
     """
     # Of OpenAI's form and of Anthropic's, whose path is the same.
     always: dict[str, object] = {
@@ -78,7 +78,7 @@ def about_routes(
 
 
 class Control(Protocol):
-    """What the admin calls need: a `GeneratorRouter` is one."""
+    """Target of the admin calls: a `GeneratorRouter` is one."""
 
     @property
     def version(self) -> int | None: ...
@@ -154,9 +154,9 @@ _SCHEMAS = "#/components/schemas/{model}"
 class Operation:
     """
     Args:
-        answers: media types of the answer; none where it has no content.
-        errors: in whose form they are.
-        also_deletes: what a GET tells of a DELETE removes.
+        answers: media types of the answer; empty without content.
+        errors: schema of the errors.
+        also_deletes: whether the path also takes DELETE, which removes what GET returns.
     """
 
     summary: str
@@ -233,8 +233,8 @@ _KEYS = {
 def openapi(paths: tuple[str, ...], *, with_keys: bool) -> dict[str, Any]:
     """
     Args:
-        paths: those that the server has. Each has a description.
-        with_keys: whether clients need one.
+        paths: all paths of the server. Each has a description.
+        with_keys: whether clients need a key.
     """
     operations = {path: _OPERATIONS[path] for path in paths}
     bodies = {operation.body for operation in operations.values() if operation.body is not None}

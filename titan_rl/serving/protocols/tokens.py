@@ -36,7 +36,7 @@ from titan_rl.types import Completion, TokenChunk
 
 
 class TokenSampling(SamplingBody):
-    """Those of vLLM's sampling parameters that are known here."""
+    """Supported sampling parameters of vLLM."""
 
     n: Count | None = None
     max_tokens: Count | None = None
@@ -106,7 +106,7 @@ class TokenEndpoint:
         return Answer(self._exchanges, work, num_places=num_choices, stream=bool(body.stream))
 
     def _keep(self, talk: Talk, completions: Sequence[Completion]) -> None:
-        """Once what a client is told of them is encoded, since what cannot be sent must not be remembered."""
+        """Record completions, once the answer is encoded: what cannot be sent must not be remembered."""
         for index, completion in enumerate(completions):
             talk.record(index, completion, {"role": "assistant", "content": self._show(completion.token_ids)})
 
@@ -184,7 +184,7 @@ class TokenizeBody(Body):
     messages: Annotated[Many[Chat], Field(min_length=1)] | None = None
     tools: Many[Tool] | None = None
     add_special_tokens: bool | None = None
-    """Of a text: those that the tokenizer begins it with, which is so unless told otherwise."""
+    """Whether a text starts with the special tokens of the tokenizer; true by default."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: TemplateKwargs | None = None

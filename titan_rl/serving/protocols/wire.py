@@ -47,7 +47,7 @@ class StreamOptions(Body):
 
 
 class SamplingBody(Body):
-    """How completions are sampled; from `top_k` on the fields are vLLM's, in every protocol. Without `ignore_eos`,
+    """Sampling fields of a request; from `top_k` on they are vLLM's, in every protocol. Without `ignore_eos`,
     the model's own stop tokens end a completion, too."""
 
     temperature: Temperature | None = None
@@ -65,7 +65,7 @@ class SamplingBody(Body):
 
     @property
     def num_top_logprobs(self) -> int:
-        """How many of the likeliest tokens are told beside each sampled one."""
+        """Number of likeliest tokens to report with each sampled one."""
         return 0
 
     def sampling(self, model_stops: Sequence[int]) -> dict[str, Any]:
@@ -92,7 +92,7 @@ Forced = str | bool | None
 
 
 def forced_in(choice: str | Mapping[str, Any] | None, name_in: Sequence[str]) -> Forced:
-    """What a `tool_choice` forces.
+    """The tool that a `tool_choice` forces.
 
     Args:
         name_in: keys that lead to the name of a tool: ("function", "name").
@@ -226,7 +226,7 @@ def check_choices(count: int, most: int, param: str) -> None:
 
 
 def weight_versions(completion: Completion) -> list[dict[str, Any]]:
-    """Which policy version produced which tokens, in vLLM's form.
+    """Policy versions and the tokens that each produced, in vLLM's form.
 
     Example: five tokens, the last two of version 7: `[{"version": "6", "start": 0, "end": 3}, {"version": "7", "start":
     3, "end": 5}]`.

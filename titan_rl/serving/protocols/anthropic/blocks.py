@@ -57,7 +57,7 @@ StopSequence = Annotated[str, Field(min_length=1, max_length=1024)]
 class ToolChoice(Body):
     type: Literal["auto", "none", "any", "tool"]
     name: str | None = None
-    """Of the tool, where the type is "tool"."""
+    """Name of the tool, with type "tool"."""
     disable_parallel_tool_use: bool | None = None
 
 
@@ -81,7 +81,7 @@ class ContextManagement(Body):
 
 
 class ConversationBody(SamplingBody):
-    """What is counted, and what is answered."""
+    """Fields that `/v1/messages` and `/v1/messages/count_tokens` have in common."""
 
     messages: Annotated[Many[AnthropicMessage], Field(min_length=1)]
     model: str | None = None

@@ -90,7 +90,7 @@ StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
 class TextBody(SamplingBody):
-    """What chat and text completions have in common."""
+    """Fields that chat and text completions have in common."""
 
     model: str | None = None
     n: Count | None = None
@@ -208,7 +208,7 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 def messages_from(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What a renderer takes: content is text, and a developer is the system.
+    """Messages in the form that a renderer takes: content is text, and a developer is the system.
 
     Raises:
         ApiError: 400, names the field that is wrong or not supported.

@@ -22,7 +22,7 @@ from titan_rl.serving.text import Text, TextReader, Tokenizing
 from titan_rl.types import Completion, FinishReason, TokenChunk
 
 MAX_TOKENS = 16
-"""Of a request that does not say, in OpenAI's protocol."""
+"""Default of OpenAI's protocol."""
 _CONTEXT = 8
 """Tokens of the prompt whose text that of the completion depends on."""
 
@@ -128,7 +128,7 @@ class _Work:
         return await self._policy.complete(ask, lambda index, chunk: choices[index].take(chunk))
 
     def _keep(self, by_prompt: list[list[Completion]]) -> None:
-        """Once what a client is told of them is encoded, since what cannot be sent must not be remembered."""
+        """Record completions, once the answer is encoded: what cannot be sent must not be remembered."""
         for (talk, _), completions in zip(self._asks, by_prompt, strict=True):
             for index, completion in enumerate(completions):
                 talk.record(
@@ -180,7 +180,7 @@ class _Choice:
         return {**self._work.envelope, "choices": [choice]}
 
     def _ending(self, completion: Completion) -> dict[str, Any]:
-        """Once the text has ended: a stop string may show in its last character alone."""
+        """Fields of the end. Called when the text has ended, since a stop string may end in its last character."""
         reason = completion.finish_reason if self._reader.stop is None else FinishReason.STOP
         return {"finish_reason": str(reason), "weight_versions": weight_versions(completion)}
 

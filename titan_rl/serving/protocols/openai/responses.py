@@ -46,7 +46,7 @@ class _Stored:
 
 
 class StoredResponses:
-    """By their ids; the least recently used are forgotten. Each is its caller's, and is found by nobody else."""
+    """Stored responses by id, with LRU eviction. Each belongs to its caller, and other callers do not find it."""
 
     def __init__(self, most_bytes: int) -> None:
         self._stored: LRUCache[tuple[bytes, str], _Stored] = LRUCache(most_bytes, getsizeof=_num_bytes)
@@ -102,7 +102,7 @@ Tell = Callable[[str, dict[str, Any]], None]
 
 
 def messages_from_input(given: str | Sequence[Mapping[str, Any]]) -> list[Message]:
-    """What is said in a row by the assistant is one message: its reasoning, its text and its calls of tools.
+    """Convert input items to messages. Consecutive reasoning, text and tool calls of the assistant are one message.
 
     Raises:
         ApiError: 400, names the field that is wrong or not supported.
