@@ -4,8 +4,8 @@ import sys
 import threading
 from pathlib import Path
 
-from titan_rl.cluster.liveness.health_check import Duty, begin_pulse
+from titan_rl.cluster.liveness.health_check import WorkProgress, answer_pings
 
-begin_pulse(Path(sys.argv[1]), Duty())
+answer_pings(Path(sys.argv[1]), WorkProgress())
 print("pulsing", flush=True)
 threading.Event().wait()

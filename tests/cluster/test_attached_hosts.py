@@ -17,7 +17,7 @@ pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 from titan_rl.cluster.hosts.agent import Had, RunOnHost, new_pieces
 from titan_rl.cluster.hosts.hosts import Hosts
 from titan_rl.cluster.hosts.preflight import Clocks, HostFacts, HostNeeds, Question, look
-from titan_rl.cluster.liveness.heartbeat import LookoutSettings, Report, receive, send
+from titan_rl.cluster.liveness.heartbeat import Report, WatchdogSettings, receive, send
 from titan_rl.cluster.liveness.host_monitor import HostMonitor
 from titan_rl.config.hosts import HostsConfig
 from titan_rl.core.errors import ActorDiedError
@@ -43,7 +43,7 @@ class FarHost:
         self.problem: Exception | None = None
         self._beating: asyncio.Task[None] | None = None
         self.enter, self.look, self.prepare = Endpoint(self._enter), Endpoint(self._look), Endpoint(self._prepare)
-        self.begin_watch, self.new_output = Endpoint(self._begin_watch), Endpoint(self._new_output)
+        self.start_watchdog, self.new_output = Endpoint(self._start_watchdog), Endpoint(self._new_output)
         self.clean_up, self.clocks = Endpoint(self._clean_up), Endpoint(self._clocks)
 
     @contextlib.asynccontextmanager
@@ -75,11 +75,11 @@ class FarHost:
         await self.may_prepare.wait()
         return RunOnHost(run_dir or self.folder, self.folder, None)
 
-    async def _begin_watch(self, settings: LookoutSettings) -> Path:
+    async def _start_watchdog(self, settings: WatchdogSettings) -> Path:
         self._beating = asyncio.ensure_future(self._beat(settings))
         return self.folder
 
-    async def _beat(self, settings: LookoutSettings) -> None:
+    async def _beat(self, settings: WatchdogSettings) -> None:
         _, writer = await asyncio.open_connection(settings.address, settings.port)
         send(writer, {"token": settings.token})
         for number in range(1000):

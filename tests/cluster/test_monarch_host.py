@@ -15,9 +15,9 @@ import pytest
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
 from titan_rl.cluster.hosts.folders import FOLDER
-from titan_rl.cluster.hosts.host import meet
-from titan_rl.cluster.hosts.meeting_point import MeetingPoint
+from titan_rl.cluster.hosts.host import connect_to_worker
 from titan_rl.cluster.hosts.monarch_host import READY
+from titan_rl.cluster.hosts.worker_server import WorkerServer
 
 COUNT = 8  # on a busy machine each listens a moment after it has begun to
 
@@ -55,9 +55,9 @@ async def test_its_log_is_for_the_user_alone_and_goes_with_the_run(
 ) -> None:
     monkeypatch.setenv(FOLDER, str(tmp_path))
     before = os.umask(0o022)
-    serving = asyncio.ensure_future(MeetingPoint(listener := socket.create_server(("127.0.0.1", 0))).serve())
+    serving = asyncio.ensure_future(WorkerServer(listener := socket.create_server(("127.0.0.1", 0))).serve())
     try:
-        one = await meet("run", f"127.0.0.1:{listener.getsockname()[1]}", 30.0)
+        one = await connect_to_worker("run", f"127.0.0.1:{listener.getsockname()[1]}", 30.0)
         await one.monarch()
         (log,) = logs_of(tmp_path)
         assert stat.S_IMODE(log.stat().st_mode) == 0o600

@@ -19,7 +19,7 @@ pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 from test_worker_pool import answer
 
 from titan_rl import Rollout, RolloutGroup, SamplingParams
-from titan_rl.cluster.liveness.health_check import HostWatch, OnEnd, OnSigns
+from titan_rl.cluster.liveness.health_check import HealthChecks, OnEnd, OnHealth
 from titan_rl.cluster.liveness.local_processes import CAN_WATCH, TreeUse, WatchedProcess
 from titan_rl.cluster.processes.remote_process import RemoteProcess
 from titan_rl.cluster.rollout_workers import WorkerPool
@@ -40,21 +40,21 @@ class Looker:
     def __init__(self, socket: Path) -> None:
         self.socket = socket
         clock = count()
-        self._watch = HostWatch(
+        self._watch = HealthChecks(
             socket, lambda pid, how: None, lambda: float(next(clock)), lambda pid: TreeUse({}, False)
         )
-        self._on_signs: dict[int, OnSigns] = {}
+        self._on_health: dict[int, OnHealth] = {}
         self.run = self._watch.run
 
-    def watch(self, pid: int, on_end: OnEnd, on_signs: OnSigns) -> WatchedProcess:
-        self._on_signs[pid] = on_signs
+    def watch(self, pid: int, on_end: OnEnd, on_health: OnHealth) -> WatchedProcess:
+        self._on_health[pid] = on_health
         return WatchedProcess(pid, on_end)
 
     async def until(self, condition: Any) -> None:
         async with asyncio.timeout(LIMIT_S):
             while not condition():
                 for pid, signs in self._watch.look().items():
-                    self._on_signs[pid](signs)
+                    self._on_health[pid](signs)
                 await asyncio.sleep(0.005)  # those that live answer
 
 

@@ -121,7 +121,7 @@ class GeneratorActor(ProcessActor):
             stream_interval=generation.stream_interval or STREAM_INTERVAL,
             routed_experts=generation.return_routed_experts,
             make_ranks=GlooRanks if generation.tensor_parallel_size > 1 else OneRank,
-            stepping=self.duty.going_on,
+            stepping=self.work.in_progress,
         )
         self._layouts = KnownLayouts()
         self._swaps = SwapCheck()
@@ -143,7 +143,7 @@ class GeneratorActor(ProcessActor):
 
     def _follow(self) -> None:
         try:
-            follow_leader(self._make_engine, GlooRanks, self._open, self._kv_policy, self.duty.going_on)
+            follow_leader(self._make_engine, GlooRanks, self._open, self._kv_policy, self.work.in_progress)
         except BaseException:
             # The first rank waits for this one inside a collective: only the end of the process tells it.
             logger.exception("rank %d cannot go on", self._spec.rank)

@@ -99,7 +99,7 @@ class TrainerActor(ProcessActor):
 
     def _worked_at(self, function: Callable[..., R], *args: Any) -> R:
         """Ranks meet in it, and one that hangs holds up all."""
-        with self.duty.going_on():
+        with self.work.in_progress():
             return function(*args)
 
     def _do(self, name: str, function: Callable[..., R], *args: Any) -> R:

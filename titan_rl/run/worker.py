@@ -18,7 +18,7 @@ from titan_rl.cluster.hosts.folders import (
     say_leaving,
     scratch_root,
 )
-from titan_rl.cluster.hosts.meeting_point import MeetingPoint
+from titan_rl.cluster.hosts.worker_server import WorkerServer
 from titan_rl.cluster.liveness.local_processes import children_of, unreaped_children_of
 from titan_rl.cluster.liveness.loop_thread import LoopThread
 from titan_rl.config.hosts import OPEN, join_address, split_address
@@ -102,7 +102,7 @@ def run_worker(listen: str, tell: Callable[[str], object], drain_s: float) -> No
         given_back.callback(folder.remove)
         os.environ[FOLDER] = str(folder.path)
         given_back.callback(os.environ.pop, FOLDER, None)
-        point = MeetingPoint(listen_on(host, port), tell)
+        point = WorkerServer(listen_on(host, port), tell)
         reaper = ProcessReaper(lambda: clean_up_after_dead_runs(scratch_root()))
 
         def failed(error: BaseException) -> None:

@@ -22,7 +22,7 @@ from titan_rl.cluster.hosts.folders import (
     scratch_root,
 )
 from titan_rl.cluster.hosts.preflight import Clocks, HostFacts, Question, look
-from titan_rl.cluster.liveness.heartbeat import DISMISSED, Lookout, LookoutSettings
+from titan_rl.cluster.liveness.heartbeat import DISMISSED, HostWatchdog, WatchdogSettings
 from titan_rl.cluster.liveness.local_processes import is_stopped
 from titan_rl.cluster.liveness.loop_thread import LoopThread
 from titan_rl.cluster.processes.answers import AnsweringActor
@@ -150,7 +150,7 @@ class HostAgent(AnsweringActor):
         return RunOnHost(run_dir or self._copy, temporary, await in_thread(_interface_of, address))
 
     @concurrent_endpoint
-    async def begin_watch(self, settings: LookoutSettings) -> Path:
+    async def start_watchdog(self, settings: WatchdogSettings) -> Path:
         """Report to the controller, and end the run's processes here when it cannot be reached.
 
         Returns:
@@ -158,12 +158,12 @@ class HostAgent(AnsweringActor):
         """
         assert self._scratch is not None
         path = self._scratch.path / "pulse"
-        lookout = Lookout(settings, path, leaving, lambda: is_stopped(os.getppid()))
-        LoopThread("lookout", lambda: self._look_out(lookout), _exit).__enter__()  # as long as the process
+        watchdog = HostWatchdog(settings, path, leaving, lambda: is_stopped(os.getppid()))
+        LoopThread("watchdog", lambda: self._look_out(watchdog), _exit).__enter__()  # as long as the process
         return path
 
-    async def _look_out(self, lookout: Lookout) -> None:
-        if (reason := await lookout.run()) != DISMISSED:
+    async def _look_out(self, watchdog: HostWatchdog) -> None:
+        if (reason := await watchdog.run()) != DISMISSED:
             logger.warning("the processes of this host are ended: %s", reason)
             self._give_back()
             _exit()
@@ -222,7 +222,7 @@ class HostAgent(AnsweringActor):
 def _exit(error: BaseException | None = None) -> None:
     """End this process. Those that it watched then end, too."""
     if error is not None:
-        logger.error("the lookout failed", exc_info=error)
+        logger.error("the watchdog failed", exc_info=error)
     os._exit(1)
 
 

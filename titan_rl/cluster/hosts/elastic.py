@@ -122,9 +122,9 @@ class ElasticHosts(HostListener):
         Raises:
             ActorDiedError: no worker answers there.
         """
-        from titan_rl.cluster.hosts.host import id_of
+        from titan_rl.cluster.hosts.host import worker_id_at
 
-        return await id_of(address) != self.lifecycles.of(address).worker_id
+        return await worker_id_at(address) != self.lifecycles.of(address).worker_id
 
     async def drain(self, name: str, why: str) -> None:
         """Have a host leave the run, once its requests have ended or moved, and its trainer, if any, is saved.

@@ -17,7 +17,7 @@ from titan_rl.cluster.hosts.folders import ENVIRONMENT, chunks_of, code_files, m
 from titan_rl.cluster.hosts.lifecycle import HostRecord
 from titan_rl.cluster.hosts.preflight import ClockDifference, HostFacts, Question, compare_clocks
 from titan_rl.cluster.liveness.health_check import KernelWatcher, Watcher
-from titan_rl.cluster.liveness.heartbeat import BEAT_S, LONGEST_LINE, Contact, receive, send
+from titan_rl.cluster.liveness.heartbeat import BEAT_S, LONGEST_LINE, SilenceTimer, receive, send
 from titan_rl.cluster.liveness.host_monitor import GREETING_S, RemoteWatcher
 from titan_rl.cluster.processes.remote_process import RemoteProcess, call
 from titan_rl.config.hosts import split_address
@@ -39,7 +39,7 @@ class Host:
         watcher: who tells of its processes.
         worker: HOST:PORT where its worker listens.
         worker_id: which worker that is: one that is started anew has another.
-        pulse: the socket there where they answer pings; None where nobody asks.
+        ping_socket: the socket there where they answer pings; None where nobody asks.
         clocks: how they stood to this machine's as it was looked at; None where they are this machine's.
         link: calls by it fail at once when the host is lost.
     """
@@ -54,7 +54,7 @@ class Host:
     watcher: Watcher = field(default_factory=KernelWatcher)
     worker: str = ""
     worker_id: str = ""
-    pulse: Path | None = None
+    ping_socket: Path | None = None
     clocks: ClockDifference | None = None
     link: RemoteProcess = field(init=False)
 
@@ -85,7 +85,7 @@ MONARCH_TIMEOUT_S = 30.0
 T = TypeVar("T")
 
 
-class Meeting:
+class WorkerConnection:
     """With a worker, from when it is reached until something else watches its host.
 
     Attributes:
@@ -115,7 +115,7 @@ class Meeting:
         self._reader, self._writer = streams
         send(self._writer, {"run": run, "name": name, "worker": worker})
         self._silence_s = silence_s
-        self._contact = Contact(silence_s, 2 * BEAT_S, asyncio.get_running_loop().time())
+        self._silence = SilenceTimer(silence_s, 2 * BEAT_S, asyncio.get_running_loop().time())
         self._monarch: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._parts = [asyncio.ensure_future(part) for part in (self._listen(), self._look())]
 
@@ -159,7 +159,7 @@ class Meeting:
         try:
             while True:
                 said = await receive(self._reader)
-                self._contact.heard()
+                self._silence.heard()
                 self.has_begun = True
                 self.id = str(said.get("id", ""))
                 self._is_busy = bool(said.get("busy"))
@@ -176,12 +176,12 @@ class Meeting:
         clock = asyncio.get_running_loop().time
         while True:
             await asyncio.sleep(BEAT_S)
-            if self._contact.look(clock()):
+            if self._silence.look(clock()):
                 break
         self.link.end(f"nothing has been heard of it for {self._silence_s:g} s")
 
 
-async def meet(run: str, worker: str, silence_s: float, name: str = "") -> Meeting:
+async def connect_to_worker(run: str, worker: str, silence_s: float, name: str = "") -> WorkerConnection:
     """
     Args:
         run: unlike any other.
@@ -193,11 +193,11 @@ async def meet(run: str, worker: str, silence_s: float, name: str = "") -> Meeti
         ActorDiedError: nobody listens there.
     """
     address, streams = await _reach(worker)
-    return Meeting(run, worker, address, streams, silence_s, name)
+    return WorkerConnection(run, worker, address, streams, silence_s, name)
 
 
-async def id_of(worker: str) -> str:
-    """Which worker listens at HOST:PORT now; what `Meeting.id` is, of no run.
+async def worker_id_at(worker: str) -> str:
+    """Which worker listens at HOST:PORT now; what `WorkerConnection.id` is, of no run.
 
     Raises:
         ActorDiedError: none does.
@@ -275,7 +275,7 @@ ATTACH_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 10.0
 
 
-class Arrival:
+class JoiningHost:
     """Is looked at, named, prepared and watched, in this order. All the while its worker is to be heard of.
 
     Attributes:
@@ -300,7 +300,7 @@ class Arrival:
         self.worker = record.address
         self._supervisor = supervisor
         self._silence_s = silence_s
-        self._meeting: Meeting | None = None
+        self._connection: WorkerConnection | None = None
         self._agent: Any = None
 
     async def look(self, question: Question) -> None:
@@ -308,9 +308,11 @@ class Arrival:
         Raises:
             ActorDiedError: no worker answers, or what starts there does not come up.
         """
-        meeting = self._meeting = await meet(question.token, self.worker, self._silence_s, question.run_dir.name)
-        ask = meeting.link.call
-        await ask(self._supervisor.attach, self.key, await meeting.monarch(), timeout_s=ATTACH_TIMEOUT_S)
+        connection = self._connection = await connect_to_worker(
+            question.token, self.worker, self._silence_s, question.run_dir.name
+        )
+        ask = connection.link.call
+        await ask(self._supervisor.attach, self.key, await connection.monarch(), timeout_s=ATTACH_TIMEOUT_S)
         order = self.key, HostAgent, (), 0, self.key
         self._agent = await ask(self._supervisor.spawn, *order, timeout_s=ATTACH_TIMEOUT_S)
         await ask(self._agent.enter, timeout_s=ATTACH_TIMEOUT_S)
@@ -319,11 +321,11 @@ class Arrival:
 
     def become(self, name: str) -> None:
         """From now on it is a host of that name."""
-        assert self._meeting is not None
-        address, gpus = self._meeting.address, self.facts.gpus
+        assert self._connection is not None
+        address, gpus = self._connection.address, self.facts.gpus
         self.host = Host(name, address, self._agent, gpus, self.key, worker=self.worker, clocks=self.clocks)
-        self.host.worker_id = self._meeting.id
-        self.host.link = self._meeting.link
+        self.host.worker_id = self._connection.id
+        self.host.link = self._connection.link
         self.record.name, self.record.host = name, self.host
 
     async def prepare(self, run_dir: Path) -> None:
@@ -361,31 +363,31 @@ class Arrival:
             host.environment = {**host.environment, "PYTHONPATH": host.search_path(python_path)}
 
     async def watch(self, watcher: RemoteWatcher) -> None:
-        """From now on the lookout there is heard of, and no more its worker.
+        """From now on the watchdog there is heard of, and no more its worker.
 
         Raises:
             ActorDiedError: the host is gone.
         """
         host = self.host
         host.watcher = watcher
-        begin = self._agent.begin_watch
-        host.pulse = await host.link.call(begin, watcher.settings, timeout_s=ATTACH_TIMEOUT_S)
+        begin = self._agent.start_watchdog
+        host.ping_socket = await host.link.call(begin, watcher.settings, timeout_s=ATTACH_TIMEOUT_S)
         await host.link.until_end(watcher.heard.wait, GREETING_S)
         self._end_meeting()
 
     @property
     def was_there(self) -> bool:
         """Its worker has answered."""
-        return self._meeting is not None and self._meeting.has_begun
+        return self._connection is not None and self._connection.has_begun
 
     async def is_lost(self) -> bool:
         """Whether it was there and is gone, which may take a moment to be known."""
-        return self._meeting is not None and self.was_there and await self._meeting.is_lost()
+        return self._connection is not None and self.was_there and await self._connection.is_lost()
 
     @property
     def lost(self) -> str:
         """Why it is known to be gone; "" while it is not."""
-        return (self._meeting and self._meeting.link.reason) or ""
+        return (self._connection and self._connection.link.reason) or ""
 
     async def give_back(self) -> None:
         """It is not taken in: end what the run has there, if it can be reached."""
@@ -401,8 +403,8 @@ class Arrival:
             self._end_meeting()
 
     def _end_meeting(self) -> None:
-        if self._meeting is not None:
-            self._meeting.close()
+        if self._connection is not None:
+            self._connection.close()
 
 
 def _environment(host: Host, made: RunOnHost) -> dict[str, str]:

@@ -16,11 +16,11 @@ from monarch.actor import this_proc
 
 from titan_rl.cluster.hosts.agent import HostAgent, Piece
 from titan_rl.cluster.hosts.folders import RunToken
-from titan_rl.cluster.hosts.host import CLOSE_TIMEOUT_S, Arrival, Host, all_of, free_names
+from titan_rl.cluster.hosts.host import CLOSE_TIMEOUT_S, Host, JoiningHost, all_of, free_names
 from titan_rl.cluster.hosts.lifecycle import HostLifecycles, HostState
 from titan_rl.cluster.hosts.placement import visible_gpus
 from titan_rl.cluster.hosts.preflight import HostFacts, HostNeeds, Question, check_hosts, look
-from titan_rl.cluster.liveness.health_check import LocalLookout
+from titan_rl.cluster.liveness.health_check import LocalHealthChecks
 from titan_rl.cluster.liveness.host_monitor import HostMonitor, RemoteWatcher
 from titan_rl.cluster.processes.answers import ActorHandle
 from titan_rl.cluster.processes.process import LOOPBACK
@@ -189,67 +189,67 @@ class Hosts:
         """
         silence_s = self.config.silence_s
         agents = [ProcessId(Role.HOST_AGENT, next(self._numbers)) for _ in workers]
-        arrivals = [
-            Arrival(self.supervisor, str(agent), self.lifecycles.join(worker), silence_s)
+        joining = [
+            JoiningHost(self.supervisor, str(agent), self.lifecycles.join(worker), silence_s)
             for agent, worker in zip(agents, workers, strict=True)
         ]
         try:
-            return await self._take_in(arrivals, begins)
+            return await self._take_in(joining, begins)
         finally:
-            left = [arrival for arrival in arrivals if not arrival.record.is_present]
-            for arrival in left:
-                self.lifecycles.join_failed(arrival.record, arrival.lost if arrival.was_there else "")
-            await asyncio.gather(*[arrival.give_back() for arrival in left])
+            left = [host_joining for host_joining in joining if not host_joining.record.is_present]
+            for host_joining in left:
+                self.lifecycles.join_failed(host_joining.record, host_joining.lost if host_joining.was_there else "")
+            await asyncio.gather(*[host_joining.give_back() for host_joining in left])
 
-    async def _take_in(self, arrivals: Sequence[Arrival], begins: bool) -> list[Host]:
+    async def _take_in(self, joining: Sequence[JoiningHost], begins: bool) -> list[Host]:
         lost: dict[str, str] = {}  # why, by worker
         question = self._question()
 
-        async def all_there(step: Callable[[Arrival], Coroutine[Any, Any, None]]) -> list[Arrival]:
+        async def all_there(step: Callable[[JoiningHost], Coroutine[Any, Any, None]]) -> list[JoiningHost]:
             failed: dict[str, str] = {}  # by worker; all are named, so that one start tells of each
 
-            async def one(arrival: Arrival) -> None:
+            async def one(host_joining: JoiningHost) -> None:
                 try:
-                    await step(arrival)
+                    await step(host_joining)
                 except ActorDiedError as error:
-                    if begins and await arrival.is_lost():
-                        lost[arrival.worker] = str(error)
+                    if begins and await host_joining.is_lost():
+                        lost[host_joining.worker] = str(error)
                     else:
-                        failed[arrival.worker] = str(error)
+                        failed[host_joining.worker] = str(error)
                 except OSError as error:
-                    raise ActorDiedError(f"host at {arrival.worker}: {summary(error)}") from error
+                    raise ActorDiedError(f"host at {host_joining.worker}: {summary(error)}") from error
 
-            await all_of([one(arrival) for arrival in arrivals if arrival.worker not in lost])
+            await all_of([one(host_joining) for host_joining in joining if host_joining.worker not in lost])
             if failed:
-                raise ActorDiedError("; ".join(failed[each.worker] for each in arrivals if each.worker in failed))
-            for arrival in arrivals:
-                if arrival.lost:
-                    lost.setdefault(arrival.worker, f"host at {arrival.worker} is gone: {arrival.lost}")
+                raise ActorDiedError("; ".join(failed[each.worker] for each in joining if each.worker in failed))
+            for host_joining in joining:
+                if host_joining.lost:
+                    lost.setdefault(host_joining.worker, f"host at {host_joining.worker} is gone: {host_joining.lost}")
             if lost and not begins:
                 raise ActorDiedError("; ".join(lost.values()))
-            self._check_enough(lost, [arrival.worker for arrival in arrivals])
-            return [arrival for arrival in arrivals if arrival.worker not in lost]
+            self._check_enough(lost, [host_joining.worker for host_joining in joining])
+            return [host_joining for host_joining in joining if host_joining.worker not in lost]
 
         with self._token.shown():
             self._expected = await in_thread(look, question)
-            met = await all_there(lambda arrival: arrival.look(question))
+            met = await all_there(lambda host_joining: host_joining.look(question))
         taken = [record.name for record in self.lifecycles if self.lifecycles.named(record.name) is record]
-        names = free_names([arrival.facts.hostname for arrival in met], taken)
-        for arrival, name in zip(met, names, strict=True):
-            arrival.become(name)
+        names = free_names([host_joining.facts.hostname for host_joining in met], taken)
+        for host_joining, name in zip(met, names, strict=True):
+            host_joining.become(name)
         roles = self._needs.roles(self.config, [*self.names, *names], begins=begins)
-        found = {arrival.host.name: arrival.facts for arrival in met}
+        found = {host_joining.host.name: host_joining.facts for host_joining in met}
         check_hosts(self._expected, found, self._needs, roles, sync=self.config.sync)
-        for arrival in met:
-            self._compare_clocks(arrival)
+        for host_joining in met:
+            self._compare_clocks(host_joining)
         state = HostState.UP if begins else HostState.STARTING
-        prepared = await all_there(lambda arrival: self._prepare(arrival, state))
+        prepared = await all_there(lambda host_joining: self._prepare(host_joining, state))
         for worker, reason in lost.items():
             logged(self._tell, logger)(f"the run starts without the host at {worker}: {reason}; it may join later")
-        return [arrival.host for arrival in prepared]
+        return [host_joining.host for host_joining in prepared]
 
-    def _compare_clocks(self, arrival: Arrival) -> None:
-        name, clocks = arrival.host.name, arrival.clocks
+    def _compare_clocks(self, host_joining: JoiningHost) -> None:
+        name, clocks = host_joining.host.name, host_joining.clocks
         logger.info("the clock of host %s is %s", name, clocks)
         if clocks.matters:
             logged(self._tell, logger)(
@@ -331,17 +331,17 @@ class Hosts:
         folders = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
         return Question(needs.run_dir, self._token.text, needs.model, needs.modules, tuple(folders))
 
-    async def _prepare(self, arrival: Arrival, state: HostState) -> None:
-        run_dir, host = self._needs.run_dir, arrival.host
-        await arrival.prepare(run_dir)
+    async def _prepare(self, host_joining: JoiningHost, state: HostState) -> None:
+        run_dir, host = self._needs.run_dir, host_joining.host
+        await host_joining.prepare(run_dir)
         if self._monitor is not None:
-            await arrival.watch(self._monitor.expect(host.name, self))
+            await host_joining.watch(self._monitor.expect(host.name, self))
         if self.config.sync:
-            await arrival.bring(self._question(), self._expected, self._tell)
-        self.lifecycles.joined(arrival.record, state)
-        if arrival.lost:
-            self.host_lost(host.name, arrival.lost)
-            raise ActorDiedError(f"host {host.name} was lost as it joined: {arrival.lost}")
+            await host_joining.bring(self._question(), self._expected, self._tell)
+        self.lifecycles.joined(host_joining.record, state)
+        if host_joining.lost:
+            self.host_lost(host.name, host_joining.lost)
+            raise ActorDiedError(f"host {host.name} was lost as it joined: {host_joining.lost}")
         output = self._outputs[host.name] = HostOutput(host, run_dir, self._tell)
         output.start()
 
@@ -359,12 +359,10 @@ async def open_hosts(
     async with contextlib.AsyncExitStack() as opened:
         if not config.elsewhere:
             hosts = Hosts(supervisor, config, needs, tell)
-            agent, lookout = (
-                ActorHandle(this_proc().spawn("host_agent", HostAgent)),
-                opened.enter_context(LocalLookout()),
-            )
-            here = Host(socket.gethostname(), LOOPBACK, agent, visible_gpus(), watcher=lookout, pulse=lookout.path)
-            hosts.add(here)
+            agent = ActorHandle(this_proc().spawn("host_agent", HostAgent))
+            checks = opened.enter_context(LocalHealthChecks())
+            name, gpus = socket.gethostname(), visible_gpus()
+            hosts.add(Host(name, LOOPBACK, agent, gpus, watcher=checks, ping_socket=checks.path))
         else:
             address = own_address(config)
             monitor = HostMonitor(address, silence_s=config.silence_s, lease_s=config.lease_s)

@@ -1,1 +1,1 @@
-"""How it is known that a process, or a whole host, is dead or hangs. None of it needs Monarch."""
+"""Detection of dead and hanging processes and hosts: health checks, heartbeats, watchdogs. Independent of Monarch."""

@@ -30,13 +30,13 @@ from titan_rl.cluster.liveness.loop_thread import LoopThread
 
 
 @dataclass(frozen=True, slots=True)
-class Signs:
-    """Health of one process: for how long it has given no sign of life, in seconds.
+class ProcessHealth:
+    """Health of one process: the time without a sign of life, in seconds.
 
     Args:
-        silent_s: it has neither answered nor computed.
-        still_s: its work has not got on, nor has it computed; None where it is at nothing.
-        stopped_s: it has been stopped by a signal, as SIGSTOP.
+        silent_s: since it last answered or computed.
+        still_s: since its work last progressed or it computed; None while it has no work.
+        stopped_s: since it was stopped by a signal, such as SIGSTOP.
     """
 
     silent_s: float = 0.0
@@ -45,27 +45,26 @@ class Signs:
 
 
 STOPPED_LIMIT_S = 3.0
-"""Longest that a process may be stopped by a signal. What is busy, or waits, is never in that state, so that the limit
-is much shorter than that of silence."""
+"""Longest time that a process may be stopped by a signal. A busy or waiting process is never in that state, so the
+limit is much shorter than the one for silence."""
 
 
-class VitalSigns:
-    """Adds up for how long a process gives no sign of life.
+class HealthTracker:
+    """Measures the time without a sign of life of one process.
 
-    An answer is one, and so is computing: a native call that holds Python's lock (loading a model, compiling,
-    capturing graphs) lets no thread answer, and is no hang. A stopped or deadlocked process does neither. What it is
-    at gets on where it says so, or where it computes: a thread that answers tells nothing of a collective that is
-    stuck.
+    Answering a ping is a sign of life, and so is computing: a native call that holds Python's lock (loading a model,
+    compiling, capturing graphs) lets no thread answer, and is no hang. A stopped or deadlocked process does neither.
+    Work progresses if the process says so or computes: an answering thread proves nothing about a stuck collective.
 
-    Time counts by looks, each of them for `longest_look_s` at most: when the looker itself was stopped or starved, so
-    may have been what it looks at.
+    Each interval between two calls of `look` counts for at most `longest_look_s`: if the observer itself was stopped or
+    starved, so may have been the process.
 
-    Example, with looks a second apart:
+    Example, with calls a second apart:
 
-        signs = VitalSigns(longest_look_s=2.0)
-        signs.look(1.0, computed=False)  # Signs(silent_s=1.0, still_s=None, stopped_s=0.0)
-        signs.answered(moves=7, at_work=True)
-        signs.look(2.0, computed=False)  # Signs(silent_s=0.0, still_s=0.0, stopped_s=0.0)
+        health = HealthTracker(longest_look_s=2.0)
+        health.look(1.0, computed=False)  # ProcessHealth(silent_s=1.0, still_s=None, stopped_s=0.0)
+        health.answered(moves=7, at_work=True)
+        health.look(2.0, computed=False)  # ProcessHealth(silent_s=0.0, still_s=0.0, stopped_s=0.0)
     """
 
     def __init__(self, longest_look_s: float, now: float = 0.0) -> None:
@@ -78,17 +77,17 @@ class VitalSigns:
         self._silent_s = self._still_s = self._stopped_s = 0.0
 
     def answered(self, moves: int, *, at_work: bool) -> None:
-        """It says how often it has got on so far, and whether it is at something."""
+        """Record an answer to a ping: the count of its progress so far, and whether it has work."""
         self._heard = True
         self._moved = self._moved or moves != self._moves
         self._moves, self._at_work = moves, at_work
 
-    def look(self, now: float, *, computed: bool, stopped: bool = False) -> Signs:
-        """The health of the process now.
+    def look(self, now: float, *, computed: bool, stopped: bool = False) -> ProcessHealth:
+        """Return the health of the process now.
 
         Args:
-            computed: it, or a process of its own, has used a processor or a disk since the last look.
-            stopped: the kernel says that a signal has stopped it.
+            computed: it or a descendant has used a processor or a disk since the last call.
+            stopped: a signal has stopped it, according to the kernel.
         """
         passed = min(now - self._looked_at, self._longest_look_s)
         self._looked_at = now
@@ -96,47 +95,46 @@ class VitalSigns:
         self._still_s = 0.0 if self._moved or computed or not self._at_work else self._still_s + passed
         self._stopped_s = self._stopped_s + passed if stopped else 0.0
         self._heard = self._moved = False
-        return Signs(self._silent_s, self._still_s if self._at_work else None, self._stopped_s)
+        return ProcessHealth(self._silent_s, self._still_s if self._at_work else None, self._stopped_s)
 
     @property
     def is_quiet(self) -> bool:
-        """Whether it has given no sign since the last look, so that it matters what it computes."""
+        """Whether it gave no sign of life since the last `look`, so that its CPU use has to be measured."""
         return not self._heard or (self._at_work and not self._moved)
 
 
-def hang(signs: Iterable[Signs], limit_s: float) -> str | None:
-    """Why processes that are of no use without each other hang; None where they do not.
+def hang_reason(health: Iterable[ProcessHealth], limit_s: float) -> str | None:
+    """Reason why a group of processes that depend on each other hangs; None if it does not.
 
-    One of them that is stopped, or gives no sign of life, is enough. One that does not get on may wait for another that
-    does, so all that are at something have to stand still.
+    One process that is stopped or silent is enough. One without progress may wait for another that does progress, so
+    all processes that have work must be without progress.
     """
-    each = list(signs)
+    each = list(health)
     if any(one.stopped_s >= STOPPED_LIMIT_S for one in each):
         return f"it has been stopped by a signal for {STOPPED_LIMIT_S:g} s"
     if any(one.silent_s >= limit_s for one in each):
         return f"it hangs: it has neither answered nor computed for {limit_s:g} s"
     at_work = [one.still_s for one in each if one.still_s is not None]
     if at_work and min(at_work) >= limit_s:
-        return f"it hangs: what it is at has not got on for {limit_s:g} s"
+        return f"it hangs: its work has made no progress for {limit_s:g} s"
     return None
 
 
 PING = b"?"
 HELLO = struct.Struct("=Q")  # the pid
-ANSWER = struct.Struct("=Q?")  # moves so far, and whether something is being worked at
+ANSWER = struct.Struct("=Q?")  # count of progress so far, and whether there is work
 
 
-class Duty:
-    """What the thread does that matters in a process: it begins something, gets on, and ends it. For one such thread;
-    asked from any."""
+class WorkProgress:
+    """Progress of the work of one thread, which health checks read from any thread."""
 
     def __init__(self) -> None:
         self._moves = 0
         self._begun = 0
 
     @contextmanager
-    def going_on(self) -> Generator[None]:
-        """For the length of the block something is worked at, and has to get on. Each block is a move."""
+    def in_progress(self) -> Generator[None]:
+        """Mark the block as work, which has to progress. The begin and the end of a block count as progress."""
         self._begun += 1
         self._moves += 1
         try:
@@ -147,13 +145,13 @@ class Duty:
 
     @property
     def answer(self) -> bytes:
-        """What a ping is answered with."""
+        """Answer to a ping."""
         return ANSWER.pack(self._moves % 2**64, self._begun > 0)
 
 
-def begin_pulse(path: Path, duty: Duty) -> None:
-    """Answer the pings of whoever listens at a socket of this host, for as long as this process lives. Once nobody
-    listens there any more, this process ends: nobody would know of it.
+def answer_pings(path: Path, work: WorkProgress) -> None:
+    """Answer the pings of the health checks that listen at a socket of this host, from a thread, for the rest of this
+    process. The process ends once nobody listens there, because nobody would notice its end.
 
     Raises:
         OSError: nobody listens there.
@@ -161,41 +159,42 @@ def begin_pulse(path: Path, duty: Duty) -> None:
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(str(path))
     connection.sendall(HELLO.pack(os.getpid()))
-    threading.Thread(target=_answer, args=(connection, duty), name="pulse", daemon=True).start()
+    threading.Thread(target=_answer, args=(connection, work), name="ping-answers", daemon=True).start()
 
 
-def _answer(connection: socket.socket, duty: Duty) -> None:
+def _answer(connection: socket.socket, work: WorkProgress) -> None:
     with connection, suppress(OSError):
         while connection.recv(1):
-            connection.sendall(duty.answer)
+            connection.sendall(work.answer)
     os._exit(1)
 
 
 OnEnd = Callable[[str], None]
-OnSigns = Callable[[Signs], None]
+OnHealth = Callable[[ProcessHealth], None]
 
 
 class Watched(Protocol):
-    """One process that is watched."""
+    """Handle of a watched process."""
 
     def kill(self) -> None: ...
 
     def close(self) -> None:
-        """Watch no longer: whatever ends now was told to."""
+        """Stop watching: an end from now on is intended."""
         ...
 
 
 class Watcher(Protocol):
-    """Of the processes of one host."""
+    """Reports the ends and the health of processes of one host."""
 
-    def watch(self, pid: int, on_end: OnEnd, on_signs: OnSigns) -> Watched | None:
-        """
+    def watch(self, pid: int, on_end: OnEnd, on_health: OnHealth) -> Watched | None:
+        """Watch a process.
+
         Args:
-            on_end: told once, in the running event loop, how the process ended.
-            on_signs: told there what signs of life it gives, now and then while it gives none.
+            on_end: called once in the running event loop with a description of its end.
+            on_health: called there with its health from time to time, at least while it gives no sign of life.
 
         Returns:
-            None where nobody can tell, and Monarch has to.
+            a handle; None if the kernel cannot report ends, so that only Monarch notices them.
 
         Raises:
             ProcessLookupError: there is no such process.
@@ -204,24 +203,25 @@ class Watcher(Protocol):
 
 
 class KernelWatcher:
-    """Of the processes of this host, of their ends alone."""
+    """Reports the ends of processes of this host."""
 
-    def watch(self, pid: int, on_end: OnEnd, on_signs: OnSigns) -> Watched | None:
+    def watch(self, pid: int, on_end: OnEnd, on_health: OnHealth) -> Watched | None:
         return WatchedProcess(pid, on_end) if CAN_WATCH else None
 
 
 LOOK_S = 1.0
-LONGEST_LOOK_S = 2 * LOOK_S
+LONGEST_CHECK_S = 2 * LOOK_S
 
 
-class HostWatch:
-    """Whoever begins a pulse at its socket is watched from then on. Belongs to the event loop that runs it.
+class HealthChecks:
+    """Health checks of the processes that connect to a socket with `answer_pings`. Belongs to the event loop that runs
+    it.
 
     Args:
-        path: of the socket, whose folder says who may connect.
-        on_end: told of each process that ended, by its pid, and how.
-        clock: in seconds; it stands still while the machine sleeps.
-        use: what a process and its children have used so far.
+        path: of the socket; the permissions of its folder decide who may connect.
+        on_end: called with the pid of each process that ended, and a description of its end.
+        clock: in seconds; does not advance while the machine sleeps.
+        use: measures the CPU use of a process and its descendants.
     """
 
     def __init__(
@@ -233,15 +233,15 @@ class HostWatch:
     ) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.bind(str(path))
-        self._socket.listen()  # from now on whoever connects is kept waiting, and not refused
+        self._socket.listen()  # connections wait from now on instead of being refused
         self._on_end = on_end
         self._clock = clock
         self._use = use
-        self._processes: dict[int, _Pulse] = {}  # by pid
+        self._processes: dict[int, _CheckedProcess] = {}  # by pid
         self._answering: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Serve until cancelled."""
         try:
             async with await asyncio.start_unix_server(self._follow, sock=self._socket) as server:
                 await server.serve_forever()
@@ -251,13 +251,12 @@ class HostWatch:
             for process in self._processes.values():
                 process.close()
 
-    def look(self) -> dict[int, Signs]:
-        """What is to be said of each process since the last look, by pid; and ping them again. Called every `LOOK_S`
-        seconds."""
+    def look(self) -> dict[int, ProcessHealth]:
+        """Health of each process since the last call, by pid. Pings them again. Called every `LOOK_S` seconds."""
         return {pid: process.look() for pid, process in self._processes.items()}
 
     def kill(self, pid: int) -> None:
-        """One that is not watched is let be: its pid may be another's."""
+        """Kill a process if it is watched. Otherwise its pid may be that of another process."""
         if (process := self._processes.get(pid)) is not None:
             process.watched.kill()
 
@@ -276,13 +275,13 @@ class HostWatch:
             except ProcessLookupError:
                 self._on_end(pid, f"process {pid} ended")
                 return
-            self._processes[pid] = process = _Pulse(watched, writer, self._clock, self._use)
+            self._processes[pid] = process = _CheckedProcess(watched, writer, self._clock, self._use)
             while True:
                 process.answered(await reader.readexactly(ANSWER.size))
-        except (asyncio.IncompleteReadError, OSError):  # it ends, which the kernel tells
+        except (asyncio.IncompleteReadError, OSError):  # it ends, which the kernel reports
             pass
         except asyncio.CancelledError:
-            pass  # nobody watches any more; asyncio logs a handler that is cancelled as a failure
+            pass  # asyncio would log a cancelled handler as a failure
         finally:
             self._answering.discard(task)
             writer.close()
@@ -292,8 +291,8 @@ class HostWatch:
         self._on_end(pid, how)
 
 
-class _Pulse:
-    """One process and what is known of it."""
+class _CheckedProcess:
+    """Health of one process, and its connection."""
 
     def __init__(
         self,
@@ -306,20 +305,20 @@ class _Pulse:
         self._writer = writer
         self._clock = clock
         self._use = use
-        self._signs = VitalSigns(LONGEST_LOOK_S, clock())
+        self._health = HealthTracker(LONGEST_CHECK_S, clock())
         self._looked_at = clock()
-        self._used: TreeUse | None = None  # at the last look, where it was quiet then
+        self._used: TreeUse | None = None  # at the last look if it was quiet then
         self._asked = False
         self._ask()
 
     def answered(self, answer: bytes) -> None:
         self._asked = False
         moves, at_work = ANSWER.unpack(answer)
-        self._signs.answered(moves, at_work=at_work)
+        self._health.answered(moves, at_work=at_work)
 
-    def look(self) -> Signs:
+    def look(self) -> ProcessHealth:
         now, before = self._clock(), self._used
-        self._used = self._use(self.watched.pid) if self._signs.is_quiet else None
+        self._used = self._use(self.watched.pid) if self._health.is_quiet else None
         computed = (
             before is not None
             and self._used is not None
@@ -327,7 +326,7 @@ class _Pulse:
         )
         self._looked_at = now
         self._ask()
-        return self._signs.look(now, computed=computed, stopped=is_stopped(self.watched.pid))
+        return self._health.look(now, computed=computed, stopped=is_stopped(self.watched.pid))
 
     def close(self) -> None:
         self.watched.close()
@@ -342,59 +341,59 @@ class _Pulse:
 logger = logging.getLogger(__name__)
 
 
-class LocalLookout:
-    """The `Watcher` of this host's processes, as a context manager, entered in the event loop in which what it tells is
-    told. The kernel tells there of their ends; a thread pings them, whatever that loop is at.
+class LocalHealthChecks:
+    """`Watcher` of the processes of this host, as a context manager. The kernel reports their ends to the event loop in
+    which it is entered; a thread pings them even while that loop is blocked.
 
     Attributes:
-        path: of the socket where they begin their pulse; None where the kernel tells nothing of processes.
+        path: of the socket for `answer_pings`; None if the kernel does not report the ends of processes.
     """
 
     def __init__(self) -> None:
         self.path: Path | None = None
-        self._on_signs: dict[int, OnSigns] = {}  # by pid
+        self._on_health: dict[int, OnHealth] = {}  # by pid
         self._opened = contextlib.ExitStack()
 
-    def __enter__(self) -> LocalLookout:
+    def __enter__(self) -> LocalHealthChecks:
         if not CAN_WATCH:
             return self
         self._loop = asyncio.get_running_loop()
         with contextlib.ExitStack() as opened:
-            self.path = Path(opened.enter_context(TemporaryDirectory(prefix="pulse"))) / "s"
-            self._watch = HostWatch(self.path, lambda pid, how: None)
-            failed = partial(logger.error, "the lookout ended: %r")
-            opened.enter_context(LoopThread("lookout", self._run, failed))
+            self.path = Path(opened.enter_context(TemporaryDirectory(prefix="pings"))) / "s"
+            self._watch = HealthChecks(self.path, lambda pid, how: None)
+            failed = partial(logger.error, "the health checks of this host ended: %r")
+            opened.enter_context(LoopThread("health-checks", self._run, failed))
             self._opened = opened.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._opened.close()
 
-    def watch(self, pid: int, on_end: OnEnd, on_signs: OnSigns) -> Watched | None:
+    def watch(self, pid: int, on_end: OnEnd, on_health: OnHealth) -> Watched | None:
         if not CAN_WATCH:
             return None
 
         def ended(how: str) -> None:
-            self._on_signs.pop(pid, None)
+            self._on_health.pop(pid, None)
             on_end(how)
 
         watched = WatchedProcess(pid, ended)
-        self._on_signs[pid] = on_signs
-        return _LocalWatch(watched, lambda: self._on_signs.pop(pid, None))
+        self._on_health[pid] = on_health
+        return _LocalWatch(watched, lambda: self._on_health.pop(pid, None))
 
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._watch.run())
             while True:
                 await asyncio.sleep(LOOK_S)
-                if signs := self._watch.look():
+                if health := self._watch.look():
                     with contextlib.suppress(RuntimeError):  # the loop is closed
-                        self._loop.call_soon_threadsafe(self._tell, signs)
+                        self._loop.call_soon_threadsafe(self._tell, health)
 
-    def _tell(self, signs: dict[int, Signs]) -> None:
-        for pid, of_one in signs.items():
-            if (on_signs := self._on_signs.get(pid)) is not None:
-                on_signs(of_one)
+    def _tell(self, health: dict[int, ProcessHealth]) -> None:
+        for pid, of_one in health.items():
+            if (on_health := self._on_health.get(pid)) is not None:
+                on_health(of_one)
 
 
 class _LocalWatch:

@@ -14,20 +14,20 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titan_rl.cluster.liveness.health_check import LOOK_S, HostWatch, Signs
+from titan_rl.cluster.liveness.health_check import LOOK_S, HealthChecks, ProcessHealth
 
 
-class Contact:
-    """Adds up for how long nothing has come from the other end.
+class SilenceTimer:
+    """Measures how long nothing has arrived from the other end of a link.
 
-    Time counts by looks, each of them for `longest_look_s` at most: where the looker itself was stopped or starved,
-    what has come meanwhile is still to be read, and nobody has been silent.
+    Each interval between two calls of `look` counts for at most `longest_look_s`: if the observer itself was stopped or
+    starved, messages that arrived meanwhile are still unread, and nobody has been silent.
 
-    Example: of a host that may be silent for 3 s, looked at four times a second:
+    Example: a host may be silent for 3 s, and is checked four times a second:
 
-        contact = Contact(limit_s=3.0, longest_look_s=0.5, now=clock())
-        contact.heard()
-        contact.look(clock())  # False: it is there
+        silence = SilenceTimer(limit_s=3.0, longest_look_s=0.5, now=clock())
+        silence.heard()
+        silence.look(clock())  # False: it is alive
     """
 
     def __init__(self, limit_s: float, longest_look_s: float, now: float) -> None:
@@ -41,14 +41,14 @@ class Contact:
         self.silent_s = 0.0
 
     def look(self, now: float) -> bool:
-        """Whether it is lost."""
+        """Advance to a time, and return whether the limit is reached."""
         self.silent_s += min(now - self._looked_at, self._longest_look_s)
         self._looked_at = now
         self._longest_s = max(self._longest_s, self.silent_s)
         return self.silent_s >= self._limit_s
 
     def take_longest(self) -> float:
-        """The longest silence, in seconds, since this was last called, by another thread if need be."""
+        """The longest silence in seconds since this was last called. Any thread may call it."""
         longest_s, self._longest_s = self._longest_s, 0.0
         return longest_s
 
@@ -58,18 +58,18 @@ LONGEST_LINE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Of the processes of one host. It is sent several times a second, and so is the sign that the host is there.
+    """State of the processes of one host. Reports are sent several times a second, and are its heartbeat.
 
     Args:
-        number: counts up. The answer has it.
-        ended: how processes ended, by pid, until the controller has said that it knows.
-        signs: of those that give none, by pid.
-        leaving: why the host is about to go, and is to be drained; empty while it stays.
+        number: counts up, and is acknowledged by the answer.
+        ended: description of the end of each ended process by pid, until the controller has acknowledged it.
+        health: of each process without a recent sign of life, by pid.
+        leaving: reason why the host is about to go and is to be drained; empty while it stays.
     """
 
     number: int
     ended: dict[int, str] = field(default_factory=dict[int, str])
-    signs: dict[int, Signs] = field(default_factory=dict[int, Signs])
+    health: dict[int, ProcessHealth] = field(default_factory=dict[int, ProcessHealth])
     leaving: str = ""
 
     def message(self) -> dict[str, Any]:
@@ -79,27 +79,27 @@ class Report:
     def of(message: dict[str, Any]) -> Report:
         """
         Raises:
-            KeyError, TypeError, ValueError: it is none.
+            KeyError, TypeError, ValueError: the message is no report.
         """
         return Report(
             int(message["number"]),
             {int(pid): str(how) for pid, how in message["ended"].items()},
-            {int(pid): Signs(**signs) for pid, signs in message["signs"].items()},
+            {int(pid): ProcessHealth(**health) for pid, health in message["health"].items()},
             str(message["leaving"]),
         )
 
 
 def send(writer: StreamWriter, message: dict[str, Any]) -> None:
-    """Hand a message on; a connection that is gone takes it, too."""
+    """Send a message. Does nothing if the connection is gone."""
     if not writer.is_closing():
         writer.write(json.dumps(message).encode() + b"\n")
 
 
 async def receive(reader: StreamReader) -> dict[str, Any]:
-    """The next message.
+    """Receive the next message.
 
     Raises:
-        ConnectionError: the connection has ended, or what comes is no message.
+        ConnectionError: the connection has ended, or the line is no message.
     """
     try:
         line = await reader.readline()
@@ -116,17 +116,19 @@ logger = logging.getLogger(__name__)
 BEAT_S = 0.25
 DISMISSED = "the run goes on without this host"
 UNANSWERED_S = 4 * BEAT_S
-"""After so long without an answer another connection is made: one that has waited for its packets goes on late."""
+"""Time without an answer after which a new connection is made, because one that waits for lost packets continues
+late."""
 _ATTEMPTS = 12  # connections that are being made at a time
 
 
 @dataclass(frozen=True, slots=True)
-class LookoutSettings:
-    """Where the controller listens for a host.
+class WatchdogSettings:
+    """Settings of the watchdog of a host.
 
     Args:
-        token: says which host this is, and that it may.
-        lease_s: how long the host's processes go on without hearing of the controller.
+        address, port: of the controller's monitor.
+        token: identifies the host, and authorizes it.
+        lease_s: time for which the processes of the host continue without hearing of the controller.
     """
 
     address: str
@@ -135,20 +137,20 @@ class LookoutSettings:
     lease_s: float
 
 
-class Lookout:
-    """Reports to the controller several times a second, and ends the processes of its host when it hears nothing of it
-    for `lease_s`: whoever cannot be reached has been replaced elsewhere by then.
+class HostWatchdog:
+    """Watchdog of one host: sends heartbeats and the state of its processes to the controller, and ends the processes
+    if it hears nothing of the controller for `lease_s`, because others have replaced them by then.
 
     Args:
-        path: of the socket where the processes of the host begin their pulse.
-        leaving: says why the host is about to go; empty while it stays.
-        stands_still: whether what starts processes here does nothing, of which nobody else would hear; where that lasts
-            for `lease_s`, the host is of no more use.
+        path: of the socket for `answer_pings` on this host.
+        leaving: gives the reason why the host is about to go; empty while it stays.
+        stands_still: whether the parent that starts processes here is stopped. The host is given up after `lease_s` of
+            that, which nobody else would notice.
     """
 
     def __init__(
         self,
-        settings: LookoutSettings,
+        settings: WatchdogSettings,
         path: Path,
         leaving: Callable[[], str] = str,
         stands_still: Callable[[], bool] = bool,
@@ -158,21 +160,20 @@ class Lookout:
         self._leaving = leaving
         self._stands_still = stands_still
         self._clock = clock
-        self._watch = HostWatch(path, self._ended)
+        self._watch = HealthChecks(path, self._ended)
         self._ends: dict[int, tuple[int, str]] = {}  # pid -> number of the first report with it, how it ended
-        self._signs: dict[int, Signs] = {}
+        self._health: dict[int, ProcessHealth] = {}
         self._number = 0
-        self._contact = Contact(settings.lease_s, 4 * BEAT_S, clock())
-        self._starter = Contact(settings.lease_s, 4 * BEAT_S, clock())
+        self._silence = SilenceTimer(settings.lease_s, 4 * BEAT_S, clock())
+        self._starter = SilenceTimer(settings.lease_s, 4 * BEAT_S, clock())
         self._hurry = asyncio.Event()
         self._over: asyncio.Future[str]
 
     async def run(self) -> str:
-        """Until the controller has no more use for this host, or is lost. What is left of the host's processes is
-        killed.
+        """Run until the controller dismisses this host or is lost. The processes that are left are killed.
 
         Returns:
-            why it is over: `DISMISSED` where the controller is done with this host.
+            the reason; `DISMISSED` if the controller no longer needs this host.
         """
         self._over = asyncio.get_running_loop().create_future()
         async with asyncio.TaskGroup() as tasks:
@@ -193,8 +194,8 @@ class Lookout:
             await asyncio.sleep(BEAT_S)
             now = self._clock()
             if now - looked_at >= LOOK_S:
-                looked_at, self._signs = now, self._watch.look()
-            if self._contact.look(now):
+                looked_at, self._health = now, self._watch.look()
+            if self._silence.look(now):
                 self._end(f"nothing has been heard of the controller for {self._settings.lease_s:g} s")
             if not self._stands_still():
                 self._starter.heard()
@@ -215,8 +216,8 @@ class Lookout:
                     writer.close()
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """The first connection that comes about. Another is begun every `BEAT_S`: the packets of one that was begun
-        while the link was down are sent again late."""
+        """Return the first connection that succeeds. A new attempt begins every `BEAT_S`, because an attempt from a
+        time when the link was down is repeated late."""
         attempts: list[asyncio.Task[tuple[asyncio.StreamReader, asyncio.StreamWriter]]] = []
         try:
             while True:
@@ -253,14 +254,14 @@ class Lookout:
             self._hurry.clear()
             self._number += 1
             ended = {pid: how for pid, (_, how) in self._ends.items()}
-            quiet = {pid: signs for pid, signs in self._signs.items() if signs != Signs()}
+            quiet = {pid: health for pid, health in self._health.items() if health != ProcessHealth()}
             send(writer, Report(self._number, ended, quiet, self._leaving()).message())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(BEAT_S):
                     await self._hurry.wait()
 
     def _take(self, message: dict[str, Any]) -> None:
-        self._contact.heard()
+        self._silence.heard()
         known = message.get("known", 0)
         self._ends = {pid: (first, how) for pid, (first, how) in self._ends.items() if first > known}
         for pid in message.get("kill", ()):

@@ -1,4 +1,4 @@
-"""The controller's end of the lookouts of other hosts: it answers them, and notices which of them fall silent."""
+"""Host monitor: receives the heartbeats of other hosts in the controller, and detects hosts that fall silent."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from titan_rl.cluster.liveness.health_check import OnEnd, OnSigns, Signs
+from titan_rl.cluster.liveness.health_check import OnEnd, OnHealth, ProcessHealth
 from titan_rl.cluster.liveness.heartbeat import (
     BEAT_S,
     DISMISSED,
     LONGEST_LINE,
-    Contact,
-    LookoutSettings,
     Report,
+    SilenceTimer,
+    WatchdogSettings,
     receive,
     send,
 )
@@ -30,18 +30,18 @@ logger = logging.getLogger(__name__)
 
 HELLO_S = 5.0
 GREETING_S = 30.0
-"""How long a host that has been let in may take until its lookout is heard for the first time."""
+"""Longest time until the first heartbeat of a host that has joined."""
 
 
 @dataclass(slots=True)
 class _Host:
-    """In the thread."""
+    """State of one host in the thread."""
 
     name: str
-    contact: Contact
+    silence: SilenceTimer
     watcher: RemoteWatcher
     loop: asyncio.AbstractEventLoop
-    over: str = ""  # why it is given up
+    over: str = ""  # reason why it is given up
     writer: asyncio.StreamWriter | None = None
     kill: set[int] = field(default_factory=set[int])
 
@@ -59,13 +59,14 @@ class HostOwner(Protocol):
 
 
 class HostMonitor:
-    """Listens for lookouts, in a thread of its own, so that a busy controller is not taken for a dead one. A context
-    manager, for the length of a run.
+    """Receives the heartbeats of hosts in a thread of its own, so that hosts do not take a busy controller for a dead
+    one. A context manager for the duration of a run.
 
     Args:
-        address: where it listens: that of this host by which the others reach it.
-        silence_s: a host of which nothing is heard for so long is gone, for good: what it had has been given up.
-        lease_s: told to lookouts.
+        address: of this machine, at which the other hosts reach it.
+        silence_s: time without a heartbeat after which a host is lost. It cannot come back, because its work has been
+            replaced.
+        lease_s: see `WatchdogSettings`.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class HostMonitor:
         self._silence_s = silence_s
         self._lease_s = lease_s
         self._clock = clock
-        self._hosts: dict[str, _Host] = {}  # by token; those that are gone stay, to be told so
+        self._hosts: dict[str, _Host] = {}  # by token; lost hosts stay, to be dismissed when they are heard of again
 
     def __enter__(self) -> HostMonitor:
         self._socket = socket.create_server((self._address, 0), family=_family(self._address))
@@ -93,11 +94,11 @@ class HostMonitor:
             owner: told once if the host does not respond, and once if it announces that it is about to go.
         """
         token = secrets.token_hex(16)
-        settings = LookoutSettings(self._address, self._socket.getsockname()[1], token, self._lease_s)
-        contact = Contact(self._silence_s, 2 * BEAT_S, self._clock())
-        contact.silent_s = self._silence_s - GREETING_S
-        watcher = RemoteWatcher(name, settings, owner, self, contact)
-        host = _Host(name, contact, watcher, asyncio.get_running_loop())
+        settings = WatchdogSettings(self._address, self._socket.getsockname()[1], token, self._lease_s)
+        silence = SilenceTimer(self._silence_s, 2 * BEAT_S, self._clock())
+        silence.silent_s = self._silence_s - GREETING_S
+        watcher = RemoteWatcher(name, settings, owner, self, silence)
+        host = _Host(name, silence, watcher, asyncio.get_running_loop())
         self._thread.soon(self._hosts.__setitem__, token, host)
         return watcher
 
@@ -116,7 +117,7 @@ class HostMonitor:
     def _look(self) -> None:
         now = self._clock()
         for host in self._hosts.values():
-            if not host.over and host.contact.look(now):
+            if not host.over and host.silence.look(now):
                 host.over = f"nothing has been heard of host {host.name} for {self._silence_s:g} s"
                 _in_loop(host.loop, host.watcher.lose, f"nothing has been heard of it for {self._silence_s:g} s")
 
@@ -136,12 +137,12 @@ class HostMonitor:
                 send(writer, answer)
                 host.kill -= report.ended.keys()
                 if not host.over:
-                    host.contact.heard()
+                    host.silence.heard()
                     _in_loop(host.loop, host.watcher.receive, report)
         except (ConnectionError, TimeoutError, KeyError, TypeError, ValueError):
-            pass  # the lookout connects again
+            pass  # the watchdog connects again
         except asyncio.CancelledError:
-            pass  # the run ends; asyncio logs a handler that is cancelled as a failure
+            pass  # the run ends; asyncio would log a cancelled handler as a failure
         finally:
             writer.close()
 
@@ -154,17 +155,17 @@ class HostMonitor:
 
 
 class RemoteWatcher:
-    """The `Watcher` of the processes of one other host, in the controller's event loop. Made by `HostMonitor.expect`.
+    """`Watcher` of the processes of one other host, in the event loop of the controller. Made by `HostMonitor.expect`.
 
     Attributes:
         name: of the host.
-        settings: for the lookout there.
+        settings: for the watchdog there.
         reason: why the host is gone; None while it is not.
         heard: set once the host has been heard of.
     """
 
     def __init__(
-        self, name: str, settings: LookoutSettings, owner: HostOwner, monitor: HostMonitor, contact: Contact
+        self, name: str, settings: WatchdogSettings, owner: HostOwner, monitor: HostMonitor, silence: SilenceTimer
     ) -> None:
         self.name = name
         self.settings = settings
@@ -172,23 +173,23 @@ class RemoteWatcher:
         self.heard = asyncio.Event()
         self._owner = owner
         self._monitor = monitor
-        self._contact = contact
+        self._silence = silence
         self._has_announced = False
         self._watched: dict[int, _RemoteProcessWatch] = {}  # by pid
-        self._ended: dict[int, str] = {}  # of processes that nobody had asked for yet
+        self._ended: dict[int, str] = {}  # of processes that are not watched yet
 
     def take_silence(self) -> float:
         """The longest time, in seconds, without a heartbeat of the host since this was last called."""
-        return self._contact.take_longest()
+        return self._silence.take_longest()
 
-    def watch(self, pid: int, on_end: OnEnd, on_signs: OnSigns) -> _RemoteProcessWatch:
+    def watch(self, pid: int, on_end: OnEnd, on_health: OnHealth) -> _RemoteProcessWatch:
         if self.reason is not None or pid in self._ended:
             raise ProcessLookupError(self._ended.pop(pid, self.reason))
-        watched = self._watched[pid] = _RemoteProcessWatch(self, pid, on_end, on_signs)
+        watched = self._watched[pid] = _RemoteProcessWatch(self, pid, on_end, on_health)
         return watched
 
     def dismiss(self) -> None:
-        """The host is of no more use to the run: its lookout ends, with all that is left of its processes."""
+        """Dismiss the host: its watchdog ends with all processes that are left there."""
         self.reason = self.reason or DISMISSED
         self._monitor.command(self.settings.token, set(), DISMISSED)
 
@@ -201,7 +202,7 @@ class RemoteWatcher:
             else:
                 watched.on_end(f"{how} on host {self.name}")
         for pid, watched in list(self._watched.items()):
-            watched.on_signs(report.signs.get(pid, _LIVELY))
+            watched.on_health(report.health.get(pid, _HEALTHY))
         if report.leaving and not self._has_announced:
             self._has_announced = True
             self._owner.host_leaving(self.name, report.leaving)
@@ -210,7 +211,7 @@ class RemoteWatcher:
         if self.reason is None:
             self.reason = reason
             watched, self._watched = self._watched, {}
-            self._owner.host_lost(self.name, reason)  # first: it knows what that excuses
+            self._owner.host_lost(self.name, reason)  # first, so that these ends are excused
             for one in watched.values():
                 one.on_end(f"host {self.name} is lost: {reason}")
 
@@ -226,7 +227,7 @@ class _RemoteProcessWatch:
     watcher: RemoteWatcher
     pid: int
     on_end: OnEnd
-    on_signs: OnSigns
+    on_health: OnHealth
 
     def kill(self) -> None:
         self.watcher.kill(self.pid)
@@ -235,7 +236,7 @@ class _RemoteProcessWatch:
         self.watcher.forget(self.pid)
 
 
-_LIVELY = Signs()
+_HEALTHY = ProcessHealth()
 
 
 def _in_loop(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: Any) -> None:

@@ -17,12 +17,12 @@ _PROC = Path("/proc")
 CAN_LIST = (_PROC / "self" / "task" / str(os.getpid()) / "children").exists()
 """Whether the kernel lists the children of a process."""
 BUSY_SHARE = 0.1
-"""Of one processor. Less is what a process uses that waits, by the threads that keep its connections."""
+"""Share of one processor above which a process computes. Threads that keep connections of an idle process use less."""
 
 
 @dataclass(frozen=True, slots=True)
 class TreeUse:
-    """Of a process and all below it.
+    """CPU and disk use of a process and all its descendants.
 
     Args:
         cpu_s: processor time so far, by pid.
@@ -34,7 +34,7 @@ class TreeUse:
 
 
 def use_of(pid: int) -> TreeUse:
-    """What is used so far; nothing where the kernel does not tell, or the process is gone."""
+    """Use of a process and its descendants so far; empty if the kernel does not report it, or the process is gone."""
     cpu_s: dict[int, float] = {}
     on_disk, ahead = False, [pid]
     while ahead:
@@ -55,17 +55,17 @@ def use_of(pid: int) -> TreeUse:
 
 
 def children_of(pid: int) -> list[int]:
-    """Those that it started and that live."""
+    """Living child processes of a process."""
     return [child for child in _all_children_of(pid) if _state(child) not in ("", "Z", "X")]
 
 
 def unreaped_children_of(pid: int) -> list[int]:
-    """Those that it started, that have ended, and whose ends it has not asked for."""
+    """Zombies: child processes that have ended and that their parent has not waited for."""
     return [child for child in _all_children_of(pid) if _state(child) == "Z"]
 
 
 def is_stopped(pid: int) -> bool:
-    """By a signal, as SIGSTOP is one."""
+    """Whether a process is stopped by a signal, such as SIGSTOP."""
     return _state(pid) == "T"
 
 
@@ -78,7 +78,7 @@ def _all_children_of(pid: int) -> list[int]:
 
 
 def _state(pid: int) -> str:
-    """A letter, as of `ps`; "" where it is gone."""
+    """State of a process as a letter, as `ps` shows it; "" if it is gone."""
     try:
         return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -86,7 +86,7 @@ def _state(pid: int) -> str:
 
 
 def computed_between(before: TreeUse, after: TreeUse, passed_s: float) -> bool:
-    """Whether there was work between two looks that were so far apart. A child that began or ended is some."""
+    """Whether a process computed between two measurements. A child that started or ended counts as computing."""
     if after.on_disk or before.cpu_s.keys() != after.cpu_s.keys():
         return True
     used = sum(after.cpu_s[pid] - before.cpu_s[pid] for pid in after.cpu_s)
@@ -99,10 +99,10 @@ _GET_INFO = 0xC0000000 | _INFO.size << 16 | 0xFF << 8 | 11  # _IOWR(PIDFS_IOCTL_
 
 
 def how_it_ended(descriptor: int) -> str:
-    """Of the process behind a descriptor that was opened while it lived: `was killed by SIGKILL`.
+    """Describe the end of a process by a descriptor opened while it lived, for example `was killed by SIGKILL`.
 
-    Nothing is taken from its parent, which may have collected it before: Linux 6.15 and later tell all the same, others
-    only that it ended.
+    Its parent can still wait for it, or may have done so already: Linux 6.15 and later report the status even then, and
+    older kernels only that it ended.
     """
     status = _status_of_child(descriptor)
     if status is None:
@@ -138,14 +138,14 @@ def _name(number: int) -> str:
 
 
 class WatchedProcess:
-    """One process, until it ends or is let go. What has its pid later is not meant.
+    """Watch on one process of this host until it ends or `close` is called. Its descriptor is never that of a later
+    process with the same pid.
 
     Args:
-        pid: of a process of this host.
-        on_end: called once, in the running event loop: "process 7 was killed by SIGKILL".
+        on_end: called once in the running event loop, for example with "process 7 was killed by SIGKILL".
 
     Raises:
-        ProcessLookupError: there is none.
+        ProcessLookupError: there is no such process.
     """
 
     def __init__(self, pid: int, on_end: Callable[[str], None]) -> None:
@@ -161,7 +161,7 @@ class WatchedProcess:
                 signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
 
     def close(self) -> None:
-        """Watch no longer: whatever ends now was told to."""
+        """Stop watching: an end from now on is intended."""
         if self._descriptor is not None:
             self._loop.remove_reader(self._descriptor)
             os.close(self._descriptor)
@@ -175,4 +175,4 @@ class WatchedProcess:
 
 
 CAN_WATCH = hasattr(os, "pidfd_open")
-"""Whether the kernel tells of processes."""
+"""Whether the kernel reports the ends of processes (pidfd)."""

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, which turns whatever holds up the others."""
+"""An event loop in a thread of its own, which runs while other loops are blocked."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 
 class LoopThread:
-    """A context manager: within its block `main` runs, unless it ends by itself.
+    """Context manager that runs `main` in a thread of its own until the end of its block.
 
     Args:
-        main: made and run in the thread; cancelled at the end of the block.
-        on_failure: told, in the thread, of what `main` raises.
+        main: called and awaited in the thread; cancelled at the end of the block.
+        on_failure: called in the thread with the error that `main` raises.
 
     Raises:
-        OSError: on entering: there can be no loop, as where the system has no descriptors left.
+        OSError: on entering, if no event loop can be made, for instance for lack of file descriptors.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class LoopThread:
         self._on_failure = on_failure
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._started = threading.Event()
-        self._error: BaseException | None = None  # why `main` was not begun
+        self._error: BaseException | None = None  # that kept `main` from starting
         self._loop: asyncio.AbstractEventLoop
         self._task: asyncio.Task[object]
 
@@ -43,7 +43,7 @@ class LoopThread:
         self._thread.join()
 
     def soon(self, function: Callable[..., object], *args: Any) -> None:
-        """Call it in the thread, from any other. Once the thread has ended, nothing happens."""
+        """Call a function in the thread, from any other thread. Does nothing once the thread has ended."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *args)
 

@@ -15,7 +15,7 @@ from typing import Protocol
 from monarch.actor import concurrent_endpoint
 from monarch.config import configure
 
-from titan_rl.cluster.liveness.health_check import Duty, begin_pulse
+from titan_rl.cluster.liveness.health_check import WorkProgress, answer_pings
 from titan_rl.cluster.processes.answers import AnsweringActor
 from titan_rl.cluster.processes.garbage import begin_returning_memory
 from titan_rl.config.sections import StateDictConfig
@@ -71,7 +71,7 @@ class ProcessSpec:
         logs: folder of its log, there.
         rank: its number in the group.
         tracing: what is recorded of it, under the name of its log; None records nothing.
-        pulse: the socket there where it answers pings; None where nobody watches.
+        ping_socket: the socket there where it answers pings; None where nobody watches.
     """
 
     name: str
@@ -80,7 +80,7 @@ class ProcessSpec:
     logs: Path
     rank: int = 0
     tracing: Tracing | None = None
-    pulse: Path | None = None
+    ping_socket: Path | None = None
 
     @property
     def log(self) -> Path:
@@ -92,18 +92,18 @@ class ProcessActor(AnsweringActor):
     """The one actor of a process. Of a group that lives and dies together each has one.
 
     Attributes:
-        duty: what it is here for, which has to get on.
+        work: what it is here for, which has to get on.
     """
 
     def __init__(self, spec: ProcessSpec) -> None:
         super().__init__()
         self._spec = spec
-        self.duty = Duty()
+        self.work = WorkProgress()
         enter_actor_process(spec.log)
         if spec.address != LOOPBACK:  # else what it opens to others would have the controller's address
             configure(default_transport=f"tcp://{spec.address}:0")
-        if spec.pulse is not None:
-            begin_pulse(spec.pulse, self.duty)
+        if spec.ping_socket is not None:
+            answer_pings(spec.ping_socket, self.work)
         begin_returning_memory()
         spans.begin_recording(spec.tracing, spec.log.stem, host=spec.host)
 

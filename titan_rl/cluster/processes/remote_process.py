@@ -12,7 +12,7 @@ from typing import Any
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError
 
-from titan_rl.cluster.liveness.health_check import KernelWatcher, Signs, Watched, Watcher, hang
+from titan_rl.cluster.liveness.health_check import KernelWatcher, ProcessHealth, Watched, Watcher, hang_reason
 from titan_rl.cluster.processes.roles import ProcessId
 from titan_rl.core.errors import ActorDiedError
 
@@ -59,7 +59,7 @@ class RemoteProcess:
         self._hang_timeout_s = hang_timeout_s
         self.pids: tuple[int, ...] = ()
         self._watched: list[Watched] = []
-        self._signs: dict[int, Signs] = {}  # those of each of the processes, by its place among them
+        self._health: dict[int, ProcessHealth] = {}  # those of each of the processes, by its place among them
 
     @property
     def process(self) -> ProcessId:
@@ -83,9 +83,9 @@ class RemoteProcess:
             if watched is not None:
                 self._watched.append(watched)
 
-    def _note(self, place: int, signs: Signs) -> None:
-        self._signs[place] = signs
-        if (reason := hang(self._signs.values(), self._hang_timeout_s)) is not None:
+    def _note(self, place: int, health: ProcessHealth) -> None:
+        self._health[place] = health
+        if (reason := hang_reason(self._health.values(), self._hang_timeout_s)) is not None:
             self.end(reason)
 
     def end(self, reason: str, *, excused: bool = False) -> None:

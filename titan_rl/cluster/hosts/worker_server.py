@@ -50,7 +50,7 @@ class _Guest:
     name: str
 
 
-class MeetingPoint:
+class WorkerServer:
     """Answers runs, as lines of JSON:
 
         run       {"run": "5f0c", "name": "alphabet", "worker": "10.0.0.2:22222"}, which is unlike any other run, what
@@ -141,7 +141,7 @@ class MeetingPoint:
             says.pop("busy", None)
             async with _monarch(writer.get_extra_info("sockname")[0]) as (process, address):
                 says["monarch"] = address
-                with self._told_of(guest, writer.get_extra_info("peername")[0]):
+                with self._announced(guest, writer.get_extra_info("peername")[0]):
                     with contextlib.suppress(TimeoutError, ConnectionError):
                         async with asyncio.timeout(MEETING_S):
                             while not beating.done() and await reader.read(1):
@@ -153,7 +153,7 @@ class MeetingPoint:
             beating.cancel()
 
     @contextlib.contextmanager
-    def _told_of(self, guest: _Guest, controller: str) -> Generator[None]:
+    def _announced(self, guest: _Guest, controller: str) -> Generator[None]:
         self._tell(f"run {guest.name} is here, from {controller}")
         try:
             yield

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from titan_rl.cluster.hosts.host import meet
+from titan_rl.cluster.hosts.host import connect_to_worker
 from titan_rl.core.errors import ActorDiedError
 
 
@@ -16,4 +16,4 @@ async def test_a_worker_that_is_not_there_is_named_however_it_was_asked_for() ->
     with pytest.raises(
         ActorDiedError, match=f"^no worker at {worker}: it cannot be reached: Connection refused; start"
     ):
-        await meet("run", worker, 1.0)
+        await connect_to_worker("run", worker, 1.0)

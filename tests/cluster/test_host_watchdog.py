@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from titan_rl.cluster.liveness.health_check import HELLO, HostWatch
-from titan_rl.cluster.liveness.heartbeat import DISMISSED, Lookout, LookoutSettings, Report, send
+from titan_rl.cluster.liveness.health_check import HELLO, HealthChecks
+from titan_rl.cluster.liveness.heartbeat import DISMISSED, HostWatchdog, Report, WatchdogSettings, send
 from titan_rl.cluster.liveness.host_monitor import HostMonitor, RemoteWatcher
 from titan_rl.cluster.liveness.local_processes import TreeUse
 from titan_rl.cluster.liveness.loop_thread import LoopThread
@@ -50,7 +50,9 @@ async def until(condition) -> None:
 
 async def test_a_process_that_was_stopped_is_silent_until_it_goes_on(tmp_path: Path):
     clock = count()
-    watch = HostWatch(tmp_path / "s", lambda pid, how: None, lambda: float(next(clock)), lambda pid: TreeUse({}, False))
+    watch = HealthChecks(
+        tmp_path / "s", lambda pid, how: None, lambda: float(next(clock)), lambda pid: TreeUse({}, False)
+    )
     running = asyncio.ensure_future(watch.run())
     async with process(tmp_path / "s") as pulsing:
 
@@ -69,7 +71,7 @@ async def test_the_end_of_a_process_that_was_gone_before_it_was_known_is_told(tm
     gone = await asyncio.create_subprocess_exec("true")
     await gone.wait()
     ended = asyncio.Queue[str]()
-    watch = HostWatch(tmp_path / "s", lambda pid, how: ended.put_nowait(f"{pid}: {how}"))
+    watch = HealthChecks(tmp_path / "s", lambda pid, how: ended.put_nowait(f"{pid}: {how}"))
     running = asyncio.ensure_future(watch.run())
     _, writer = await asyncio.open_unix_connection(str(tmp_path / "s"))
     writer.write(HELLO.pack(gone.pid))
@@ -92,7 +94,7 @@ def test_a_thread_whose_loop_cannot_begin_keeps_nobody_waiting(monkeypatch: pyte
 
 
 async def test_a_process_ends_when_nobody_watches_it_any_more(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    watch = HostWatch(tmp_path / "s", lambda pid, how: None)
+    watch = HealthChecks(tmp_path / "s", lambda pid, how: None)
     running = asyncio.ensure_future(watch.run())
     async with process(tmp_path / "s") as pulsing:
         await until(watch.look)  # it is known
@@ -138,7 +140,7 @@ async def told(queue: asyncio.Queue[str]) -> str:
 async def test_a_death_on_another_host_is_told_with_its_signal(tmp_path: Path):
     with HostMonitor(LOCALHOST, silence_s=LIMIT_S, lease_s=LIMIT_S) as monitor:
         controller = Controller(monitor)
-        lookout = asyncio.ensure_future(Lookout(controller.watcher.settings, tmp_path / "s").run())
+        watchdog = asyncio.ensure_future(HostWatchdog(controller.watcher.settings, tmp_path / "s").run())
         async with process(tmp_path / "s") as first, process(tmp_path / "s") as second:
             await controller.watch(first.pid)
             first.kill()
@@ -148,21 +150,21 @@ async def test_a_death_on_another_host_is_told_with_its_signal(tmp_path: Path):
             await told(controller.ended)
             assert await asyncio.wait_for(second.wait(), LIMIT_S) == -signal.SIGKILL
         controller.watcher.dismiss()
-        assert await asyncio.wait_for(lookout, LIMIT_S) == DISMISSED
+        assert await asyncio.wait_for(watchdog, LIMIT_S) == DISMISSED
 
 
 async def test_a_silent_host_is_lost_with_all_its_processes_and_told_so_when_it_is_heard_again(tmp_path: Path):
     clock = Clock()
     with HostMonitor(LOCALHOST, silence_s=3, lease_s=LIMIT_S, clock=clock) as monitor:
         controller = Controller(monitor)
-        lookout = asyncio.ensure_future(Lookout(controller.watcher.settings, tmp_path / "s").run())
+        watchdog = asyncio.ensure_future(HostWatchdog(controller.watcher.settings, tmp_path / "s").run())
         async with process(tmp_path / "s") as pulsing:
             await controller.watch(pulsing.pid)
-            lookout.cancel()  # as if its packets were lost
+            watchdog.cancel()  # as if its packets were lost
             clock.goes = True
             assert await told(controller.lost) == "nothing has been heard of it for 3 s"
             assert await told(controller.ended) == "host h1 is lost: nothing has been heard of it for 3 s"
-        again = Lookout(controller.watcher.settings, tmp_path / "again")
+        again = HostWatchdog(controller.watcher.settings, tmp_path / "again")
         assert await asyncio.wait_for(again.run(), LIMIT_S) == "nothing has been heard of host h1 for 3 s"
 
 
@@ -170,8 +172,10 @@ async def test_a_host_where_nothing_can_be_started_any_more_ends_its_processes(t
     clock = Clock()
     with HostMonitor(LOCALHOST, silence_s=LIMIT_S, lease_s=10) as monitor:
         controller = Controller(monitor)
-        lookout = Lookout(controller.watcher.settings, tmp_path / "s", stands_still=lambda: clock.goes, clock=clock)
-        looking = asyncio.ensure_future(lookout.run())
+        watchdog = HostWatchdog(
+            controller.watcher.settings, tmp_path / "s", stands_still=lambda: clock.goes, clock=clock
+        )
+        looking = asyncio.ensure_future(watchdog.run())
         async with process(tmp_path / "s") as pulsing:
             await asyncio.wait_for(controller.watcher.heard.wait(), LIMIT_S)
             clock.goes = True
@@ -182,11 +186,11 @@ async def test_a_host_where_nothing_can_be_started_any_more_ends_its_processes(t
 async def test_a_host_that_cannot_reach_its_controller_ends_its_processes(tmp_path: Path):
     silent = await asyncio.start_server(lambda reader, writer: None, LOCALHOST, 0)
     port = silent.sockets[0].getsockname()[1]
-    clock, settings = Clock(), LookoutSettings(LOCALHOST, port, "x", 3.0)
-    lookout = asyncio.ensure_future(Lookout(settings, tmp_path / "s", clock=clock).run())
+    clock, settings = Clock(), WatchdogSettings(LOCALHOST, port, "x", 3.0)
+    watchdog = asyncio.ensure_future(HostWatchdog(settings, tmp_path / "s", clock=clock).run())
     async with process(tmp_path / "s") as pulsing:
         clock.goes = True
-        assert "nothing has been heard of the controller for 3 s" in await asyncio.wait_for(lookout, LIMIT_S)
+        assert "nothing has been heard of the controller for 3 s" in await asyncio.wait_for(watchdog, LIMIT_S)
         await asyncio.wait_for(pulsing.wait(), LIMIT_S)
     silent.close()
 
@@ -194,15 +198,15 @@ async def test_a_host_that_cannot_reach_its_controller_ends_its_processes(tmp_pa
 async def test_a_host_whose_controller_has_ended_ends_at_once(tmp_path: Path):
     with HostMonitor(LOCALHOST, silence_s=LIMIT_S, lease_s=10 * LIMIT_S) as monitor:
         settings = Controller(monitor).watcher.settings
-    reason = await asyncio.wait_for(Lookout(settings, tmp_path / "s").run(), LIMIT_S)
+    reason = await asyncio.wait_for(HostWatchdog(settings, tmp_path / "s").run(), LIMIT_S)
     assert reason.startswith("the controller has ended")
 
 
 async def test_a_host_that_is_about_to_go_says_so_once(tmp_path: Path):
     with HostMonitor(LOCALHOST, silence_s=LIMIT_S, lease_s=LIMIT_S) as monitor:
         controller = Controller(monitor)
-        lookout = Lookout(controller.watcher.settings, tmp_path / "s", leaving=lambda: "SIGTERM")
-        running = asyncio.ensure_future(lookout.run())
+        watchdog = HostWatchdog(controller.watcher.settings, tmp_path / "s", leaving=lambda: "SIGTERM")
+        running = asyncio.ensure_future(watchdog.run())
         assert await told(controller.leaving) == "SIGTERM"
         controller.watcher.dismiss()
         assert await asyncio.wait_for(running, LIMIT_S) == DISMISSED

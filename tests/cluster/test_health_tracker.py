@@ -5,16 +5,16 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_rl.cluster.liveness.health_check import Signs, VitalSigns, hang
-from titan_rl.cluster.liveness.heartbeat import Contact
+from titan_rl.cluster.liveness.health_check import HealthTracker, ProcessHealth, hang_reason
+from titan_rl.cluster.liveness.heartbeat import SilenceTimer
 from titan_rl.cluster.liveness.local_processes import TreeUse, computed_between
 
 LIMIT_S = 10.0
 
 
-def looked(*looks: tuple[bool, bool, bool], at_work: bool = True) -> Signs:
+def looked(*looks: tuple[bool, bool, bool], at_work: bool = True) -> ProcessHealth:
     """The signs after looks a second apart: whether it answered, got on, and computed."""
-    signs, moves, last = VitalSigns(longest_look_s=2.0), 0, Signs()
+    signs, moves, last = HealthTracker(longest_look_s=2.0), 0, ProcessHealth()
     for now, (answered, moved, computed) in enumerate(looks, start=1):
         moves += moved
         if answered:
@@ -26,56 +26,58 @@ def looked(*looks: tuple[bool, bool, bool], at_work: bool = True) -> Signs:
 def test_a_silent_process_hangs_after_the_limit_and_not_before():
     alive = (True, True, False)
     silent = (False, False, False)
-    assert hang([looked(alive, *[silent] * 9)], LIMIT_S) is None
-    assert hang([looked(alive, *[silent] * 10)], LIMIT_S) == ("it hangs: it has neither answered nor computed for 10 s")
+    assert hang_reason([looked(alive, *[silent] * 9)], LIMIT_S) is None
+    assert hang_reason([looked(alive, *[silent] * 10)], LIMIT_S) == (
+        "it hangs: it has neither answered nor computed for 10 s"
+    )
 
 
 def test_a_native_call_that_holds_pythons_lock_and_computes_is_no_hang():
-    assert hang([looked((True, True, True), *[(False, False, True)] * 1000)], LIMIT_S) is None
+    assert hang_reason([looked((True, True, True), *[(False, False, True)] * 1000)], LIMIT_S) is None
 
 
 def test_an_idle_process_that_answers_does_not_hang():
-    assert hang([looked(*[(True, False, False)] * 1000, at_work=False)], LIMIT_S) is None
+    assert hang_reason([looked(*[(True, False, False)] * 1000, at_work=False)], LIMIT_S) is None
 
 
 def test_what_is_worked_at_and_does_not_get_on_hangs_though_a_thread_answers():
     stuck = [(True, False, False)] * 11  # the first answer tells of a move
-    assert hang([looked(*stuck[:-1])], LIMIT_S) is None
-    assert "has not got on for 10 s" in (hang([looked(*stuck)], LIMIT_S) or "")
+    assert hang_reason([looked(*stuck[:-1])], LIMIT_S) is None
+    assert "made no progress for 10 s" in (hang_reason([looked(*stuck)], LIMIT_S) or "")
 
 
 def test_a_rank_may_wait_for_another_that_computes_or_is_done_with_nothing_at_work():
-    waits, computes, idle = Signs(0.0, 100.0), Signs(0.0, 0.0), Signs(0.0, None)
-    assert hang([waits, computes], LIMIT_S) is None
-    assert hang([waits, idle], LIMIT_S) is not None
-    assert hang([waits, waits], LIMIT_S) is not None
-    assert hang([], LIMIT_S) is None
+    waits, computes, idle = ProcessHealth(0.0, 100.0), ProcessHealth(0.0, 0.0), ProcessHealth(0.0, None)
+    assert hang_reason([waits, computes], LIMIT_S) is None
+    assert hang_reason([waits, idle], LIMIT_S) is not None
+    assert hang_reason([waits, waits], LIMIT_S) is not None
+    assert hang_reason([], LIMIT_S) is None
 
 
 def test_a_process_that_a_signal_has_stopped_is_killed_after_three_seconds_whatever_the_limit():
-    signs = VitalSigns(longest_look_s=2.0)
+    signs = HealthTracker(longest_look_s=2.0)
     signs.answered(1, at_work=False)
     looks = [signs.look(float(now), computed=False, stopped=True) for now in range(1, 4)]
-    assert [hang([look], 3600.0) for look in looks] == [None, None, "it has been stopped by a signal for 3 s"]
+    assert [hang_reason([look], 3600.0) for look in looks] == [None, None, "it has been stopped by a signal for 3 s"]
     assert signs.look(4.0, computed=False, stopped=False).stopped_s == 0.0
 
 
 def test_one_silent_rank_is_enough():
-    assert hang([Signs(0.0, 0.0), Signs(LIMIT_S, None)], LIMIT_S) is not None
+    assert hang_reason([ProcessHealth(0.0, 0.0), ProcessHealth(LIMIT_S, None)], LIMIT_S) is not None
 
 
 def test_when_the_looker_was_stopped_nobody_was_silent():
-    signs = VitalSigns(longest_look_s=2.0)
+    signs = HealthTracker(longest_look_s=2.0)
     signs.answered(1, at_work=False)
     signs.look(1.0, computed=False)
     assert signs.look(3600.0, computed=False).silent_s == 2.0
-    contact = Contact(3.0, 0.5, now=0.0)
+    contact = SilenceTimer(3.0, 0.5, now=0.0)
     assert not contact.look(3600.0)
 
 
 @given(st.lists(st.sampled_from(["heard", "look"]), max_size=60))
 def test_a_host_is_lost_exactly_when_nothing_came_for_as_many_looks_as_its_limit_has(events: list[str]):
-    contact, now, since = Contact(3.0, 0.5, now=0.0), 0.0, 0
+    contact, now, since = SilenceTimer(3.0, 0.5, now=0.0), 0.0, 0
     for event in events:
         if event == "heard":
             contact.heard()

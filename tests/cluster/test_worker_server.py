@@ -11,9 +11,9 @@ import pytest
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
-from titan_rl.cluster.hosts import host, meeting_point
-from titan_rl.cluster.hosts.host import Meeting, id_of, meet
-from titan_rl.cluster.hosts.meeting_point import MeetingPoint
+from titan_rl.cluster.hosts import host, worker_server
+from titan_rl.cluster.hosts.host import WorkerConnection, connect_to_worker, worker_id_at
+from titan_rl.cluster.hosts.worker_server import WorkerServer
 from titan_rl.core.errors import ActorDiedError, ConfigError
 
 
@@ -45,8 +45,8 @@ class _Process:
 @pytest.fixture
 def monarchs(monkeypatch: pytest.MonkeyPatch) -> Monarchs:
     made = Monarchs()
-    monkeypatch.setattr(meeting_point, "_monarch", made.one)
-    monkeypatch.setattr(meeting_point, "_end_of_children", made.end_of_children)
+    monkeypatch.setattr(worker_server, "_monarch", made.one)
+    monkeypatch.setattr(worker_server, "_end_of_children", made.end_of_children)
     return made
 
 
@@ -54,7 +54,7 @@ def monarchs(monkeypatch: pytest.MonkeyPatch) -> Monarchs:
 async def worker(tell: Callable[[str], object] = print) -> AsyncGenerator[int]:
     """The port of one that takes runs."""
     listener = socket.create_server(("127.0.0.1", 0))
-    serving = asyncio.ensure_future(MeetingPoint(listener, tell).serve())
+    serving = asyncio.ensure_future(WorkerServer(listener, tell).serve())
     try:
         yield listener.getsockname()[1]
     finally:
@@ -63,8 +63,8 @@ async def worker(tell: Callable[[str], object] = print) -> AsyncGenerator[int]:
 
 
 @contextlib.asynccontextmanager
-async def met(run: str, address: str) -> AsyncGenerator[Meeting]:
-    one = await meet(run, address, 30.0)
+async def met(run: str, address: str) -> AsyncGenerator[WorkerConnection]:
+    one = await connect_to_worker(run, address, 30.0)
     try:
         yield one
     finally:
@@ -109,18 +109,18 @@ async def test_a_run_that_comes_again_gets_another_monarch(monarchs: Monarchs):
 async def test_a_worker_that_is_started_anew_is_another():
     async with worker() as port, met("a", f"127.0.0.1:{port}") as first:
         await first.monarch()
-        assert await id_of(f"127.0.0.1:{port}") == await id_of(f"localhost:{port}") == first.id
+        assert await worker_id_at(f"127.0.0.1:{port}") == await worker_id_at(f"localhost:{port}") == first.id
         before = first.id
     async with worker() as port:
-        assert await id_of(f"127.0.0.1:{port}") != before
+        assert await worker_id_at(f"127.0.0.1:{port}") != before
     with pytest.raises(ActorDiedError, match="no worker at"):
-        await id_of(f"127.0.0.1:{port}")
+        await worker_id_at(f"127.0.0.1:{port}")
 
 
 async def test_a_worker_says_which_run_comes_and_goes(monarchs: Monarchs):
     told: asyncio.Queue[str] = asyncio.Queue()
     async with worker(told.put_nowait) as port:
-        one = await meet("5f0c", f"127.0.0.1:{port}", 30.0, "alphabet")
+        one = await connect_to_worker("5f0c", f"127.0.0.1:{port}", 30.0, "alphabet")
         assert await told.get() == "run alphabet is here, from 127.0.0.1"
         await one.monarch()
         one.close()
