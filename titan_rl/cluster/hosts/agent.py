@@ -31,20 +31,21 @@ from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.errors import DataError
 from titan_rl.weights.shard_files import OwnedFolder
 
-MOST_BYTES = 4 << 20  # of what is sent at once
+MOST_BYTES = 4 << 20  # sent at once
 
 Had = Mapping[str, tuple[int, int]]
-"""What was sent before, by the names of files below the run's folder: which file had the name, and how many bytes."""
+"""Content that was sent before, by the names of files below the run's folder: the inode of each file, and the number of
+its bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What is behind that which was sent before.
+    """New content of a file behind the content that was sent before.
 
     Args:
         name: of a file below the run's folder.
-        file: which of that name: a trace that grows too large is replaced by a shorter one.
-        begin: bytes before it in that file; 0 where it is another than before.
+        file: inode of the file, because a trace that grows too large is replaced by a shorter one of the same name.
+        begin: bytes before it in that file; 0 if the file was replaced.
     """
 
     name: str
@@ -54,8 +55,8 @@ class Piece:
 
 
 def new_pieces(folder: Path, had: Had, most_bytes: int = MOST_BYTES) -> list[Piece]:
-    """What is written in the logs and traces of the run's folder on this host behind what was sent. A file that cannot
-    be read is left for later."""
+    """Read new content of the logs and traces in the run's folder on this host. A file that cannot be read is left for
+    later."""
     pieces: list[Piece] = []
     for path in sorted([*folder.glob("logs/*"), *folder.glob("trace/*.jsonl")]):
         name = str(path.relative_to(folder))
@@ -70,7 +71,7 @@ def new_pieces(folder: Path, had: Had, most_bytes: int = MOST_BYTES) -> list[Pie
 def _piece_of(path: Path, name: str, had: tuple[int, int], most_bytes: int) -> Piece | None:
     """
     Raises:
-        OSError: it is gone, or no file.
+        OSError: the file is gone, or is no regular file.
     """
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
@@ -93,7 +94,7 @@ class RunOnHost:
     """The run's folders on a host.
 
     Attributes:
-        run_dir: the run's own folder where the host sees it, else one in its place.
+        run_dir: the run's own folder if the host sees it, else a folder in its place.
         scratch: for temporary files.
         interface: the name of the network interface that has the host's address.
     """
@@ -104,8 +105,8 @@ class RunOnHost:
 
 
 class HostAgent(AnsweringActor):
-    """On this machine it lives in the controller's process, on others in one of its own, whose end gives back the
-    host's folders at the latest when another agent starts there."""
+    """Agent of one host. On this machine it lives in the controller's process, on others in a process of its own. When
+    that ends, its folders are removed at the latest by the next agent that starts there."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +115,7 @@ class HostAgent(AnsweringActor):
 
     @concurrent_endpoint
     async def enter(self) -> int:
-        """Called first where the agent has a process of its own. Returns its id."""
+        """Set up an agent that has a process of its own. Called first. Returns the pid."""
         clean_up_after_dead_runs(scratch_root())
         self._scratch = make_scratch()
         self._copy = self._scratch.path / "run"
@@ -134,11 +135,11 @@ class HostAgent(AnsweringActor):
 
     @concurrent_endpoint
     async def prepare(self, run_dir: Path | None, files: Mapping[str, bytes], address: str) -> RunOnHost:
-        """Make the folders of the run.
+        """Create the folders of the run on this host.
 
         Args:
-            run_dir: where the host sees the run's own.
-            files: of the run's folder, for the one in its place.
+            run_dir: the run's own folder if the host sees it.
+            files: of the run's folder, for the folder in its place.
         """
         assert self._scratch is not None
         assert self._copy is not None
@@ -151,7 +152,8 @@ class HostAgent(AnsweringActor):
 
     @concurrent_endpoint
     async def start_watchdog(self, settings: WatchdogSettings) -> Path:
-        """Report to the controller, and end the run's processes here when it cannot be reached.
+        """Start the watchdog, which reports to the controller, and ends the processes of the run here if it cannot
+        reach it.
 
         Returns:
             the socket where processes answer pings.
@@ -170,7 +172,7 @@ class HostAgent(AnsweringActor):
 
     @concurrent_endpoint
     async def receive(self, number: int, name: str, data: bytes) -> Path:
-        """Write a piece of a file behind those before.
+        """Append a piece to a file that is copied here.
 
         Args:
             number: of the folder.
@@ -195,20 +197,20 @@ class HostAgent(AnsweringActor):
 
     @concurrent_endpoint
     async def free_port(self) -> int:
-        """One that nobody listens on."""
+        """Return a free port."""
         with socket.socket() as listener:
             listener.bind(("", 0))
             return listener.getsockname()[1]
 
     @concurrent_endpoint
     async def new_output(self, had: Had) -> list[Piece]:
-        """As `new_pieces`; at most some megabytes."""
+        """Return new output, some megabytes at most; see `new_pieces`."""
         assert self._copy is not None
         return await in_thread(new_pieces, self._copy, had)
 
     @concurrent_endpoint
     async def clean_up(self) -> None:
-        """Give everything back."""
+        """Remove everything that the run has on this host."""
         self._give_back()
 
     def _give_back(self) -> None:
@@ -220,14 +222,14 @@ class HostAgent(AnsweringActor):
 
 
 def _exit(error: BaseException | None = None) -> None:
-    """End this process. Those that it watched then end, too."""
+    """End this process, and with it all processes that it watched."""
     if error is not None:
         logger.error("the watchdog failed", exc_info=error)
     os._exit(1)
 
 
 def _interface_of(address: str) -> str | None:
-    """The name of the interface with an IPv4 address; None where none is found."""
+    """Name of the interface with an IPv4 address; None if there is none."""
     if shutil.which("ip") is None:
         return None
     import subprocess

@@ -19,7 +19,7 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",  # a model is a folder; nothing is fetched while a run starts
 }
-"""Variables of a run's processes, where the user has not set them."""
+"""Environment variables of a run's processes, unless the user has set them."""
 
 SCRATCH = "titan_rl-run-"
 WORKER = "titan_rl-host-"
@@ -27,7 +27,8 @@ LONGEST_TMPDIR = 28  # Monarch makes sockets below it, whose paths end at 107 ch
 
 
 def scratch_root() -> Path:
-    """Where whoever clears up looks. What a worker has started has it beside the worker's folder."""
+    """Folder of all scratch folders, where leftovers of dead runs are looked for. Processes of a worker use the parent
+    of the worker's folder."""
     if (folder := os.environ.get(FOLDER)) is not None:
         return Path(folder).parent
     root = Path(tempfile.gettempdir())
@@ -35,12 +36,12 @@ def scratch_root() -> Path:
 
 
 def make_scratch() -> OwnedFolder:
-    """A folder for what lasts as long as this process."""
+    """Create a scratch folder that lasts as long as this process."""
     return OwnedFolder(SCRATCH, scratch_root())
 
 
 def make_worker_folder() -> OwnedFolder:
-    """As `make_scratch`, of a worker."""
+    """Create the scratch folder of a worker; see `make_scratch`."""
     return OwnedFolder(WORKER, scratch_root())
 
 
@@ -53,7 +54,7 @@ def clean_up_after_dead_runs(root: Path) -> None:
 
 
 def remove_monarch_logs(suffix: str) -> None:
-    """Those of processes whose MONARCH_LOG_SUFFIX begins so."""
+    """Remove the logs of Monarch processes whose MONARCH_LOG_SUFFIX begins with `suffix`."""
     for folder in Path("/tmp").iterdir():  # there wherever TMPDIR points
         with contextlib.suppress(OSError):  # others remove folders of their own meanwhile
             for log in folder.glob(f"monarch_log_{suffix}*"):
@@ -61,19 +62,19 @@ def remove_monarch_logs(suffix: str) -> None:
 
 
 FOLDER = "TITAN_RL_WORKER"
-"""The variable that has the folder, for what the worker starts."""
+"""Environment variable with the folder of a worker, for the processes that it starts."""
 _LEAVING = "leaving"
 
 
 def say_leaving(folder: Path, reason: str) -> None:
-    """Of the worker: the host is about to go."""
+    """Announce that the host is about to go. Called by the worker."""
     fresh = folder / f".{_LEAVING}"
     fresh.write_text(reason)
     fresh.replace(folder / _LEAVING)
 
 
 def leaving() -> str:
-    """Of an agent: why the host is about to go; "" while it stays."""
+    """Reason why the host is about to go; "" while it stays. Called by agents."""
     folder = os.environ.get(FOLDER)
     if folder is None:
         return ""
@@ -99,7 +100,7 @@ class RunToken:
 
     @contextmanager
     def shown(self) -> Generator[None]:
-        """The file is there within the block, and as long as another such block goes on.
+        """Keep the file in place within the block, and as long as another such block lasts.
 
         Raises:
             OSError: it cannot be written.
@@ -116,7 +117,7 @@ class RunToken:
 
 
 def token_in(run_dir: Path) -> str | None:
-    """What the file says; None where there is none."""
+    """Content of the token file in a run's folder; None if there is no file."""
     try:
         return (run_dir / NAME).read_text()
     except OSError:
@@ -133,7 +134,7 @@ Chunk = tuple[str, bytes]
 
 
 def chunks_of(folder: Path, files: list[Path]) -> Iterator[Chunk]:
-    """The contents of files, a piece at a time; an empty one has one piece."""
+    """Read the contents of files piece by piece. An empty file has one piece."""
     for path in files:
         name = str(path.relative_to(folder))
         with path.open("rb") as file:
@@ -147,11 +148,10 @@ def model_files(folder: Path) -> list[Path]:
 
 
 def code_files(folder: Path) -> list[Path]:
-    """What git has of a folder, or would take into it; where there is no git all but what is hidden, environments and
-    runs.
+    """Files of a folder that git tracks or would add; without git, all files except hidden ones, environments and runs.
 
     Raises:
-        ConfigError: that is too much for code.
+        ConfigError: the folder is too large for code.
     """
     files = _known_to_git(folder)
     if files is None:

@@ -32,16 +32,16 @@ class Host:
         name: its hostname, unique in the run.
         address: by which the other hosts of the run reach it.
         agent: the handle of its `HostAgent`.
-        gpus: by what CUDA_VISIBLE_DEVICES calls them.
-        key: by which the `Supervisor` knows it; None is this machine.
-        folders: folders of this machine, and what stands for each on the host where that is not the same.
-        environment: variables of its processes, beside those of its worker.
-        watcher: who tells of its processes.
+        gpus: as in CUDA_VISIBLE_DEVICES.
+        key: its name for the `Supervisor`; None is this machine.
+        folders: folders of this machine, and the folder on the host that replaces each where they differ.
+        environment: variables of its processes, in addition to those of its worker.
+        watcher: reports the ends and the health of its processes.
         worker: HOST:PORT where its worker listens.
-        worker_id: which worker that is: one that is started anew has another.
+        worker_id: identity of that worker; a restarted one has another.
         ping_socket: the socket there where they answer pings; None where nobody asks.
-        clocks: how they stood to this machine's as it was looked at; None where they are this machine's.
-        link: calls by it fail at once when the host is lost.
+        clocks: their offset when it joined; None for this machine.
+        link: makes calls that fail at once when the host is lost.
     """
 
     name: str
@@ -63,11 +63,11 @@ class Host:
 
     @property
     def is_here(self) -> bool:
-        """It is this machine, whose processes this one starts itself."""
+        """Whether this is the controller's machine."""
         return self.key is None
 
     def path(self, path: str | Path) -> Path:
-        """Where a file of this machine is found there."""
+        """Path on the host of a file of this machine."""
         path = Path(path)
         for here, there in self.folders.items():
             if path.is_relative_to(here):
@@ -75,7 +75,7 @@ class Host:
         return path
 
     def search_path(self, folders: str) -> str:
-        """As `path`, of each of the folders of a PYTHONPATH."""
+        """Translate each folder of a PYTHONPATH; see `path`."""
         return os.pathsep.join(str(self.path(folder)) for folder in folders.split(os.pathsep))
 
 
@@ -86,14 +86,14 @@ T = TypeVar("T")
 
 
 class WorkerConnection:
-    """With a worker, from when it is reached until something else watches its host.
+    """Connection to a worker, from the first contact until the watchdog of its host takes over.
 
     Attributes:
-        worker: HOST:PORT as it was named.
+        worker: HOST:PORT in the settings.
         address: of the host.
         has_begun: the worker has answered.
-        id: of the worker, once it has answered; one that is started anew has another.
-        link: calls by it fail at once when the worker has ended, or nothing is heard of it for `silence_s`.
+        id: of the worker, once it has answered; a restarted one has another.
+        link: makes calls that fail at once when the worker ends, or sends nothing for `silence_s`.
     """
 
     def __init__(
@@ -120,11 +120,11 @@ class WorkerConnection:
         self._parts = [asyncio.ensure_future(part) for part in (self._listen(), self._look())]
 
     async def monarch(self) -> str:
-        """Where Monarch listens there for this run alone.
+        """Address at which Monarch listens there for this run alone.
 
         Raises:
-            ActorDiedError: the worker ended, does not say so in time, or has another run all the while.
-            ConfigError: the run has this worker already, by another address.
+            ActorDiedError: the worker ended, does not answer in time, or is busy with another run.
+            ConfigError: the run has this worker already under another address.
         """
         try:
             return await self.link.until_end(lambda: self._monarch, MONARCH_TIMEOUT_S)
@@ -142,7 +142,7 @@ class WorkerConnection:
             ) from None
 
     async def is_lost(self) -> bool:
-        """Whether the host is gone, which may take a moment to be known."""
+        """Whether the host is gone. May take a moment to find out."""
         try:
             async with asyncio.timeout(self._silence_s + REACH_TIMEOUT_S):
                 await self._ended.wait()
@@ -166,7 +166,7 @@ class WorkerConnection:
                 if (known := said.get("known")) and not self._monarch.done():
                     problem = f"{known} and {self.worker} are one worker, and this run has it; name each worker once"
                     self._monarch.set_exception(ConfigError(problem))
-                    self._monarch.exception()  # whoever waits hears of it; nobody need
+                    self._monarch.exception()  # marks it as retrieved
                 if said.get("monarch") and not self._monarch.done():
                     self._monarch.set_result(str(said["monarch"]))
         except ConnectionError:
@@ -184,10 +184,10 @@ class WorkerConnection:
 async def connect_to_worker(run: str, worker: str, silence_s: float, name: str = "") -> WorkerConnection:
     """
     Args:
-        run: unlike any other.
+        run: unique id of the run.
         worker: HOST:PORT.
-        silence_s: for so long it may be silent.
-        name: what people call the run.
+        silence_s: longest time without a heartbeat of the worker.
+        name: of the run, for people.
 
     Raises:
         ActorDiedError: nobody listens there.
@@ -197,7 +197,7 @@ async def connect_to_worker(run: str, worker: str, silence_s: float, name: str =
 
 
 async def worker_id_at(worker: str) -> str:
-    """Which worker listens at HOST:PORT now; what `WorkerConnection.id` is, of no run.
+    """Identity of the worker that listens at HOST:PORT now; see `WorkerConnection.id`.
 
     Raises:
         ActorDiedError: none does.
@@ -214,7 +214,7 @@ async def worker_id_at(worker: str) -> str:
 
 
 async def _reach(worker: str) -> tuple[str, tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """The address of a worker's host, and a connection with the worker.
+    """Resolve the address of a worker's host, and connect to the worker.
 
     Raises:
         ActorDiedError: nobody listens there.
@@ -238,7 +238,7 @@ def _why(error: OSError) -> str:
 
 
 def free_names(hostnames: Sequence[str], taken: Sequence[str]) -> list[str]:
-    """A name for each of these hosts: its hostname, with a number behind it where another has that.
+    """Choose a name for each host: its hostname, with a number if another host has that name.
 
     Example: `free_names(["a", "b", "a"], ["b"])` is `["a", "b-2", "a-2"]`.
     """
@@ -250,7 +250,7 @@ def free_names(hostnames: Sequence[str], taken: Sequence[str]) -> list[str]:
 
 
 def resolve(host: str) -> str:
-    """The address of a host; where it has several kinds, its IPv4 one.
+    """Resolve a hostname, to its IPv4 address if it has several kinds.
 
     Raises:
         OSError: it has none.
@@ -261,7 +261,8 @@ def resolve(host: str) -> str:
 
 
 async def all_of(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Their results. The first that fails cancels the others, and what it raised is raised."""
+    """Run coroutines together and return their results. The first one that fails cancels the others, and its error is
+    raised."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in coroutines]
@@ -276,18 +277,19 @@ CLOSE_TIMEOUT_S = 10.0
 
 
 class JoiningHost:
-    """Is looked at, named, prepared and watched, in this order. All the while its worker is to be heard of.
+    """A host that joins a run: `look`, `become`, `prepare` and `watch` are called in this order. Its worker has to send
+    heartbeats all the while.
 
     Attributes:
-        key: by which the supervisor knows it.
-        record: its place among the lifecycles of all hosts.
+        key: its name for the supervisor.
+        record: its state and name.
         worker: HOST:PORT.
-        facts: what it has, once it was looked at.
-        clocks: how they stand to this machine's, once it was looked at.
-        host: once it has a name.
+        facts: set by `look`.
+        clocks: offset from this machine's, set by `look`.
+        host: its handle, set by `become`.
 
     Args:
-        silence_s: for so long its worker may be silent.
+        silence_s: longest time without a heartbeat of its worker.
     """
 
     facts: HostFacts
@@ -306,7 +308,7 @@ class JoiningHost:
     async def look(self, question: Question) -> None:
         """
         Raises:
-            ActorDiedError: no worker answers, or what starts there does not come up.
+            ActorDiedError: no worker answers, or its agent does not start.
         """
         connection = self._connection = await connect_to_worker(
             question.token, self.worker, self._silence_s, question.run_dir.name
@@ -320,7 +322,7 @@ class JoiningHost:
         self.clocks = await compare_clocks(lambda: ask(self._agent.clocks, timeout_s=ATTACH_TIMEOUT_S))
 
     def become(self, name: str) -> None:
-        """From now on it is a host of that name."""
+        """Give the host its name, and make its handle."""
         assert self._connection is not None
         address, gpus = self._connection.address, self.facts.gpus
         self.host = Host(name, address, self._agent, gpus, self.key, worker=self.worker, clocks=self.clocks)
@@ -329,7 +331,7 @@ class JoiningHost:
         self.record.name, self.record.host = name, self.host
 
     async def prepare(self, run_dir: Path) -> None:
-        """Make the folders of the run.
+        """Create the folders of the run there.
 
         Raises:
             ActorDiedError: the host is gone.
@@ -342,7 +344,7 @@ class JoiningHost:
         host.environment = _environment(host, made)
 
     async def bring(self, question: Question, expected: HostFacts, tell: Callable[[str], object]) -> None:
-        """Copy the model and the code there, if it lacks any of them.
+        """Copy the model and the code there if it lacks them.
 
         Raises:
             ActorDiedError: the host is gone.
@@ -363,7 +365,7 @@ class JoiningHost:
             host.environment = {**host.environment, "PYTHONPATH": host.search_path(python_path)}
 
     async def watch(self, watcher: RemoteWatcher) -> None:
-        """From now on the watchdog there is heard of, and no more its worker.
+        """Start the watchdog there, and close the connection to the worker once the first heartbeat arrived.
 
         Raises:
             ActorDiedError: the host is gone.
@@ -377,20 +379,20 @@ class JoiningHost:
 
     @property
     def was_there(self) -> bool:
-        """Its worker has answered."""
+        """Whether its worker has answered."""
         return self._connection is not None and self._connection.has_begun
 
     async def is_lost(self) -> bool:
-        """Whether it was there and is gone, which may take a moment to be known."""
+        """Whether it was in contact and is lost. May take a moment to find out."""
         return self._connection is not None and self.was_there and await self._connection.is_lost()
 
     @property
     def lost(self) -> str:
-        """Why it is known to be gone; "" while it is not."""
+        """Reason why it is known to be lost; "" while it is not."""
         return (self._connection and self._connection.link.reason) or ""
 
     async def give_back(self) -> None:
-        """It is not taken in: end what the run has there, if it can be reached."""
+        """Remove everything that the run has there, if it can be reached, after a failed join."""
         limits: dict[str, Any] = {"who": f"host at {self.worker}", "timeout_s": CLOSE_TIMEOUT_S}
         try:
             with contextlib.suppress(ActorDiedError):

@@ -35,23 +35,27 @@ from titan_rl.core.errors import ActorDiedError
 INTERVAL_S = 0.5
 TIMEOUT_S = 10.0  # longest wait for an answer
 REST_S = 60.0
-"""Longest time for what is left at the end, over a slow link say: something there may go on writing."""
+"""Longest time for the rest of the output at the end, for instance over a slow link, because a process there may go on
+writing."""
 
 
 class HostOutput:
-    """Logs and traces of a host, as they grow. What keeps them there or off the disk here costs them, and not the run.
+    """Copies logs and traces of a host into the run's folder as they grow. A failure there, or of the disk here, costs
+    only this output.
 
     Args:
         run_dir: of the run, on this machine.
-        tell: called once with why something cannot be read there or written here.
+        tell: called once with the reason if output cannot be read there or written here.
     """
 
     def __init__(self, host: Host, run_dir: Path, tell: Callable[[str], object]) -> None:
         self._host = host
         self._run_dir = run_dir
         self._tell = tell
-        self._had: dict[str, tuple[int, int]] = {}  # which files have arrived, and how many bytes
-        self._begins: dict[str, int] = {}  # of each, behind what a process of the same name wrote on another host
+        self._had: dict[str, tuple[int, int]] = {}  # inode and number of bytes of each file that arrived
+        self._begins: dict[
+            str, int
+        ] = {}  # offset of each file, behind earlier output of the same name
         self._failed = False
         self._collecting: asyncio.Task[None] | None = None
 
@@ -66,18 +70,18 @@ class HostOutput:
     async def collect(self) -> None:
         while True:
             await asyncio.sleep(INTERVAL_S)
-            with contextlib.suppress(ActorDiedError):  # it may answer later; one that is gone is detached
+            with contextlib.suppress(ActorDiedError):  # it may answer later; a lost host is detached
                 await self._take()
 
     async def take_rest(self) -> None:
-        """Nothing more where the host is gone."""
+        """Take what is left. Does nothing if the host is lost."""
         with contextlib.suppress(ActorDiedError, TimeoutError):
             async with asyncio.timeout(REST_S):
                 while await self._take():
                     pass
 
     async def _take(self) -> bool:
-        """Whether something came."""
+        """Take new output once. Returns whether there was any."""
         try:
             pieces: list[Piece] = await self._host.link.call(
                 self._host.agent.new_output, self._had, timeout_s=TIMEOUT_S
@@ -92,7 +96,7 @@ class HostOutput:
         return bool(pieces)
 
     def _append(self, piece: Piece) -> None:
-        """All of it or nothing. What was in the place of a file that begins anew goes."""
+        """Append a piece completely or not at all. Replaces the content of a file that begins again."""
         path = self._run_dir / piece.name
         path.parent.mkdir(exist_ok=True)
         with path.open("ab", buffering=0) as file:
@@ -178,14 +182,14 @@ class Hosts:
         self.lifecycles.add(host)
 
     async def attach(self, workers: Sequence[str], *, begins: bool = False) -> list[Host]:
-        """Take in hosts, which are as this machine in what a run needs.
+        """Have the hosts of workers join the run. In everything that a run needs they must be like this machine.
 
         Args:
-            begins: the run starts with them, and without those that are lost meanwhile, if the others are enough.
+            begins: the run starts with these hosts, without those that are lost meanwhile if the others are enough.
 
         Raises:
-            ActorDiedError: a worker did not answer, or a host was lost that the run needs.
-            ConfigError: a host differs; all that do are named.
+            ActorDiedError: a worker did not answer, or a host that the run needs was lost.
+            ConfigError: hosts differ; the message names all of them.
         """
         silence_s = self.config.silence_s
         agents = [ProcessId(Role.HOST_AGENT, next(self._numbers)) for _ in workers]
@@ -260,8 +264,8 @@ class Hosts:
     def _check_enough(self, lost: Mapping[str, str], workers: Sequence[str]) -> None:
         """
         Args:
-            lost: why, by worker.
-            workers: with which the run was to start.
+            lost: reasons by worker.
+            workers: of the hosts with which the run was to start.
 
         Raises:
             ActorDiedError: it cannot start without those that were lost.
@@ -313,12 +317,12 @@ class Hosts:
             self._release(host, HostState.LOST, reason)
 
     async def _give_up(self, host: Host) -> None:
-        """Have nobody wait until the processes of a host that is gone have stopped."""
+        """Detach a host from the supervisor, so that nothing waits for its processes to stop."""
         with contextlib.suppress(ActorDiedError):
             await call(self.supervisor.detach, host.key, who="supervisor", timeout_s=CLOSE_TIMEOUT_S)
 
     async def close(self) -> None:
-        """Let go of all that are elsewhere."""
+        """Detach all other hosts."""
         await all_of([self._leave(host) for host in self if not host.is_here])
         await asyncio.gather(*self._giving_up)
 
@@ -350,7 +354,8 @@ class Hosts:
 async def open_hosts(
     config: HostsConfig, supervisor: Any, needs: HostNeeds, tell: Callable[[str], object] = logger.info
 ) -> AsyncGenerator[Hosts]:
-    """The hosts that settings name, by default this machine. What the run has there goes with the block.
+    """Open the hosts that the settings name, by default this machine. Everything that the run has there is removed at
+    the end of the block.
 
     Raises:
         ActorDiedError: a worker did not answer.

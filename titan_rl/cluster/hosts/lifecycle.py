@@ -253,19 +253,18 @@ class HostLifecycles:
 
 HERE = ("in the run", "draining")
 BECOMES = {"in the run": "joined", "draining": "drains", "left": "left", "gone": "lost"}
-"""What has happened to a host that is in another state than before. One that drains no more has not joined."""
+"""Events of hosts by their new state. A drain that was given up is no join."""
 COUNTED = "joined", "left", "lost"
 MOST_EVENTS = 200
 
 
 class HostHistory:
-    """Made of what is said of the hosts again and again. A run that has and had one host has nothing to tell.
+    """History of hosts, made of their repeated statuses. A run that has only ever had one host has none.
 
     Attributes:
-        states: those that were noted last.
-        events: what became of hosts that were there when the run began, and of others; the newest `MOST_EVENTS`. One
-            that was lost before it had a name goes by its address.
-        counts: of all that became of hosts, how many "joined", "left" and were "lost".
+        states: the last statuses.
+        events: the newest `MOST_EVENTS` events. A host that was lost before it had a name is named by its address.
+        counts: of all hosts that "joined", "left" and were "lost".
 
     Args:
         clock: seconds since 1970.
@@ -287,10 +286,10 @@ class HostHistory:
         return len(self._known) > 1
 
     def note(self, states: Sequence[HostStatus], silences: Mapping[str, float] | None = None) -> None:
-        """How they stand now.
+        """Record the current statuses.
 
         Args:
-            silences: the longest time, in seconds, for which nothing was heard of each since this was last called.
+            silences: the longest time in seconds without a heartbeat of each host since this was last called.
         """
         self.states = states
         for name, seconds in (silences or {}).items():
@@ -309,11 +308,11 @@ class HostHistory:
                     contextvars.copy_context().run(self._draw, host)
 
     def look(self) -> Sequence[HostStatus]:
-        """What is to be shown of them."""
+        """Statuses to show on the screen."""
         return self.states if self.is_of_several else ()
 
     def take_metrics(self) -> dict[str, float]:
-        """Of the time since this was last called.
+        """Metrics of the time since this was last called.
 
         Returns:
             hosts/present, hosts/draining: how many there are now; hosts/joined, hosts/left, hosts/lost: how many did;
@@ -352,7 +351,7 @@ class HostHistory:
             del self.events[:-MOST_EVENTS]
 
     def _draw(self, host: HostStatus) -> None:
-        """A lane of the timeline for each host, of the states that it is in."""
+        """Draw the states of a host as a lane of the timeline."""
         lane = self._lanes.setdefault(host.name, Track(f"host {host.name}", "host"))
         if lane.state != host.state:
             lane.enter(host.state, kind="lost" if host.state == "gone" else None, address=host.address)

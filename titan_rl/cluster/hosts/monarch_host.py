@@ -1,4 +1,4 @@
-"""Monarch as one run uses it on another machine, in a process of its own: `python -m ... tcp://ADDRESS:PORT`.
+"""Monarch for one run on another machine, in a process of its own: `python -m ... tcp://ADDRESS:PORT`.
 
 It says `READY` once it listens, and ends with its standard input, that is with the worker that started it; what was
 spawned by it ends then, too."""
@@ -39,8 +39,8 @@ def main(address: str) -> None:
 
 
 def _wait_until_it_listens(address: str) -> None:
-    """It does so in a thread, and knows its own agent a moment later: a message that arrives in between cannot be
-    delivered, which ends whoever sent it."""
+    """Wait until Monarch listens, which it does in a thread, and knows its own agent a moment later. A message in
+    between cannot be delivered, which ends its sender."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     while True:
         with contextlib.suppress(ConnectionError), socket.create_connection((host.strip("[]"), int(port))):

@@ -20,7 +20,7 @@ from titan_rl.weights.types import NUM_KEPT
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """Those that this process may use, found without taking hold of one."""
+    """GPUs that this process may use, found without initializing CUDA on one."""
     if not has_gpu_driver():
         return ()
     import torch
@@ -31,8 +31,8 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def least_gpu_bytes() -> int | None:
-    """Memory of the smallest GPU of this machine, found without taking hold of one; None where nvidia-smi is missing
-    or does not say."""
+    """Memory of the smallest GPU of this machine, found without initializing CUDA; None if nvidia-smi is missing or
+    fails."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         told = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
@@ -44,12 +44,12 @@ def least_gpu_bytes() -> int | None:
 _COUNTS = "training.data_parallel x training.context_parallel x training.tensor_parallel"
 
 GPUs = Mapping[str, Sequence[str]]
-"""Of each host by its name, by what CUDA_VISIBLE_DEVICES calls them; none where a host has none."""
+"""GPUs of each host by its name, as in CUDA_VISIBLE_DEVICES; empty for a host without GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlace:
-    """Where one process goes. It sees these GPUs, and the one that is its own is `local_rank` among them."""
+    """Place of one process: its host and the GPUs that it sees. `local_rank` is the index of its own GPU among them."""
 
     host: str
     gpus: tuple[str, ...] = ()
@@ -57,8 +57,8 @@ class ProcessPlace:
 
 
 def place_trainer(training: TrainingConfig, hosts: Sequence[str], gpus: GPUs) -> tuple[ProcessPlace, ...]:
-    """A place for each rank: the first ranks are on the first host, on its first GPUs. A rank that sees one GPU cannot
-    take another's: torch's current device is each thread's own.
+    """Place the ranks of a trainer. The first ranks go to the first host and its first GPUs. Each rank sees only its
+    own GPU, because torch's current device is per thread.
 
     Raises:
         ConfigError: the ranks cannot be shared out evenly, ranks of one tensor would be on several hosts, or a host
@@ -83,9 +83,8 @@ def place_trainer(training: TrainingConfig, hosts: Sequence[str], gpus: GPUs) ->
 def place_trainer_again(
     training: TrainingConfig, before: Sequence[ProcessPlace], gpus: GPUs, taken: Collection[tuple[str, str]] = ()
 ) -> tuple[ProcessPlace, ...]:
-    """A place for each rank of a trainer that died: as before where its hosts are still there. For one that is gone
-    another takes its ranks, before all one with GPUs that nobody has; where there are too few hosts, each has more
-    ranks.
+    """Place the ranks of a trainer that died, as before if its hosts are still there. Another host, preferably one with
+    free GPUs, takes the ranks of a lost one. With too few hosts, each takes more ranks.
 
     Args:
         gpus: of the hosts that are there.
@@ -115,8 +114,8 @@ def place_trainer_again(
 def place_generators(
     generation: GenerationConfig, hosts: Sequence[str], gpus: GPUs, trainer: Sequence[ProcessPlace] = ()
 ) -> tuple[tuple[ProcessPlace, ...], ...]:
-    """Places of the ranks of each generator. Generators go to the hosts in turn, each whole to one; there they take in
-    turn what the trainer leaves of the GPUs. Where it leaves too little for one, they share its GPUs.
+    """Place the ranks of all generators. Each generator goes to one host, in turn, and takes the GPUs that the trainer
+    leaves there. If too few are left for one generator, they share the GPUs of the host.
 
     Example: on one host with GPUs 0 to 3 and a trainer of two ranks, three generators have 2, 3 and 2.
 
@@ -144,7 +143,7 @@ def place_generator_again(
     a_host: int,
     trainer: Sequence[ProcessPlace] = (),
 ) -> tuple[ProcessPlace, ...]:
-    """Places of the ranks of a generator whose host is gone, on one that has room; none where no host has.
+    """Place a generator whose host is lost on a host that has room. Returns () if there is none.
 
     Args:
         index: of the generator.
@@ -165,7 +164,7 @@ def place_generator_again(
 
 
 def place_workers(num_workers: int, hosts: Sequence[str]) -> tuple[ProcessPlace, ...]:
-    """A place for each rollout worker, on the hosts in turn."""
+    """Place rollout workers on the hosts in turn."""
     return tuple(ProcessPlace(hosts[index % len(hosts)]) for index in range(num_workers))
 
 
@@ -186,11 +185,11 @@ def check_transport(name: str, kind: TransportKind, roles: Roles, gpus: GPUs) ->
 
 
 TRAINED_BYTES = 16
-"""Memory of one parameter while it is trained: itself, its gradient and two moments in float32."""
+"""Memory per parameter during training: the parameter, its gradient and two moments in float32."""
 
 ROOM = 0.5
-"""Of a GPU's memory, what parameters and published versions may take for `choose_transport` to leave activations room
-enough."""
+"""Share of a GPU's memory that parameters and published versions may take for `choose_transport` to leave room for
+activations."""
 
 
 def choose_transport(
@@ -199,7 +198,7 @@ def choose_transport(
     generators: Sequence[Sequence[ProcessPlace]],
     gpu_bytes: Callable[[], int | None],
 ) -> tuple[str, str]:
-    """The transport that `statedict.transport = "auto"` stands for, and the reason.
+    """Choose the transport for `statedict.transport = "auto"`, and give the reason.
 
     Args:
         trainer, generators: the places of their ranks.
@@ -240,7 +239,8 @@ Ranks = tuple[ProcessPlace, ...]
 
 
 class GeneratorPlaces:
-    """Of generators by their numbers, as those of settings `begin` on the hosts that there are."""
+    """Places of generators by number, as settings place them on the first hosts (`begin`), and later as hosts come and
+    go."""
 
     def __init__(self, generation: GenerationConfig) -> None:
         self._generation = generation
@@ -255,26 +255,26 @@ class GeneratorPlaces:
 
     @property
     def gpus(self) -> set[tuple[str, str]]:
-        """Hosts and GPUs that are taken."""
+        """Taken GPUs, with their hosts."""
         return {(place.host, gpu) for ranks in self._ranks for place in ranks for gpu in place.gpus}
 
     def neighbours(self, index: int) -> int:
-        """Other generators that have a GPU of this one."""
+        """Number of other generators that share a GPU with this one."""
         own = _gpus(self._ranks[index])
         return sum(not own.isdisjoint(_gpus(ranks)) for at, ranks in enumerate(self._ranks) if at != index)
 
     def shares(self, index: int, trainer: Sequence[ProcessPlace]) -> bool:
-        """Whether a trainer in these places has a GPU of this generator."""
+        """Whether a trainer in these places shares a GPU with this generator."""
         return not _gpus(self._ranks[index]).isdisjoint(_gpus(trainer))
 
     def begin(self, hosts: Sequence[str], gpus: GPUs, trainer: Sequence[ProcessPlace] = ()) -> None:
-        """As `place_generators`, which may raise a ConfigError."""
+        """Place all generators; see `place_generators` for errors."""
         self._ranks = [*place_generators(self._generation, hosts, gpus, trainer)]
         used = {place.host for ranks in self._ranks for place in ranks}
         self._a_host = -(-len(self._ranks) // max(len(used), 1))
 
     def move(self, index: int, gpus: GPUs, trainer: Sequence[ProcessPlace]) -> bool:
-        """Whether a host has room for one whose own is gone, which is there from now on.
+        """Move a generator whose host is lost. Returns whether a host has room for it.
 
         Args:
             gpus: of the hosts that are there.
@@ -284,10 +284,10 @@ class GeneratorPlaces:
         return bool(ranks)
 
     def join(self, host: str, gpus: Sequence[str], without: Sequence[int]) -> list[int]:
-        """The generators that a host has which comes to the others.
+        """Choose the generators of a host that joins.
 
         Args:
-            without: generators that are nowhere, which go before further ones.
+            without: generators without a place, which are chosen before new ones.
         """
         generation = self._generation
         room = len(gpus) // generation.tensor_parallel_size if gpus else self._a_host

@@ -27,14 +27,15 @@ from titan_rl.core.errors import ConfigError, ModelError
 from titan_rl.weights.shard_files import shard_root
 
 LIMIT_S = 0.5
-"""Wall clocks that are farther apart are told of: whoever reads the logs of two hosts side by side is misled."""
+"""Difference of wall clocks above which a person is told, because the logs of the two hosts would be misleading side by
+side."""
 ASKED = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """What both clocks of one machine said at one moment: `wall_ns` since 1970, and `steady_ns`, which never steps,
-    since whenever."""
+    """Both clocks of one machine at one moment: `wall_ns` since 1970, and `steady_ns`, which never steps, since an
+    arbitrary moment."""
 
     wall_ns: int
     steady_ns: int
@@ -46,12 +47,12 @@ class Clocks:
 
 @dataclass(frozen=True, slots=True)
 class ClockDifference:
-    """Of another host from this machine.
+    """Offset of the clocks of another host from those of this machine.
 
     Attributes:
         wall_s: how far its wall clock is ahead.
-        steady_ns: how far the one is ahead that never steps.
-        within_s: half the round trip, which is how wrong either may be.
+        steady_ns: how far its steady clock is ahead.
+        within_s: half the round trip: the largest error of either.
     """
 
     wall_s: float
@@ -70,8 +71,8 @@ class ClockDifference:
 async def compare_clocks(
     ask: Callable[[], Awaitable[Clocks]], now: Callable[[], Clocks] = Clocks.now
 ) -> ClockDifference:
-    """Ask another host several times what its clocks say. It is taken to say so in the middle of each round trip, of
-    which the shortest counts: it leaves the least room for another moment.
+    """Measure the clock offset of another host over several round trips. The host is taken to answer in the middle of
+    each, and the shortest one counts, since it leaves the least room for error.
 
     Example: asked at 100.000 s, and answered "102.250 s" at 100.500 s, that host is 2 s ahead, give or take 0.25 s.
     """
@@ -98,14 +99,14 @@ MODEL_FILES = ("*.json", "*.jinja", "*.txt")  # config, index, tokenizer: small,
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is to be there.
+    """Request for the facts of a host: the things that the run needs there.
 
     Args:
         run_dir: the run's folder.
-        token: what the file in it says by which it is known, see `RunToken`.
+        token: content of the token file in it; see `RunToken`.
         model: the model's folder.
-        modules: which a run's settings name.
-        pythonpath: where modules are found, before where Python finds them anyway.
+        modules: named in the settings of the run.
+        pythonpath: folders that are searched for modules first.
     """
 
     run_dir: Path
@@ -117,12 +118,12 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """What was found.
+    """Facts of a host.
 
     Attributes:
         versions: of packages, and of the code of titan_rl, by their names.
         model: a checksum of the model's config, index, tokenizer and weights (see `model_identity`); None where there
-            is no such folder, "" where it has none of these.
+            is no such folder, "" if it has none of these.
         model_bytes: of its weights.
         missing: modules that are not found, with the reason.
         sees_run: whether the run's folder is the same there.
@@ -142,7 +143,7 @@ class HostFacts:
 
 
 def look(question: Question) -> HostFacts:
-    """Of the machine and process in which this is called."""
+    """Collect the facts of this machine and process."""
     return HostFacts(
         socket.gethostname(),
         sys.executable,
@@ -170,7 +171,7 @@ def _version(package: str) -> str:
 
 
 def _code() -> str:
-    """A digest of titan_rl's modules: two checkouts of one version may differ."""
+    """Digest of titan_rl's modules, because two checkouts of one version may differ."""
     root = Path(__file__).parents[2]
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
@@ -195,7 +196,7 @@ def _model(folder: Path) -> str | None:
 
 
 def _missing(modules: Sequence[str], pythonpath: Sequence[str]) -> dict[str, str]:
-    """Nothing is imported but the packages that modules lie in."""
+    """Find the modules that are missing. Imports only the packages around them."""
     before = list(sys.path)
     sys.path[:0] = pythonpath
     importlib.invalidate_caches()
@@ -226,7 +227,7 @@ UNITS = (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")
 
 @dataclass(frozen=True, slots=True)
 class HostNeeds:
-    """What a run has to find on its hosts.
+    """Requirements of a run on its hosts.
 
     Args:
         run_dir: the run's folder; what is in `logs` and `trace` below it arrives from every host.
@@ -245,7 +246,7 @@ class HostNeeds:
     generates: bool = True
 
     def roles(self, config: HostsConfig, hosts: Sequence[str], *, begins: bool = True) -> Roles:
-        """Those that hosts of these names have in the run, which may have fewer than settings name once it goes on.
+        """Roles of the hosts with these names. A run that goes on may have fewer hosts than the settings name.
 
         Raises:
             ConfigError: a role needs more hosts than there are.
@@ -260,7 +261,7 @@ class HostNeeds:
 
 @dataclass(frozen=True, slots=True)
 class HostDifference:
-    """One thing that keeps a host from taking part."""
+    """A difference that keeps a host from taking part."""
 
     host: str
     what: str
@@ -325,8 +326,8 @@ def _file_differences(expected: HostFacts, name: str, facts: HostFacts, needs: H
 
 
 def _memory_differences(model_bytes: int, name: str, facts: HostFacts, roles: Roles) -> Iterator[HostDifference]:
-    """What cannot do: a host's processes hold the model at least once, and its shared memory the versions of it that
-    are kept, of which each training host has a part."""
+    """Shortages of memory: the processes of a host hold the model at least once, and its shared memory holds the kept
+    versions, of which each training host has a part."""
     if name not in (*roles.train, *roles.generate):
         return
     if facts.memory < model_bytes:
@@ -342,7 +343,7 @@ def _memory_differences(model_bytes: int, name: str, facts: HostFacts, roles: Ro
 def _gpu_differences(
     found: Mapping[str, HostFacts], what: str, hosts: tuple[str, ...], needed: int
 ) -> Iterator[HostDifference]:
-    """Where one of the hosts of a role has GPUs, all are to have enough."""
+    """Shortages of GPUs: if one host of a role has GPUs, all of them need enough."""
     having = [name for name in hosts if name in found and found[name].gpus]
     for name in hosts:
         if having and name in found and len(found[name].gpus) < needed:
@@ -351,8 +352,8 @@ def _gpu_differences(
 
 
 def _size(size: int, whole: Callable[[float], int]) -> str:
-    """In tenths, which `whole` makes of a float: what is needed upwards and what is there downwards, so that the two
-    never look the same."""
+    """Size with one decimal. `whole` rounds: up for a need and down for a stock, so that the two never look the
+    same."""
     unit, name = next((each for each in UNITS if size >= each[0]), UNITS[-1])
     return f"{whole(10 * size / unit) / 10:.1f} {name}"
 

@@ -1,4 +1,4 @@
-"""What is asked of a run about its hosts, and what it says of them: files in its folder, which say who may."""
+"""Requests about the hosts of a run, and its answers, as files in its folder, whose permissions decide who may ask."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
 PROMISE_S = 1.0
-"""What a run refuses it mostly refuses sooner."""
+"""Time after which the request is said to be accepted: refusals mostly come sooner."""
 
 ENDED = {"finished": "it finished", "stopped": "it was stopped", "failed": "it failed"}
-"""By the state of a run, for a person."""
+"""Description of the state of a run that has ended."""
 
 Wish = Literal["add", "drain"]
 
@@ -35,8 +35,8 @@ Wish = Literal["add", "drain"]
 class HostRequest(msgspec.Struct, frozen=True):
     """
     Args:
-        id: by which the answer is found.
-        what: the address of a worker that is added; the name of a host that is drained.
+        id: key of its answer.
+        what: address of the worker to add, or name of the host to drain.
     """
 
     id: str
@@ -45,7 +45,7 @@ class HostRequest(msgspec.Struct, frozen=True):
 
 
 class HostStates(msgspec.Struct):
-    """What a run says of its hosts.
+    """Statuses of the hosts of a run, and answers to requests.
 
     Args:
         answers: by the ids of requests; "" where all went well.
@@ -59,7 +59,8 @@ class HostStates(msgspec.Struct):
 
 
 class HostFiles:
-    """`hosts.jsonl`, in which others ask, a line each, and `hosts.json`, in which the run answers."""
+    """Files of requests and answers: `hosts.jsonl`, to which others append requests, and `hosts.json`, which the run
+    writes."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -68,11 +69,12 @@ class HostFiles:
         self._read = self._asked.stat().st_size if self._asked.exists() else 0
 
     def begin(self) -> None:
-        """Take back what an earlier process of this run said. What is asked from now on is answered once it is up."""
+        """Remove the answers of an earlier process of this run. Requests from now on are answered once its processes
+        are up."""
         self._states.unlink(missing_ok=True)
 
     def new_requests(self) -> list[HostRequest]:
-        """Those since this was last called, or made."""
+        """Requests since this was last called, or since this object was made."""
         try:
             with self._asked.open("rb") as file:
                 file.seek(self._read)
@@ -97,15 +99,15 @@ class HostFiles:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the run does."""
+        """Whether the run goes on."""
         return read_status(self._run_dir).state == "running"
 
     def states(self, wait_s: float = 0.0, waits: Callable[[], object] = lambda: None) -> HostStates:
-        """As they are, or as they were when the run ended.
+        """Read the current statuses, or the last ones of a run that has ended.
 
         Args:
-            wait_s: for the processes of a run that goes on, where they still start.
-            waits: called where that is waited for.
+            wait_s: longest wait for the processes of a run that still start.
+            waits: called if there is such a wait.
 
         Raises:
             ConfigError: its processes are not up yet, or were not when it ended.
@@ -130,13 +132,13 @@ class HostFiles:
         clock: Callable[[], float] = time.monotonic,
         asked: Callable[[], object] = lambda: None,
     ) -> None:
-        """Ask the run, and wait until it has done so. One whose processes still start answers after that.
+        """Send a request to the run, and wait until it is done. A run whose processes still start answers after that.
 
         Args:
-            asked: called where the run has not answered at once. It will do so, whether or not anybody waits.
+            asked: called if the run has not answered at once. It will do so whether or not anybody waits.
 
         Raises:
-            ConfigError: the run has ended, or says why not.
+            ConfigError: the run has ended, or refuses with a reason.
             TitanRLError: it has not answered in time.
         """
         self._check_goes_on()
@@ -179,7 +181,7 @@ class HostFiles:
 
 
 def describe(states: HostStates) -> str:
-    """A table.
+    """Format statuses as a table.
 
     Example:
 
@@ -202,14 +204,14 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 class AddressFile:
-    """Addresses of workers, one a line; what is behind a # is for people."""
+    """File with one worker address per line, and comments behind #."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._read: tuple[int, frozenset[str]] = 0, frozenset()
 
     def read(self) -> frozenset[str]:
-        """What it says; while it cannot be read, what it said before."""
+        """Addresses in the file; its last content while it cannot be read."""
         try:
             written = self._path.stat().st_mtime_ns
             if written != self._read[0]:

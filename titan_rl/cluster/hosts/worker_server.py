@@ -1,5 +1,5 @@
-"""Where runs find a worker. Each that comes is given a Monarch of its own there, at an address that nobody has used:
-Monarch keeps a connection by its address, and makes none again to one that it has lost."""
+"""Worker server: accepts runs on a host. Each run gets a Monarch of its own there, at a new address: Monarch keeps a
+connection by its address, and never makes another one to an address that it has lost."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ logger = logging.getLogger(__name__)
 HELLO_S = 5.0
 START_S = 30.0
 MEETING_S = 600.0
-"""Longest time in which a run takes the host in. A folder that is copied there takes its time."""
+"""Longest time for a run to prepare the host, which includes copying folders."""
 LOOK_S = 0.1
 LONGEST_NAME = 80
 FAREWELL_S = 2.0
-"""In which Monarch tells the run that the last of its processes has ended; one that is not told waits for long."""
+"""Time for Monarch to tell the run that the last process has ended; without that the run waits for long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class _Guest:
 
 
 class WorkerServer:
-    """Answers runs, as lines of JSON:
+    """Answers runs with lines of JSON:
 
         run       {"run": "5f0c", "name": "alphabet", "worker": "10.0.0.2:22222"}, which is unlike any other run, what
                   people call it, and where it knows the worker
@@ -77,11 +77,11 @@ class WorkerServer:
 
     @property
     def is_in_use(self) -> bool:
-        """Whether a run is here; also for other threads."""
+        """Whether a run uses this worker. Any thread may ask."""
         return bool(self._runs)
 
     async def serve(self) -> None:
-        """Until it is cancelled; what runs have here ends then."""
+        """Serve until cancelled. Everything that runs have here ends then."""
         try:
             async with await asyncio.start_server(self._answer, sock=self._listener) as server:
                 await server.serve_forever()
@@ -162,7 +162,7 @@ class WorkerServer:
 
 
 async def _end_before(others: list[asyncio.Task[None]], reader: asyncio.StreamReader) -> bool:
-    """Whether the others have ended before whoever waits for that is gone."""
+    """Wait until other runs have ended. Returns False if the waiting run is gone first."""
     gone = asyncio.ensure_future(reader.read(1))  # a run says no more
     try:
         waits: set[asyncio.Future[Any]] = {*others}
@@ -190,7 +190,7 @@ async def _end_of_children(pid: int) -> None:
 
 @contextlib.asynccontextmanager
 async def _monarch(host: str) -> AsyncGenerator[tuple[Process, str]]:
-    """One that listens on an address of this machine, for the length of the block: its process, and where it does."""
+    """Start a Monarch process for the length of the block. Yields the process and its address."""
     with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
         address = f"tcp://{join_address(host, free.getsockname()[1])}"
     command = [sys.executable, "-m", "titan_rl.cluster.hosts.monarch_host", address]
