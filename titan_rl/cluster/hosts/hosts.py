@@ -53,9 +53,7 @@ class HostOutput:
         self._run_dir = run_dir
         self._tell = tell
         self._had: dict[str, tuple[int, int]] = {}  # inode and number of bytes of each file that arrived
-        self._begins: dict[
-            str, int
-        ] = {}  # offset of each file, behind earlier output of the same name
+        self._begins: dict[str, int] = {}  # offset of each file, behind earlier output of the same name
         self._failed = False
         self._collecting: asyncio.Task[None] | None = None
 
