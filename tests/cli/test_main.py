@@ -179,7 +179,7 @@ def test_the_causes_of_a_failure_are_told_without_what_holds_them(project: Path,
         several = BaseExceptionGroup("unhandled errors in a TaskGroup", [ValueError("inf"), asyncio.CancelledError()])
         inner = TrainingError("the step failed: inf")
         inner.__cause__ = BaseExceptionGroup("unhandled errors in a TaskGroup", [several, disk])
-        inner.add_note("once it is mended, go on")
+        inner.add_note("fix the error, then continue")
         raise inner
 
     launch(fail)
@@ -188,7 +188,7 @@ def test_the_causes_of_a_failure_are_told_without_what_holds_them(project: Path,
     assert capsys.readouterr().err == (
         "titan-rl: the step failed: inf\n"
         "  caused by OSError: [Errno 28] No space left on device\n"
-        "  once it is mended, go on\n"
+        "  fix the error, then continue\n"
     )
 
 

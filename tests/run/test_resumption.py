@@ -222,7 +222,7 @@ def test_a_stopped_run_says_what_is_saved_and_how_it_goes_on(run_dir):
     command = f"titan-rl train --resume {run_dir.path}"
     messages = EndMessages(config, run_dir, step=3)
     assert messages.stopped() == f"stopped with step 3 saved; to go on: {command}"
-    assert messages.failed() == f"step 3 is saved; once it is mended, go on with: {command}"
+    assert messages.failed() == f"step 3 is saved; fix the error, then continue with: {command}"
     assert messages.cut_short().endswith(f"to go on: {command}")
     run_dir.export.mkdir()
     for finished in (messages.stopped(), messages.failed()):
@@ -238,7 +238,7 @@ def test_a_stopped_run_whose_last_save_failed_says_where_it_stands_and_what_a_re
     stands = "step 4, which is not saved"
     assert messages.stopped() == f"stopped at {stands}; to go on from step 3, {newest}: {command}"
     assert messages.failed().startswith(
-        f"the run stands at {stands}; once it is mended, go on from step 3, {newest} with"
+        f"the run stands at {stands}; fix the error, then continue from step 3, {newest} with"
     )
     for step in (1, 3):
         shutil.rmtree(step_directory(run_dir.checkpoints, step))
@@ -256,11 +256,11 @@ def test_a_run_that_failed_with_nothing_to_go_on_from_is_begun_again(run_dir):
     journal = RunJournal(run_dir.journal)
     journal.dropped(0, "errors")
     journal.drain()
-    assert messages.failed() == f"nothing was trained or saved; once it is mended, begin again with: {begin}"
+    assert messages.failed() == f"nothing was trained or saved; fix the error, then run: {begin}"
     assert EndMessages(config, run_dir, step=0).failed().endswith(go_on)
     journal.finished(Assigned(1, "task", 1), RolloutGroup("train-1", None, []))
     journal.close()
-    assert messages.failed() == f"once it is mended, go on with: {go_on}"
+    assert messages.failed() == f"fix the error, then continue with: {go_on}"
 
 
 def test_a_run_without_a_checkpoint_goes_on_with_its_journal(run_dir):
@@ -361,7 +361,7 @@ def test_a_checkpoint_whose_mix_another_version_saved_is_refused_and_the_run_lef
     settings = RunState.read(newest).settings
     save(newest, json.dumps(asdict(RunState(3, 100, 0.5, 12, (11,), settings, tasks={"taken": {"sums": 3}}))))
     before = run_dir.metrics.read_text()
-    with pytest.raises(CheckpointError, match=rf"{newest}: .*lacks 'curricula', .*go on with that version"):
+    with pytest.raises(CheckpointError, match=rf"{newest}: .*lacks 'curricula', .*continue with that version"):
         resume(run_dir)
     assert run_dir.metrics.read_text() == before
 

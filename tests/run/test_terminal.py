@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from titan_rl.cluster.hosts.lifecycle import HostStatus
-from titan_rl.run.observability.progress import Progress, StepReport, Verbosity, Works
+from titan_rl.run.observability.progress import Operations, Progress, StepReport, Verbosity
 from titan_rl.run.observability.summary import RunSummary, show_summary
 from titan_rl.run.terminal.live import LiveLines
 from titan_rl.run.terminal.view import SLOT_STYLES, ReplicaLook, RunLook, View, flow, layout
@@ -141,15 +141,15 @@ class Clock:
 def test_work_that_takes_long_is_told_of_now_and_then_and_at_its_end():
     said: list[str] = []
     clock = Clock()
-    works = Works(said.append, clock)
-    works.tells = True
-    with works.begin("starting 2 generators"):
+    operations = Operations(said.append, clock)
+    operations.tells = True
+    with operations.begin("starting 2 generators"):
         for clock.now in (1.0, 9.0, 10.0, 12.0, 29.0, 31.0, 45.0, 61.0):
-            works.tick()
+            operations.tick()
         clock.now = 70.2
-    with works.begin("opening the tasks"):
+    with operations.begin("opening the tasks"):
         clock.now = 72.0
-        works.tick()
+        operations.tick()
     assert said == [
         "still starting 2 generators, 10.0 s",
         "still starting 2 generators, 31.0 s",
@@ -161,28 +161,28 @@ def test_work_that_takes_long_is_told_of_now_and_then_and_at_its_end():
 def test_several_at_a_time_are_each_told_of_with_their_notes():
     said: list[str] = []
     clock = Clock()
-    works = Works(said.append, clock)
-    works.tells = True
+    operations = Operations(said.append, clock)
+    operations.tells = True
     done = 0
-    with works.begin("validating", lambda: f"{done} of 64 groups"):
+    with operations.begin("validating", lambda: f"{done} of 64 groups"):
         clock.now = 5.0
-        with works.begin("writing the checkpoint"):
+        with operations.begin("writing the checkpoint"):
             done, clock.now = 3, 11.0
-            works.tick()
+            operations.tick()
             clock.now = 16.0
-            works.tick()
+            operations.tick()
     assert said[:2] == ["still validating, 11.0 s: 3 of 64 groups", "still writing the checkpoint, 11.0 s"]
-    assert [work.text for work, _ in works.shown(0.0)] == []
+    assert [work.text for work, _ in operations.shown(0.0)] == []
 
 
 def test_work_that_fails_is_not_said_to_have_taken_its_time():
     said: list[str] = []
     clock = Clock()
-    works = Works(said.append, clock)
-    works.tells = True
-    with pytest.raises(ValueError, match="no"), works.begin("starting"):  # noqa: PT012
+    operations = Operations(said.append, clock)
+    operations.tells = True
+    with pytest.raises(ValueError, match="no"), operations.begin("starting"):  # noqa: PT012
         clock.now = 12.0
-        works.tick()
+        operations.tick()
         raise ValueError("no")
     assert said == ["still starting, 12.0 s"]
 
@@ -335,5 +335,5 @@ def test_a_verbose_run_shows_what_is_logged():
 
 def test_a_thread_that_tells_of_work_ends_with_the_display():
     with Progress(10, io.StringIO()):
-        assert "works" in {thread.name for thread in threading.enumerate()}
-    assert "works" not in {thread.name for thread in threading.enumerate()}
+        assert "operations" in {thread.name for thread in threading.enumerate()}
+    assert "operations" not in {thread.name for thread in threading.enumerate()}

@@ -42,7 +42,7 @@ from titan_rl.run.directory import RunDirectory
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.journal.state import RunState
 from titan_rl.run.loop import TrainingLoop
-from titan_rl.run.observability.generation_status import Activity
+from titan_rl.run.observability.generation_status import GenerationStatus
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.rollout_log import GroupRecords, RolloutLog
 from titan_rl.run.observability.steps import Stage, StepReports, prefixed
@@ -121,7 +121,7 @@ class Controller(TrainingLoop):
             trainer, published, router, "drain" if config.generation.pull_mode == "drain" else "hot_swap"
         )
         self._validation = Validation(config, self._groups, self._transcripts, run_dir, log=log, progress=progress)
-        self._activity = Activity(router, self._groups.requests, config.generation.num_generators, hosts)
+        self._generation = GenerationStatus(router, self._groups.requests, config.generation.num_generators, hosts)
 
     async def run(self) -> RunSummary:
         """Validate, train, validate again. A checkpoint is written on every way out that leaves a trained model.
@@ -152,15 +152,15 @@ class Controller(TrainingLoop):
 
     def progress(self) -> object:
         """Value that changes with every token, answer and step."""
-        return self._activity.progress(), self.version, self._syncing
+        return self._generation.progress(), self.version, self._syncing
 
     def look(self) -> RunLook:
         """Snapshot of groups and generators for the live display."""
-        return self._activity.look(self._scheduler.states, self._groups.training.states(), self.version)
+        return self._generation.look(self._scheduler.states, self._groups.training.states(), self.version)
 
     def waits_for(self) -> str:
         """Description of the events that the run waits for."""
-        return "; ".join([*self._activity.waits_for(), *self._calls.waits_for()])
+        return "; ".join([*self._generation.waits_for(), *self._calls.waits_for()])
 
     def close(self) -> None:
         """Report the errors of rollouts, however the run ended."""
@@ -182,7 +182,9 @@ class Controller(TrainingLoop):
         while self.version < self._config.training.steps:
             self._stages.enter(Stage.BATCH, self.version + 1)
             with self._progress.working(f"waiting for the rollouts of step {self.version + 1}", self._progress.slots):
-                batch = await self._saving.beside(self._scheduler.next_batch(), lambda: self._save_now(background))
+                batch = await self._saving.save_while_waiting(
+                    self._scheduler.next_batch(), lambda: self._save_now(background)
+                )
             async with self._groups.paused(self._config.scheduling.on_batch_ready) as paused:
                 with self._progress.working(f"training step {batch.step}"):
                     step = await self._calls.finish(self._train_on(batch))
@@ -254,7 +256,7 @@ class Controller(TrainingLoop):
         await self._saving.begin(step, background)
 
     def _report(self, step: int) -> None:
-        self._reports.add(step, self._activity.take_metrics(step))
+        self._reports.add(step, self._generation.take_metrics(step))
         self._reports.report(step)
 
     def _wind_up(self) -> None:

@@ -327,11 +327,13 @@ class EndMessages:
         if (finished := self._finished()) is not None:
             return finished
         if (unsaved := self._unsaved()) is not None:
-            return f"the run stands at {unsaved}; once it is mended, go on from {self._start()} with: {self._command}"
+            return (
+                f"the run stands at {unsaved}; fix the error, then continue from {self._start()} with: {self._command}"
+            )
         if self._begun_by is not None and not self._step and self._has_no_journal():
-            return f"nothing was trained or saved; once it is mended, begin again with: {self._begun_by}"
+            return f"nothing was trained or saved; fix the error, then run: {self._begun_by}"
         saved = f"step {self._step} is saved; " if self._step else ""
-        return f"{saved}once it is mended, go on with: {self._command}"
+        return f"{saved}fix the error, then continue with: {self._command}"
 
     def cut_short(self) -> str:
         """Message after an immediate end."""

@@ -238,7 +238,7 @@ class RecoveringTrainer:
     async def step(self, samples: Sequence[TrainingSample]) -> StepResult:
         """Train a step; see `Trainer.step`. Its metrics include the cost of a death since the previous step: respawns,
         of the whole run, and recovery_s."""
-        result = await self._call(lambda trainer: self._step(trainer, step_from(self._version), samples))
+        result = await self._call("step", samples)
         self._version = result.version
         if not self._recovery_s:
             return result
@@ -247,32 +247,32 @@ class RecoveringTrainer:
         return replace(result, metrics=result.metrics | figures)
 
     async def measure(self, samples: Sequence[TrainingSample]) -> float:
-        return await self._call(lambda trainer: trainer.measure(samples))
+        return await self._call("measure", samples)
 
     async def begin_publish(self) -> None:
-        await self._call(lambda trainer: trainer.begin_publish())
+        await self._call("begin_publish")
         self._begun, self._is_published = self._version, False
 
     async def finish_publish(self) -> Manifest:
-        manifest = await self._call(lambda trainer: trainer.finish_publish())
+        manifest = await self._call("finish_publish")
         self._is_published = True
         return manifest
 
     async def begin_save(self, root: Path, run_state: dict[str, Any]) -> int:
-        version = await self._call(lambda trainer: trainer.begin_save(root, run_state))
+        version = await self._call("begin_save", root, run_state)
         self._saving = _Save(version, root, run_state)
         return version
 
     async def finish_save(self) -> None:
-        await self._call(lambda trainer: trainer.finish_save())
+        await self._call("finish_save")
         self._saving = None
 
     async def load(self, checkpoint: Path) -> int:
-        self._version = await self._call(lambda trainer: trainer.load(checkpoint))
+        self._version = await self._call("load", checkpoint)
         return self._version
 
     async def export(self, path: Path) -> None:
-        await self._call(lambda trainer: trainer.export(path))
+        await self._call("export", path)
 
     async def watch(self) -> None:
         """Start the trainer again whenever it dies, until cancelled.
@@ -309,8 +309,8 @@ class RecoveringTrainer:
         self._lost = self._lost or "trainer died, and the run ends"
         self._notify()
 
-    async def _call(self, call: Callable[[MortalTrainer], Awaitable[R]]) -> R:
-        """Make a call on the trainer, repeated on its successor if it dies.
+    async def _call(self, method: str, *args: Any) -> Any:
+        """Call a method of the trainer, repeated on its successor if it dies.
 
         Raises:
             ActorDiedError: no other takes the place of one that died.
@@ -320,8 +320,10 @@ class RecoveringTrainer:
             trainer = self._trainer
             self._in_flight += 1
             try:
-                return await call(trainer)
+                return await getattr(trainer, method)(*args)
             except ActorDiedError as error:
+                if method == "step":
+                    self._deaths.within(step_from(self._version), args[0])
                 self._is_up = False
                 trainer.end(str(error))
             finally:
@@ -371,14 +373,14 @@ class RecoveringTrainer:
         checkpoint = await self._load_newest(trainer)
         first = at = 0 if checkpoint is None else step_of(checkpoint)
         with self._progress.working("training again", lambda: f"{at - first} of {self._version - first} steps"):
-            await self._repeat_beside(trainer, at)
+            await self._repeat_begun(trainer, at)
             async with contextlib.aclosing(self._steps.since(checkpoint, self._version)) as steps:
                 async for samples in steps:
                     result = await self._step(trainer, step_from(at), samples)
                     if result.version != step_from(at):
                         raise TrainingError(f"step {step_from(at)}, trained again, gave version {result.version}")
                     at = result.version
-                    await self._repeat_beside(trainer, at)
+                    await self._repeat_begun(trainer, at)
         if self._is_published:
             await self._publish_again(trainer)
         steps = "1 step was" if at == first + 1 else f"{at - first} steps were"
@@ -396,7 +398,7 @@ class RecoveringTrainer:
                     return checkpoint
         return None
 
-    async def _repeat_beside(self, trainer: MortalTrainer, version: int) -> None:
+    async def _repeat_begun(self, trainer: MortalTrainer, version: int) -> None:
         """Repeat a save or publication that the previous trainer had begun at a version and may not have finished."""
         checkpoint = self._saving
         if checkpoint is not None and checkpoint.version == version and not _has(checkpoint):

@@ -252,7 +252,7 @@ class RunSaving:
             self._asked.set()
             await self._wrote.wait()
 
-    async def beside(self, wait: Coroutine[Any, Any, R], save: Callable[[], Awaitable[None]]) -> R:
+    async def save_while_waiting(self, wait: Coroutine[Any, Any, R], save: Callable[[], Awaitable[None]]) -> R:
         """Await `wait` while the trainer is idle, and call `save` meanwhile if `soon` asks for a checkpoint."""
         waiting = asyncio.ensure_future(wait)
         asked = asyncio.ensure_future(self._asked.wait())

@@ -13,7 +13,7 @@ from titan_rl.run.terminal.view import SLOT_STYLES, ReplicaLook, RunLook
 from titan_rl.scheduling.lease import GroupState
 
 
-class Peak:
+class HighWaterMark:
     """High-water mark of a counter: counts open blocks, and keeps the largest count until it is taken.
 
     Example: two blocks were open at once, and one is now: `take()` is 2, and 1 if asked again.
@@ -40,7 +40,7 @@ class Peak:
         return most
 
 
-class Activity:
+class GenerationStatus:
     """Status of generation: its progress, and its metrics between two steps.
 
     Args:
@@ -50,7 +50,7 @@ class Activity:
     """
 
     def __init__(
-        self, router: GeneratorRouter, requests: Peak, num_generators: int, hosts: HostHistory | None = None
+        self, router: GeneratorRouter, requests: HighWaterMark, num_generators: int, hosts: HostHistory | None = None
     ) -> None:
         self._router = router
         self._requests = requests

@@ -28,7 +28,7 @@ TOLD_AFTER_S = 10.0
 TOLD_EVERY_S = 30.0
 
 
-class Work:
+class Operation:
     """Long-running operation, as a context manager.
 
     Args:
@@ -36,8 +36,8 @@ class Work:
         note: says more of how far it is, when asked.
     """
 
-    def __init__(self, works: Works, text: str, note: Callable[[], str] | None, began: float) -> None:
-        self._works = works
+    def __init__(self, operations: Operations, text: str, note: Callable[[], str] | None, began: float) -> None:
+        self._operations = operations
         self.text = text
         self.began = began
         self.num_told = 0
@@ -47,13 +47,13 @@ class Work:
     def note(self) -> str:
         return self._note() if self._note is not None else ""
 
-    def __enter__(self) -> Work:
+    def __enter__(self) -> Operation:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._works.ended(self, failed=error is not None)
+        self._operations.ended(self, failed=error is not None)
 
     def described(self, seconds: float, leave_out: Collection[str] = ()) -> str:
         """
@@ -66,7 +66,7 @@ class Work:
         return f"{self.text}, {format_seconds(seconds)}{f': {note}' if note and note not in leave_out else ''}"
 
 
-class Works:
+class Operations:
     """Running operations of a command; several may run at a time, in several threads.
 
     Args:
@@ -78,43 +78,45 @@ class Works:
         self._tell = tell
         self._clock = clock
         self._lock = threading.Lock()
-        self._works: list[Work] = []
+        self._operations: list[Operation] = []
         self._over = threading.Event()
         self._ticking: threading.Thread | None = None
         self.tells = False
         """Whether lines are told of those that take long."""
 
-    def begin(self, text: str, note: Callable[[], str] | None = None) -> Work:
-        work = Work(self, text, note, self._clock())
+    def begin(self, text: str, note: Callable[[], str] | None = None) -> Operation:
+        operation = Operation(self, text, note, self._clock())
         with self._lock:
-            self._works.append(work)
-        return work
+            self._operations.append(operation)
+        return operation
 
-    def ended(self, work: Work, *, failed: bool) -> None:
+    def ended(self, operation: Operation, *, failed: bool) -> None:
         with self._lock:
-            self._works.remove(work)
-        if work.num_told and self.tells and not failed:
-            self._tell(f"{work.text} took {format_seconds(self._clock() - work.began)}")
+            self._operations.remove(operation)
+        if operation.num_told and self.tells and not failed:
+            self._tell(f"{operation.text} took {format_seconds(self._clock() - operation.began)}")
 
-    def shown(self, after_s: float = SHOWN_AFTER_S) -> Sequence[tuple[Work, float]]:
+    def shown(self, after_s: float = SHOWN_AFTER_S) -> Sequence[tuple[Operation, float]]:
         """Operations that have run for `after_s`, with their durations in seconds."""
         now = self._clock()
         with self._lock:
-            return [(work, now - work.began) for work in self._works if now - work.began >= after_s]
+            return [
+                (operation, now - operation.began) for operation in self._operations if now - operation.began >= after_s
+            ]
 
     def tick(self) -> None:
         """Tell of those that it is time to tell of: once after `TOLD_AFTER_S`, then every `TOLD_EVERY_S`."""
-        for work, seconds in self.shown(TOLD_AFTER_S):
+        for operation, seconds in self.shown(TOLD_AFTER_S):
             due = 1 + int(seconds // TOLD_EVERY_S)
-            if work.num_told < due:
-                work.num_told = due
-                self._tell(f"still {work.described(seconds)}")
+            if operation.num_told < due:
+                operation.num_told = due
+                self._tell(f"still {operation.described(seconds)}")
 
     def start_ticking(self) -> None:
         """In a thread of its own: what takes long may hold up the others. A daemon, so that it keeps nothing from
         ending."""
         self.tells = True
-        self._ticking = threading.Thread(target=self._tick_on, name="works", daemon=True)
+        self._ticking = threading.Thread(target=self._tick_on, name="operations", daemon=True)
         self._ticking.start()
 
     def stop_ticking(self) -> None:
@@ -220,7 +222,7 @@ class Progress:
         self._clock = clock
         self._began = clock()
         self._console = ForgivingConsole(file or sys.stderr)
-        self._works = Works(self.message, clock)
+        self._operations = Operations(self.message, clock)
         self._live: LiveLines | None = None
         self._last: ShownStep | None = None
         self._values: list[float] = []
@@ -238,13 +240,13 @@ class Progress:
             self._live = LiveLines(self._console, self._lines, vanish=self._vanish)
             self._live.start()
         else:
-            self._works.start_ticking()
+            self._operations.start_ticking()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._works.stop_ticking()
+        self._operations.stop_ticking()
         if self._log_handler is not None:
             logging.getLogger("titan_rl").removeHandler(self._log_handler)
         self._end_live()
@@ -268,7 +270,7 @@ class Progress:
         self._end_live()
         tell_on_stderr(text)
 
-    def working(self, text: str, note: Callable[[], str] | None = None) -> Work:
+    def working(self, text: str, note: Callable[[], str] | None = None) -> Operation:
         """Track an operation that may take long, for the length of a block. If it does, a person sees its name and its
         duration: in the display, or as a line now and then.
 
@@ -278,7 +280,7 @@ class Progress:
 
         Example: `with progress.working("validating", lambda: f"{done} of 64 groups"): ...`
         """
-        return self._works.begin(text, note)
+        return self._operations.begin(text, note)
 
     async def follow(self, look: Callable[[], RunLook]) -> None:
         """Show a snapshot of generation, refreshed until cancelled."""
@@ -335,14 +337,14 @@ class Progress:
         last, done = self._last, self._last.step if self._last else 0
         left = fmean(self._durations) * (self._total - done) if self._durations else math.nan
         seen = {self.slots(), self.counted()}  # are shown anyway
-        works = [work.described(seconds, leave_out=seen) for work, seconds in self._works.shown()]
+        operations = [one.described(seconds, leave_out=seen) for one, seconds in self._operations.shown()]
         elapsed = self._clock() - self._began
         if last is None:
-            return View(self._unit, done, self._total, left, elapsed, look=self._look, works=works)
+            return View(self._unit, done, self._total, left, elapsed, look=self._look, works=operations)
         name, value, note = last.curve
         figures = {**last.figures, f"s/{self._unit}": f"{last.seconds:.2f}"}
         curve = name, tuple(self._values), value, note
-        return View(self._unit, done, self._total, left, elapsed, curve, figures, self._look, works)
+        return View(self._unit, done, self._total, left, elapsed, curve, figures, self._look, operations)
 
 
 @contextlib.contextmanager

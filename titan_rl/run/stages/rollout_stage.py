@@ -19,7 +19,7 @@ from titan_rl.rollout.task import calling, held_out_samples
 from titan_rl.rollout.types import Rollout, RolloutGroup
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.journal.state import RunState
-from titan_rl.run.observability.generation_status import Peak
+from titan_rl.run.observability.generation_status import HighWaterMark
 from titan_rl.scheduling.backlog import SchedulerObserver
 from titan_rl.scheduling.filters import GroupFilter
 from titan_rl.scheduling.lease import Lease
@@ -45,7 +45,7 @@ def make_mix(config: RunConfig, journal: RunJournal, start: RunState) -> TaskMix
 
 
 @dataclass(slots=True)
-class GroupAtWork:
+class RunningGroup:
     """Running group.
 
     Args:
@@ -86,17 +86,17 @@ class GroupAtWork:
         self.num_ended += 1
 
 
-class GroupsAtWork:
+class RunningGroups:
     """Running groups of training or of a validation."""
 
     def __init__(self) -> None:
-        self._groups: list[GroupAtWork] = []
+        self._groups: list[RunningGroup] = []
         self.num_done = 0
 
     @contextlib.contextmanager
-    def one(self, num_rollouts: int) -> Generator[GroupAtWork]:
+    def one(self, num_rollouts: int) -> Generator[RunningGroup]:
         """A group for the length of the block."""
-        group = GroupAtWork(num_rollouts)
+        group = RunningGroup(num_rollouts)
         self._groups.append(group)
         try:
             yield group
@@ -138,8 +138,8 @@ class RolloutStage:
         self._stop_token_ids = tuple(stop_token_ids)
         self._on_ended = on_ended
         self._on_lost = on_lost
-        self.requests = Peak()  # in flight, for training and validation
-        self.training, self.held_out = GroupsAtWork(), GroupsAtWork()
+        self.requests = HighWaterMark()  # in flight, for training and validation
+        self.training, self.held_out = RunningGroups(), RunningGroups()
 
     def make_scheduler(
         self, filters: Sequence[GroupFilter], observer: SchedulerObserver, version: int
@@ -221,7 +221,7 @@ class RolloutStage:
 
     async def _run_group(
         self,
-        at_work: GroupsAtWork,
+        running: RunningGroups,
         generate: GenerateFn,
         task: str,
         sample: Any,
@@ -231,7 +231,7 @@ class RolloutStage:
         sampling: SamplingParams,
         on_finished: Callable[[Rollout], None] = lambda rollout: None,
     ) -> RolloutGroup:
-        with Sessions(self._router.finish_session) as sessions, at_work.one(group_size) as playing:
+        with Sessions(self._router.finish_session) as sessions, running.one(group_size) as playing:
 
             def finish(rollout: Rollout) -> None:
                 playing.ended()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 
 from titan_rl.core.errors import NoReplicaError
-from titan_rl.run.observability.generation_status import Peak
+from titan_rl.run.observability.generation_status import HighWaterMark
 
 
 def test_requests_that_fail_are_no_answers():
-    requests = Peak()
+    requests = HighWaterMark()
     with contextlib.suppress(NoReplicaError), requests.one():
         raise NoReplicaError("none")
     assert (requests.now, requests.num_done, requests.take()) == (0, 0, 1)
