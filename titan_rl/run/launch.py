@@ -16,6 +16,7 @@ from titan_rl.cluster.processes.garbage import settled_heap
 from titan_rl.config.build import find_token_texts, make_renderer, open_rollouters, told_of_template
 from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.run import RunConfig
+from titan_rl.core.calls.watchdog import LoopWatchdog
 from titan_rl.rollout.group.rollouter import GroupRunner
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.run.controller import Controller
@@ -93,6 +94,7 @@ async def _train(session: RunSession[RunSummary], parts: Parts, resources: conte
     if parts.trainer is None and parts.renderer is None and (note := told_of_template(config.model)):
         progress.message(note)
     journal = resources.enter_context(_journal(session))
+    resources.enter_context(LoopWatchdog(progress.warning))  # after the imports of the renderer, which may take long
     planes = await _start_planes(session, parts, resources)
     opening = _group_runners(config, run_dir.path, planes, progress.message, renderer)
     with progress.working("opening the tasks"):

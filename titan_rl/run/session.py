@@ -2,7 +2,7 @@
 
 process_session   of `train`, `sft`, `eval` and `serve`: log file, signals, a guard process, environment variables
 RunSession        of `train` and `sft` besides: the run's folder, the state it resumes from, status.json, the report,
-                  hosts, screen, metric sinks, trace and watchdog
+                  hosts, screen, metric sinks and trace
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from titan_rl.config.model_files import model_identity
 from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.cancellation import FirstError
 from titan_rl.core.calls.user_code import describe
-from titan_rl.core.calls.watchdog import LoopWatchdog
 from titan_rl.core.errors import CheckpointError, ConfigError, TrainingError
 from titan_rl.core.tracing.spans import recording
 from titan_rl.metrics.sinks.types import MetricSink
@@ -222,7 +221,6 @@ class RunSession(Generic[S]):
         if logging.trace:
             tracing = recording(self.run_dir.trace, "controller", logging.trace_mib << 20, self.progress.message)
             resources.enter_context(tracing)
-        resources.enter_context(LoopWatchdog(warn))
         self.progress.message(f"run directory: {self.run_dir.path}")
 
     async def load(self, trainer: Trainer) -> None:

@@ -17,6 +17,7 @@ from titan_rl.config.build import make_renderer, told_of_template
 from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.parsing import parse_json
+from titan_rl.core.calls.watchdog import LoopWatchdog
 from titan_rl.core.errors import CheckpointError
 from titan_rl.run.directory import RunDirectory, run_name
 from titan_rl.run.machine.environment import file_modes
@@ -171,6 +172,7 @@ async def _teach(
         f"{len(found) - len(held_out):,} demonstrations to learn in {len(plan):,} steps, and {len(held_out)} held "
         "out; starting a trainer"
     )
+    resources.enter_context(LoopWatchdog(progress.warning))
     (files := HostFiles(run_dir.path)).begin()
     history = HostHistory()
     with progress.working("starting a trainer"):
