@@ -23,12 +23,12 @@ from titan_rl.types import Completion, FinishReason, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class ChatReply:
-    """What such a policy answers.
+    """Reply of a policy in messages.
 
     Args:
-        message: the assistant's, with "content", and "reasoning_content" and "tool_calls" where it has some. The
-            arguments of a call are a dictionary, or the text that is none.
-        num_tokens: of the reply, as far as the policy says.
+        message: the assistant's message, with "content", and optionally "reasoning_content" and "tool_calls". The
+            arguments of a call are a dictionary, or text that cannot be parsed as one.
+        num_tokens: tokens of the reply, if the policy reports them.
     """
 
     message: Message
@@ -38,14 +38,14 @@ class ChatReply:
 
 @runtime_checkable
 class ChatFn(Protocol):
-    """What a `GenerateFn` is where there are messages in the place of tokens. Calls run concurrently.
+    """Policy in messages, the counterpart of a `GenerateFn`. Calls run concurrently.
 
     Args:
         messages: the whole conversation.
-        tools: that may be called, in OpenAI's form; None for none.
+        tools: tools that may be called, in OpenAI's form; None for none.
         request_id: unique for one call.
         session_id: stable over the turns of one rollout.
-        sampling: its `stop_token_ids` mean nothing here.
+        sampling: its `stop_token_ids` are ignored.
 
     Raises:
         titan_rl.core.errors.PromptTooLongError: the conversation leaves no room for an answer.
@@ -65,24 +65,24 @@ class ChatFn(Protocol):
 
 
 class ChatEnv:
-    """An `AgentEnv` over a `MessageEnv`, for a policy whose tokens nobody knows. A rollout of it can be judged, and not
-    trained on: its turns hold rewards and metrics, and neither tokens nor logprobs.
+    """An `AgentEnv` over a `MessageEnv`, for a policy whose tokens are not known. Its rollouts can be judged, but not
+    trained on: their turns have rewards and metrics, but no tokens or logprobs.
 
-    It ends as one of `MessageTokenEnv` does:
+    A rollout ends as with `MessageTokenEnv`:
 
         a call of a tool whose arguments are no JSON object   ERROR_PARSE
         the reply used up its token budget                    TRUNCATED_LENGTH
         the conversation leaves no room for a reply           TRUNCATED_PROMPT
         another request that fails                            ERROR_GENERATE
 
-    `Rollout.metrics["completion_tokens"]` is how many tokens the policy says it wrote, if it does.
+    `Rollout.metrics["completion_tokens"]` is the number of tokens that the policy reports, if it does.
 
     Example:
 
         rollouter = Rollouter(lambda sample: ChatEnv(SortEnv(sample), chat), rubric, max_context=4096)
 
     Args:
-        limits: seconds for each call of the environment and for each reply.
+        limits: time limits for each call of the environment and for each reply.
     """
 
     def __init__(self, env: MessageEnv, chat: ChatFn, limits: RolloutConfig | None = None) -> None:
@@ -163,13 +163,14 @@ class ChatEnv:
 
 
 class _TimeIsUp(Exception):
-    """The rollout's own time."""
+    """The rollout's own time is used up."""
 
 
 async def _until(time_is_up: asyncio.Event, reply: Any) -> ChatReply:
-    """
+    """Wait for the reply until the time is up.
+
     Raises:
-        _TimeIsUp: there is no reply yet.
+        _TimeIsUp: there is no reply by then.
     """
     replying = asyncio.ensure_future(reply)
     waiting = asyncio.ensure_future(time_is_up.wait())
@@ -187,7 +188,7 @@ async def _until(time_is_up: asyncio.Event, reply: Any) -> ChatReply:
 
 
 class NoTokens:
-    """The `Renderer` that a task's environment is made with where no token is known. It renders nothing."""
+    """The `Renderer` for environments of a policy without known tokens. It renders nothing."""
 
     def render_ids(
         self, messages: list[Any], *, tools: list[Any] | None = None, add_generation_prompt: bool = False
@@ -214,10 +215,10 @@ class NoTokens:
 
 
 def message_env_of(env: object) -> MessageEnv:
-    """The environment of messages in what a task made.
+    """Message environment inside the environment that a task made.
 
     Raises:
-        TypeError: it plays in tokens.
+        TypeError: the environment plays in tokens.
     """
     if isinstance(env, MessageTokenEnv):
         return env.env

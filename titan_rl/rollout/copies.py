@@ -24,10 +24,10 @@ from titan_rl.types import Completion, float_or_none
 
 
 class Contexts:
-    """Those of one rollout. A hundred turns that come to 56,000 tokens take four bytes for each of the 56,000.
+    """Shared token storage of one rollout's turns. A hundred turns with 56,000 tokens in all take four bytes per token.
 
-    The tokens of turns that go on from each other lie in one array, prompts and completions behind each other; the
-    turns have windows on it. A turn whose history was rewritten begins another.
+    Turns that continue each other share one array of prompts and completions, and have windows on it. A turn whose
+    history was rewritten starts a new array.
 
     Example: `Turn([7, 8], <5, 1>)` and `Turn([7, 8, 5, 1, 9], <6>)` have windows on `[7, 8, 5, 1, 9, 6]`.
     """
@@ -36,11 +36,11 @@ class Contexts:
         self._lines: list[array[int]] = []
 
     def add(self, turn: Turn) -> Turn:
-        """The same turn, with windows in the place of its prompt and the tokens of its completion.
+        """Copy of a turn with windows for its prompt and the tokens of its completion.
 
         Raises:
-            TypeError: they are no token ids.
-            OverflowError: one of them is too large for one.
+            TypeError: the tokens are not integers.
+            OverflowError: a token id is too large.
         """
         prompt, said = token_array(turn.prompt_token_ids), token_array(turn.completion.token_ids)
         line = self._line_before(prompt)
@@ -54,7 +54,7 @@ class Contexts:
         )
 
     def _line_before(self, prompt: NumberArray[int]) -> array[int]:
-        """What the prompt goes on from; a fresh one, where there is none."""
+        """Array that the prompt continues; a new one if there is none."""
         for line in reversed(self._lines):
             num_tokens = len(line)
             if num_tokens <= len(prompt) and prompt[num_tokens - 1] == line[-1] and prompt[:num_tokens].array() == line:
@@ -66,13 +66,13 @@ class Contexts:
 
 
 def shared(turns: Iterable[Turn]) -> list[Turn]:
-    """As `Contexts.add` makes them."""
+    """Turns of one rollout with shared storage; see `Contexts`."""
     contexts = Contexts()
     return [contexts.add(turn) for turn in turns]
 
 
 def num_shared(before: Turn | None, turn: Turn) -> int:
-    """How many tokens the prompt of `turn` begins with that are those of the prompt and completion of `before`."""
+    """Number of leading prompt tokens of `turn` that equal the prompt and completion of `before`."""
     if before is None:
         return 0
     prompt = token_array(turn.prompt_token_ids)
@@ -87,12 +87,12 @@ def goes_on(before: Turn, turn: Turn) -> bool:
 
 
 def context_after(turn: Turn) -> NumberArray[int]:
-    """Its prompt and its completion."""
+    """Prompt and completion of a turn, joined."""
     return token_array(turn.prompt_token_ids) + token_array(turn.completion.token_ids).array()
 
 
 def end_on_line(turn: Turn) -> tuple[array[int], int] | None:
-    """The array that a turn shares with others, and where its completion ends in it; None where it shares none."""
+    """Array that a turn shares with others, and the end of its completion there; None if it shares none."""
     prompt, said = token_array(turn.prompt_token_ids).window(), token_array(turn.completion.token_ids).window()
     if prompt is None or said is None or prompt[0] is not said[0] or prompt[2] != said[1] or prompt[1]:
         return None
@@ -100,11 +100,11 @@ def end_on_line(turn: Turn) -> tuple[array[int], int] | None:
 
 
 def token_ids_of(given: Any, what: str) -> list[int]:
-    """A list of its own with the given tokens.  # [num_tokens]
+    """Checked copy of tokens.  # [num_tokens]
 
     Raises:
         TypeError: they are not integers.
-        ValueError: one of them is no token id.
+        ValueError: one of them is not a token id.
     """
     tokens: list[int] = []
     for place, token in enumerate(given):
@@ -120,7 +120,7 @@ def token_ids_of(given: Any, what: str) -> list[int]:
 
 
 def token_array_of(given: Any, what: str) -> NumberArray[int]:
-    """As `token_ids_of`, packed."""
+    """Checked, packed copy of tokens; see `token_ids_of`."""
     if isinstance(given, NumberArray) and cast("NumberArray[Any]", given).typecode == TOKENS:
         tokens = cast("NumberArray[int]", given)
         if not tokens or tokens.least() >= 0:
@@ -129,15 +129,15 @@ def token_array_of(given: Any, what: str) -> NumberArray[int]:
 
 
 def completion_of(given: Any, max_tokens: int) -> Completion:
-    """What a `GenerateFn` gave, as the rollout's own copy. Routed experts and top logprobs, which may be large,
-    are not copied.
+    """Checked copy of the result of a `GenerateFn`. Routed experts and top logprobs, which may be large, are not
+    copied.
 
     Args:
-        max_tokens: that it was asked for.
+        max_tokens: limit of the request.
 
     Raises:
-        TypeError: it is no completion, or its tokens or logprobs are no numbers.
-        ValueError: a logprob or a metric is not finite, or there are more tokens than were asked for.
+        TypeError: it is not a `Completion`, or its tokens or logprobs are not numbers.
+        ValueError: a logprob or a metric is not finite, or there are too many tokens.
     """
     if not isinstance(given, Completion):
         raise TypeError(f"generate gave {type(given).__name__}; it must give a Completion")
@@ -178,9 +178,8 @@ def _finite(logprobs: Sequence[float]) -> NumberArray[float]:
 
 
 def completion_to_give(own: Completion) -> Completion:
-    """A copy for user code: its tokens and logprobs are those of the rollout, which nobody can change, and the rest is
-    to do with as it likes. Routed experts are training's, and left out, as are top logprobs, which no environment has
-    asked for."""
+    """Copy for user code, which may change it: tokens and logprobs are shared, but immutable. Routed experts, which
+    only training needs, and top logprobs are left out."""
     return Completion(
         own.request_id,
         token_array(own.token_ids),
@@ -194,7 +193,8 @@ def completion_to_give(own: Completion) -> Completion:
 
 
 def token_advantages_of(given: Sequence[float] | None, completion: Completion) -> list[float] | None:
-    """
+    """Checked copy of token advantages.
+
     Raises:
         ValueError: there is not one finite number for each token of the completion.
     """
@@ -211,5 +211,5 @@ def messages_of(given: Sequence[Message]) -> Iterable[Message]:
 
 
 def portable(rollout: Rollout) -> Rollout:
-    """The rollout for another process: its messages as plain data, and without its sample, which is there already."""
+    """Copy of a rollout for another process: messages as plain data, and without the sample, which that process has."""
     return replace(rollout, sample=None, messages=[plain(message) for message in rollout.messages])

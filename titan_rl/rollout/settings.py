@@ -1,4 +1,4 @@
-"""The settings of the rollout plane: the table [rollout]."""
+"""Settings of the rollout plane: the table [rollout]."""
 
 from __future__ import annotations
 

@@ -15,14 +15,14 @@ Message = Mapping[str, Any]
 
 
 class RolloutStatus(StrEnum):
-    """How a rollout ended. A bad rollout is data, not a crash."""
+    """Final status of a rollout. A bad rollout is data, not a crash."""
 
     COMPLETED = "completed"
     TRUNCATED_LENGTH = "truncated_length"  # a completion used up its token budget
     TRUNCATED_PROMPT = "truncated_prompt"  # the next prompt leaves no room to answer
     TRUNCATED_TURNS = "truncated_turns"  # the turn cap is reached and the environment has not ended
     TRUNCATED_TIME = "truncated_time"  # the rollout's own time is used up
-    UNDECIDED = "undecided"  # of a seat that was never asked, or whose game another seat kept from its end
+    UNDECIDED = "undecided"  # a seat that was never asked, or whose game was ended early by another seat
     ABORTED = "aborted"
     ERROR_PARSE = "error_parse"
     ERROR_TIMEOUT = "error_timeout"
@@ -39,20 +39,20 @@ class RolloutStatus(StrEnum):
 
     @property
     def is_fault(self) -> bool:
-        """An error of an environment or of generation, which says nothing of the policy. All other ends are the
-        policy's doing, ERROR_PARSE too."""
+        """Whether it is an error of an environment or of generation, which the policy did not cause. All other
+        statuses, ERROR_PARSE too, depend on the policy."""
         return self.is_error and self is not RolloutStatus.ERROR_PARSE
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request and its completion. Those of a rollout that has been played share one array of tokens, in which each
-    has what it adds to the context: `titan_rl.rollout.copies`.
+    """One request and its completion. The turns of a played rollout share one array of tokens; see
+    `titan_rl.rollout.copies`.
 
     Args:
-        prompt_token_ids: the whole context, which is read out of that array where it is asked for.
-        sampling: what the request asked for, so that training scores the completion's tokens as they were sampled. None
-            says that nobody knows: `build_samples` then has to be told the temperature.
+        prompt_token_ids: the whole context, read from that array on demand.
+        sampling: parameters of the request, so that training scores the tokens as they were sampled. None if unknown:
+            `build_samples` then needs the temperature.
     """
 
     prompt_token_ids: Sequence[int]  # [num_prompt_tokens], the whole context
@@ -64,13 +64,13 @@ class Turn:
 
 @dataclass(slots=True)
 class Rollout:
-    """One environment, run to its end; of one with several seats, what one trained seat did. Filled in place by the
-    rollouter, then by scoring.
+    """One environment, run to its end; with several seats, one trained seat of it. Filled in place by the rollouter,
+    then by scoring.
 
-    `reward` and `advantage` stay None where the rollout was not scored or does not take part.
+    `reward` and `advantage` stay None if the rollout is not scored or not compared.
 
     Raises:
-        ValueError: `status` is no `RolloutStatus`.
+        ValueError: `status` is not a `RolloutStatus`.
     """
 
     rollout_id: str  # "<group_id>/<sibling>", or "<group_id>/<sibling>/<seat>"; also the session id
@@ -98,7 +98,7 @@ class Rollout:
 
 @dataclass(slots=True)
 class RolloutGroup:
-    """The sibling rollouts of one sample; advantages compare them with each other, those of a seat for themselves."""
+    """Sibling rollouts of one sample; advantages compare them with each other, each seat for itself."""
 
     group_id: str
     sample: Any
@@ -108,7 +108,7 @@ class RolloutGroup:
 
     @property
     def by_seat(self) -> dict[str | None, list[Rollout]]:
-        """What can be compared: the rollouts of each seat, or all under None where the environment has no seats."""
+        """Rollouts that can be compared, by seat; all under None if the environment has no seats."""
         seats: dict[str | None, list[Rollout]] = {}
         for rollout in self.rollouts:
             seats.setdefault(rollout.seat, []).append(rollout)

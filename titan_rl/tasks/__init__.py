@@ -1,4 +1,4 @@
-"""What makes a task of one's own short: one prompt and one answer, rows of a file, tools from plain functions."""
+"""Base classes for short tasks of your own: one prompt and one answer, rows of a file, tools from plain functions."""
 
 from titan_rl.tasks.message_task import MessageTask
 from titan_rl.tasks.prompt_task import PromptTask, answer_of, answer_rubric

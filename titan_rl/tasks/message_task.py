@@ -31,13 +31,13 @@ from titan_rl.rollout.task import DEMONSTRATED_CALL_S, Demonstration
 from titan_rl.rollout.types import Message, RolloutStatus
 
 MOST_TURNS = 64
-"""A player that has not come to an end by then never will."""
+"""Limit on the turns of a demonstration."""
 
 GRACE_S = 5.0
 """Time for the event loop to end a call that is past its limit. A loop that has not by then is blocked."""
 
 Player = Callable[[Sequence[Message]], str | Message]
-"""What the assistant says to a conversation so far."""
+"""Function from the conversation so far to the assistant's answer."""
 
 
 def demonstrated(games: Iterable[tuple[MessageEnv, Player]]) -> Iterator[Demonstration]:
@@ -68,7 +68,7 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 
 class _Game:
-    """One environment and who plays it."""
+    """Game of one environment with a scripted player."""
 
     def __init__(self, env: MessageEnv, player: Player, limit_s: float) -> None:
         self._calls = EnvCalls(env)  # pyright: ignore[reportArgumentType]  which calls any environment with a step
@@ -143,14 +143,14 @@ class _Game:
 
 
 MOST_DRAWS = 1000
-"""For one sample on the wanted side of the partition."""
+"""Limit on draws for one sample on the wanted side of the partition."""
 
 CARELESS = 1 / 6
-"""Share of the demonstrations that are careless, where a task has such: the last ones."""
+"""Share of the demonstrations, the last ones, that are careless if a task has careless ones."""
 
 
 class MessageTask(Section):
-    """A `Task` that says how a sample is drawn, and what is played with it: the rest follows.
+    """Base class of a `Task` that only defines how samples are drawn and played.
 
     Fields that a subclass declares are settings of `[task]`.
 
@@ -184,13 +184,13 @@ class MessageTask(Section):
     def rubric(self) -> Rubric: ...
 
     def key(self, sample: Any) -> str:
-        """What says of two samples whether they are the same, and so held out together. By default their `repr`."""
+        """Identity of a sample: equal keys are held out together. By default its `repr`."""
         return repr(sample)
 
     def demonstrate(self, sample: Any, messages: Sequence[Message], rng: random.Random) -> str | Message:
-        """What a demonstration's assistant says next: text, or a whole message, with calls of tools for instance (see
-        `call_of`). `titan-rl sft` teaches that. For reinforcement learning to have something left to do, it should be
-        right only sometimes; or always, and `demonstrate_carelessly` only sometimes.
+        """Next answer of a demonstration, which `titan-rl sft` teaches: text, or a whole message, for instance with
+        tool calls (see `call_of`). To leave something to reinforcement learning, it should be right only sometimes; or
+        always, with `demonstrate_carelessly` right only sometimes.
 
         Args:
             messages: the conversation so far.
@@ -198,16 +198,16 @@ class MessageTask(Section):
         raise NotImplementedError
 
     def demonstrate_carelessly(self, sample: Any, messages: Sequence[Message], rng: random.Random) -> str | Message:
-        """The same for the last `CARELESS` of all demonstrations. With `sft.shuffle = false` a model learns a skill by
-        the others, and then to use it rarely, so that reinforcement learning soon brings it out. By default they are
-        as the others."""
+        """Same as `demonstrate`, for the last `CARELESS` of all demonstrations. With `sft.shuffle = false` a model
+        learns a skill from the others, and then to use it rarely, which reinforcement learning soon corrects. By
+        default they are like the others."""
         return self.demonstrate(sample, messages, rng)
 
     def demonstrations(self, count: int) -> Iterator[Demonstration]:
-        """By playing environments of training samples with `demonstrate`.
+        """Make demonstrations by playing environments of training samples with `demonstrate`.
 
         Raises:
-            ConfigError: there is no `demonstrate`.
+            ConfigError: `demonstrate` is not defined.
         """
         if type(self).demonstrate is MessageTask.demonstrate:
             raise ConfigError(
@@ -233,10 +233,10 @@ class MessageTask(Section):
         return MessageTokenEnv(self.env(sample), renderer)
 
     def is_held_out(self, sample: Any) -> bool:
-        """Whether only validation sees it.
+        """Decide by its key whether a sample is for validation only.
 
         Raises:
-            DataError: its key names an address, which is another one in each process.
+            DataError: the key contains an address, which differs in each process.
         """
         key = self.key(sample)
         if re.search(r" at 0x[0-9a-f]+>", key):

@@ -44,15 +44,15 @@ class PromptTask(MessageTask):
 
     @abstractmethod
     def prompt(self, sample: Any) -> str | Sequence[Message]:
-        """What the user says, or all opening messages."""
+        """User's message, or all opening messages."""
 
     @abstractmethod
     def reward(self, sample: Any, answer: str) -> float | Awaitable[float]:
-        """What an answer is worth; may be async. An answer that is cut off, cannot be parsed, or never came after calls
-        of tools, is not asked for: it is worth 0. `rubric` may be defined to decide otherwise."""
+        """Reward of an answer; may be async. Not called for an answer that is cut off, cannot be parsed, or is missing
+        after tool calls, which is worth 0. Define `rubric` to decide otherwise."""
 
     def tools(self, sample: Any) -> object:
-        """What the policy may call in one rollout: functions, or a fresh object whose public methods are the tools."""
+        """Tools of one rollout: functions, or a fresh object whose public methods are the tools."""
         return ()
 
     def env(self, sample: Any) -> MessageEnv:
@@ -66,10 +66,10 @@ class PromptTask(MessageTask):
 
 
 def answer_rubric(reward: AnswerReward, *, in_thread: bool = False) -> Rubric:
-    """Of one reward. What has no answer, as it is cut off or cannot be parsed, is worth 0.
+    """Rubric of one reward. A rollout without an answer, because it is cut off or cannot be parsed, is worth 0.
 
     Args:
-        in_thread: as for `Reward`.
+        in_thread: see `Reward`.
     """
 
     def value(rollout: Rollout) -> float:

@@ -108,8 +108,8 @@ class Rows(MessageTask):
         prompt = "{question} Answer briefly."
         reward = "rewards:is_right"            # def is_right(row, answer): return answer.strip() == row["answer"]
 
-    Each epoch goes through all rows in an order of its own. What is held out is decided by the columns that a row's
-    prompt shows, whatever else is in the file: it stays held out when rows are added, or the prompt says more.
+    Each epoch goes through all rows in a different order. The columns that a row's prompt shows decide whether it is
+    held out, so this stays the same when rows are added or the prompt is reworded.
     """
 
     path: FilePath
@@ -130,7 +130,7 @@ class Rows(MessageTask):
     """Functions that the policy may call before it answers, or classes, whose objects' public methods it may call."""
 
     def sample(self, rng: random.Random) -> Row:
-        """One of the rows for training."""
+        """Draw one of the rows for training."""
         return rng.choice(self._rows(held_out=False))
 
     def train_sample(self, seed: int, index: int) -> Row:
@@ -156,7 +156,7 @@ class Rows(MessageTask):
         return answer_rubric(find_function("task.reward", self.reward, _NONE), in_thread=self.reward_in_thread)
 
     def key(self, sample: Row) -> str:
-        """Of the columns that the prompt shows, however it words them."""
+        """Key of the columns that the prompt shows, whatever its wording."""
         names = [self.prompt] if self.prompt in sample else _columns(self.prompt)
         return json.dumps(plain_json([sample.get(name) for name in names]))
 

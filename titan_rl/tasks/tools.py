@@ -55,7 +55,7 @@ _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
 class ArgumentsError(ValueError):
-    """The arguments of a call are not those that the tool takes. Its text is for whoever made the call."""
+    """Invalid arguments of a tool call. The text is for the caller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Tool:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """As `MessageObservation.tools` and OpenAI's protocol have it."""
+        """Schema in the form of `MessageObservation.tools` and OpenAI's protocol."""
         return {
             "type": "function",
             "function": {"name": self.name, "description": self.description, "parameters": dict(self.parameters)},
@@ -205,9 +205,10 @@ def _described(function: Callable[..., Any], is_method: bool) -> Tool:
 
 
 def _model(name: str, fields: Mapping[str, Any]) -> tuple[type[BaseModel], dict[str, Any]]:
-    """
+    """Model that checks the arguments.
+
     Returns:
-        what checks the arguments, and their JSON schema.
+        The model, and the JSON schema of the arguments.
     """
     arguments = create_model(name, __config__=ConfigDict(extra="forbid"), **dict(fields))
     return arguments, arguments.model_json_schema(schema_generator=_Schema)
@@ -273,12 +274,12 @@ _told: set[tuple[str, str]] = set()  # tools and what they raised
 class ToolEnv:
     """A `MessageEnv` of one prompt: calls of tools are answered until the policy answers without one.
 
-    What becomes of a call:
+    A call has one of these outcomes:
 
-    - its result is the content of a message of role "tool": text as it is, anything else as JSON;
-    - wrong arguments, a name that no tool has, an exception, too long a time: the policy's doing. The message says
-      what was wrong, after "Error: ";
-    - an exception of `faults` is the author's mistake, and ends the rollout as an error of its environment.
+    - its result is the content of a message of role "tool": text unchanged, anything else as JSON;
+    - wrong arguments, an unknown name, an exception or a timeout count as the policy's error. The message describes
+      it, after "Error: ";
+    - an exception of `faults` is an error of the environment, and ends the rollout.
 
     The calls of one message are made in their order, one after the other, so that those that change something do it
     the same way again. Where there are tools each step has the rewards "tool_calls" and "tool_errors", how many there

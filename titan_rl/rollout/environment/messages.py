@@ -30,7 +30,7 @@ class ParsedAnswer:
     """A completion as a message.
 
     Args:
-        is_whole: it does not break off inside its reasoning, and holds no malformed tool call.
+        is_whole: whether it is complete, with its reasoning closed and all tool calls well-formed.
     """
 
     message: Message
@@ -38,21 +38,21 @@ class ParsedAnswer:
 
 
 _WELL_FORMED = ("ok", "unknown_tool")
-"""Statuses of calls that environments answer. Only some renderers look at the names of the tools."""
+"""Statuses of calls that environments answer. Only some renderers check the names of tools."""
 
 
 MAX_CONTEXT: ContextVar[int | None] = ContextVar("MAX_CONTEXT", default=None)
-"""Most tokens of the prompts of the present rollout, where that is known."""
+"""Most tokens of the current rollout's prompts, if known."""
 
 LONGEST_TOKEN = 256
-"""Characters; those of the vocabularies in use have at most 128."""
+"""Characters of the longest token; vocabularies in use have at most 128."""
 
 LONG_TEXT = 20_000
-"""Characters whose tokenizing would hold up the event loop for longer than a thread takes to start."""
+"""Characters that take longer to tokenize than a thread takes to start."""
 
 
 class GrowingPrompt:
-    """Messages of others and completions in turn. Each prompt begins with exactly the prompt and completion before.
+    """Conversation of messages and completions. Each prompt begins with exactly the previous prompt and completion.
 
     Example:
 
@@ -68,11 +68,11 @@ class GrowingPrompt:
         self._completion: list[int] | None = None  # the answer to it
 
     async def next(self, messages: Sequence[Message], whose: str) -> list[int]:
-        """As `after`, of messages of any length: a long text is tokenized off the event loop, and one that cannot fit
-        into the rollout's context not at all.
+        """Next prompt after messages of any length: a long text is tokenized off the event loop, one that cannot fit
+        into the rollout's context is refused.
 
         Args:
-            whose: who gave the messages, for the error.
+            whose: source of the messages, for the error.
 
         Raises:
             PromptTooLongError: they have more characters than `MAX_CONTEXT` tokens can stand for.
@@ -89,8 +89,8 @@ class GrowingPrompt:
         """The next prompt.  # [num_prompt_tokens]
 
         Raises:
-            DataError: the renderer has none that begins with all tokens so far.
-            ModelError: it does not show the tools, or reads no calls of them.
+            DataError: the renderer cannot extend the tokens so far.
+            ModelError: it does not show the tools, or does not parse their calls.
         """
         if self._completion is None:
             if self._tools:
@@ -104,10 +104,10 @@ class GrowingPrompt:
         return list(self._prompt)
 
     def read(self, completion: Completion) -> ParsedAnswer | None:
-        """What a completion of the last prompt says; None if it cannot be parsed.
+        """Message in a completion of the last prompt; None if it cannot be parsed.
 
         Raises:
-            TypeError: the renderer parses it to something else than its protocol says.
+            TypeError: the result of the renderer's parser breaks its protocol.
         """
         self._completion = list(completion.token_ids)
         try:
@@ -151,18 +151,18 @@ def _texts(messages: Sequence[Message]) -> Iterator[str]:
 
 
 class MessageTokenEnv:
-    """A `TokenEnv` over a `MessageEnv`. The next prompt is the last one, the completion, and what comes after.
+    """A `TokenEnv` over a `MessageEnv`. Each prompt extends the previous prompt and completion by the new messages.
 
-    A completion ends the rollout without the environment seeing it where it
+    A completion ends the rollout without a step of the environment if it
 
     - cannot be parsed, breaks off inside its reasoning, or holds a malformed tool call: ERROR_PARSE;
-    - used up its token budget: TRUNCATED_LENGTH. What it says is in the transcript.
+    - used up its token budget: TRUNCATED_LENGTH. The transcript has its text.
 
-    Messages that cannot fit into the context, which their length tells, are not tokenized: TRUNCATED_PROMPT.
+    Messages too long to fit into the context are not tokenized: TRUNCATED_PROMPT.
 
-    Resetting fails where the environment gives tools that the renderer does not show, or whose calls it does not read.
+    `reset` fails if the environment gives tools that the renderer does not show, or whose calls it does not parse.
 
-    The environment's methods may be plain functions, which run in a thread of its own: see `EnvMethods`.
+    The environment's methods may be plain functions, which run in a thread of the environment: see `EnvMethods`.
 
     Raises:
         TypeError: the environment lacks one of the methods.
@@ -215,15 +215,15 @@ class MessageTokenEnv:
 
 
 class MessageGame:
-    """A `SeatedEnv` over a `SeatedMessageEnv`. Each seat has a conversation, whose next prompt is the last one, the
-    completion, and what comes after.
+    """A `SeatedEnv` over a `SeatedMessageEnv`. Each seat has its own conversation, whose prompts extend the previous
+    prompt and completion.
 
-    Example: two seats, the second of which a script plays:
+    Example: two seats, the second played by a script:
 
         MessageGame(KuhnHand(sample), renderer, {"first": "policy", "second": MessagePlayer(always_pass)})
 
     Args:
-        players: who plays each seat; or a function from a sibling's number to that.
+        players: the player of each seat; or a function from a sibling's number to these.
     """
 
     def __init__(
@@ -253,7 +253,7 @@ class MessageGame:
 
 
 class _Chat:
-    """A `MessageSeat`."""
+    """Seat of chat messages over a seat of tokens."""
 
     def __init__(self, seat: TokenSeat, renderer: Renderer) -> None:
         self._seat = seat
@@ -289,7 +289,7 @@ class _Chat:
         self._seat.reward(name, value)
 
     def end(self) -> None:
-        """What it was told last is in its transcript."""
+        """Record the messages told last in the transcript."""
         self._seat.record(self._told)
         self._told = []
 

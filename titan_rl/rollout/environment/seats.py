@@ -1,4 +1,4 @@
-"""Environments with several seats: games, debates, a user who is played by a model."""
+"""Environments with several seats: games, debates, a user played by a model."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from titan_rl.rollout.types import Message, RolloutStatus
 from titan_rl.types import Completion, GenerateFn, keep_float
 
 Reply = Message | str
-"""What a `MessagePlayer` says: an assistant's message, or its text."""
+"""Reply of a `MessagePlayer`: an assistant's message, or its text."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenPlayer:
-    """One that is asked in tokens and not trained, such as a frozen checkpoint.
+    """Player in tokens that is not trained, such as a frozen checkpoint.
 
     Args:
-        temperature: None is that of the policy, as all else of its sampling is.
-        timeout_s: of one answer.
+        temperature: None takes the policy's; all other sampling parameters are the policy's.
+        timeout_s: longest time of one answer.
 
     Raises:
         ValueError: names the field, the value and what is allowed.
@@ -39,11 +39,11 @@ class TokenPlayer:
 
 @dataclass(frozen=True, slots=True)
 class MessagePlayer:
-    """One that is asked in messages and not trained: a script, or an endpoint.
+    """Player in messages that is not trained: a script, or an endpoint.
 
     Args:
-        reply: is given the seat's conversation so far, the opening and its own answers included.
-        timeout_s: of one answer. None is that of the environment's calls, `rollout.env_timeout_s`.
+        reply: receives the seat's conversation so far, with the opening and its own answers.
+        timeout_s: longest time of one answer. None takes that of environment calls, `rollout.env_timeout_s`.
 
     Example: `MessagePlayer(lambda messages: "pass")`
 
@@ -60,17 +60,17 @@ class MessagePlayer:
 
 
 Player = Literal["policy"] | TokenPlayer | MessagePlayer
-"""Who plays a seat. "policy" is the policy in training: each seat that it plays becomes a rollout."""
+"""Player of a seat. "policy" is the policy in training: each seat that it plays becomes a rollout."""
 
 
 class SeatOutError(Exception):
-    """A seat cannot go on: its answer cannot be read or does not end in time, or there is no room for another.
+    """A seat cannot continue: its answer cannot be parsed or is late, or there is no room for another.
 
-    A game that catches it may go on without the seat, or give the others what they have won by that. Otherwise the
-    game is over: rollouts of other seats are UNDECIDED.
+    A game that catches it may continue without the seat, or reward the others for that. Otherwise the game is over, and
+    rollouts of other seats are UNDECIDED.
 
     Attributes:
-        status: what the seat's rollout ends with.
+        status: final status of the seat's rollout.
     """
 
     def __init__(self, seat: str, status: RolloutStatus, why: str) -> None:
@@ -81,7 +81,7 @@ class SeatOutError(Exception):
 
 
 class TokenSeat(Protocol):
-    """A seat as a game in tokens sees it. Different seats may be asked at once, each for one answer at a time."""
+    """Seat of a game in tokens. Different seats may be asked concurrently, each for one answer at a time."""
 
     @property
     def name(self) -> str: ...
@@ -90,27 +90,27 @@ class TokenSeat(Protocol):
     def player(self) -> Player: ...
 
     async def generate(self, prompt_token_ids: Sequence[int]) -> Completion:
-        """The next completion of a seat that is asked in tokens. One that has used up its token budget is the last.
+        """Request the next completion. One that has used up its token budget is the last.
 
         Returns:
-            the game's own copy, without `routed_experts`.
+            A copy for the game, without `routed_experts`.
 
         Raises:
-            SeatOutError: the seat cannot go on.
+            SeatOutError: the seat cannot continue.
             TypeError: it is played by a `MessagePlayer`.
         """
         ...
 
     async def reply(self, messages: Sequence[Message]) -> Message:
-        """What a `MessagePlayer` says next, as an assistant's message.
+        """Request the next reply of a `MessagePlayer`, as an assistant's message.
 
         Raises:
-            TypeError: the seat is played by another.
+            TypeError: the seat has another kind of player.
         """
         ...
 
     def leave(self, status: RolloutStatus, why: str) -> SeatOutError:
-        """The seat goes on no more. Returns what is to be raised."""
+        """Take the seat out of the game. Returns the error to raise."""
         ...
 
     def record(self, messages: Sequence[Message]) -> None:
@@ -118,38 +118,38 @@ class TokenSeat(Protocol):
         ...
 
     def reward(self, name: str, value: float) -> None:
-        """Give the seat a reward, for `env_reward(name)`. Those of one name add up. A seat that is not the policy's
-        needs none and may be given one all the same."""
+        """Give the seat a reward, for `env_reward(name)`. Rewards of one name add up. Seats of other players need none,
+        but accept them."""
         ...
 
 
 @runtime_checkable
 class SeatedEnv(Protocol):
-    """An environment with several seats that thinks in tokens. Single use, as others are.
+    """Environment with several seats, in tokens. Single use, like other environments.
 
-    `MessageGame(env, renderer, players)` makes one of a `SeatedMessageEnv`.
+    `MessageGame(env, renderer, players)` adapts a `SeatedMessageEnv`.
     """
 
     def players(self, sibling: int) -> Mapping[str, Player]:
-        """Who plays each seat in the sibling of that number. The seats that the policy plays are the same in name for
-        as many siblings as possible: advantages compare rollouts of one seat."""
+        """Player of each seat in the sibling of that number. The policy should play the same seats in most siblings,
+        since advantages compare rollouts of one seat."""
         ...
 
     async def play_seats(self, seats: Mapping[str, TokenSeat]) -> None:
-        """Ask the seats, in whatever order, and give them their rewards. The game is over when it returns.
+        """Ask the seats, in any order, and give them their rewards. The game is over when it returns.
 
-        What it raises is an error of the environment and ends the rollouts of all seats. So does an error of generation
+        An exception is an error of the environment and ends the rollouts of all seats. So does an error of generation
         or of another player, which it need not handle: the call is then cancelled where it waits.
         """
         ...
 
     async def close(self) -> None:
-        """Called once, on every path, cancellation included."""
+        """Release resources. Called exactly once, also on errors and cancellation."""
         ...
 
 
 class MessageSeat(Protocol):
-    """A seat as a game of chat messages sees it. It has a conversation of its own."""
+    """Seat of a game in chat messages, with its own conversation."""
 
     @property
     def name(self) -> str: ...
@@ -158,7 +158,7 @@ class MessageSeat(Protocol):
     def player(self) -> Player: ...
 
     async def ask(self, messages: Sequence[Message]) -> Message:
-        """Append messages to the seat's conversation; return what it says next.
+        """Append messages to the seat's conversation and return its answer.
 
         Raises:
             SeatOutError: its answer cannot be parsed or was cut off, or there is no room for one.
@@ -166,17 +166,17 @@ class MessageSeat(Protocol):
         ...
 
     def tell(self, messages: Sequence[Message]) -> None:
-        """What the seat sees before what it is asked next; at the end of the game, what its transcript ends with."""
+        """Add messages that the seat sees before its next question, or at the end of its transcript."""
         ...
 
     def reward(self, name: str, value: float) -> None:
-        """As `TokenSeat.reward`."""
+        """Give the seat a reward; see `TokenSeat.reward`."""
         ...
 
 
 @runtime_checkable
 class SeatedMessageEnv(Protocol):
-    """An environment with several seats that thinks in chat messages.
+    """Environment with several seats, in chat messages.
 
     Example: a game of one question, in which both seats answer at once:
 
@@ -192,7 +192,7 @@ class SeatedMessageEnv(Protocol):
     """
 
     async def play_seats(self, seats: Mapping[str, MessageSeat]) -> None:
-        """As `SeatedEnv.play_seats`."""
+        """Ask the seats and give them their rewards; see `SeatedEnv.play_seats`."""
         ...
 
     async def close(self) -> None: ...

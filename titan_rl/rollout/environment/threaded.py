@@ -22,11 +22,11 @@ _here = threading.local()
 
 
 class ThreadedEnv:
-    """A `TokenEnv` or `MessageEnv` whose every call, its making included, runs in one daemon thread of its own.
+    """A `TokenEnv` or `MessageEnv` that runs entirely, from its construction on, in its own daemon thread.
 
-    The environment's methods may be plain functions that block, or coroutines, which then run on an event loop of that
-    thread and can await nothing of another. A call that is cancelled, by a time limit for instance, is abandoned: its
-    late result is ignored, and the environment is closed when it returns, if it ever does.
+    The environment's methods may be plain functions that block, or coroutines, which run on an event loop of that
+    thread and cannot await objects of other loops. A call that is cancelled, by a time limit for instance, is
+    abandoned: its late result is ignored, and the environment is closed when the call returns, if it ever does.
 
     Example: a sync environment of chat messages:
 
@@ -54,7 +54,7 @@ class ThreadedEnv:
         return await self._calls.run(lambda: self.made.step(given))
 
     async def close(self) -> None:
-        """Close the environment. Returns at once where an abandoned call is still at work; closing follows that."""
+        """Close the environment. Returns at once if an abandoned call is still running; closing follows it."""
 
         def closed() -> Any:
             return None if self.made is None else self.made.close()
@@ -64,10 +64,10 @@ class ThreadedEnv:
 
 
 class _Call:
-    """One call, from the event loop that waits for it.
+    """Call in the thread, awaited by another event loop.
 
     Args:
-        awaits: what can be awaited is, in the thread; else it is the call's result.
+        awaits: await an awaitable result in the thread; else it is the call's result.
     """
 
     def __init__(self, function: Callable[[], Any], awaits: bool) -> None:
@@ -79,17 +79,17 @@ class _Call:
         self._waiting = asyncio.get_running_loop()
 
     def abandon(self) -> None:
-        """Nobody waits any longer. A coroutine is cancelled; a function that blocks cannot be."""
+        """Abandon the call. A coroutine is cancelled; a function that blocks cannot be."""
         if (task := self._task) is not None:
             with suppress(RuntimeError):  # its loop is closed
                 task.get_loop().call_soon_threadsafe(task.cancel)
 
     def place(self) -> str | None:
-        """The user's line that a coroutine of it waits at; None where no coroutine runs."""
+        """Line of user code at which the call's coroutine waits; None if no coroutine runs."""
         return None if (task := self._task) is None else task_place(task)
 
     def run(self, runner: asyncio.Runner) -> None:
-        """In the thread."""
+        """Run the call; called in the thread."""
         result, failure = None, None
         try:
             result = self._context.run(self._function)
@@ -120,16 +120,16 @@ class _Call:
 
 
 def in_env_thread() -> bool:
-    """Whether this is the thread of an environment."""
+    """True in the thread of an environment."""
     return getattr(_here, "is_env_thread", False)
 
 
 class CallsInThread:
-    """Runs one call after the other in a thread that begins with the first. The process ends without waiting for it.
+    """Sequential calls in one thread, which starts with the first call. The process can exit without waiting for it.
 
     Args:
-        awaits: coroutines that calls return are awaited in the thread, on an event loop of its own. Else a call's
-            result is the coroutine.
+        awaits: await coroutines that calls return in the thread, on its own event loop. Else the result of a call is
+            the coroutine.
     """
 
     def __init__(self, *, awaits: bool = True) -> None:
@@ -159,7 +159,7 @@ class CallsInThread:
             raise
 
     async def end_with(self, function: Callable[[], Any]) -> Any:
-        """The result of the last call; None where that follows one that was given up."""
+        """Result of the last call; None if it is queued behind an abandoned call."""
         try:
             if not self._gave_up:
                 return await self.run(function)
@@ -171,14 +171,14 @@ class CallsInThread:
             self.end()
 
     def end(self) -> None:
-        """End the thread once it has done what was asked of it. Ending again does nothing."""
+        """End the thread after its queued calls. Idempotent."""
         if self._thread is not None and not self._is_ended:
             self._is_ended = True
             self._calls.put(None)
 
     def _work(self) -> None:
         _here.is_env_thread = True
-        runner = asyncio.Runner()  # makes its loop when a coroutine first needs it: a loop holds three descriptors
+        runner = asyncio.Runner()  # creates its loop lazily: a loop holds three descriptors
         try:
             while (call := self._calls.get()) is not None:
                 call.run(runner)
@@ -195,11 +195,11 @@ T = TypeVar("T")
 
 
 class EnvMethods:
-    """The methods of one environment.
+    """Calls of the methods of one environment.
 
-    A coroutine method runs on the event loop. A plain one runs in a thread of the environment's own, so that it holds
-    up no other rollout and a time limit has an effect on it; what it returns is awaited if it can be. Inside a
-    `ThreadedEnv` all run in the thread that is there.
+    A coroutine method runs on the event loop. A plain one runs in the environment's own thread, so that it blocks no
+    other rollout and time limits apply; an awaitable result is awaited. Inside a `ThreadedEnv` all methods run in its
+    thread.
 
     Example:
 
@@ -214,15 +214,15 @@ class EnvMethods:
         self._calls: CallsInThread | None = None
 
     async def call(self, name: str, kind: type[T], *arguments: Any) -> T:
-        """What a method gives.
+        """Result of a method, checked to be a `kind`.
 
         Raises:
-            TypeError: it gave something else than a `kind`. Names the method's line, what it gave, and `kind`.
+            TypeError: it is not. Names the method's line, the type it returned, and `kind`.
         """
         return expected(await self.result(name, *arguments), kind, self.env, name)
 
     async def result(self, name: str, *arguments: Any) -> Any:
-        """What a method gives, of any type."""
+        """Result of a method, of any type."""
         method = getattr(self.env, name)
         if not self._runs_in_thread(method):
             return await _awaited(method(*arguments))
@@ -231,8 +231,8 @@ class EnvMethods:
         return await _awaited(await self._calls.run(lambda: method(*arguments)))
 
     async def close(self) -> None:
-        """Close the environment, and end its thread. Returns at once where an abandoned call is still at work in that;
-        a plain `close` follows it."""
+        """Close the environment and end its thread. Returns at once if an abandoned call still runs there; a plain
+        `close` follows it."""
         method = self.env.close
         try:
             if self._runs_in_thread(method):
@@ -249,7 +249,7 @@ class EnvMethods:
 
 
 def is_coroutine_method(method: Any) -> bool:
-    """Whether calling it surely gives something to await, and only begins work on the event loop."""
+    """True for a coroutine function, or an object whose `__call__` is one."""
     call: Any = inspect.getattr_static(method, "__call__", None)  # async, of an object that is called like a function
     return inspect.iscoroutinefunction(method) or inspect.iscoroutinefunction(call)
 
@@ -267,10 +267,10 @@ def require_methods(env: object) -> None:
 
 
 def expected(given: Any, kind: type[T], env: object, name: str) -> T:
-    """`given`, which a method of an environment has returned.
+    """Check the result `given` of an environment's method.
 
     Raises:
-        TypeError: it is no `kind`: "step of task.py:31 gave a float; a MessageStep is expected".
+        TypeError: it is not a `kind`: "step of task.py:31 gave a float; a MessageStep is expected".
     """
     if isinstance(given, kind):
         return given

@@ -15,10 +15,10 @@ from titan_rl.types import Completion, GenerateFn, SamplingParams, require_membe
 
 @dataclass(frozen=True, slots=True)
 class TokenObservation:
-    """What the policy sees first. `messages` is for transcripts only; training reads the tokens.
+    """First prompt of the policy. `messages` is for transcripts only; training reads the tokens.
 
     Raises:
-        ValueError: a message is no mapping.
+        ValueError: a message is not a mapping.
     """
 
     prompt_token_ids: Sequence[int]  # [num_prompt_tokens]
@@ -30,11 +30,11 @@ class TokenObservation:
 
 @dataclass(frozen=True, slots=True)
 class TokenStep:
-    """What a completion led to: either the next prompt, or the status the rollout ends with.
+    """Response to a completion: either the next prompt, or the final status of the rollout.
 
     Raises:
-        ValueError: both or neither of `prompt_token_ids` and `status` are given, `status` is no `RolloutStatus`, a
-            reward is no finite number, or a message no mapping.
+        ValueError: both or neither of `prompt_token_ids` and `status` are given, `status` is not a `RolloutStatus`, a
+            reward is not a finite number, or a message is not a mapping.
     """
 
     prompt_token_ids: Sequence[int] | None = None  # the whole next prompt
@@ -42,7 +42,7 @@ class TokenStep:
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
     messages: Sequence[Message] = ()  # the parsed completion, then the environment's answer
     token_advantages: Sequence[float] | None = None  # [num_completion_tokens], added to the rollout's advantage
-    error: str | None = None  # what to say of the status, in `Rollout.error`
+    error: str | None = None  # explanation of the status, for `Rollout.error`
 
     def __post_init__(self) -> None:
         if (self.prompt_token_ids is None) == (self.status is None):
@@ -52,26 +52,26 @@ class TokenStep:
 
 @runtime_checkable
 class TokenEnv(Protocol):
-    """An environment that thinks in tokens. Users may implement it directly."""
+    """Environment in tokens. Users may implement it directly."""
 
     async def reset(self) -> TokenObservation: ...
 
     async def step(self, completion: Completion) -> TokenStep:
-        """The completion is the environment's own copy, without `routed_experts`: changing it changes no record. Its
-        tokens and logprobs are packed (`titan_rl.core.arrays`), which nobody can change; `list(...)` unpacks them."""
+        """Respond to a completion, which is a copy without `routed_experts`: changing it changes no record. Its tokens
+        and logprobs are packed (`titan_rl.core.arrays`) and immutable; `list(...)` unpacks them."""
         ...
 
     async def close(self) -> None:
-        """Called once, on every path, cancellation included."""
+        """Release resources. Called exactly once, also on errors and cancellation."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class MessageObservation:
-    """The opening messages, and the tools the policy may call.
+    """Opening messages, and the tools that the policy may call.
 
     Raises:
-        ValueError: a message or a tool is no mapping.
+        ValueError: a message or a tool is not a mapping.
     """
 
     messages: Sequence[Message]
@@ -88,11 +88,11 @@ class MessageObservation:
 
 @dataclass(frozen=True, slots=True)
 class MessageStep:
-    """The environment's answer: messages to append, or the status the rollout ends with.
+    """Response to a message: messages to append, or the final status of the rollout.
 
     Raises:
-        ValueError: there is neither, `status` is no `RolloutStatus`, a reward is no finite number, or a message no
-            mapping.
+        ValueError: both are missing, `status` is not a `RolloutStatus`, a reward is not a finite number, or a message
+            is not a mapping.
     """
 
     messages: Sequence[Message] = ()
@@ -107,12 +107,12 @@ class MessageStep:
 
 @runtime_checkable
 class MessageEnv(Protocol):
-    """An environment that thinks in chat messages. `MessageTokenEnv(env, renderer)` makes it a `TokenEnv`."""
+    """Environment in chat messages. `MessageTokenEnv(env, renderer)` makes it a `TokenEnv`."""
 
     async def reset(self) -> MessageObservation: ...
 
     async def step(self, message: Message) -> MessageStep:
-        """The message is the environment's own copy."""
+        """Respond to a message, which is a copy."""
         ...
 
     async def close(self) -> None: ...
@@ -120,19 +120,19 @@ class MessageEnv(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RolloutPolicy:
-    """The policy as one rollout may ask it, as often and as much at once as it likes.
+    """Access of one rollout to the policy, with any number of requests, also concurrently.
 
     Args:
-        generate: within the time that the rollout has left. A completion that says ABORT was interrupted, and nobody
-            goes on with it. Any `request_id` will do: it comes back with the completion, and the request itself is sent
-            under an ID of its own. A request that is repeated is therefore sampled again, and a rollout that is run
-            again after a resume is given the answers recorded for it.
-        sampling: what completions are trained as. Its `seed` is the rollout's, for each request to draw its own from.
+        generate: sends a request, within the rollout's remaining time. A completion that says ABORT was interrupted
+            for good. Any `request_id` will do: it comes back with the completion, while the request is sent under an ID
+            made here. So a repeated request is sampled again, and a rollout that is run again after a resume gets its
+            recorded answers.
+        sampling: sampling parameters assumed in training. Its `seed` is the base for the seeds of the requests.
         max_context: most tokens of prompt and completion together.
         max_turns: most completions.
-        time_s: that the rollout may use itself.
-        time_is_up: set when it is used up.
-        waiting: the time of its blocks is not the rollout's own.
+        time_s: time that the rollout may use itself.
+        time_is_up: set when that time is used up.
+        waiting: makes a context whose time does not count as the rollout's own.
         env_rewards: names of the rewards that the rubric expects of a completed rollout's turns.
     """
 
@@ -149,18 +149,18 @@ class RolloutPolicy:
 
 @runtime_checkable
 class AgentEnv(Protocol):
-    """An environment that asks the policy itself, in an order of its own: a program with its own loop."""
+    """Environment that sends requests to the policy itself: a program with its own loop."""
 
     async def play(self, policy: RolloutPolicy, rollout: Rollout) -> None:
         """Fill in the rollout's `turns`, and its `messages`, `status`, `error`, `failure` and `metrics`.
 
-        Turns whose prompt begins with all tokens of the turn before are one training sample; others begin a new one.
-        Once `policy.time_is_up` it returns within `rollout.env_timeout_s` with what there is.
+        Turns whose prompt begins with all tokens of the previous turn are one training sample; others begin a new one.
+        Once `policy.time_is_up` is set, it must return within `rollout.env_timeout_s` with the turns so far.
         """
         ...
 
     async def close(self) -> None:
-        """Called once, on every path, cancellation included."""
+        """Release resources. Called exactly once, also on errors and cancellation."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""A renderer for any Hugging Face tokenizer whose chat template can be extended turn by turn."""
+"""Renderer for any Hugging Face tokenizer whose chat template can be extended turn by turn."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from titan_rl.rollout.renderer.types import ParsedToolCall, Tools
 from titan_rl.rollout.types import Message
 
 REMEMBERED = 128
-"""Renderings kept for the next who asks for the same; siblings ask at about the same time."""
+"""Number of cached renderings; siblings render the same messages at about the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +39,16 @@ class ParsedText:
 
 
 class ChatTemplateRenderer:
-    """Renders with a tokenizer's own chat template, whichever it is.
+    """Renderer that uses any tokenizer's own chat template.
 
-    What goes between an answer and the next one is read off the template: a short conversation that holds the new
-    messages is rendered twice, with two different answers in it. The tokens after the answer are what both end in.
+    The tokens between an answer and the next one are found by rendering a short conversation with the new messages
+    twice, with two different answers. They are the common end of both renderings.
 
     Example: for a template of the form `<|im_start|>role\\ncontent<|im_end|>\\n` and a user's "more", those tokens are
 
         <|im_end|> \\n <|im_start|> user \\n more <|im_end|> \\n <|im_start|> assistant \\n
 
-    and the first is left out where the completion already ends with it.
+    and the first is left out if the completion already ends with it.
 
     Args:
         tokenizer: a Hugging Face tokenizer, or anything with its `apply_chat_template`, `decode`, `eos_token_id`,
@@ -77,7 +77,7 @@ class ChatTemplateRenderer:
         self._stop_token_ids = self._find_stop_token_ids()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ChatTemplateRenderer:
-        """A renderer with a tokenizer of its own, for another thread."""
+        """Copy with its own tokenizer, for another thread."""
         other = copy.copy(self)
         other._tokenizer = copy.deepcopy(self._tokenizer, memo)
         other._rendered, other._one_at_a_time = {}, threading.RLock()
@@ -99,7 +99,7 @@ class ChatTemplateRenderer:
         return cls(tokenizer, template_kwargs=template_kwargs)
 
     def with_template_kwargs(self, kwargs: Mapping[str, Any]) -> ChatTemplateRenderer:
-        """The same, with these keywords beside its own.
+        """Copy with additional template keywords.
 
         Raises:
             RequestError: the template reads no such keyword, or cannot be extended turn by turn with it.
@@ -123,7 +123,7 @@ class ChatTemplateRenderer:
     def render_ids(
         self, messages: Sequence[Message], *, tools: Tools | None = None, add_generation_prompt: bool = False
     ) -> list[int]:
-        """Siblings ask for the same: what was rendered lately is remembered."""
+        """Render messages; recent results are cached, since siblings render the same messages."""
         asked = [dict(message) for message in messages]
         offered = None if tools is None else list(tools)
         with self._one_at_a_time:
@@ -152,7 +152,7 @@ class ChatTemplateRenderer:
     def parse_response(
         self, token_ids: Sequence[int], *, tools: Tools | None = None, prompt_ids: Sequence[int] | None = None
     ) -> ParsedText:
-        """The text without special tokens; what stands before `</think>` is the reasoning."""
+        """Text without special tokens; the part before `</think>` is the reasoning."""
         ids = list(token_ids)
         while ids and ids[-1] in self._stop_token_ids:
             ids.pop()
@@ -184,7 +184,7 @@ class ChatTemplateRenderer:
         return PromptTokens([*previous_prompt_ids, *previous_completion_ids, *after])
 
     def _tokens_after_answer(self, new_messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
-        """What the template puts between the end of an answer's text and the start of the next answer."""
+        """Tokens of the template between the end of an answer's text and the start of the next answer."""
         one, other = (
             self.render_ids([*_QUESTION, _answer(text), *new_messages], tools=tools, add_generation_prompt=True)
             for text in self._answers
@@ -192,7 +192,7 @@ class ChatTemplateRenderer:
         return one[len(one) - _common_prefix(one[::-1], other[::-1]) :]
 
     def _find_answers(self) -> tuple[str, str]:
-        """Two answers that the template shows as they are, and that differ in exactly one token."""
+        """Two answers that the template renders unchanged, and that differ in exactly one token."""
         question = self._probe(_QUESTION)
         renders = ((text, self._probe([*_QUESTION, _answer(text), *_QUESTION], True)) for text in self._short_texts())
         for (one, one_ids), (other, other_ids) in pairwise(renders):
@@ -240,7 +240,7 @@ class ChatTemplateRenderer:
 
 
 _GIVEN = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "raise_exception", "strftime_now"}
-"""Names in a chat template that are no keywords."""
+"""Names in a chat template that are not keywords."""
 
 _QUESTION: tuple[Message, ...] = ({"role": "user", "content": "1"},)
 
@@ -250,7 +250,7 @@ def _answer(text: str) -> Message:
 
 
 def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two sequences have in common at their start."""
+    """Length of the common prefix of two sequences."""
     length = 0
     for left, right in zip(one, other, strict=False):
         if left != right:

@@ -14,12 +14,12 @@ from titan_rl.rollout.types import Message
 
 
 def renderable(messages: Sequence[Message]) -> list[Any]:
-    """Copies, in which a replacement character stands for what tokenizers refuse: half of a surrogate pair."""
+    """Copies in which a replacement character stands for half surrogate pairs, which tokenizers refuse."""
     return [_without_surrogates(snapshot(message)) for message in messages]
 
 
 def message_of(parsed: ParsedResponse) -> Message:
-    """The assistant's message that a completion was taken apart into.
+    """Assistant's message from the parts of a completion.
 
     Example: `{"role": "assistant", "content": "", "reasoning_content": "It asks for the time.", "tool_calls": [...]}`
     """
@@ -55,10 +55,10 @@ _passed: WeakValueDictionary[int, Renderer] = WeakValueDictionary()
 
 
 def require_tool_support(renderer: Renderer, messages: Sequence[Message], tools: Tools) -> None:
-    """Does nothing for a renderer that has passed before.
+    """Check that a renderer shows tools to the model and parses their calls. A renderer is checked once.
 
     Args:
-        messages: that open a conversation in which the tools are offered.
+        messages: opening messages of a conversation with the tools.
 
     Raises:
         ModelError: the prompt is the same with and without the tools, or a call that the renderer itself renders is no
@@ -78,7 +78,7 @@ def require_tool_support(renderer: Renderer, messages: Sequence[Message], tools:
 
 
 def _reads_calls(renderer: Renderer, messages: list[Any], tools: list[Any], prompt: list[int]) -> bool:
-    """Whether a call is one when it is read back; true where that cannot be known."""
+    """Check whether a rendered call is parsed as a call; True if that cannot be determined."""
     tool: Any = tools[0]
     function: Any = {"name": tool.get("function", tool).get("name"), "arguments": {}}
     call: Any = {

@@ -21,14 +21,14 @@ from titan_rl.rollout.types import Message
 logger = logging.getLogger(__name__)
 
 _HUB_FOLDER = re.compile(r"models--.+--(.+)")
-"""Of a model in the cache of the Hugging Face hub: `models--Qwen--Qwen3-0.6B/snapshots/c1899de2`."""
+"""Folder of a model in the cache of the Hugging Face hub: `models--Qwen--Qwen3-0.6B/snapshots/c1899de2`."""
 
 
 def suitable_renderer(tokenizer: Any) -> Renderer:
-    """One of the `renderers` package, which reads calls of tools; `ChatTemplateRenderer` where none is known to suit.
+    """Choose a renderer of the `renderers` package, which parses tool calls; else `ChatTemplateRenderer`.
 
-    One suits where the model's folder has the name of a model that it is for, or where it renders a conversation with
-    a call of a tool as the model's own chat template does.
+    A renderer suits if the model's folder has the name of one of its models, or if it renders a conversation with a
+    tool call exactly as the model's own chat template does.
 
     Raises:
         ModelError: none suits, and `ChatTemplateRenderer` refuses the tokenizer.
@@ -48,9 +48,8 @@ def suitable_renderer(tokenizer: Any) -> Renderer:
 
 
 def keeping_reasoning(make: Callable[[Any], Renderer]) -> Callable[[Any], Renderer]:
-    """A class of the `renderers` package so that earlier reasoning stays, as `auto` makes it: with its own default it
-    renders a conversation again at a user's message, which leaves out tokens that were sampled. Anything else as it is.
-    """
+    """Configure a class of the `renderers` package to keep earlier reasoning, as `auto` does. By default these render a
+    conversation again at a user's message, which drops sampled tokens. Other factories are returned unchanged."""
     name = str(getattr(make, "__name__", ""))
     if not isinstance(make, type) or make.__module__.partition(".")[0] != "renderers":
         return make
@@ -62,8 +61,8 @@ def keeping_reasoning(make: Callable[[Any], Renderer]) -> Callable[[Any], Render
 
 
 def _alike(names: Iterable[str], tokenizer: Any) -> Iterator[Renderer]:
-    """Those that render the text of the tokenizer's own template. Its tokens may be others: a renderer tokenizes what
-    stands around a message by itself."""
+    """Renderers that produce the same text as the tokenizer's own template. Tokens may differ: a renderer tokenizes the
+    text around a message separately."""
     try:
         wanted = [
             tokenizer.apply_chat_template(list(messages), tools=_TOOLS, add_generation_prompt=True, tokenize=False)
@@ -85,11 +84,11 @@ def _alike(names: Iterable[str], tokenizer: Any) -> Iterator[Renderer]:
 
 
 def _made(name: str, tokenizer: Any) -> Renderer | None:
-    """None where it does not know the tokens of the tokenizer."""
+    """Make a renderer by name; None if it does not know the tokenizer's tokens."""
     package: Any = import_module("renderers")
     try:
         config = package.config_from_name(name)
-        # Earlier reasoning stays, for no prompt may lose tokens that were sampled.
+        # Earlier reasoning stays, because no prompt may lose sampled tokens.
         return package.create_renderer(tokenizer, config.model_copy(update={"thinking_retention": "all"}))
     except Exception as error:
         logger.debug("renderer %s does not suit: %s", name, error)
@@ -121,23 +120,23 @@ _CALLED: tuple[Message, ...] = (
 
 
 RendererFn = Callable[[Any], Renderer]
-"""Makes a renderer of a Hugging Face tokenizer. A class is one, too."""
+"""Factory of a renderer from a Hugging Face tokenizer, such as a renderer class."""
 
 BY_NAME: dict[str, RendererFn] = {"auto": suitable_renderer, "chat_template": ChatTemplateRenderer}
-"""The library's own that `model.renderer` names."""
+"""Built-in renderers that `model.renderer` can name."""
 
 
 def find_renderer(name: str) -> RendererFn:
-    """What makes the renderer that `model.renderer` names.
+    """Look up the factory of the renderer that `model.renderer` names.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: no renderer has that name.
     """
     return keeping_reasoning(find_function("model.renderer", name, BY_NAME))
 
 
 def with_template_kwargs(renderer: Renderer, kwargs: Mapping[str, Any], tokenizer: Any) -> Renderer:
-    """The same renderer, but for these keywords. Those of the `renderers` package have them in their config.
+    """Copy of a renderer with other template keywords. Renderers of the `renderers` package have them in their config.
 
     Raises:
         RequestError: the renderer takes no such keyword or no such value, or cannot extend conversations with it.
@@ -161,23 +160,23 @@ def with_template_kwargs(renderer: Renderer, kwargs: Mapping[str, Any], tokenize
 
 _IS_BEHIND_LAST_QUESTION = re.compile(r"loop\.index0 *>=? *(\w+\.)?last_(query|user)_(index|idx)\b")
 _IS_BEFORE_LAST_QUESTION = re.compile(r"loop\.index0 *<=? *(\w+\.)?last_(query|user)_(index|idx)\b")
-"""The conditions under which templates of Qwen, GLM and Nemotron show or drop the reasoning of a message."""
+"""Conditions under which templates of Qwen, GLM and Nemotron show or drop the reasoning of a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateFit:
-    """How a model's chat template fits the prompts of a renderer that extends conversations.
+    """Fit of a model's chat template with the prompts of a renderer that extends conversations.
 
     Attributes:
         drops: the template leaves out earlier reasoning, which those prompts keep.
-        template: what renders those prompts in its place, if such a template was found.
+        template: a changed template that renders those prompts, if one was found.
     """
 
     drops: bool = False
     template: str | None = None
 
     def told(self, renderer: str) -> str | None:
-        """What to say of it to a person; None where there is nothing to say."""
+        """Message for the user; None if the template fits."""
         if not self.drops:
             return None
         begun = (
@@ -194,9 +193,9 @@ class TemplateFit:
 
 def fit_template(folder: str | Path, renderer: str) -> TemplateFit:
     """Compare the chat template of a model's folder with the renderer that settings name, on conversations with
-    reasoning; where it drops some, look for one that does not by changing its conditions, and try it on the same.
+    reasoning; if it drops some, change its conditions and try the result on the same conversations.
 
-    Nothing is raised: what cannot be compared counts as fitting.
+    Raises nothing: a template that cannot be compared counts as fitting.
     """
     try:
         tokenizer = load_tokenizer(folder)
@@ -225,7 +224,7 @@ def _keeping(template: str) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """A conversation, and the text of the prompt that a renderer makes by extending it turn by turn."""
+    """Conversation with the text of the prompt that a renderer makes by extending it turn by turn."""
 
     tokenizer: Any
     messages: Sequence[Message]
@@ -234,7 +233,7 @@ class _Tried:
 
     @staticmethod
     def of(tokenizer: Any, renderer: Renderer) -> Callable[[tuple[Message, ...]], _Tried | None]:
-        """Makes one of a conversation; None where the renderer does not extend it."""
+        """Function that renders a conversation; None if the renderer does not extend it."""
 
         def make(conversation: tuple[Message, ...]) -> _Tried | None:
             tools = list(_FIT_TOOLS) if any("tool_calls" in message for message in conversation) else None
@@ -267,7 +266,7 @@ class _Tried:
 
 
 def _extended(renderer: Renderer, conversation: Sequence[Message], tools: list[Any] | None) -> list[int] | None:
-    """The prompt behind a conversation whose replies were sampled as the renderer writes the last one of each."""
+    """Prompt after a conversation whose replies were sampled as the renderer writes a last message."""
     stops = set(renderer.get_stop_token_ids())
     replies = [place for place, message in enumerate(conversation) if message["role"] == "assistant"]
     ends = [*replies[1:], len(conversation)]

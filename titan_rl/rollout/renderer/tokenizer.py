@@ -11,16 +11,16 @@ from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.errors import MissingExtraError, ModelError
 
 _TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
-"""What transformers warns of once, on standard error; here model.max_context is the limit."""
+"""Warning that transformers would print; here model.max_context is the limit."""
 
 _FILES = ("tokenizer.json", "tokenizer.model", "*.tiktoken", "vocab.*", "spiece.model")
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """The tokenizer of a Hugging Face folder.
+    """Load the tokenizer of a Hugging Face folder.
 
     Raises:
-        ModelError: the folder is not there, or has no tokenizer that can be loaded.
+        ModelError: the folder is missing, or has no tokenizer that can be loaded.
         MissingExtraError: transformers is not installed.
     """
     try:
@@ -42,7 +42,7 @@ def load_tokenizer(path: str | Path) -> Any:
 
 
 def _is_plain(folder: Path) -> bool:
-    """Whether the tokenizer says that it is of no class of its own. To look for one, transformers imports torch:
+    """Check whether the tokenizer has no special class. A search for one makes transformers import torch, which costs
     seconds in every process that renders."""
     config = folder / "tokenizer_config.json"
     if not config.is_file():
@@ -52,33 +52,33 @@ def _is_plain(folder: Path) -> bool:
 
 
 _HELD = 24
-"""Tokens without text after which text is given as it stands. No character has so many."""
+"""Number of held-back tokens after which text is given out incomplete. No character has so many."""
 
 _LONGEST_CHARACTER = 4  # bytes, and so at most as many tokens
 
 Decode = Callable[[Sequence[int]], str]
-"""The text of tokens."""
+"""Function from tokens to their text."""
 
 
 class Detokenizer:
-    """Text of tokens that come one after the other. Its pieces are the text of all of them.
+    """Incremental decoder of streamed tokens. Its pieces join to the text of all tokens.
 
-    The text of a token depends on those before it: bytes of several make one character, and some decoders put spaces
-    between words. So a window of tokens is decoded with and without the last ones, and what they add is their text.
-    A character whose last bytes are missing is held back.
+    The text of a token depends on earlier ones: bytes of several tokens make one character, and some decoders put
+    spaces between words. So a window of tokens is decoded with and without the last ones, and the difference is their
+    text. A character with missing bytes is held back.
 
     Args:
-        before: tokens whose text stands before, as of a prompt that is continued.
+        before: earlier tokens whose text is known already, such as a prompt that is continued.
     """
 
     def __init__(self, decode: Decode, before: Sequence[int] = ()) -> None:
         self._decode = decode
         self._window = list(before)
-        self._read = len(self._window)  # tokens of the window whose text is given
+        self._read = len(self._window)  # tokens of the window whose text was returned
         self._given = decode(self._window) if before else ""  # and that text
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """What can be told of the text with these tokens."""
+        """Append tokens and return the new text."""
         self._window += token_ids
         whole = len(self._window)
         for end in range(whole, max(self._read, whole - _LONGEST_CHARACTER), -1):
@@ -90,14 +90,14 @@ class Detokenizer:
         return ""
 
     def _give(self, text: str, end: int) -> str:
-        """What the window has up to `end` and was not given."""
+        """Return the text of the window up to `end` that was not returned yet."""
         piece = text[len(self._given) :]
         self._window, self._read = self._window[self._read :], end - self._read
         self._given = self._decode(self._window[: self._read])
         return piece
 
     def end(self) -> str:
-        """The rest, where a character was begun and not ended."""
+        """Return the rest of the text, with any incomplete character."""
         return self._decode(self._window)[len(self._given) :]
 
 
@@ -106,14 +106,14 @@ _NO_CHARACTER = "\ufffd"  # stands for the bytes of a part
 
 
 class TokenTexts:
-    """Texts of tokens one by one, which joined are the text of all of them.
+    """Texts of single tokens, which join to the text of all tokens.
 
-    A character whose bytes lie in several tokens is in the last of them; the others have no text.
+    A character whose bytes lie in several tokens belongs to the last of them; the others have no text.
 
     Example: with a tokenizer of bytes `of([72, 195, 169])` is `["H", "", "é"]`.
 
     Args:
-        decode: of tokens, special ones shown.
+        decode: decodes tokens, including special ones.
     """
 
     def __init__(self, decode: Decode) -> None:
@@ -122,14 +122,15 @@ class TokenTexts:
 
     @classmethod
     def of_tokenizer(cls, tokenizer: Any) -> TokenTexts:
-        """Of one of `transformers` or of `tokenizers`, which no other thread uses."""
+        """Use a tokenizer of `transformers` or `tokenizers`, which no other thread may use."""
         backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
         return cls(lambda token_ids: backend.decode(list(token_ids), skip_special_tokens=False))
 
     def of(self, token_ids: Sequence[int]) -> list[str]:
-        """
+        """Text of each token.
+
         Raises:
-            Exception: of the tokenizer, for what is no token of it.
+            Exception: of the tokenizer, for an unknown token.
         """
         texts = [self._of_one(token_id) for token_id in token_ids]
         place = 0
@@ -141,7 +142,7 @@ class TokenTexts:
         return texts if "".join(texts) == self._decode(token_ids) else self._in_turn(token_ids)
 
     def _in_turn(self, token_ids: Sequence[int]) -> list[str]:
-        """Of tokens whose texts depend on those before, which takes ten times as long."""
+        """Texts of tokens that depend on earlier ones; takes ten times as long."""
         detokenizer = Detokenizer(self._decode)
         texts = [detokenizer.add([token_id]) for token_id in token_ids]
         if texts:

@@ -1,4 +1,4 @@
-"""What an environment needs of a renderer. The protocol is that of the `renderers` package (0.1)."""
+"""Renderer protocol, compatible with the `renderers` package (0.1)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class RenderedTokens(Protocol):
 
 
 class ParsedToolCall(Protocol):
-    """One attempt to call a tool, as an object with these attributes: the dictionaries of OpenAI's clients are none.
+    """Attempt to call a tool: an object with these attributes, not a dictionary as in OpenAI's clients.
 
     Attributes:
-        name: of the tool; None where it cannot be read.
-        arguments: by their names, or the text that they were written in.
-        status: "ok", or what is malformed: then the policy's answer is an `error_parse`.
-        id: what the tool's answer refers to; None where the model writes none.
+        name: name of the tool; None if it cannot be read.
+        arguments: arguments by name, or their text.
+        status: "ok", or the kind of error: then the policy's answer is an `error_parse`.
+        id: referred to by the tool's answer; None if the model writes none.
 
     Example: `SimpleNamespace(name="add", arguments={"a": 1}, status="ok", id=None)`
     """
@@ -34,7 +34,7 @@ class ParsedToolCall(Protocol):
 
 
 class ParsedResponse(Protocol):
-    """A completion taken apart. `reasoning_complete` is False where it ended inside its reasoning."""
+    """Parts of a completion. `reasoning_complete` is False if it ended inside its reasoning."""
 
     @property
     def content(self) -> str: ...
@@ -50,25 +50,25 @@ class ParsedResponse(Protocol):
 
 
 class Renderer(Protocol):
-    """What `MessageTokenEnv` needs of a renderer.
+    """Converts between chat messages and tokens, and extends conversations without tokenizing again.
 
-    One with an attribute `reads_tool_calls = False` never has `tool_calls` in what it parses.
+    An attribute `reads_tool_calls = False` says that parsed responses never have `tool_calls`.
     """
 
     def render_ids(
         self, messages: list[Any], *, tools: list[Any] | None = None, add_generation_prompt: bool = False
     ) -> list[int]:
-        """The tokens of a conversation.  # [num_tokens]"""
+        """Tokens of a conversation.  # [num_tokens]"""
         ...
 
     def parse_response(
         self, token_ids: list[int], *, tools: list[Any] | None = None, prompt_ids: list[int] | None = None
     ) -> ParsedResponse:
-        """The message in a completion. Raises any exception where there is none."""
+        """Message in a completion. Raises any exception if there is none."""
         ...
 
     def get_stop_token_ids(self) -> list[int]:
-        """The tokens that end a completion: `SamplingParams.stop_token_ids`."""
+        """Tokens that end a completion: `SamplingParams.stop_token_ids`."""
         ...
 
     def bridge_to_next_turn(
@@ -79,5 +79,5 @@ class Renderer(Protocol):
         *,
         tools: list[Any] | None = None,
     ) -> RenderedTokens | None:
-        """The next prompt, which begins with exactly the previous prompt and completion; None if there is none."""
+        """Next prompt, which begins with exactly the previous prompt and completion; None if there is none."""
         ...

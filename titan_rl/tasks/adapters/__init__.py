@@ -1,1 +1,1 @@
-"""Tasks made of what other libraries have: their games, data sets, servers and reward functions."""
+"""Tasks from other libraries: their games, data sets, servers and reward functions."""

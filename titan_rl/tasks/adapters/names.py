@@ -1,4 +1,4 @@
-"""Names that another library lists: of games, data sets, settings."""
+"""Check of names that another library lists: games, data sets, settings."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from titan_rl.core.errors import ConfigError
 
 
 def check_name(setting: str, name: str, known: Collection[str], what: str) -> None:
-    """
+    """Check that a name is known.
+
     Args:
-        what: they are the names of, in the plural.
+        what: kind of the names, in the plural.
 
     Raises:
-        ConfigError: the name is none of them; lists the nearest, or all where they are few.
+        ConfigError: the name is unknown; lists the nearest names, or all if they are few.
     """
     if name in known:
         return

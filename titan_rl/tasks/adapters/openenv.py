@@ -42,7 +42,7 @@ class OpenEnvError(ConnectionError):
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What a reset or a step led to."""
+    """Result of a reset or a step."""
 
     observation: dict[str, Any]
     reward: float | None
@@ -50,12 +50,12 @@ class Observed:
 
 
 class Session:
-    """One environment on a server, from `open` to `close`.
+    """Session with one environment on a server, from `open` to `close`.
 
     Args:
-        url: of the server: http, https, ws or wss.
-        open_timeout_s: for the connection, and for a place on a server that is full.
-        answer_timeout_s: for each answer.
+        url: http, https, ws or wss.
+        open_timeout_s: limit for the connection, and for a free session on a full server.
+        answer_timeout_s: limit for each answer.
     """
 
     def __init__(self, url: str, *, open_timeout_s: float, answer_timeout_s: float) -> None:
@@ -180,7 +180,7 @@ ToText = Callable[[Mapping[str, Any]], str]
 
 
 class OpenEnv(Section):
-    """An environment that an OpenEnv server plays. Each rollout has a session of its own.
+    """Task of an environment on an OpenEnv server. Each rollout has its own session.
 
     Example:
 
@@ -191,7 +191,7 @@ class OpenEnv(Section):
         observation = "actions:as_text"     # def as_text(observation): return observation["hint"]
 
     Samples are the arguments of `reset`: those of the setting, and a seed, which is even for training and odd for
-    validation. What of them an environment does not take, the server leaves out.
+    validation. The server leaves out arguments that an environment does not take.
     """
 
     url: str
@@ -368,7 +368,7 @@ def as_json(observation: Mapping[str, Any]) -> str:
 
 
 def result_text(result: Any) -> str:
-    """What a tool gave, as text: of what MCP's clients give, the data, or the texts of its parts."""
+    """Result of a tool as text: for results of MCP clients, the data or the texts of the parts."""
     if isinstance(result, dict):
         given = cast("dict[str, Any]", result)
         if given.get("data") is not None and "content" in given:

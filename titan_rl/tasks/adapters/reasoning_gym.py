@@ -117,7 +117,7 @@ class ReasoningGym(PromptTask):
         return [*system, {"role": "user", "content": text}]
 
     async def reward(self, sample: Item, answer: str) -> float:
-        """What the data set's own scorer says of a reply: 1 if it is right, less if it is partly, and else about 0."""
+        """Score of a reply by the data set's own scorer: 1 if it is right, less if partly, and else about 0."""
         found = self.answer_in(answer)
         if found is None:
             return 0.0
@@ -130,7 +130,7 @@ class ReasoningGym(PromptTask):
             return 0.0
 
     def answer_in(self, reply: str) -> str | None:
-        """What a reply has between the tags."""
+        """Text of a reply between the tags."""
         return require("reasoning_gym.utils", "reasoning-gym").extract_answer(reply, tag_name=self.tag)
 
     def rubric(self) -> Rubric:
@@ -206,7 +206,7 @@ def _settings_of(name: str, given: dict[str, Any], name_field: str, field: str) 
 
 
 def _spec(number: int, given: Any) -> Any:
-    """One data set of several."""
+    """Data set of several in one task."""
     field = f"task.config.datasets[{number}]"
     if not isinstance(given, dict) or "name" not in given:
         raise ConfigError(f'{field} = {given!r} must be a table such as {{ name = "leg_counting", weight = 2 }}')

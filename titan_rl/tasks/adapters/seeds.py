@@ -6,7 +6,7 @@ import hashlib
 
 
 def train_seed(seed: int, index: int) -> int:
-    """Of training sample number `index`; at most 31 bits."""
+    """Seed of training sample number `index`; at most 31 bits."""
     return _number(f"{seed}/{index}") & ~1
 
 

@@ -39,13 +39,13 @@ class _CannotBeginError(ConfigError):
 
 
 class ArenaGame:
-    """One game, from its beginning. Its methods may block.
+    """A new game with its own random numbers. Its methods may block.
 
     Args:
         make: makes the game.
 
     Raises:
-        ConfigError: it cannot begin.
+        ConfigError: the game cannot start.
     """
 
     def __init__(self, make: Callable[[], Any], num_players: int, *, seed: int) -> None:
@@ -62,7 +62,7 @@ class ArenaGame:
             ) from error
 
     def observe(self) -> tuple[int, str]:
-        """Whose turn it is, and what is new to that player."""
+        """Player whose turn it is, and the new observations of that player."""
         player, seen = self._ask(self._game.get_observation)
         if isinstance(seen, str):
             before, self._said[player] = self._said.get(player, ""), seen
@@ -88,7 +88,7 @@ class ArenaGame:
         }
 
     def last_words(self, player: int) -> str:
-        """What the game has told a player since its last move."""
+        """Observations of a player since its last move."""
         return self._text(player, self._game.state.observations.get(player, ()))
 
     def _text(self, player: int, seen: Sequence[tuple[int, str, Any]]) -> str:
@@ -205,11 +205,11 @@ class TextArena(SeatedTask):
         return [{"seed": validation_seed(index)} for index in range(count)]
 
     def env(self, sample: Mapping[str, int]) -> MessageEnv:
-        """Of a game of one player."""
+        """Environment of a single-player game."""
         return cast("MessageEnv", ThreadedEnv(partial(_Alone, self._begin(sample))))
 
     def game(self, sample: Mapping[str, int]) -> SeatedMessageEnv:
-        """Of several."""
+        """Environment of a game with several players."""
         return _Together(self._begin(sample))
 
     def make_env(self, sample: Mapping[str, int], renderer: Renderer) -> TokenEnv | SeatedEnv:  # pyright: ignore[reportIncompatibleMethodOverride]

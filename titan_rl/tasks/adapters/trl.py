@@ -73,7 +73,7 @@ def _of_file(datasets: Any, path: Path, split: str) -> Any:
 
 
 def _saved(found: Any, dataset: str, split: str) -> Any:
-    """What `save_to_disk` has written: one data set, or several by their splits."""
+    """Data set written by `save_to_disk`, which may have several splits."""
     if hasattr(found, "column_names") and isinstance(found.column_names, list):
         if split != "train":
             raise ConfigError(f"task.dataset = {dataset!r} was saved without splits, and split is {split!r}; set train")
@@ -217,7 +217,7 @@ class TRLTask(MessageTask):
         )
 
     def _columns(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
-        """What reward functions are called with."""
+        """Keyword arguments of reward functions."""
         rows = [cast("Row", rollout.sample) for rollout in rollouts]
         opening = len(self._messages(rows[0]))
         in_text = isinstance(self._prompt_of(rows[0]), str)
@@ -321,7 +321,7 @@ def _different(names: Sequence[str]) -> list[str]:
 
 
 def _said(messages: Sequence[Message], in_text: bool) -> str | list[dict[str, Any]]:
-    """As TRL has it: the text of the last message, or all of them."""
+    """Completion in TRL's form: the text of the last message, or all messages."""
     if not in_text:
         return [dict(message) for message in messages]
     return str(messages[-1].get("content") or "") if messages else ""

@@ -25,7 +25,7 @@ Columns = Callable[[Sequence[Rollout]], Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """What there is of transformers' `TrainerState`.
+    """Subset of transformers' `TrainerState`.
 
     Args:
         global_step: optimizer steps of the policy that wrote the newest token of the group.
@@ -36,7 +36,7 @@ class TrainerState:
 
 @dataclass(slots=True)
 class _Notes:
-    """What the functions said of one rollout beside their values."""
+    """Logged values of one rollout besides its rewards."""
 
     absent: set[str] = field(default_factory=set[str])  # functions that gave None
     logged: dict[str, float] = field(default_factory=dict[str, float])
@@ -162,21 +162,21 @@ def _unwrapped(fn: RewardFunc) -> RewardFunc:
 
 
 NUMBER = "environment"
-"""The reward under which a step says which instance it was played with."""
+"""Name of the reward that holds the number of the instance."""
 MOST_ENDED = 10_000
-"""Instances that wait to be judged. The oldest are of rollouts that never will be."""
+"""Most instances kept for judging. The oldest belong to rollouts that will never be judged."""
 
 NOT_TOOLS = ("reset", "get_reward", "close")
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """An instance whose rollout has ended.
+    """Instance whose rollout has ended.
 
     Args:
-        sample: what was played; siblings share it.
-        stepped: whether a reply of the policy has reached it.
-        reward: what its own `get_reward` gave, if it has one.
+        sample: sample of the rollout; siblings share it.
+        stepped: whether it received a reply of the policy.
+        reward: result of its own `get_reward`, if it has one.
     """
 
     instance: Any
@@ -186,7 +186,7 @@ class Played:
 
 
 class Instances:
-    """What rewards need of the environments that rollouts were played with."""
+    """Registry of the environment instances of rollouts, for rewards."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
@@ -203,7 +203,8 @@ class Instances:
                 self._ended.popitem(last=False)
 
     def of(self, rollout: Rollout) -> Played:
-        """
+        """Instance of a rollout.
+
         Raises:
             DataError: its environment has not been closed.
         """
@@ -225,24 +226,24 @@ class Instances:
         numbers = [int(turn.rewards[NUMBER]) for turn in rollout.turns if NUMBER in turn.rewards]
         if numbers:
             return [numbers[-1]] if numbers[-1] in self._ended else []
-        # Of siblings whose first reply was cut off, one instance is as good as the other.
+        # For siblings whose first reply was cut off, any instance will do.
         return [
             number for number, played in self._ended.items() if not played.stepped and played.sample is rollout.sample
         ]
 
 
 class ToolClassEnv(ToolEnv):
-    """A `MessageEnv` over an object of such a class: `reset(**columns)` begins it, and what that gives is added to the
+    """A `MessageEnv` over an object of such a class: `reset(**columns)` starts it, and the result is appended to the
     last message of the prompt.
 
     Its `get_reward`, if it has one, is called once, at the end, and then its `close`.
 
     Args:
         factory: makes the object.
-        sample: the row that it is of.
-        columns: what `reset` is called with.
-        tools: functions beside its methods.
-        instances: where the object is found when its rollout is judged.
+        sample: row of the rollout.
+        columns: arguments of `reset`.
+        tools: functions besides its methods.
+        instances: registers the object for judging.
     """
 
     def __init__(
@@ -285,9 +286,10 @@ class ToolClassEnv(ToolEnv):
 
 
 def tools_of_class(instance: Any) -> list[Tool]:
-    """
+    """Tools made of the public methods of an object.
+
     Raises:
-        ValueError: it has no `reset`, or a method cannot be described, as `Tool.of` says.
+        ValueError: it has no `reset`, or a method cannot be described; see `Tool.of`.
     """
     kind = cast("type[object]", type(instance))
     if not callable(getattr(instance, "reset", None)):
@@ -297,7 +299,7 @@ def tools_of_class(instance: Any) -> list[Tool]:
 
 
 def _joined(content: Any, observed: Any) -> Any:
-    """Text and text, or lists of parts where either is one."""
+    """Concatenate texts, or lists of parts."""
     if isinstance(content, str) and isinstance(observed, str):
         return content + observed
     return [*_parts(content), *_parts(observed)]

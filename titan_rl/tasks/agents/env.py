@@ -1,4 +1,4 @@
-"""One rollout that an agent plays."""
+"""Rollout of an agent: an `AgentEnv` over an episode of the policy server."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SAMPLE = "sample.json"
 
 
 class AgentRollout:
-    """An `AgentEnv`: an episode of the host's server, which a program plays, or a harness that runs elsewhere."""
+    """An `AgentEnv`: an episode of the host's server, played by a program or by an external harness."""
 
     def __init__(self, host: AgentHost, sample: Any) -> None:
         self._host = host
@@ -58,7 +58,7 @@ class AgentRollout:
 
     def _open(self, policy: RolloutPolicy) -> Episode:
         async def stream(request: Any, on_chunk: Any) -> Completion:
-            return await own(request, on_chunk)  # it ends the episode, which has to be there first
+            return await own(request, on_chunk)  # needs the episode, which is made first
 
         episode = self._host.store.open(
             policy.rollout_id.replace("/", "."),
@@ -109,7 +109,7 @@ def _fill_in(rollout: Rollout, episode: Episode, policy: RolloutPolicy) -> None:
     if rollout.status is RolloutStatus.COMPLETED and missing:
         rollout.status, rollout.error = RolloutStatus.ERROR_ENV, _unrewarded(missing, reported)
     if rollout.status is RolloutStatus.ERROR_ENV and episode.num_prompt_tokens >= policy.max_context:
-        # What fails because there is no room is the policy's doing, which has filled it.
+        # A failure for lack of room is the policy's fault, which filled the context.
         rollout.status = RolloutStatus.TRUNCATED_PROMPT
 
 
@@ -123,7 +123,7 @@ def _unrewarded(missing: Sequence[str], reported: Set[str]) -> str:
 
 
 def _stream_of(policy: RolloutPolicy, episode: Episode) -> StreamFn:
-    """The rollout's own requests. What interrupts one for good ends the episode as it ends other rollouts."""
+    """Stream of the rollout's requests. A failed or aborted request ends the episode with the matching status."""
 
     async def ask(
         prompt_token_ids: Sequence[int], *, request_id: str, session_id: str | None = None, sampling: SamplingParams

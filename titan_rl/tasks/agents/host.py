@@ -34,7 +34,7 @@ from titan_rl.types import Completion
 
 
 class WaitingSamples:
-    """Gives each harness that asks the sample that has waited longest."""
+    """Queue of samples for external harnesses."""
 
     def __init__(self) -> None:
         self._offers: deque[tuple[Opened, asyncio.Event]] = deque()
@@ -43,7 +43,7 @@ class WaitingSamples:
 
     @contextmanager
     def offered(self, episode: Episode, sample: Any) -> Generator[asyncio.Event]:
-        """Within the block a harness may take it, which sets the event."""
+        """Offer a sample during the block. The event is set once a harness has taken it."""
         offer = Opened(episode, sample), asyncio.Event()
         self._offers.append(offer)
         waking = asyncio.ensure_future(self._wake())
@@ -55,12 +55,13 @@ class WaitingSamples:
                 self._offers.remove(offer)
 
     async def take(self, wait_s: float) -> Opened:
-        """
+        """Take the sample that has waited longest.
+
         Args:
-            wait_s: longest wait for one, where there is none.
+            wait_s: longest wait for a sample.
 
         Raises:
-            BusyError: there is none.
+            BusyError: no sample is waiting.
             ApiError: 503, the run is over.
         """
         async with self._more:
@@ -77,7 +78,7 @@ class WaitingSamples:
         return opened
 
     async def close(self) -> None:
-        """The run is over, for those that wait and those that come later."""
+        """End the run for waiting and later harnesses."""
         self._closed = True
         async with self._more:
             self._more.notify_all()
@@ -88,18 +89,19 @@ class WaitingSamples:
 
 
 KEY_VARIABLE = "TITAN_RL_HARNESS_KEY"
-"""The key with which harnesses open episodes; without it there is a new one each time."""
+"""Environment variable with the key for opening episodes; without it each run makes a new key."""
 
-_ENOUGH = 1 << 20  # how many rollouts there are at once, and how long they take, the run says
+_ENOUGH = 1 << 20  # the run itself limits the number and time of rollouts
 
 
 @dataclass(frozen=True, slots=True)
 class AgentHost:
-    """
+    """Shared resources of the agents of one process.
+
     Args:
-        url: of the server.
-        folder: holds a folder for each rollout.
-        started_in: the current folder when the run began.
+        url: URL of the policy server.
+        folder: has a folder for each rollout.
+        started_in: the current folder at the start of the run.
     """
 
     settings: AgentSettings
@@ -113,12 +115,12 @@ class AgentHost:
 
 @asynccontextmanager
 async def hosting(settings: AgentSettings, run: RunContext) -> AsyncGenerator[AgentHost]:
-    """A server for the length of the block, and at its end no agent is left."""
-    # Programs end with their episodes, and ask nothing later: what they said need not be kept for long.
+    """Serve the policy for the length of the block. At its end no agent process is left."""
+    # Programs end with their episodes and send no later requests, so episodes need not be kept for long.
     limits = EpisodeLimits(time_s=math.inf, episodes=_ENOUGH, keep_s=5.0 if settings.command else 60.0)
     store = EpisodeStore(run.renderer, limits)
     waiting = WaitingSamples()
-    tokenizer = await in_thread(load_tokenizer, run.model)  # not the renderer's, which may be at work in another thread
+    tokenizer = await in_thread(load_tokenizer, run.model)  # not the renderer's, which another thread may be using
     key = os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(32)
     app = make_app(
         _nobody,

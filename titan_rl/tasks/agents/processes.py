@@ -1,4 +1,4 @@
-"""The processes of all agents that this process runs, and that nothing of them is left."""
+"""Agent processes of this process: marked at their start, and killed with all their children."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from titan_rl.tasks.agents import reaper
 
 
 class AgentProcesses:
-    """Marks agents, and kills those with a mark with all that they have started. Made by `agent_processes`."""
+    """Marks agents, and kills all processes with a mark, including their children. Made by `agent_processes`."""
 
     def __init__(self, owner: str) -> None:
         self._owner = owner
@@ -24,14 +24,14 @@ class AgentProcesses:
         self._killing: asyncio.Task[None] | None = None
 
     def new_mark(self) -> str:
-        """For `reaper.VARIABLE` in the environment of one agent."""
+        """New mark for `reaper.VARIABLE` in the environment of one agent."""
         return f"{self._owner}.{next(self._numbers)}"
 
     async def kill(self, mark: str) -> None:
-        """Returns when no process has the mark. It goes on if the caller is cancelled.
+        """Kill all processes with the mark, and wait for that. Continues if the caller is cancelled.
 
         Raises:
-            OSError, RuntimeError: this process cannot look, as where it has no descriptors or threads left.
+            OSError, RuntimeError: processes cannot be listed, for lack of descriptors or threads.
         """
         ended = self._doomed.get(mark) or asyncio.get_running_loop().create_future()
         self._doomed[mark] = ended
@@ -45,7 +45,7 @@ class AgentProcesses:
         await in_thread(reaper.kill_marked, lambda mark: mark.startswith(f"{self._owner}."))
 
     async def _kill(self) -> None:
-        """Those that are to be killed at once are looked for at once, since looking takes a while."""
+        """Kill all requested marks in one scan of the processes, since a scan takes a while."""
         try:
             while doomed := self._doomed:
                 self._doomed = {}
@@ -63,7 +63,7 @@ class AgentProcesses:
 
 @asynccontextmanager
 async def agent_processes() -> AsyncGenerator[AgentProcesses]:
-    """At the end of the block no agent is left; nor if this process is killed in it."""
+    """Context of agent processes. At its end none is left, even if this process is killed meanwhile."""
     owner = secrets.token_hex(16)
     watching = _watch(owner)
     processes = AgentProcesses(owner)
@@ -78,7 +78,7 @@ async def agent_processes() -> AsyncGenerator[AgentProcesses]:
 
 
 def _watch(owner: str) -> subprocess.Popen[bytes]:
-    """A process that ends the agents of this one when it hears that this one has ended."""
+    """Start a process that kills the agents of this one once this one has ended."""
     return subprocess.Popen(
         [sys.executable, "-I", "-S", reaper.__file__, owner],
         stdin=subprocess.PIPE,

@@ -24,10 +24,10 @@ _READ_BYTES = 65536
 
 
 class BoundedOutput:
-    """Reads a pipe into a file: the first bytes of it, and at the end its last. Made by `bounded_output`.
+    """Pipe into a file that keeps the first and the last bytes. Made by `bounded_output`.
 
     Attributes:
-        descriptor: to write to.
+        descriptor: the writing end.
     """
 
     def __init__(self, path: Path, limit: int) -> None:
@@ -42,11 +42,11 @@ class BoundedOutput:
 
     @property
     def tail(self) -> str:
-        """The last that was printed."""
+        """End of the output."""
         return self._tail.decode("utf-8", "replace").strip()
 
     def close(self) -> None:
-        """Nobody writes any more."""
+        """Read the rest and close the file. Call when no process writes to the pipe any more."""
         while self._take():
             pass
         self._loop.remove_reader(self._read)
@@ -74,9 +74,10 @@ class BoundedOutput:
 
 @contextmanager
 def bounded_output(path: Path, limit: int) -> Generator[BoundedOutput]:
-    """
+    """Open a bounded output file.
+
     Args:
-        limit: bytes of its beginning that are kept; of the rest the last `TAIL_BYTES` are.
+        limit: bytes kept from the beginning; of the rest, the last `TAIL_BYTES` are kept.
     """
     output = BoundedOutput(path, limit)
     try:
@@ -91,10 +92,10 @@ OUTPUT = "output.txt"
 
 
 def agent_environment(base_url: str, episode: Episode) -> dict[str, str]:
-    """What leads the clients of OpenAI and Anthropic to an episode, and a harness to where it reports.
+    """Environment variables that connect OpenAI and Anthropic clients to an episode, with the URL for its rewards.
 
     Args:
-        base_url: of the server: "http://127.0.0.1:8000".
+        base_url: URL of the server: "http://127.0.0.1:8000".
     """
     url = episode_url(base_url, episode)
     no_proxy = ",".join(filter(None, (os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), _host(base_url))))
@@ -115,14 +116,14 @@ class AgentProgram:
     """Runs a program for an episode until it or the episode ends.
 
         the program ends with exit code 0       COMPLETED
-        with another, or cannot be started      ERROR_ENV, with the end of its output
-        the episode ends first                  as it says; the program is told (SIGTERM) and has `end_s` seconds
+        another exit code, or it cannot start   ERROR_ENV, with the end of its output
+        the episode ends first                  its own status; the program gets SIGTERM and has `end_s` seconds
 
-    In all of them, and when cancelled, whatever it has started is killed.
+    In all cases, and on cancellation, all its child processes are killed.
 
     Args:
-        processes: of this process.
-        output_bytes: most that is kept of what it prints, in `output.txt` of its folder.
+        processes: agent processes of this process.
+        output_bytes: most output that is kept, in `output.txt` of its folder.
         is_kept: whether an error names that file.
     """
 
@@ -191,7 +192,7 @@ def _start(
 
 
 def make_folder(parent: Path, name: str) -> Path:
-    """A folder that nobody else has: `name`, or `name-2` where that is there."""
+    """Make a new folder: `name`, or `name-2` if that exists."""
     parent.mkdir(parents=True, exist_ok=True)
     number = 1
     while True:
@@ -206,7 +207,7 @@ def make_folder(parent: Path, name: str) -> Path:
 
 @asynccontextmanager
 async def _end_of(process: subprocess.Popen[bytes]) -> AsyncGenerator[asyncio.Future[None]]:
-    """Resolves when the process has ended, which nobody has waited for then."""
+    """Future that resolves when the process has ended, before it is reaped."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
     descriptor = os.pidfd_open(process.pid)
@@ -219,7 +220,7 @@ async def _end_of(process: subprocess.Popen[bytes]) -> AsyncGenerator[asyncio.Fu
 
 
 async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """A cancellation waits for it."""
+    """Finish `work` before a cancellation takes effect."""
     task, cancelled = asyncio.ensure_future(work), None
     while not task.done():
         try:

@@ -1,8 +1,8 @@
-"""Ends the processes of agents, whatever has become of those that started them.
+"""Kills agent processes, even if the process that started them is gone.
 
-They are known by a variable of their environment, which a process keeps when it leaves its session or outlives its
-parent. This file also runs as a program of its own beside a process that runs agents, and ends them when that is
-killed. Standard library only.
+They are found by an environment variable, which a process keeps when it leaves its session or outlives its parent. This
+file also runs as a program next to a process that runs agents, and kills them when that process dies. Standard library
+only.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import time
 from collections.abc import Callable
 
 VARIABLE = "TITAN_RL_AGENT"
-"""Its value is the mark of an agent: "<of the process that runs it>.<its own>"."""
+"""Environment variable with the mark of an agent: "<mark of the process that runs it>.<number>"."""
 
 _PASSES = 200
 _PAUSE_S = 0.005
 
 
 def kill_marked(is_meant: Callable[[str], bool]) -> None:
-    """Kill until there is none: one may fork while others are killed. Takes milliseconds for hundreds of processes.
+    """Kill marked processes until none is left: one may fork while others are killed. Takes milliseconds for hundreds.
 
     Args:
-        is_meant: given a mark.
+        is_meant: decides by a mark.
     """
     for _ in range(_PASSES):
         found = False

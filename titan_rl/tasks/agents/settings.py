@@ -21,12 +21,12 @@ _PART = re.compile(r"\{\{|\}\}|\{([A-Za-z_]\w*)\}|[{}]")
 
 
 def fields_of(sample: Any, *, file: Path, started_in: Path) -> dict[str, Any]:
-    """What the texts of a rollout may name.
+    """Fields that the texts of a rollout may name.
 
     Args:
         sample: as plain JSON.
-        file: that it is in.
-        started_in: the current folder when the run began.
+        file: file with the sample.
+        started_in: the current folder at the start of the run.
     """
     own = dict(cast("Mapping[str, Any]", sample)) if isinstance(sample, Mapping) else {}
     return {**own, "python": sys.executable, "cwd": str(started_in), "sample": str(file)}
@@ -63,12 +63,13 @@ def split_command(text: str) -> str:
 
 
 def check_command(command: Sequence[str], environment: Mapping[str, str], fields: Mapping[str, Any]) -> None:
-    """
+    """Check that a command can be started.
+
     Args:
-        fields: of a sample.
+        fields: fields of a sample.
 
     Raises:
-        ConfigError: the program is not found, or something is named that the sample does not have.
+        ConfigError: the program is not found, or the sample lacks a field that is named.
     """
     words = [_filled_in("task.command", part, fields) for part in command]
     variables = {name: _filled_in(f"task.environment.{name}", text, fields) for name, text in environment.items()}
@@ -96,7 +97,7 @@ def _filled_in(setting: str, text: str, fields: Mapping[str, Any]) -> str:
 
 
 class AgentSettings(Section):
-    """What plays rollouts, on which samples, and for which rewards."""
+    """Agent that plays rollouts, with its samples and rewards."""
 
     command: tuple[str, ...] = ()
     """The program and its arguments, which no shell reads. {name} is a field of the sample, {sample} the file that it

@@ -1,4 +1,4 @@
-"""The task of an agent that is a program of its own, or a harness that runs elsewhere."""
+"""Task of agents: programs that are started for each rollout, or external harnesses."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from titan_rl.tasks.agents.settings import AgentSettings, check_command, fields_
 
 
 class AgentTask(AgentSettings):
-    """Each rollout is an episode that an agent plays: it asks the policy over HTTP, by OpenAI's or Anthropic's
-    protocol, and reports what that was worth.
+    """Task whose rollouts are episodes of an agent: it queries the policy over HTTP, by OpenAI's or Anthropic's
+    protocol, and reports its rewards.
 
-    Give a subclass `train_sample` and `validation_samples` for data of another kind, and `rubric` to judge what agents
-    did by their rollouts' messages.
+    Override `train_sample` and `validation_samples` for other data, and `rubric` to judge agents by the messages of
+    their rollouts.
     """
 
     _host: AgentHost | None = PrivateAttr(None)

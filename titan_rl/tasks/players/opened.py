@@ -32,10 +32,11 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
 
 
 class EndpointPlayer:
-    """Asks it. What may pass, as a full server or one that cannot be reached, is tried again until the time is up.
+    """Player behind an endpoint of OpenAI's chat protocol. Transient failures, such as a full or unreachable server,
+    are retried until the time is up.
 
     Args:
-        transport: of httpx, in the place of the network.
+        transport: httpx transport for tests.
     """
 
     def __init__(self, settings: Endpoint, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
@@ -49,9 +50,10 @@ class EndpointPlayer:
         )
 
     async def reply(self, messages: Sequence[Message]) -> Message:
-        """
+        """Request an answer.
+
         Raises:
-            GenerationError: it refuses the request, or answers with what is no message.
+            GenerationError: the endpoint refuses the request, or its answer is not a message.
             TimeoutError: it has not answered in time.
         """
         asked = {"max_tokens": self._settings.max_tokens, "temperature": self._settings.temperature}
@@ -92,13 +94,13 @@ _URL = re.compile(r"OPENAI_BASE_URL=(\S+?)/v1\b")
 async def serving(
     settings: FrozenPolicy, processes: AgentProcesses, log: Path, *, max_context: int
 ) -> AsyncGenerator[HttpGenerateFn]:
-    """What the checkpoint generates, for the length of the block.
+    """Serve a checkpoint for the length of the block.
 
     Args:
-        log: takes what the server prints.
+        log: file for the server's output.
 
     Raises:
-        GenerationError: the server ended, or did not answer in time. Says what it printed last.
+        GenerationError: the server ended, or did not answer in time. Has the end of its output.
     """
     key = secrets.token_urlsafe(32)
     mark = processes.new_mark()
@@ -131,7 +133,7 @@ def _start(command: Sequence[str], key: str, mark: str, log: Path) -> subprocess
 
 
 async def _url_of(process: subprocess.Popen[bytes], log: Path, settings: FrozenPolicy) -> str:
-    """Where it listens, which it prints once it does."""
+    """URL of the server, which it prints once it listens."""
     try:
         async with asyncio.timeout(settings.start_s):
             while (told := _URL.search(_printed(log))) is None:
@@ -163,10 +165,10 @@ async def _end(process: subprocess.Popen[bytes], processes: AgentProcesses, mark
 
 @asynccontextmanager
 async def open_players(settings: Mapping[str, PlayerSetting], run: RunContext) -> AsyncGenerator[dict[str, Player]]:
-    """Who plays each seat, for the length of the block. A checkpoint that plays several seats is served once.
+    """Players of the seats, open for the length of the block. A checkpoint that plays several seats is served once.
 
     Raises:
-        ConfigError: a script is not there.
+        ConfigError: a script is missing.
         GenerationError: a checkpoint cannot be served.
     """
     async with AsyncExitStack() as stack:

@@ -1,4 +1,4 @@
-"""A task whose environments have several seats, each played by whom its settings name."""
+"""Task whose environments have several seats, with the players that its settings name."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from titan_rl.tasks.players.settings import PlayerSetting
 
 
 class SeatedTask(Section):
-    """A `Task` that says which seats there are and what is played with a sample. `train_sample`, `validation_samples`
-    and `rubric` are for the subclass to say, as of any task.
+    """Base class of a `Task` with several seats, which defines their names and the game of a sample. Subclasses also
+    define `train_sample`, `validation_samples` and `rubric`, like any task.
 
     Example:
 
