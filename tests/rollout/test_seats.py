@@ -165,7 +165,7 @@ async def test_a_seat_that_cannot_go_on_ends_the_game_undecided_for_the_others()
     assert (first.status, second.status) == (RolloutStatus.TRUNCATED_LENGTH, RolloutStatus.UNDECIDED)
     assert (first.reward, second.reward) == (0.0, None)
     assert len(second.turns) == 1
-    assert "seat 'first' cannot go on (truncated_length)" in str(second.error)
+    assert "seat 'first' cannot continue (truncated_length)" in str(second.error)
 
 
 async def test_a_game_may_go_on_without_a_seat() -> None:

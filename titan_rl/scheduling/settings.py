@@ -57,7 +57,7 @@ class SchedulingConfig(Section):
     tail_age: Annotated[PositiveInt, TakesEffect("scheduling.tail", one_of=("drop",))] = 1
     """With tail = "drop": versions pulled since its admission at which an unfinished group is dropped."""
     max_token_age: NonNegativeInt | None = None
-    """Tokens older than so many versions are context and not trained. By default all are trained."""
+    """Tokens older than this many versions are context and not trained. By default all are trained."""
     stale_groups: Literal["drop", "mask"] = "drop"
     """With max_token_age: a finished group all of whose tokens are older is dropped and replaced by another, or takes
     its turn with nothing of it trained. "mask" drops only batches that would have no token to train."""
@@ -67,7 +67,7 @@ class SchedulingConfig(Section):
     filters: tuple[Annotated[str, FunctionName(tuple(BY_NAME), ("group",), may_be_class=False)], ...] = Field(
         default=(), strict=False
     )
-    """Finished groups that are not trained on, beside those with fewer than two siblings left."""
+    """Filters of finished groups, besides the one for groups with fewer than two siblings left."""
     max_refills: PositiveInt = 4
     """A step whose groups are all filtered is refilled this often before the run stops."""
     max_failed_groups: PositiveInt = 8

@@ -100,7 +100,7 @@ _NONE: dict[str, Callable[..., Any]] = {}  # there is none of the library's own
 
 
 class Rows(MessageTask):
-    """A `Task` of one prompt and one answer for each row of a file. No class of one's own is needed:
+    """A `Task` of one prompt and one answer for each row of a file. It needs no class of your own:
 
         [task]
         type = "titan_rl.tasks:Rows"
@@ -115,19 +115,19 @@ class Rows(MessageTask):
     path: FilePath
     """A .jsonl, .json, .csv or .parquet file."""
     validation_path: FilePath | None = None
-    """Another one, all of whose rows are held out, and none of `path`'s."""
+    """Second file, whose rows are all held out; then no rows of `path` are."""
     prompt: str = "prompt"
-    """The column with the prompt, which is text or a list of messages; or a text with columns in braces."""
+    """Column with the prompt (text or a list of messages), or a text with columns in braces."""
     system: str = ""
-    """The system's message before it, if any."""
+    """System message before the prompt, if any."""
     reward: Annotated[str, FunctionName(())]
-    """Called with the row and the text of the answer; may be async. What is cut off is worth 0."""
+    """Function of the row and the text of the answer; may be async. Answers that are cut off are worth 0."""
     reward_in_thread: bool = False
-    """Suits a reward that waits, or computes for more than some milliseconds."""
+    """Call the reward in a thread. For rewards that wait, or compute for more than some milliseconds."""
     demonstration: str = ""
-    """The column with an answer that `titan-rl sft` teaches, if there is one."""
+    """Column with an answer that `titan-rl sft` teaches, if there is one."""
     tools: tuple[Annotated[str, FunctionName(())], ...] = ()
-    """Functions that the policy may call before it answers, or classes, whose objects' public methods it may call."""
+    """Tools that the policy may call before it answers: functions, or classes whose public methods are tools."""
 
     def sample(self, rng: random.Random) -> Row:
         """Draw one of the rows for training."""

@@ -147,7 +147,7 @@ def tools_of(given: object) -> list[Tool]:
     tools = [tool for one in _each(given) for tool in _tools_of_one(one)]
     names = [tool.name for tool in tools]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"tools {twice} appear more than once; give each a name of its own")
+        raise ValueError(f"tools {twice} appear more than once; give each a different name")
     return tools
 
 
@@ -281,9 +281,9 @@ class ToolEnv:
       it, after "Error: ";
     - an exception of `faults` is an error of the environment, and ends the rollout.
 
-    The calls of one message are made in their order, one after the other, so that those that change something do it
-    the same way again. Where there are tools each step has the rewards "tool_calls" and "tool_errors", how many there
-    were of each: `env_reward("tool_errors", weight=0)` in a rubric records them.
+    The calls of one message are made in order, one after the other, so that their effects are reproducible. If there
+    are tools, each step has the rewards "tool_calls" and "tool_errors", the numbers of both:
+    `env_reward("tool_errors", weight=0)` in a rubric records them.
 
     Example: a bank account for each rollout, whose methods are the tools:
 
@@ -293,12 +293,12 @@ class ToolEnv:
         prompt: the user's message, or all opening messages.
         tools: a function, an object whose public methods are the tools, or a list of these; see `tools_of`. An
             object's `close`, if it has one, is called at the end of the rollout. Without tools any answer is the last.
-        max_calls: that are answered in a rollout; the policy is told of the others that there are none left.
-        timeout_s: that an async call may take, or one in a thread.
-        in_thread: call functions that are not async in a thread, which suits those that wait or compute for more than
-            some milliseconds. One that is too late is left behind there.
-        max_result_chars: of a result; the rest is left out, and the policy is told how much.
-        faults: exceptions that are not the policy's doing.
+        max_calls: most calls answered in a rollout; the answer to others is that none are left.
+        timeout_s: limit of an async call, or one in a thread.
+        in_thread: call functions that are not async in a thread, for those that wait or compute for more than some
+            milliseconds. A late call is left behind there.
+        max_result_chars: longest result; the rest is left out, which the result mentions.
+        faults: exceptions that are not the policy's error.
 
     Raises:
         ValueError: a tool cannot be described, as `Tool.of` says, or a limit is not positive.

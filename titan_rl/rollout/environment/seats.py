@@ -74,7 +74,7 @@ class SeatOutError(Exception):
     """
 
     def __init__(self, seat: str, status: RolloutStatus, why: str) -> None:
-        super().__init__(f"seat {seat!r} cannot go on ({status}): {why}")
+        super().__init__(f"seat {seat!r} cannot continue ({status}): {why}")
         self.seat = seat
         self.status = status
         self.why = why

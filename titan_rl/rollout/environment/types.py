@@ -46,7 +46,7 @@ class TokenStep:
 
     def __post_init__(self) -> None:
         if (self.prompt_token_ids is None) == (self.status is None):
-            raise ValueError("TokenStep needs exactly one of prompt_token_ids (go on) and status (end)")
+            raise ValueError("TokenStep needs exactly one of prompt_token_ids (continue) and status (end)")
         _require_step(self, self.status, self.rewards, self.messages)
 
 
@@ -101,7 +101,7 @@ class MessageStep:
 
     def __post_init__(self) -> None:
         if self.status is None and not self.messages:
-            raise ValueError("MessageStep needs messages (go on) or a status (end)")
+            raise ValueError("MessageStep needs messages (continue) or a status (end)")
         _require_step(self, self.status, self.rewards, self.messages)
 
 

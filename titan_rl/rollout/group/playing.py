@@ -88,7 +88,7 @@ async def _signalled_when_over(watch: Stopwatch, time_is_up: asyncio.Event, grac
     except TimeoutError as error:
         if not scope.expired():
             raise
-        raise OutOfTimeError(f"the environment goes on {grace_s:g} s after its time was up") from error
+        raise OutOfTimeError(f"the environment still runs {grace_s:g} s after its time was up") from error
     finally:
         if looking is not None:
             looking.cancel()

@@ -176,7 +176,7 @@ def socket_url(url: str) -> str:
 ToAction = Callable[[Message], Mapping[str, Any]]
 """The action that a message of the policy is. A ValueError says that it is none."""
 ToText = Callable[[Mapping[str, Any]], str]
-"""What the policy is told of an observation."""
+"""Function from an observation to the text for the policy."""
 
 
 class OpenEnv(Section):
@@ -208,9 +208,9 @@ class OpenEnv(Section):
     action_field: str = "message"
     """Where the text goes."""
     observation: Annotated[str, FunctionName(("json",))] = "json"
-    """How observations are told: as JSON, or as your function says."""
+    """Function that makes the text of observations; by default JSON."""
     max_invalid_actions: int = Field(default=3, ge=0)
-    """Actions that the environment does not take, each of which the policy is told; one more ends the rollout."""
+    """Invalid actions that are answered with the error; one more ends the rollout."""
     open_timeout_s: PositiveFloat = 20.0
     """For the connection, and a place on a server that is full."""
     answer_timeout_s: PositiveFloat = 50.0
@@ -253,7 +253,7 @@ class OpenEnv(Section):
         return MessageTokenEnv(self.env(sample), renderer)
 
     def rubric(self) -> Rubric:
-        """The rewards of all steps together; how many actions were invalid is recorded beside it."""
+        """Sum of the rewards of all steps; the number of invalid actions is recorded besides it."""
         return Rubric([env_reward("reward"), env_reward("invalid_actions", 0.0)], error_reward=self.error_reward)
 
 

@@ -62,7 +62,7 @@ class ReasoningGym(PromptTask):
     tag: str = Field(default="answer", min_length=1)
     """What stands in the last <tag> ... </tag> is scored; without one the score is 0."""
     format_weight: NonNegativeFloat = 0.0
-    """Weight of the reward `answered`, which is 1 for whatever stands in the tags, beside the score's 1."""
+    """Weight of the reward `answered`, which is 1 for any text in the tags, relative to the score's weight of 1."""
     demonstrated_right: float = Field(default=0.5, ge=0, le=1)
     """Share of right answers in what `titan-rl sft` teaches; the others are those of other questions."""
     score_timeout_s: PositiveFloat = 10.0

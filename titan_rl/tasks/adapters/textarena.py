@@ -169,7 +169,7 @@ class TextArena(SeatedTask):
     """Its name in textarena. Those that end in -raw tell each player what has happened since its last move; others say
     what their wrappers make of the whole game."""
     options: Mapping[str, Any] = Field(default_factory=dict[str, Any])
-    """Of the game, beside or instead of those that go with its name."""
+    """Wrappers of the game, besides or instead of those of its name."""
     wrappers: tuple[str, ...] = ()
     """More of textarena.wrappers, the outermost last, such as ActionFormattingWrapper."""
     num_players: PositiveInt | None = None

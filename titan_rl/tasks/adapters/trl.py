@@ -123,12 +123,12 @@ class TRLTask(MessageTask):
     reward_weights: tuple[float, ...] = ()
     """One for each of them; 1 by default."""
     reward_funcs_in_thread: bool = False
-    """Call those that are not async in threads, which suits those that take more than some milliseconds."""
+    """Call sync functions in threads, for those that take more than some milliseconds."""
     tools: tuple[Function, ...] = ()
     """Functions that the policy may call."""
     environment_factory: Function | Mapping[str, Function] | None = None
     """A class with `reset`, whose other public methods are tools; or several by the names that the column
-    `environment` says. Each rollout has an object of its own, in a thread of its own."""
+    `environment` says. Each rollout has its own object, in its own thread."""
     error_reward: float = 0.0
     """Of an answer that cannot be parsed."""
 

@@ -53,7 +53,7 @@ class RewardFuncsRubric(Rubric):
 
     Args:
         functions: with a name and a weight each.
-        columns: what they are called with, beside `trainer_state`, `log_extra` and `log_metric`.
+        columns: their arguments, besides `trainer_state`, `log_extra` and `log_metric`.
         in_thread: of functions that are not async.
         done_with: told of rollouts that have been judged, or that never will be.
     """
@@ -91,7 +91,7 @@ class RewardFuncsRubric(Rubric):
         finally:
             for rollout in rollouts:
                 self._notes.pop(rollout.rollout_id, None)
-        self._done_with(rollouts)  # not of those whose judging was cancelled: it begins anew
+        self._done_with(rollouts)  # not if judging was cancelled, since it restarts
 
     def _sum_up(self, rollout: Rollout, notes: _Notes) -> None:
         values = {name: value for name, value in rollout.reward_breakdown.items() if name not in notes.absent}

@@ -104,7 +104,7 @@ class AgentSettings(Section):
     is in, {python} this Python, {cwd} the folder where the run began. Without a command, harnesses that run elsewhere
     open episodes by HTTP."""
     environment: Mapping[str, str] = Field(default_factory=dict[str, str])
-    """Variables of the program's environment beside the run's own and its episode's; fields as in command."""
+    """Environment variables of the program besides those of the run and the episode; fields as in command."""
     train_file: str = ""
     """Samples to train on: JSON objects, one a line."""
     validation_file: str = ""
@@ -112,17 +112,17 @@ class AgentSettings(Section):
     rewards: Mapping[str, float] = Field(default_factory=lambda: {"reward": 1.0}, min_length=1)
     """Names of the rewards that agents report, and their weights."""
     host: str = "127.0.0.1"
-    """Where the server listens."""
+    """Address on which the server listens."""
     port: int = Field(default=0, ge=0, lt=65536)
-    """0 takes one that is free."""
+    """Port of the server; 0 takes a free one."""
     output_bytes: PositiveInt = 1 << 20
-    """Most that is kept of what a program prints, and its end beside that."""
+    """Most output of a program that is kept, besides its end."""
     keep: Literal["failed", "all", "none"] = "failed"
-    """Whose folders stay in the run's folder, under agents/."""
+    """Rollouts whose folders are kept in the run's folder, under agents/."""
     end_s: NonNegativeFloat = 5.0
-    """What a program has to end when its episode is over."""
+    """Time for a program to end when its episode is over."""
     harness_wait_s: PositiveFloat = 600.0
-    """How long a sample waits for a harness; no time of its rollout."""
+    """Longest wait of a sample for a harness, which does not count as time of its rollout."""
 
     @field_validator("command", mode="before")
     @classmethod

@@ -1,4 +1,4 @@
-"""The table [task.seats]: who plays each seat."""
+"""Players of seats: the table [task.seats]."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from titan_rl.core.settings import FilePath, FunctionName, Section
 
 
 class Endpoint(Section):
-    """A model behind OpenAI's chat protocol."""
+    """Model behind OpenAI's chat protocol."""
 
     url: str = Field(min_length=1)
-    """Where it is, such as "https://api.openai.com/v1"."""
+    """Base URL, such as "https://api.openai.com/v1"."""
     model: str = Field(min_length=1)
     """The model's name there."""
     api_key: str = "OPENAI_API_KEY"
-    """The environment variable that holds the key, where there is one."""
+    """Environment variable with the key, if the endpoint needs one."""
     max_tokens: PositiveInt | None = None
     """Most tokens of one answer. By default the endpoint's own."""
     temperature: NonNegativeFloat | None = None
@@ -28,7 +28,7 @@ class Endpoint(Section):
 
 
 class FrozenPolicy(Section):
-    """A checkpoint that is served beside the run, and stays as it is."""
+    """Frozen checkpoint that is served next to the run."""
 
     policy: FilePath = Field(min_length=1)
     """The folder of a run, whose newest checkpoint is taken, of an export, or of a model. It reads the same tokens as
@@ -36,9 +36,9 @@ class FrozenPolicy(Section):
     settings: dict[str, str] = Field(default_factory=dict)
     """Settings of its server, such as {"generation.kv_cache_gib" = "0.5"}; `titan-rl serve --help` lists them."""
     temperature: NonNegativeFloat | None = None
-    """By default that of the policy."""
+    """By default the policy's."""
     start_s: PositiveFloat = 300.0
-    """Longest time until it answers for the first time."""
+    """Longest time until the first answer."""
     timeout_s: PositiveFloat = 60.0
     """Longest time of one answer."""
 
@@ -65,5 +65,5 @@ PlayerSetting = Annotated[
         ),
     ),
 ]
-"""Who plays a seat: "policy", the one in training; a script, "module:function", from messages to a reply; an endpoint,
+"""Player of a seat: "policy", the one in training; a script, "module:function", from messages to a reply; an endpoint,
 or a checkpoint."""

@@ -37,10 +37,10 @@ class SeatedTask(Section):
     """The seats of every game, in order."""
 
     seats: dict[str, PlayerSetting] = Field(default_factory=dict)
-    """Who plays each seat; those that are not named are the policy's."""
+    """Player of each seat; by default the policy."""
     rotate: Literal["never", "sibling", "sample"] = "never"
-    """Players move on by a seat from sibling to sibling, or from sample to sample. Advantages compare what was done in
-    one seat, so that with "sibling" a seat has fewer rollouts to compare."""
+    """Rotate the players by a seat from sibling to sibling, or from sample to sample. Advantages compare rollouts of
+    one seat, so with "sibling" a seat has fewer of them to compare."""
 
     _opened: dict[str, Player] | None = PrivateAttr(None)
 
