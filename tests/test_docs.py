@@ -84,3 +84,15 @@ def test_every_warning_of_a_run_is_explained() -> None:
     for sign in SIGNS:
         begins = re.split(r"[.:](?: |$)", sign.text)[0]
         assert f"| {begins} | `{sign.metric}` | {sign.least:g} |" in page
+
+
+def test_each_row_of_the_architecture_opens_a_file_that_is_there() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    _, _, section = page.partition("\n## Which file to open\n")
+    rows = re.findall(r"^\| ([^|]+) \| (`[^|]+`) \| ([^|]*) ?\|$", section.partition("\n## ")[0], re.MULTILINE)
+    assert len(rows) > 60
+    for topic, first, notes in rows:
+        assert re.fullmatch(r"`[\w/.]+`", first), f"{topic}: name one file"
+        paths = [first.strip("`"), *re.findall(r"`([a-z_]+/[\w/]+(?:\.\w+)?)`", notes)]
+        missing = [path for path in paths if not (ROOT / "titan_rl" / path).exists() and not (ROOT / path).exists()]
+        assert not missing, f"{topic}: {missing}"
