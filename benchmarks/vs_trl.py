@@ -211,8 +211,9 @@ def run_ours(base: Path, name: str, seed: int, steps: int, staleness: int, folde
     (folder / "exported").mkdir()
     for step, policy in policies.items():
         checkpoint = run / "checkpoints" / f"step-{step:06}"
-        command = [sys.executable, "-m", "titan_rl.training.export", str(base), str(checkpoint), str(policy), "float32"]
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        program = [sys.executable, "-m", "titan_rl.training.export"]
+        arguments = [str(base), str(checkpoint), str(policy), "float32", "auto"]
+        subprocess.run([*program, *arguments], cwd=ROOT, check=True, capture_output=True)
     return curve_of(base, name, seconds, policies, folder)
 
 
