@@ -93,7 +93,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class GeneratorSettings:
-    """Everything a generator process needs."""
+    """Settings of one generator process."""
 
     engine: EngineSpec
     generation: GenerationConfig
@@ -103,8 +103,8 @@ class GeneratorSettings:
 
 
 class GeneratorActor(ProcessActor):
-    """Generates, and pulls weights between two engine steps. Of several ranks the first is called, and the others do
-    what its loop decides."""
+    """Actor of a generator: generates, and pulls weights between two engine steps. With several ranks only the first is
+    called, and the others follow the decisions of its loop."""
 
     def __init__(self, spec: ProcessSpec, settings: GeneratorSettings) -> None:
         super().__init__(spec)
@@ -151,12 +151,12 @@ class GeneratorActor(ProcessActor):
 
     @concurrent_endpoint
     async def reply_to(self, port: Port[list[Packed]]) -> None:
-        """Completions are sent there, and ahead of them a chunk every `generation.stream_interval` tokens."""
+        """Send completions to a port, and before each a chunk every `generation.stream_interval` tokens."""
         self._server = RequestServer(port)
 
     @concurrent_endpoint
     async def generate(self, requests: Sequence[EngineRequest]) -> None:
-        """Returns at once."""
+        """Start requests without waiting for them."""
         for request in requests:
             task = asyncio.ensure_future(self._generate(request))
             self._requests.add(task)
@@ -209,8 +209,8 @@ class GeneratorActor(ProcessActor):
         return result.version, figures, result.gauges
 
     def _unverified_share(self, result: PullResult, probes: ProbeFigures) -> float:
-        """The part of the weights that nothing has shown to be loaded: 0 where all were read back, or where the probes
-        could tell this version from the one before."""
+        """Share of the weights that no check has verified: 0 if all were read back, or if the probes could tell this
+        version from the one before."""
         share = 1.0 if result.readback is None else result.readback.unread_share
         if share and not probes.margin <= NOTICED:
             why = "the engine cannot be read back" if result.readback is None else describe(result.readback)
@@ -256,7 +256,8 @@ class GeneratorActor(ProcessActor):
 
 
 def _checksums_of(manifest: Manifest) -> dict[str, TensorChecksum]:
-    """See `published_checksums`, whose module imports torch: the controller, which imports this one, does without."""
+    """Checksums of a published version. Imported here because the module imports torch, which the controller does
+    without."""
     from titan_rl.weights.verification import published_checksums
 
     return published_checksums(manifest)

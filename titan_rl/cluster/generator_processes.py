@@ -37,14 +37,15 @@ T = TypeVar("T")
 
 
 class StartLosses:
-    """What starts on a host that is lost is given up for now, and the run starts without it if the rest is enough."""
+    """Losses of hosts while processes start: their processes are given up for now, and the run starts without them if
+    the rest is enough."""
 
     def __init__(self, hosts: Hosts) -> None:
         self._hosts = hosts
         self._reasons: dict[str, str] = {}  # by host
 
     async def unless_lost(self, host: str, starting: Awaitable[T]) -> T | None:
-        """What starts on a host, once it has; None where the host is lost meanwhile.
+        """Wait for a process that starts on a host. Returns None if the host is lost meanwhile.
 
         Raises:
             ActorDiedError: it does not start, though its host is there.
@@ -79,12 +80,12 @@ class StartLosses:
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.2
-"""How often a host is looked at that has to end what is left of a process."""
+"""Interval for checking whether a host is still there while it ends the rest of a process."""
 
 
 class GeneratorProcesses(SupervisedProcesses):
-    """The generators that settings describe, each an actor in a process of its own. Made by `start_generators` of
-    `server_processes`, or as part of `RunProcesses`.
+    """Generators of a run or a server, each an actor in a process of its own. Made by `start_generators`, or as part of
+    `RunProcesses`.
 
     Args:
         version: of the weights in the model's folder.
@@ -129,12 +130,13 @@ class GeneratorProcesses(SupervisedProcesses):
         return {Role.GENERATOR: RespawnLimit("hosts.max_respawns", self.hosts.config.max_respawns)}
 
     def place(self) -> None:
-        """Choose where processes go."""
+        """Choose the places of all processes."""
         generate = Roles.of(self.hosts.config, self.hosts.names).generate
         self._places.begin(generate, self.hosts.gpus)
 
     async def start(self) -> None:
-        """Start all at once. What a host has that is lost meanwhile is left to `watch`, if the rest is enough.
+        """Start all processes together. Those on a host that is lost meanwhile are left to `watch`, if the rest is
+        enough.
 
         Raises:
             ConfigError: there are too few GPUs.
@@ -156,7 +158,7 @@ class GeneratorProcesses(SupervisedProcesses):
         return [ProcessId(Role.GENERATOR, index) for index in range(self._generation.num_generators)]
 
     def _start_others(self) -> Sequence[Coroutine[Any, Any, None]]:
-        """What is started beside the generators."""
+        """Start the processes other than generators."""
         return ()
 
     def make_router(
@@ -178,7 +180,7 @@ class GeneratorProcesses(SupervisedProcesses):
         )
 
     def waits_for(self, router: GeneratorRouter) -> str:
-        """What generators that do not serve are at, with the settings that limit it."""
+        """State of the generators that do not serve, with the settings that limit how long rollouts wait."""
         names = {remote.name for remote in self._remotes.values() if remote.process.role is Role.GENERATOR}
         starting = sorted(name for name in names if not router.has_replica(name))
         lost = ", ".join(sorted(str(process) for process in self._lost if process.role is Role.GENERATOR))
@@ -189,7 +191,8 @@ class GeneratorProcesses(SupervisedProcesses):
         return "; ".join([*parts, f"rollouts wait as long as hosts.wait_s = {self.hosts.config.wait_s:g}"])
 
     def on_replica_failed(self, replica: Replica, error: Exception) -> None:
-        """For the router: an engine that has ended or hangs does not come back, though its process lives."""
+        """Handle the failure of a replica in the router: a dead or hanging engine does not recover, even if its process
+        lives."""
         if not isinstance(replica, ActorReplica) or replica.remote.reason is not None:
             return
         if isinstance(error, EngineDeadError | EngineStalledError):
@@ -221,7 +224,7 @@ class GeneratorProcesses(SupervisedProcesses):
                 background.create_task(self._bring_back(remote, router, background))
 
     async def _bring_back(self, gone: RemoteProcess, router: GeneratorRouter, background: asyncio.TaskGroup) -> None:
-        """Start another in the place of one that ended, or on another host where its own is gone."""
+        """Start a process in the place of one that ended, or on another host if its host is gone."""
         process, clock = gone.process, asyncio.get_running_loop().time
         began, host = clock(), self._host_of(process)
         clearing = background.create_task(self.clear(gone))
@@ -256,7 +259,8 @@ class GeneratorProcesses(SupervisedProcesses):
         return self._places[process.index][0].host
 
     def _place(self, process: ProcessId) -> bool:
-        """Whether there is a place for a process that ended: its own, or another where its host is gone."""
+        """Choose a place for a process that ended: its own, or one on another host if its host is gone. Returns whether
+        there is one."""
         if self.hosts.takes(self._host_of(process)):
             return True
         gpus = {host: own for host, own in self.hosts.gpus.items() if self.hosts.takes(host)}
@@ -266,7 +270,7 @@ class GeneratorProcesses(SupervisedProcesses):
         return ()
 
     async def join(self, host: str, router: GeneratorRouter) -> list[str]:
-        """Start the processes of a host that has joined: those that are without a place, and then further ones.
+        """Start processes on a host that has joined: first those that have no place, then new ones.
 
         Returns:
             the names of those that serve.
@@ -279,7 +283,7 @@ class GeneratorProcesses(SupervisedProcesses):
         return [str(process) for process, serves in zip(processes, serve, strict=True) if serves]
 
     async def _bring(self, process: ProcessId, host: str, router: GeneratorRouter) -> bool:
-        """Start what a host that has joined brings. Where that cannot be, the run is as it was without the host."""
+        """Start one process on a host that has joined. A failure leaves the run as it was without the host."""
         if host not in self.hosts.names:
             self._lost.add(process)
             return False
@@ -293,11 +297,11 @@ class GeneratorProcesses(SupervisedProcesses):
             self._joining.discard(process)
 
     def _others_of(self, host: str) -> Sequence[ProcessId]:
-        """What a host that has joined has beside generators, each with its place."""
+        """Processes other than generators for a host that has joined, with their places set."""
         return ()
 
     async def leave(self, host: str, router: GeneratorRouter, why: str) -> None:
-        """End what runs on a host, once it has finished what it is at, or `hosts.drain_s` have passed."""
+        """End the processes on a host once they have finished their work, or after `hosts.drain_s`."""
         limit_s = self.hosts.config.drain_s
         await self._leave(host, why, lambda remote: self._finish(remote, router, limit_s))
 
@@ -306,7 +310,7 @@ class GeneratorProcesses(SupervisedProcesses):
             await router.retire_replica(remote.name, limit_s)
 
     async def _restart(self, process: ProcessId, router: GeneratorRouter) -> bool:
-        """Whether another is there in the place of the one that died."""
+        """Start a process again. Returns whether it serves."""
         replica = await self._start_generator(process)
         return replica.remote.reason is None and await router.add_replica(replica)
 
@@ -359,7 +363,7 @@ class RoutedProcesses:
 
 
 STATEDICT = StateDictConfig()
-"""How weights travel to the generators of a server: it has no settings for that."""
+"""Weight transport of a server, which has no settings for it."""
 
 
 @contextlib.asynccontextmanager
@@ -372,7 +376,7 @@ async def start_generators(
     tell: Callable[[str], object] = logger.info,
     published: PublishedWeights | None = None,
 ) -> AsyncGenerator[GeneratorProcesses]:
-    """The generators of a server, which end with the block.
+    """Start the generators of a server, which end with the block.
 
     Args:
         version: of the policy that is served.
@@ -415,7 +419,7 @@ async def start_generators(
 
 @contextlib.contextmanager
 def open_transport(config: HostsConfig, run_id: str) -> Generator[StateDictTransport]:
-    """The end of a server's transport that publishes, which is closed behind the block.
+    """Open the publishing end of a server's weight transport, which is closed after the block.
 
     Args:
         run_id: as of the files with which the generators are started.

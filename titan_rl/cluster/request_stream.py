@@ -69,7 +69,7 @@ def pack(message: FromGenerator) -> Packed:
 
 
 def unpack(packed: Packed) -> FromGenerator:
-    """What `pack` was given."""
+    """Restore the message from its tuple; the inverse of `pack`."""
     match packed:
         case (request_id, token_ids, logprobs, spans, experts, top, allowed):
             return TokenChunk(
@@ -123,7 +123,7 @@ T = TypeVar("T")
 
 
 class SendBuffer(Generic[T]):
-    """What is added during one turn of the event loop, sent at its end."""
+    """Buffer of the messages of one turn of the event loop, sent together at its end."""
 
     def __init__(self, send: Callable[[list[T]], None]) -> None:
         self._send = send
@@ -140,18 +140,18 @@ class SendBuffer(Generic[T]):
 
 
 class RequestServer:
-    """The generator's end."""
+    """Sends completions and chunks from a generator's process."""
 
     def __init__(self, port: Port[list[Packed]]) -> None:
         self._port = port
         self._buffer = SendBuffer(self._send)
 
     def send(self, message: FromGenerator) -> None:
-        """A chunk of a request or, as the last of it, its completion."""
+        """Send a chunk of a request or, as its last message, its completion."""
         self._buffer.add(message)
 
     def fail(self, request_id: str, error: Exception) -> None:
-        """A request has ended without a completion."""
+        """Report a request that ended without a completion."""
         sendable = error if isinstance(error, TitanRLError) else GenerationError(summary(error))
         self._buffer.add(RequestFailed(request_id, sendable))
 
@@ -171,7 +171,7 @@ class RequestServer:
 
 
 class RequestClient:
-    """The controller's end. Completions arrive while `run` runs.
+    """Sends requests from the controller, and receives their completions while `run` runs.
 
     Args:
         remote: whose end fails every request.
@@ -189,7 +189,7 @@ class RequestClient:
         self._ended: str | None = None  # why no completion comes any more
 
     async def generate(self, request: EngineRequest, on_chunk: OnChunk | None = None) -> Completion:
-        """The completion. What comes after the caller was cancelled is dropped.
+        """Generate a completion. A completion after the caller was cancelled is dropped.
 
         Raises:
             RequestError: this request can never succeed, or its id is in use.

@@ -36,7 +36,7 @@ from titan_rl.types import Completion, GenerateFn, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class RolloutWorkerSettings:
-    """Everything a worker process needs. The task is imported there, from its name in the resolved settings."""
+    """Settings of a worker process. The task is imported there, by its name in the resolved settings."""
 
     config_path: Path  # there, as the next
     model_path: Path
@@ -53,7 +53,7 @@ class RolloutWorkerActor(ProcessActor):
 
     @concurrent_endpoint
     async def start(self) -> None:
-        """Returns once the tasks are open.
+        """Open the tasks.
 
         Raises:
             ConfigError: a task cannot be imported here.
@@ -80,9 +80,8 @@ class RolloutWorkerActor(ProcessActor):
     async def run_group(
         self, handler: str, sample: Any, group_id: str, group_size: int, sampling: SamplingParams, task: str
     ) -> RolloutGroup:
-        """As `Rollouter.run_group` of the named task, asking the controller's handler of that key. What goes back is
-        plain data, without the sample, which is there already: environments may keep in messages and samples what does
-        not pickle."""
+        """Run a group of the named task with the handler of this key; see `Rollouter.run_group`. Returns plain data
+        without the sample, because environments may keep in messages and samples what does not pickle."""
         finishing: list[asyncio.Future[None]] = []
 
         def on_finished(rollout: Rollout) -> None:
@@ -147,7 +146,7 @@ _numbers = count()
 
 
 class GroupHandler:
-    """What one group in a worker may ask for while it runs. Lives on the event loop that made it.
+    """Requests of one group that runs in a worker. Belongs to the event loop that made it.
 
     Attributes:
         key: what the worker calls it by. No other handler has it: a group that runs again has the same ids, and what a
@@ -163,7 +162,8 @@ class GroupHandler:
         self._tasks: set[asyncio.Task[Completion]] = set()
 
     async def generate(self, request: EngineRequest, time_left_s: float) -> tuple[Completion, float]:
-        """From any event loop: have this one's loop generate, within the time that the rollout has left.
+        """Generate in the handler's event loop, within the time that the rollout has left. May be called from any event
+        loop.
 
         Returns:
             The completion, and the seconds of the rollout's own that it took.
@@ -212,7 +212,7 @@ _handlers: dict[str, GroupHandler] = {}  # by key; the actor lives in the proces
 
 @contextmanager
 def handling(handler: GroupHandler) -> Generator[None]:
-    """Within the block, workers reach `handler` through the service under its key."""
+    """Register `handler`, so that workers reach it through the service under its key within the block."""
     _handlers[handler.key] = handler
     try:
         yield
@@ -221,7 +221,7 @@ def handling(handler: GroupHandler) -> Generator[None]:
 
 
 def handler_of(key: str) -> GroupHandler:
-    """The one that is reached under `key`.
+    """Handler with this key.
 
     Raises:
         RequestError: there is none: the group has ended, or runs again in another worker.
@@ -240,7 +240,7 @@ _listeners: list[Callable[[str], object]] = []
 
 @contextmanager
 def listening(listener: Callable[[str], object]) -> Generator[None]:
-    """Within the block, `listener` is called with what workers have to say, from any thread."""
+    """Register `listener`, which is called within the block with messages of workers, from any thread."""
     _listeners.append(listener)
     try:
         yield
@@ -253,12 +253,12 @@ class GenerateService(AnsweringActor):
 
     @concurrent_endpoint
     async def generate(self, key: str, request: EngineRequest, time_left_s: float) -> tuple[Completion, float]:
-        """As `GroupHandler.generate`."""
+        """Generate for the group with this key; see `GroupHandler.generate`."""
         return await handler_of(key).generate(request, time_left_s)
 
     @concurrent_endpoint
     async def say(self, text: str) -> None:
-        """Something that people should read now."""
+        """Pass on a message for people."""
         for listener in _listeners:
             listener(text)
 
@@ -305,7 +305,7 @@ class WorkerPool:
                     await self._changed.wait()
 
     def of(self, task: str) -> WorkersOfTask:
-        """What runs the groups of a task, by its name."""
+        """Runner of the groups of a task."""
         return WorkersOfTask(self, task)
 
     async def run_group(
@@ -319,7 +319,8 @@ class WorkerPool:
         sampling: SamplingParams,
         on_finished: Callable[[Rollout], None] | None = None,
     ) -> RolloutGroup:
-        """As `Rollouter.run_group` of a task; `on_finished` is called once for each rollout, however often it is run.
+        """Run a group of a task in a worker; see `Rollouter.run_group`. `on_finished` is called once for each rollout,
+        even if the group is run again.
 
         Raises:
             ActorDiedError: `max_attempts` workers died under the group, or none came up in time.

@@ -1,4 +1,4 @@
-"""The processes of one run: a trainer, generators and rollout workers."""
+"""Processes of one run: a trainer, generators and rollout workers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunProcesses(GeneratorProcesses):
-    """One trainer, its generators and rollout workers, each an actor in a process of its own. Made by
+    """Trainer, generators and rollout workers of a run, each an actor in a process of its own. Made by
     `start_processes`.
 
     Args:
@@ -172,8 +172,8 @@ class RunProcesses(GeneratorProcesses):
         return super()._host_of(process)
 
     def _place(self, process: ProcessId) -> bool:
-        """Rollout workers need nothing but a host: one that does not train, before others, and has few of them. Those
-        that came with a host, beyond as many as settings name, go with it."""
+        """Place a rollout worker whose host is gone on any host, preferably one that does not train and has few of
+        them. Workers that came with a host, beyond the number in the settings, go with it."""
         if process.role is not Role.ROLLOUT_WORKER or self.hosts.takes(self._host_of(process)):
             return super()._place(process)
         there = [host for host in self.hosts.names if self.hosts.takes(host)] if self._num_lacking() else []
@@ -184,14 +184,14 @@ class RunProcesses(GeneratorProcesses):
         return bool(there)
 
     def _num_lacking(self) -> int:
-        """Rollout workers that settings name and no host has."""
+        """Number of rollout workers in the settings that have no host."""
         workers = [_worker(index) for index in range(len(self._worker_places))]
         here = sum(worker not in self._lost and self.hosts.takes(self._host_of(worker)) for worker in workers)
         return max(0, self._config.rollout.num_workers - here)
 
     def _others_of(self, host: str) -> Sequence[ProcessId]:
-        """Rollout workers: those that the run lacks; and as many as another host has that plays, where all that
-        generate do, or fewer hosts play now than `hosts.play`."""
+        """Choose rollout workers for a host that joins: those that the run lacks, and as many as another playing host
+        has if all generating hosts play, or if fewer hosts play now than `hosts.play`."""
         players, a_host = self._roles.play, -(-self._config.rollout.num_workers // len(self._roles.play))
         playing = {place.host for place in self._worker_places if self.hosts.takes(place.host)}
         plays = {*self._roles.generate} <= {*players} or len(playing) < len(players)
@@ -230,7 +230,7 @@ async def start_processes(
     trains: bool = True,
     generates: bool = True,
 ) -> AsyncGenerator[RunProcesses]:
-    """The processes of a run, which end with the block.
+    """Start the processes of a run, which end with the block.
 
     Args:
         trains, generates: whether there is a trainer, and generators.

@@ -53,7 +53,7 @@ monarch.actor.unhandled_fault_hook = _log_fault
 
 @dataclass(frozen=True, slots=True)
 class ProcessFailure:
-    """Monarch found that the process spawned as `process_id` ended, or its actor did, without being told to."""
+    """Unexpected end of the process spawned as `process_id`, or of its actor, found by Monarch."""
 
     process_id: str
     reason: str
@@ -66,8 +66,9 @@ class _Spawned:
 
 
 class Supervisor(Actor):
-    """Lives in the controller's process. A child that dies ends no one else: its death is reported by `next_failure`,
-    and calls in flight to it fail. Processes go by the ids of their remotes, of which those of a group have the same.
+    """Actor in the controller's process that spawns all others. The death of a child ends no other process:
+    `next_failure` reports it, and calls in flight to it fail. Processes are named by the ids of their remotes; those of
+    a group share one.
     """
 
     def __init__(self) -> None:
@@ -85,14 +86,13 @@ class Supervisor(Actor):
 
     @concurrent_endpoint
     async def attach(self, host: str, worker: str) -> None:
-        """Have processes be spawned under this name by the Monarch of another machine, `tcp://HOST:PORT`. Of an address
-        whose host was lost Monarch delivers nothing any more, whoever listens there."""
+        """Attach the Monarch of another machine, `tcp://HOST:PORT`, under a name for `spawn`. Monarch never delivers
+        anything to an address whose host was lost, whoever listens there."""
         self._hosts[host] = attach_to_workers(ca="trust_all_connections", workers=[worker])
 
     @concurrent_endpoint
     async def detach(self, host: str) -> None:
-        """Go on without a machine. What it still has is not ended, nor waited for: one that is gone cannot say that
-        its processes have ended."""
+        """Detach a machine without ending or waiting for its processes, because a lost one cannot confirm their end."""
         self._hosts.pop(host, None)
         for process_id, spawned in self._processes.items():
             self._processes[process_id] = [process for process in spawned if process.host != host]
@@ -133,7 +133,7 @@ class Supervisor(Actor):
 
     @concurrent_endpoint
     async def next_failure(self) -> ProcessFailure:
-        """One process may be reported more than once."""
+        """Wait for the next failure. One process may be reported more than once."""
         return await self._failures.get()
 
     @concurrent_endpoint
@@ -182,7 +182,7 @@ class SupervisedProcesses(HostListener):
     async def spawn(
         self, process: ProcessId, actor_class: type[ProcessActor], *arguments: Any, places: Sequence[ProcessPlace]
     ) -> tuple[RemoteProcess, list[Any]]:
-        """A process in each of these places, which live and die together.
+        """Start a process in each of these places, which live and die together.
 
         Args:
             arguments: of each actor, behind its `ProcessSpec`.
@@ -222,7 +222,7 @@ class SupervisedProcesses(HostListener):
         return remote, ranks
 
     async def clear(self, remote: RemoteProcess, timeout_s: float = TERMINATE_TIMEOUT_S) -> None:
-        """End what is left of a process, or of its group, after its end. That goes on where it takes longer."""
+        """End what is left of a process or its group. Continues in the background if that takes longer."""
         with contextlib.suppress(ActorDiedError):
             await call(self._supervisor.terminate, (remote.id,), who="supervisor", timeout_s=timeout_s)
 
@@ -251,7 +251,7 @@ class SupervisedProcesses(HostListener):
         return await remote.call(self._supervisor.spawn, *order, timeout_s=self._start_timeout_s)
 
     async def _rendezvous(self, remote: RemoteProcess, places: Sequence[ProcessPlace]) -> dict[str, str]:
-        """Where the ranks of a torch.distributed world meet; nothing for one alone."""
+        """Environment with the rendezvous address of a torch.distributed group; empty for a single rank."""
         if len(places) == 1:
             return {}
         first = self.hosts[places[0].host]
@@ -269,7 +269,7 @@ class SupervisedProcesses(HostListener):
             await call(self._supervisor.terminate, ids, who="supervisor", timeout_s=TERMINATE_TIMEOUT_S)
 
     def names_by_host(self) -> dict[str, list[str]]:
-        """Of the processes that are on each host that has any, sorted."""
+        """Sorted names of the processes on each host that has any."""
         names: defaultdict[str, list[str]] = defaultdict(list)
         for remote in self._remotes.values():
             for host in self._places_of[remote.id]:
@@ -294,7 +294,7 @@ class SupervisedProcesses(HostListener):
                 remote.end(f"host {record.name} is lost: {record.reason}", excused=True)
 
     def _disconnect(self) -> None:
-        """Let go of what is held towards the processes, before they are ended."""
+        """Release the connections to the processes before they are ended."""
 
     def _note_end(self, remote: RemoteProcess) -> None:
         del self._remotes[remote.id]
@@ -302,7 +302,7 @@ class SupervisedProcesses(HostListener):
 
 
 class Startable(Protocol):
-    """What `started` starts."""
+    """Processes that `started` starts and closes."""
 
     async def start(self) -> None: ...
 
@@ -325,7 +325,7 @@ async def started(
     tell: Callable[[str], object],
     make: Callable[[Hosts], P],
 ) -> AsyncGenerator[P]:
-    """Started processes, which end with the block.
+    """Open the hosts, and start processes on them, which end with the block.
 
     Args:
         make: of the hosts on which they are.

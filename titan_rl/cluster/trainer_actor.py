@@ -34,7 +34,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class TrainerSettings:
-    """Everything the trainer process needs."""
+    """Settings of the trainer process."""
 
     model: ModelConfig
     training: TrainingConfig
@@ -68,7 +68,7 @@ class ModelCheck:
                 raise ModelError(self._complaint)
 
     def checkpoint_loaded(self) -> None:
-        """The weights of the folder are in use no more."""
+        """Note that a checkpoint has replaced the weights of the folder."""
         self._complaint = None
 
     def check_weights(self) -> None:
@@ -81,8 +81,8 @@ class ModelCheck:
 
 
 class TrainerActor(ProcessActor):
-    """One rank: steps the optimizer and publishes the weights. Its calls run one at a time, in the order they come, and
-    go to all ranks alike."""
+    """Actor of one trainer rank: steps the optimizer and publishes the weights. Its calls run one at a time in the
+    order in which they arrive, and are the same on all ranks."""
 
     def __init__(self, spec: ProcessSpec, settings: TrainerSettings) -> None:
         super().__init__(spec)
@@ -98,7 +98,8 @@ class TrainerActor(ProcessActor):
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _worked_at(self, function: Callable[..., R], *args: Any) -> R:
-        """Ranks meet in it, and one that hangs holds up all."""
+        """Run a function that counts as work in health checks: ranks wait for each other in it, so one that hangs
+        blocks all."""
         with self.work.in_progress():
             return function(*args)
 
@@ -111,7 +112,7 @@ class TrainerActor(ProcessActor):
 
     @concurrent_endpoint
     async def start(self) -> None:
-        """Returns once the model is loaded.
+        """Load the model.
 
         Raises:
             ModelError: the model folder cannot be used.
@@ -169,7 +170,7 @@ class TrainerActor(ProcessActor):
 
     @concurrent_endpoint
     async def finish_publish(self, known: frozenset[str]) -> PackedManifest:
-        """This rank's part, for who knows the layouts of these digests."""
+        """Finish publishing, and return this rank's part for a receiver that knows the layouts with these digests."""
         return pack(await in_thread(self._publisher.finish), known)
 
     @concurrent_endpoint

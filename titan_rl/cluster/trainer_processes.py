@@ -71,17 +71,17 @@ class ActorTrainer:
         self._saving: Path | None = None  # where the checkpoint begun last is to be
 
     async def step(self, samples: Sequence[TrainingSample]) -> StepResult:
-        """As `TrainerCore.step`. Each rank is sent its own rows."""
+        """Run one optimizer step; see `TrainerCore.step`. Each rank receives only its rows."""
         results: list[StepResult] = await self._all("train", *await self._rows(samples))
         agreed_version([result.version for result in results], "after a step")
         return results[0]
 
     async def measure(self, samples: Sequence[TrainingSample]) -> float:
-        """As `TrainerCore.measure`. Each rank is sent its own rows."""
+        """Measure the loss; see `TrainerCore.measure`. Each rank receives only its rows."""
         return (await self._all("measure", *await self._rows(samples)))[0]
 
     async def _rows(self, samples: Sequence[TrainingSample]) -> list[list[StepPlan]]:
-        """What each rank is sent."""
+        """Pack the samples, and return the arguments of each rank."""
         with span("packing", "trainer"):
             plans = await in_thread(self._plan, samples)
         return [[plan] for plan in plans for _ in range(self._ranks_a_row)]
@@ -90,7 +90,7 @@ class ActorTrainer:
         await self._all("begin_publish")
 
     async def finish_publish(self) -> Manifest:
-        """The version begun last, of which each rank has published its shard.
+        """Return the version begun last, once each rank has published its shard.
 
         Raises:
             StateDictError: a rank could not; none of them keeps a part of it.
@@ -99,7 +99,7 @@ class ActorTrainer:
         return join(self._layouts.unpack(await self._all("finish_publish", *known)))
 
     async def publish(self) -> Manifest:
-        """Both at once: the current version."""
+        """Publish the current version and wait for it."""
         await self.begin_publish()
         return await self.finish_publish()
 
@@ -144,11 +144,11 @@ class ActorTrainer:
 
     @property
     def excused(self) -> bool:
-        """As `MortalTrainer.excused`."""
+        """Whether its end is not counted as a death; see `MortalTrainer.excused`."""
         return self.is_leaving or self.remote.excused
 
     async def ended(self) -> str:
-        """Returns once a process of it is gone: why."""
+        """Wait for the end of one of its processes, and return the reason."""
         with contextlib.suppress(ActorDiedError):
             await self.remote.until_end(asyncio.Event().wait)
         return f"{self.remote.name} {'leaves its host' if self.is_leaving else 'died'}: {self.remote.reason}"
@@ -178,13 +178,13 @@ logger = logging.getLogger(__name__)
 
 TRAINER = ProcessId(Role.TRAINER)
 CLEAR_TIMEOUT_S = 3.0
-"""Longest wait for the end of what is left of a trainer that died. A host that is gone does not answer."""
+"""Longest wait for the end of the rest of a trainer that died. A lost host does not answer."""
 LOOK_S = 0.5
-"""How often hosts are looked at that are waited for."""
+"""Interval for checking for hosts while waiting for them."""
 
 
 def needs_of(config: RunConfig, files: RunFiles, *, trains: bool = True, generates: bool = True) -> HostNeeds:
-    """What a run has to find on its hosts."""
+    """Requirements of a run on its hosts."""
     tasks = {type_of(source.task).partition(":")[0] for source in config.sources}
     modules = tuple(sorted(tasks | named_modules(config)))
     return HostNeeds(
@@ -231,7 +231,7 @@ class TrainerProcesses:
         self.waits_for = ""
 
     async def start(self) -> ActorTrainer:
-        """All ranks, which have loaded the model.
+        """Start all ranks, and load the model.
 
         Raises:
             ActorDiedError: they did not start in time.
@@ -245,7 +245,7 @@ class TrainerProcesses:
         return self.trainer
 
     async def restart(self) -> ActorTrainer:
-        """As `start`, once nothing is left of the one before, and hosts have places for the ranks.
+        """Start all ranks again, once the rest of the trainer before is gone, and hosts have places for the ranks.
 
         Raises:
             NoHostError: none had within `wait_s`.
@@ -258,8 +258,8 @@ class TrainerProcesses:
         return await self._start(places)
 
     async def finish(self, limit_s: float) -> None:
-        """Before the trainer ends because its host is to go: what is trained is saved, and other hosts have places for
-        it, or so long has passed. Until then it trains on."""
+        """Prepare the trainer for the drain of its host: save it, and wait for places on other hosts, for `limit_s` at
+        most. It continues to train until then."""
         self.trainer.is_leaving = True
         with contextlib.suppress(TimeoutError, NoHostError):
             async with asyncio.timeout(limit_s):
@@ -338,17 +338,17 @@ class TrainerAlone(SupervisedProcesses):
         return self._trainer_places
 
     async def join(self, host: str) -> Sequence[str]:
-        """Nothing is started: a trainer that waits for a host finds this one."""
+        """Start nothing: a trainer that waits for a host finds this one."""
         return ()
 
     async def leave(self, host: str, why: str) -> None:
-        """The trainer, if it is there, is saved and moves, or goes once `hosts.drain_s` have passed."""
+        """Save and move a trainer on this host, or end it after `hosts.drain_s`."""
         limit_s = self.hosts.config.drain_s
         await self._leave(host, why, lambda remote: self.training.finish(limit_s))
 
 
 def may_train(host: Host, config: Path) -> bool:
-    """Whether it sees the run's folder, where checkpoints are, by the file of its settings."""
+    """Whether a host sees the run's folder, where checkpoints are."""
     return host.path(config) == config
 
 

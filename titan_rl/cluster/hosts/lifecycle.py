@@ -17,7 +17,7 @@ from titan_rl.core.tracing.spans import Track
 
 
 class HostState(StrEnum):
-    """Where a host stands in its life in a run. The value is its text in `hosts.json`."""
+    """State of a host in its lifecycle. The value is its text in `hosts.json`."""
 
     WANTED = "wanted"  # asked for, and not in contact with the run
     JOINING = "joining"  # its worker is contacted, and it is checked and prepared

@@ -28,11 +28,11 @@ LOOPBACK = "127.0.0.1"
 
 
 class ProcessFiles(Protocol):
-    """Where processes find and leave what outlives them."""
+    """Folder and id shared by the processes of a run or a server."""
 
     @property
     def run_id(self) -> str:
-        """In the names of what they share."""
+        """Id in the names of everything that they share."""
         ...
 
     @property
@@ -42,7 +42,7 @@ class ProcessFiles(Protocol):
 
 
 class RunFiles(ProcessFiles, Protocol):
-    """What a run's processes know of its folder."""
+    """Files of a run for its processes."""
 
     @property
     def path(self) -> Path:
@@ -62,7 +62,7 @@ class RunFiles(ProcessFiles, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """What a process is told of itself.
+    """Specification of one process.
 
     Args:
         name: of its group, unique among those that live.
@@ -84,12 +84,12 @@ class ProcessSpec:
 
     @property
     def log(self) -> Path:
-        """Where its output goes; that of the first of a group has the group's own name."""
+        """Log file for its output. The first process of a group has the group's own name."""
         return self.logs / f"{self.name}{f'-rank{self.rank}' if self.rank else ''}.log"
 
 
 class ProcessActor(AnsweringActor):
-    """The one actor of a process. Of a group that lives and dies together each has one.
+    """The one actor of a process. In a group that lives and dies together each process has one.
 
     Attributes:
         work: what it is here for, which has to get on.
@@ -126,8 +126,8 @@ def enter_actor_process(log_path: str | Path) -> None:
 
 
 def _outlive_sigterm() -> None:
-    """By a handler that does nothing. To ignore the signal would have programs that an environment starts ignore it,
-    too; and Python's own handlers are set in the main thread, which is Monarch's."""
+    """Install a SIGTERM handler that does nothing. Programs that an environment starts would inherit an ignored signal,
+    and Python's own handlers are set in the main thread, which is Monarch's."""
     faulthandler.register(signal.SIGTERM, os.open(os.devnull, os.O_WRONLY), all_threads=False)
     os.register_at_fork(after_in_child=lambda: faulthandler.unregister(signal.SIGTERM))
 

@@ -1,4 +1,4 @@
-"""An actor process as those see it who call it: while it lives calls are answered, and once it ends they all fail."""
+"""Remote process as its callers see it: calls are answered while it lives, and all fail once it ends."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class RemoteProcess:
         return self._process
 
     def watch(self, pids: Sequence[int], watcher: Watcher | None = None) -> None:
-        """Be told when one of these processes ends or hangs. Where nobody can tell, Monarch has to.
+        """Watch for the end of these processes, and for hangs. Without a watcher that can report them, Monarch has to.
 
         Args:
             watcher: of the host that they are on; by default this one's kernel, which tells of ends alone.
@@ -130,7 +130,7 @@ class RemoteProcess:
         return await asyncio.gather(*[self.call(endpoint, *args, timeout_s=timeout_s) for endpoint in endpoints])
 
     async def until_end(self, begin: Callable[[], Awaitable[Any]], timeout_s: float | None = None) -> Any:
-        """What `begin` gives to wait for, if that is done first.
+        """Wait for an awaitable, or for the end of the process if that comes first.
 
         Raises:
             ActorDiedError: as `call`.
@@ -157,7 +157,7 @@ class RemoteProcess:
 
 
 async def call(endpoint: Any, *args: Any, who: str, timeout_s: float | None = None) -> Any:
-    """As `RemoteProcess.call`, where only the answer can tell that `who` is gone."""
+    """Call an endpoint of a process that is not watched; see `RemoteProcess.call`."""
     return await RemoteProcess(who).call(endpoint, *args, timeout_s=timeout_s)
 
 

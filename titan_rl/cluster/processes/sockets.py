@@ -89,7 +89,7 @@ def has_abstract_sockets() -> bool:
 
 
 def _words(value: int) -> Iterator[tuple[int, bool]]:
-    """Where the library's tables of addresses hold one, and whether each may be written."""
+    """Find a word in the library's tables of addresses. Yields each position, and whether it is writable."""
     word = value.to_bytes(8, sys.byteorder)
     beyond_code = False
     for line in Path("/proc/self/maps").read_text().splitlines():

@@ -1,1 +1,1 @@
-"""Where the hosts of a run come from if nobody starts their workers: ssh, Slurm, Kubernetes, or what a user has."""
+"""Host providers, which start the workers of a run: ssh, Slurm, Kubernetes, or a user's own."""

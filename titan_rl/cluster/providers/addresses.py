@@ -1,4 +1,4 @@
-"""At which address a host listens, so that the others reach it."""
+"""Addresses at which hosts reach each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hosts of Kubernetes: the pods of a StatefulSet, with a worker in each; and the job that is their controller."""
+"""Kubernetes provider: the pods of a StatefulSet, with a worker in each, and the job that is their controller."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from titan_rl.config.hosts import ProviderSettings
 from titan_rl.core.errors import ConfigError, ProviderError
 
 WORKERS = "TITAN_RL_WORKERS"
-"""In the environment of the controller's pod: the names of the workers' pods, with spaces between."""
+"""Environment variable of the controller's pod with the names of the workers' pods, separated by spaces."""
 
 LONGEST_NAME = 50
 """A StatefulSet's pods carry its name with ten characters more in a label, which has 63 at most."""
 
 OWNED = ("statefulset", "service", "configmap", "networkpolicy")
-"""What is to go with the job."""
+"""Objects that are deleted together with the job."""
 
 LOOK_S = 1.0
 CONNECT_S = 5.0
@@ -83,7 +83,7 @@ def _reached(name: str, port: int) -> str:
 
 
 async def found_by(find: Callable[[str], str], names: Sequence[str], wait_s: float) -> list[str]:
-    """What `find` gives for each name, asked again where it raises OSError.
+    """Call `find` for each name, again while it raises OSError, and return the results.
 
     Raises:
         ProviderError: it does so for too long.

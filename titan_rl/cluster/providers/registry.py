@@ -18,8 +18,7 @@ Workers = AbstractAsyncContextManager[Iterable[str]]
 
 @dataclass(frozen=True, slots=True)
 class ProviderKind:
-    """How hosts are had from a provider. A plain function from `ProviderSpec` to `Workers` is of a kind that takes no
-    jobs.
+    """Kind of provider. A plain function from `ProviderSpec` to `Workers` is a kind that takes no jobs.
 
     Args:
         workers: starts a worker a host, gives their addresses as "10.0.0.2:22222", and ends at the block's end what it

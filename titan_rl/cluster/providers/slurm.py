@@ -21,14 +21,14 @@ from titan_rl.config.hosts import ProviderSettings
 from titan_rl.core.errors import ConfigError
 
 DEAD = ("DOWN", "ERROR", "POWER")
-"""What the states of nodes begin with that run nothing."""
+"""Beginnings of the states of nodes that run nothing."""
 GOING = ("DRAIN", "FAIL")
-"""Of nodes that still run what they have, and are to be rid of it."""
+"""Beginnings of the states of nodes that still run their processes, and are to be drained."""
 
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """Of an allocation, by name, in Slurm's order.
+    """Nodes of an allocation by name, in Slurm's order.
 
     Attributes:
         there: all that can run something.
@@ -56,7 +56,7 @@ async def nodes_of_this_job() -> list[str]:
 
 
 async def nodes_of(job: str) -> Nodes:
-    """Those that it has now.
+    """Nodes of a job now.
 
     Raises:
         ProviderError: Slurm does not say.
@@ -83,12 +83,12 @@ def _states(said: str) -> dict[str, str]:
 
 
 def _is(state: str, kinds: tuple[str, ...]) -> bool:
-    """Whether one of its parts is of these kinds, as DOWN* and IDLE+DRAIN are."""
+    """Whether one part of a state begins with one of these kinds; states look like DOWN* and IDLE+DRAIN."""
     return any(part.startswith(kinds) for part in state.split("+"))
 
 
 LONGEST_NAME = 60
-"""Of a run, before its job's number."""
+"""Longest name of a run, to which the number of its job is added."""
 
 STEP = (
     *("--nodes=1", "--ntasks=1"),
@@ -101,7 +101,7 @@ STEP = (
 
 
 LOOK_S = 20.0
-"""How often slurmctld is asked at most, which serves a whole cluster."""
+"""Least interval between requests to slurmctld, which serves a whole cluster."""
 
 
 @contextlib.asynccontextmanager

@@ -15,8 +15,8 @@ from titan_rl.config.hosts import WORKER_DRAIN_S, ProviderSettings
 
 @runtime_checkable
 class ChangingWorkers(Protocol):
-    """What a provider may give in the place of a list of addresses: those that the run begins with, and, whenever it is
-    asked, those that there are."""
+    """Changing list of workers that a provider may give instead of a list of addresses: iteration gives those at the
+    start, `current` those that exist now."""
 
     def __iter__(self) -> Iterator[str]: ...
 
@@ -32,7 +32,7 @@ class ChangingWorkers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ProviderSpec:
-    """What a provider starts workers with.
+    """Arguments for starting the workers of a run.
 
     Args:
         settings: what [hosts] says of it.
@@ -72,12 +72,12 @@ class Submission:
 
 
 def worker_command(settings: ProviderSettings, address: str) -> list[str]:
-    """As `command`, of a worker."""
+    """Command that runs a worker; see `command`."""
     drain = settings.worker_drain_s
     options = [] if drain == WORKER_DRAIN_S else ["--drain-s", str(drain)]
     return [*command(settings), "worker", "--listen", address, *options]
 
 
 def command(settings: ProviderSettings) -> list[str]:
-    """The words that run titan-rl on hosts whose files are where they are here."""
+    """Command that runs titan-rl on hosts that have the same files as this one."""
     return shlex.split(settings.command) if settings.command else [sys.executable, "-m", "titan_rl.cli.main"]

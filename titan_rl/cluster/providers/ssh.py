@@ -1,5 +1,5 @@
-"""Hosts over ssh: a worker on each for as long as the run, ended when the connection is, and started again on a host
-that can be reached again."""
+"""ssh provider: a worker on each host for the duration of the run. It ends with its connection, and is started again
+once the host is reachable again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEFAULTS = (
     *("-o", "ServerAliveInterval=15"),
     *("-o", "ServerAliveCountMax=4"),
 )
-"""Of ssh, which takes the first value that it is given: a user's options stand before them."""
+"""Options of ssh. It takes the first value of each, so a user's options stand before them."""
 
 FIX = 'mend DNS or /etc/hosts, or say by host where its worker listens: hosts.ssh.addresses = { "HOST" = "10.0.0.2" }'
 
@@ -54,7 +54,7 @@ def render(submission: Submission) -> str:
 
 
 def _remote(settings: ProviderSettings, address: str) -> str:
-    """For whichever shell the user has there. It begins in this folder where that is there, too."""
+    """Remote command for any shell of the user. It runs in the current folder if the host has that, too."""
     words = worker_command(settings, with_port(address, settings.port))
     return shlex.join(tethered(words, str(Path.cwd())))
 
@@ -67,7 +67,7 @@ def _shown_address(ssh: SSHConfig, host: str) -> str:
 
 
 async def _addresses(ssh: SSHConfig, hosts: Sequence[str]) -> dict[str, str]:
-    """At which the workers of these hosts listen."""
+    """Addresses at which the workers of these hosts listen."""
     names = {host: await _name(host, ssh.options) for host in hosts}
     known = {names[host]: address for host, address in ssh.addresses.items() if host in names}
     by_name = await asyncio.to_thread(addresses_of, list(names.values()), known, fix=FIX)
@@ -75,7 +75,7 @@ async def _addresses(ssh: SSHConfig, hosts: Sequence[str]) -> dict[str, str]:
 
 
 async def _name(host: str, options: Sequence[str]) -> str:
-    """What ssh connects to, which `~/.ssh/config` may know by another name."""
+    """Hostname that ssh connects to, which `~/.ssh/config` may define."""
     known = await said_by(["ssh", *options, "-G", host])
     for line in known.splitlines():
         key, _, value = line.partition(" ")

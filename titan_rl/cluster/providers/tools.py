@@ -17,12 +17,12 @@ ANSWER_S = 60.0
 
 
 async def said_by(words: Sequence[str]) -> str:
-    """As `run_tool`, in a thread."""
+    """Run `run_tool` in a thread."""
     return await asyncio.to_thread(run_tool, words)
 
 
 def run_tool(words: Sequence[str], given: str = "") -> str:
-    """What a command says on standard output.
+    """Run a command, and return its standard output.
 
     Args:
         given: on its standard input.

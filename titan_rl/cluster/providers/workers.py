@@ -19,10 +19,10 @@ KEPT = 4096
 """Bytes of what a worker has said last."""
 
 END_S = 20.0
-"""For a worker that is told to end; a run's processes there have ended before."""
+"""Longest wait for the end of a worker. The processes of a run have ended before."""
 
 SSH_FAILED = 255
-"""What ssh ends with by itself; else with what the worker did."""
+"""Exit code of ssh for its own failures; otherwise it exits with the code of the worker."""
 
 _TETHERED = 'exec 3<&0 </dev/null; (cat <&3; kill -TERM $$) >/dev/null 2>&1 & exec 3<&-; exec "$@"'
 
@@ -69,7 +69,7 @@ class WorkerProcess:
         self._following = asyncio.create_task(self._follow(), name=f"worker on {self.host}")
 
     async def address(self) -> str:
-        """Where the worker listens, once it does.
+        """Address of the worker, once it listens.
 
         Raises:
             ProviderError: it has ended instead.
@@ -77,12 +77,12 @@ class WorkerProcess:
         return await asyncio.shield(self._address)
 
     async def ended(self) -> str:
-        """Returns once the command has ended: how it did, with its last words."""
+        """Wait for the end of the command, and return a description with its last line."""
         return await asyncio.shield(self._following)
 
     @property
     def was_told_to(self) -> bool:
-        """It has ended in order, after SIGTERM, as `titan-rl worker` does."""
+        """Whether it ended in order after SIGTERM, as `titan-rl worker` does."""
         return self._process.returncode == 128 + signal.SIGTERM
 
     async def end(self) -> None:
@@ -130,7 +130,7 @@ MOST_WAIT_S = 60.0
 
 @dataclass(slots=True)
 class _Kept:
-    """One host.
+    """State of the worker of one host.
 
     Attributes:
         tried: set once its worker listens, or has failed.
@@ -184,14 +184,14 @@ class KeptWorkers:
         return self._kept.keys()
 
     def address_of(self, host: str) -> str | None:
-        """Where its worker listens now."""
+        """Address at which the worker of a host listens now."""
         return self._kept[host].address
 
     async def current(self) -> Collection[str]:
         return [kept.address for kept in self._kept.values() if kept.address is not None]
 
     def keep(self, host: str, words: Sequence[str]) -> None:
-        """From now on this command is to run a worker there."""
+        """Keep a worker running on a host with this command."""
         kept = self._kept[host] = _Kept(words)
         kept.keeping = asyncio.create_task(self._keep(host, kept), name=f"worker on {host}")
 
@@ -204,7 +204,7 @@ class KeptWorkers:
             keeping.add_done_callback(self._ending.discard)
 
     async def close(self) -> None:
-        """Returns once all have ended."""
+        """End all workers and wait for that."""
         self.let_go(self.hosts)
         await asyncio.gather(*self._ending, return_exceptions=True)
 
@@ -250,7 +250,7 @@ class KeptWorkers:
             wait_s = min(2 * wait_s, self._most_wait_s)
 
     async def _run(self, host: str, kept: _Kept) -> str | None:
-        """How a worker failed; None where it was told to end."""
+        """Run a worker until it ends. Returns the reason of its failure; None if it was told to end."""
         worker = WorkerProcess(host, kept.words, self._log_of(host), self._tell)
         try:
             await worker.start()
