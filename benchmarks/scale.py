@@ -124,7 +124,6 @@ class ScaledRun:
             files=RunFiles(),
             published=self._published,
             hosts=_one_host(),
-            tell=lambda text: None,
         )
         processes.traffic, processes.length_of, processes.generators = self._traffic, length_of, {}
         await processes.start()
@@ -227,7 +226,9 @@ class ScaledRun:
 
 
 def _one_host() -> Hosts:
-    hosts = Hosts(SimulatedSupervisor(), HostsConfig(max_respawns=1 << 20), HostNeeds(Path(), Path()))
+    hosts = Hosts(
+        SimulatedSupervisor(), HostsConfig(max_respawns=1 << 20), HostNeeds(Path(), Path()), lambda text: None
+    )
     hosts.add(Host("here", LOOPBACK, None))
     return hosts
 

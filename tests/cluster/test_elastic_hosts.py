@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from titan_rl.cluster.liveness.heartbeat import receive, send
 from titan_rl.cluster.liveness.host_monitor import HostMonitor
 from titan_rl.cluster.processes.remote_process import RemoteProcess
 from titan_rl.config.hosts import HostsConfig
+from titan_rl.core.calls.watchdog import logged
 from titan_rl.core.errors import ActorDiedError, ConfigError
 
 
@@ -38,6 +40,8 @@ class LeavingHosts:
         for number, name in enumerate(names or ("there",), 2):
             self.lifecycles.add(SimpleNamespace(name=name, worker=f"10.0.0.{number}:22222", worker_id="c81e"))
         self.may_end = asyncio.Event()
+        self.told: list[str] = []
+        self.tell = logged(self.told.append, logging.getLogger("hosts"))
 
     def is_about_to_go(self, name: str) -> None:
         self.lifecycles.announce_leaving(self.record(name), "its worker got SIGTERM")
@@ -73,22 +77,24 @@ class Processes:
 
 
 async def test_what_becomes_of_hosts_is_in_the_log(caplog: pytest.LogCaptureFixture):
-    hosts, told = LeavingHosts(), list[str]()
+    hosts = LeavingHosts()
+    told = hosts.told
     hosts.may_end.set()
-    elastic = ElasticHosts(Processes(hosts), told.append)  # pyright: ignore[reportArgumentType]
+    elastic = ElasticHosts(Processes(hosts))  # pyright: ignore[reportArgumentType]
     with caplog.at_level("WARNING"):
         await elastic.drain("there", "it was asked to")
     assert caplog.messages == told == ["host there is drained: it was asked to"]
 
 
 async def test_a_host_that_is_lost_while_it_drains_is_told_of_once():
-    hosts, told = LeavingHosts(), list[str]()
+    hosts = LeavingHosts()
+    told = hosts.told
 
     class Losing(Processes):
         async def leave(self, host: str, why: str) -> None:
             hosts.lose(host, "it fell silent")
 
-    elastic = ElasticHosts(Losing(hosts), told.append)  # pyright: ignore[reportArgumentType]
+    elastic = ElasticHosts(Losing(hosts))  # pyright: ignore[reportArgumentType]
     await elastic.drain("there", "it was asked to")
     assert told == ["host there is lost: it fell silent"]
     assert [(host.name, host.state) for host in elastic.statuses()] == [("there", "gone")]
@@ -100,7 +106,7 @@ async def test_a_host_that_is_lost_while_it_drains_is_told_of_once():
 async def test_who_has_a_host_drained_that_is_there_no_more_is_told_what_became_of_it(state: str, said: str):
     hosts = LeavingHosts()
     hosts.may_end.set()
-    elastic = ElasticHosts(Processes(hosts), lambda text: None)  # pyright: ignore[reportArgumentType]
+    elastic = ElasticHosts(Processes(hosts))  # pyright: ignore[reportArgumentType]
     if state == "left":
         await elastic.drain("there", "it was told to")
     else:
@@ -127,8 +133,9 @@ async def test_a_host_joins_until_its_processes_are_up(caplog: pytest.LogCapture
             await up.wait()
             return ["generator-7"]
 
-    begun, up, told = asyncio.Event(), asyncio.Event(), list[str]()
-    elastic = ElasticHosts(Starting(Joining()), told.append)  # pyright: ignore[reportArgumentType]
+    begun, up, hosts = asyncio.Event(), asyncio.Event(), Joining()
+    told = hosts.told
+    elastic = ElasticHosts(Starting(hosts))  # pyright: ignore[reportArgumentType]
     joining = asyncio.ensure_future(elastic.add("10.0.0.3:22222"))
     await begun.wait()
     states = {host.name: (host.state, host.reason) for host in elastic.statuses()}
@@ -143,7 +150,7 @@ async def test_a_host_joins_until_its_processes_are_up(caplog: pytest.LogCapture
 
 async def test_a_host_is_known_all_the_while_that_it_leaves():
     hosts = LeavingHosts()
-    elastic = ElasticHosts(Processes(hosts), lambda text: None)  # pyright: ignore[reportArgumentType]
+    elastic = ElasticHosts(Processes(hosts))  # pyright: ignore[reportArgumentType]
     leaving = asyncio.ensure_future(elastic.drain("there", "asked to"))
     seen: list[str] = []
     while hosts.names or not seen:
@@ -160,7 +167,7 @@ def test_a_host_that_was_lost_while_the_run_started_is_among_them():
     hosts = LeavingHosts()
     hosts.lifecycles.add(SimpleNamespace(name="other", worker="10.0.0.3:22222", worker_id="c81f"))
     hosts.lose("other", "it fell silent")
-    elastic = ElasticHosts(Processes(hosts), lambda text: None)  # pyright: ignore[reportArgumentType]
+    elastic = ElasticHosts(Processes(hosts))  # pyright: ignore[reportArgumentType]
     states = [(host.name, host.address, host.state, host.reason) for host in elastic.statuses()]
     assert states[1:] == [("other", "10.0.0.3:22222", "gone", "it fell silent")]
 
@@ -168,7 +175,7 @@ def test_a_host_that_was_lost_while_the_run_started_is_among_them():
 def test_a_host_that_was_lost_before_it_had_a_name_is_among_them_by_its_address():
     hosts = LeavingHosts()
     hosts.lifecycles.join_failed(hosts.lifecycles.join("10.0.0.4:22222"), "its worker has ended")
-    elastic = ElasticHosts(Processes(hosts), lambda text: None)  # pyright: ignore[reportArgumentType]
+    elastic = ElasticHosts(Processes(hosts))  # pyright: ignore[reportArgumentType]
     states = [(host.name, host.address, host.state, host.reason) for host in elastic.statuses()]
     assert states[1:] == [("", "10.0.0.4:22222", "gone", "its worker has ended")]
 
@@ -205,10 +212,11 @@ async def until_drained(told: list[str], name: str) -> None:
 
 
 async def test_a_host_that_is_about_to_go_is_drained_also_where_it_said_so_before_anybody_heard():
-    hosts, told = LeavingHosts("a", "b", "c"), list[str]()
+    hosts = LeavingHosts("a", "b", "c")
+    told = hosts.told
     hosts.may_end.set()
     hosts.is_about_to_go("a")
-    elastic = ElasticHosts(Processes(hosts), told.append)  # pyright: ignore[reportArgumentType]
+    elastic = ElasticHosts(Processes(hosts))  # pyright: ignore[reportArgumentType]
     await until_drained(told, "a")
     hosts.is_about_to_go("b")
     await until_drained(told, "b")
@@ -222,8 +230,9 @@ async def test_a_host_that_is_about_to_go_and_cannot_be_drained_is_told_of_whate
         async def leave(self, host: str, why: str) -> None:
             raise error
 
-    hosts, told = LeavingHosts("a", "b"), list[str]()
-    elastic = ElasticHosts(Failing(hosts), told.append)  # pyright: ignore[reportArgumentType]
+    hosts = LeavingHosts("a", "b")
+    told = hosts.told
+    elastic = ElasticHosts(Failing(hosts))  # pyright: ignore[reportArgumentType]
     hosts.is_about_to_go("a")
     await asyncio.sleep(1)  # virtual: all that can happen has
     (line,) = told
@@ -234,8 +243,9 @@ async def test_a_host_that_is_about_to_go_and_cannot_be_drained_is_told_of_whate
 
 @pytest.mark.looptime
 async def test_where_each_host_is_about_to_go_it_is_said_once_and_nothing_is_moved_any_more():
-    hosts, told, ends = LeavingHosts("a", "b", "c"), list[str](), list[str]()
-    elastic = ElasticHosts(Processes(hosts), told.append, lambda: ends.append("now"))  # pyright: ignore[reportArgumentType]
+    hosts, ends = LeavingHosts("a", "b", "c"), list[str]()
+    told = hosts.told
+    elastic = ElasticHosts(Processes(hosts), lambda: ends.append("now"))  # pyright: ignore[reportArgumentType]
     hosts.is_about_to_go("a")
     while hosts.names != ["b", "c"]:  # noqa: ASYNC110  there is no event
         await asyncio.sleep(0)
@@ -250,9 +260,10 @@ async def test_where_each_host_is_about_to_go_it_is_said_once_and_nothing_is_mov
 
 
 async def test_where_others_may_come_hosts_that_are_all_about_to_go_are_drained():
-    hosts, told = LeavingHosts("a", "b"), list[str]()
+    hosts = LeavingHosts("a", "b")
+    told = hosts.told
     hosts.may_end.set()
-    elastic = ElasticHosts(Processes(hosts), told.append)  # pyright: ignore[reportArgumentType]
+    elastic = ElasticHosts(Processes(hosts))  # pyright: ignore[reportArgumentType]
     for name in ("a", "b"):
         hosts.is_about_to_go(name)
     for name in ("a", "b"):

@@ -135,7 +135,7 @@ def cluster_of(
         tasks=[TaskSource(task=Counting())],  # pyright: ignore[reportArgumentType]
         **settings,
     )
-    hosts = Hosts(supervisor, config.hosts, HostNeeds(folder, folder))
+    hosts = Hosts(supervisor, config.hosts, HostNeeds(folder, folder), told.append)
     for name in names:
         hosts.add(host_of(name))
     processes = RunProcesses(
@@ -144,7 +144,6 @@ def cluster_of(
         PublishedWeights(),
         hosts,
         None,
-        told.append,
         trains=True,
         generates=generates,
     )

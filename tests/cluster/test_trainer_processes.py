@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,8 +32,9 @@ SETTINGS = TrainerSettings(ModelConfig(path="unused", max_context=16), TRAINING,
 class Processes:
     """Remembers what was asked of it, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, told: list[str]) -> None:
         self.asked: list[str] = []
+        self.hosts = SimpleNamespace(tell=told.append)
 
     async def spawn(
         self, process: ProcessId, actor_class: object, *arguments: Any, places: Sequence[ProcessPlace]
@@ -46,9 +48,9 @@ class Processes:
 
 def processes_on(hosts: dict[str, tuple[str, ...]], told: list[str], wait_s: float) -> tuple[Processes, Any]:
     places = [ProcessPlace("a"), ProcessPlace("a")]
-    processes: Any = Processes()
+    processes: Any = Processes(told)
     again = lambda: place_trainer_again(TRAINING, places, hosts)  # noqa: E731
-    return processes, TrainerProcesses(processes, SETTINGS, again, wait_s=wait_s, tell=told.append)
+    return processes, TrainerProcesses(processes, SETTINGS, again, wait_s=wait_s)
 
 
 async def test_what_is_left_of_it_is_cleared_before_another_starts_on_a_host_that_is_there() -> None:

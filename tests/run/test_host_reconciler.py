@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import stat
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from titan_rl.cluster.hosts.elastic import ASK_S, MISSES, RETRY_S, HostReconciler, ProvidedHosts
 from titan_rl.cluster.hosts.lifecycle import HostLifecycles, HostState, HostStatus
 from titan_rl.cluster.hosts.requests import HostFiles, HostRequest, HostStates, describe
+from titan_rl.core.calls.watchdog import logged
 from titan_rl.core.errors import ActorDiedError, ConfigError, TitanRLError
 from titan_rl.core.run_files import RunStatus
 from titan_rl.run.status import noted
@@ -29,6 +31,8 @@ class Hosts:
         self.tries: list[str] = []
         self.started_anew: set[str] = set()  # those whose workers are others than before
         self.join_s = 0.0
+        self.told: list[str] = []
+        self.tell = logged(self.told.append, logging.getLogger("hosts"))
 
     @property
     def inside(self) -> dict[str, str]:
@@ -84,9 +88,8 @@ def goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
 def reconciler_of(
     run_dir: Path, hosts: Hosts, *addresses: str, file: Path | None = None
 ) -> tuple[HostReconciler, list[str]]:
-    told: list[str] = []
     elastic: Any = hosts
-    return HostReconciler(elastic, HostFiles(run_dir), addresses, file, told.append), told
+    return HostReconciler(elastic, HostFiles(run_dir), addresses, file), hosts.told
 
 
 @pytest.mark.looptime
@@ -176,7 +179,7 @@ async def test_hosts_come_and_go_as_a_provider_says(run_dir: Path, caplog: pytes
 
     hosts, provided = Hosts(H1, H2), ProvidedHosts([H1], current)
     elastic: Any = hosts
-    reconciler = HostReconciler(elastic, HostFiles(run_dir), [H1], None, print, None, provided)
+    reconciler = HostReconciler(elastic, HostFiles(run_dir), [H1], None, None, provided)
     watching = [asyncio.ensure_future(reconciler.watch()), asyncio.ensure_future(provided.watch())]
 
     async def answer(value: object, times: float) -> dict[str, str]:
@@ -282,7 +285,7 @@ async def test_a_run_whose_processes_start_forgets_what_it_said_before_and_answe
         HostFiles(run_dir).ask("add", "10.0.0.1", 0.0)
     hosts = Hosts(H1)
     elastic: Any = hosts
-    reconciler = HostReconciler(elastic, files, (), None, print)
+    reconciler = HostReconciler(elastic, files, (), None)
     reconciler.look()
     await asyncio.sleep(0)
     assert hosts.inside == {H1: "in the run"}

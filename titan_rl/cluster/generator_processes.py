@@ -25,7 +25,6 @@ from titan_rl.config.model_folder import start_limit_s
 from titan_rl.config.sections import GenerationConfig, RoutingConfig, StateDictConfig
 from titan_rl.config.serve import ServeConfig
 from titan_rl.core.calls.user_code import reason
-from titan_rl.core.calls.watchdog import logged
 from titan_rl.core.errors import ActorDiedError, EngineDeadError, EngineStalledError, TitanRLError
 from titan_rl.generation.router.replica import Limits, Replica
 from titan_rl.generation.router.router import GeneratorRouter
@@ -58,12 +57,11 @@ class StartLosses:
             self._reasons.setdefault(host, str(error))
             return None
 
-    def check(self, num_generators: int, least: int, tell: Callable[[str], object]) -> None:
+    def check(self, num_generators: int, least: int) -> None:
         """
         Args:
             num_generators: that have started.
             least: as `generation.least_generators`.
-            tell: shows a person which hosts the run starts without.
 
         Raises:
             ActorDiedError: these are too few, of which some were to be on hosts that are lost.
@@ -74,7 +72,7 @@ class StartLosses:
                 f"{reasons}; of the generators {num_generators} came up, and generation.least_generators is {least}"
             )
         for host, why in self._reasons.items():
-            tell(f"the run starts without host {host}: {why}")
+            self._hosts.tell(f"the run starts without host {host}: {why}")
 
 
 logger = logging.getLogger(__name__)
@@ -91,7 +89,6 @@ class GeneratorProcesses(SupervisedProcesses):
         version: of the weights in the model's folder.
         max_running: most requests one engine advances at a time.
         sleeps: engines give their memory to a trainer at times.
-        tell: shows a person which processes die and are there again.
     """
 
     def __init__(
@@ -107,7 +104,6 @@ class GeneratorProcesses(SupervisedProcesses):
         files: ProcessFiles,
         published: PublishedWeights,
         hosts: Hosts,
-        tell: Callable[[str], object],
         sleeps: bool = False,
     ) -> None:
         self.replicas: list[ActorReplica]
@@ -121,7 +117,7 @@ class GeneratorProcesses(SupervisedProcesses):
         self._plan = GeneratorPlan(model, generation, statedict, files.run_id, seed, version, max_running, sleeps)
         super().__init__(files, hosts, start_limit_s(model, generation))
         self._published = published
-        self._tell = logged(tell, logger)
+        self._tell = hosts.tell
         self._respawns = Respawns(self._respawn_limits())
         self._ended: asyncio.Queue[RemoteProcess] = asyncio.Queue()
         self.opened: list[ActorReplica] = []
@@ -151,7 +147,7 @@ class GeneratorProcesses(SupervisedProcesses):
             for other in self._start_others():
                 starting.create_task(other)
         self.replicas = [replica for task in generators if (replica := task.result()) is not None]
-        self._losses.check(len(self.replicas), min(self._generation.least_generators, len(generators)), self._tell)
+        self._losses.check(len(self.replicas), min(self._generation.least_generators, len(generators)))
 
     def _first_generators(self) -> Sequence[ProcessId]:
         """Generators that the run starts with."""
@@ -403,7 +399,6 @@ async def start_generators(
             files=files,
             published=published or PublishedWeights(),
             hosts=hosts,
-            tell=tell,
         )
 
     needs = HostNeeds(

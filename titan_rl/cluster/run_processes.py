@@ -56,7 +56,6 @@ class RunProcesses(GeneratorProcesses):
         published: PublishedWeights,
         hosts: Hosts,
         service: Any,
-        tell: Callable[[str], object],
         *,
         trains: bool,
         generates: bool,
@@ -73,7 +72,6 @@ class RunProcesses(GeneratorProcesses):
             files=files,
             published=published,
             hosts=hosts,
-            tell=tell,
             sleeps=config.scheduling.on_batch_ready == "sleep",
         )
         self.training: TrainerProcesses
@@ -139,9 +137,7 @@ class RunProcesses(GeneratorProcesses):
             lends_memory=self._plan.sleeps,
             began_with=self._began_with,
         )
-        self.training = TrainerProcesses(
-            self, settings, self._place_trainer, wait_s=config.hosts.wait_s, tell=self._tell
-        )
+        self.training = TrainerProcesses(self, settings, self._place_trainer, wait_s=config.hosts.wait_s)
         while True:
             hosts = {place.host for place in self._trainer_places}
             try:
@@ -242,7 +238,7 @@ async def start_processes(
 
     def make(hosts: Hosts) -> RunProcesses:
         service = this_proc().spawn("generate_service", GenerateService)
-        return RunProcesses(config, files, published, hosts, service, tell, trains=trains, generates=generates)
+        return RunProcesses(config, files, published, hosts, service, trains=trains, generates=generates)
 
     async with started(
         files, config.hosts, needs_of(config, files, trains=trains, generates=generates), tell, make

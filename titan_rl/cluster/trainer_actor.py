@@ -8,6 +8,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -92,21 +93,23 @@ class TrainerActor(ProcessActor):
         self._has_stepped = False
         self._model: ModelCheck
 
-    async def _run(self, name: str, function: Callable[..., R], *args: Any) -> R:
+    async def _run(self, name: str, function: Callable[..., R], *args: Any, is_work: bool = False) -> R:
+        """Run a function in the trainer's thread.
+
+        Args:
+            is_work: health checks watch its progress: ranks wait for each other in it, so one that hangs blocks all.
+        """
         # Monarch keeps the actor that calls in the context.
-        work = partial(contextvars.copy_context().run, self._do, name, function, *args)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        work = partial(self._do, name, partial(function, *args), is_work)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, contextvars.copy_context().run, work)
 
-    def _worked_at(self, function: Callable[..., R], *args: Any) -> R:
-        """Run a function that counts as work in health checks: ranks wait for each other in it, so one that hangs
-        blocks all."""
-        with self.work.in_progress():
-            return function(*args)
-
-    def _do(self, name: str, function: Callable[..., R], *args: Any) -> R:
+    def _do(self, name: str, function: partial[Any], is_work: bool) -> Any:
         self._track.enter(name)
         try:
-            return _outcome(function, *args)
+            with self.work.in_progress() if is_work else nullcontext():
+                return function()
+        except StopIteration as error:  # of a user's loss: no future takes it, and its caller would wait forever
+            raise RuntimeError(f"StopIteration: {error}") from error
         finally:
             self._track.enter("idle", idle=True)
 
@@ -141,7 +144,7 @@ class TrainerActor(ProcessActor):
     async def train(self, plan: StepPlan) -> StepResult:
         """Run `TrainerCore.train`, which skips what cannot be trained on, with idle_s among the metrics: how long this
         rank had nothing to do since the end of the step before; 0 in its first."""
-        return await self._run("step", self._worked_at, self._train, plan)
+        return await self._run("step", self._train, plan, is_work=True)
 
     def _train(self, plan: StepPlan) -> StepResult:
         self._track.note(step=self._trainer.version + 1)
@@ -154,7 +157,7 @@ class TrainerActor(ProcessActor):
 
     @concurrent_endpoint
     async def measure(self, plan: StepPlan) -> float:
-        return await self._run("measure", self._worked_at, self._trainer.measure_plan, plan)
+        return await self._run("measure", self._trainer.measure_plan, plan, is_work=True)
 
     @concurrent_endpoint
     async def begin_publish(self) -> None:
@@ -207,10 +210,3 @@ class TrainerActor(ProcessActor):
     @concurrent_endpoint
     async def export(self, path: Path) -> None:
         await self._run("export", self._trainer.export_hf, path)
-
-
-def _outcome(function: Callable[..., R], *args: Any) -> R:
-    try:
-        return function(*args)
-    except StopIteration as error:  # of a user's loss, say: no future takes it, and its caller would wait for ever
-        raise RuntimeError(f"StopIteration: {error}") from error

@@ -28,7 +28,6 @@ from titan_rl.config.run import RunConfig
 from titan_rl.config.task_tables import type_of
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.calls.user_code import summary
-from titan_rl.core.calls.watchdog import logged
 from titan_rl.core.errors import ActorDiedError, ConfigError, NoHostError, TitanRLError
 from titan_rl.core.tracing.spans import span
 from titan_rl.training.data.packing import StepPlan, plan_step
@@ -220,13 +219,12 @@ class TrainerProcesses:
         places: Callable[[], Sequence[ProcessPlace]],
         *,
         wait_s: float,
-        tell: Callable[[str], object] = logger.info,
     ) -> None:
         self._processes = processes
         self._settings = settings
         self._places = places
         self._wait_s = wait_s
-        self._tell = tell
+        self._tell = processes.hosts.tell
         self.before_leaving: Callable[[], Awaitable[object]] = _nothing
         self.waits_for = ""
 
@@ -300,19 +298,15 @@ class TrainerAlone(SupervisedProcesses):
 
     Attributes:
         training: its processes.
-
-    Args:
-        tell: shows a person what it waits for.
     """
 
     training: TrainerProcesses
 
-    def __init__(self, config: RunConfig, files: RunFiles, hosts: Hosts, tell: Callable[[str], object]) -> None:
+    def __init__(self, config: RunConfig, files: RunFiles, hosts: Hosts) -> None:
         super().__init__(files, hosts, start_limit_s(config.model, config.generation))
         self._config = config
         self._config_path = files.config
         self._began_with = files.model
-        self._tell = logged(tell, logger)
         self._trainer_places: tuple[ProcessPlace, ...]
 
     async def start(self) -> None:
@@ -328,7 +322,7 @@ class TrainerAlone(SupervisedProcesses):
         )
         train = Roles.of(config.hosts, self.hosts.names).train
         self._trainer_places = place_trainer(config.training, train, self.hosts.gpus)
-        self.training = TrainerProcesses(self, settings, self._place, wait_s=config.hosts.wait_s, tell=self._tell)
+        self.training = TrainerProcesses(self, settings, self._place, wait_s=config.hosts.wait_s)
         await self.training.start()
 
     def _place(self) -> Sequence[ProcessPlace]:
@@ -363,6 +357,6 @@ async def start_trainer(
         ActorDiedError: a process did not start within `generation.start_timeout_s`.
     """
     needs = needs_of(config, files, generates=False)
-    make = partial(TrainerAlone, config, files, tell=tell)
+    make = partial(TrainerAlone, config, files)
     async with started(files, config.hosts, needs, tell, make) as alone:
         yield alone

@@ -200,7 +200,7 @@ def watcher(
     from titan_rl.cluster.generator_processes import RoutedProcesses
 
     routed = RoutedProcesses(processes, router)
-    watch_hosts = hosts_watcher(config.hosts, files, routed, tell, history, provided)
+    watch_hosts = hosts_watcher(config.hosts, files, routed, history, provided)
 
     async def watch() -> None:
         async with background_tasks(hosts=watch_hosts()):

@@ -23,7 +23,6 @@ from titan_rl.cluster.hosts.requests import AddressFile, HostFiles, HostRequest,
 from titan_rl.cluster.liveness.host_monitor import RemoteWatcher
 from titan_rl.config.hosts import HostsConfig, join_address, split_address
 from titan_rl.core.calls.user_code import reason
-from titan_rl.core.calls.watchdog import logged
 from titan_rl.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -60,7 +59,6 @@ class ElasticHosts(HostListener):
     """Joins and drains hosts of a run that goes on. A host that does not respond is lost, and may join again.
 
     Args:
-        tell: shows a person which hosts come and go.
         all_leave: called if each remaining host announces that it is about to go, so that none is left to move to. None
             has the run wait for other hosts.
     """
@@ -68,14 +66,13 @@ class ElasticHosts(HostListener):
     def __init__(
         self,
         processes: HostedProcesses,
-        tell: Callable[[str], object],
         all_leave: Callable[[], object] | None = None,
     ) -> None:
         self._processes = processes
         self._hosts = processes.hosts
         self.lifecycles: HostLifecycles = self._hosts.lifecycles
         self._all_leave = all_leave
-        self._tell = logged(tell, logger)
+        self.tell = self._hosts.tell
         self._drains: set[asyncio.Task[None]] = set()
         self.lifecycles.subscribe(self)
         for record in self.lifecycles.present:
@@ -107,14 +104,14 @@ class ElasticHosts(HostListener):
             raise ConfigError(f"the host at {address} is in the run already")
         await self._hosts.attach([address])
         name = record.name
-        self._tell(f"host {name} at {address} joins, and its processes start")
+        self.tell(f"host {name} at {address} joins, and its processes start")
         try:
             started = await self._processes.join(name)
         finally:
             if record.state is HostState.STARTING:
                 self.lifecycles.move(record, HostState.UP)
         brings = f" with {', '.join(started)}" if started else ", and nothing is started there"
-        self._tell(f"host {name} at {address} has joined{brings}")
+        self.tell(f"host {name} at {address} has joined{brings}")
 
     async def is_new(self, address: str) -> bool:
         """Whether the worker at this address is another than when the host was drained.
@@ -150,7 +147,7 @@ class ElasticHosts(HostListener):
         finally:
             if record.state is HostState.DRAINING:
                 self.lifecycles.move(record, HostState.UP)
-        self._tell(f"host {name} is drained: {why}")
+        self.tell(f"host {name} is drained: {why}")
 
     def close(self) -> None:
         """Move nothing from hosts that are about to go any more, because the run ends."""
@@ -159,12 +156,12 @@ class ElasticHosts(HostListener):
 
     def host_changed(self, record: HostRecord, before: HostState) -> None:
         if record.state is HostState.LOST and before is not HostState.JOINING:
-            self._tell(f"host {record.name} is lost: {record.reason}")
+            self.tell(f"host {record.name} is lost: {record.reason}")
 
     def host_leaving(self, record: HostRecord) -> None:
         if self._all_leave is not None and all(one.leaving for one in self.lifecycles.present):
             self.close()
-            self._tell(f"each host of the run is told to end ({record.leaving}), and so the run ends")
+            self.tell(f"each host of the run is told to end ({record.leaving}), and so the run ends")
             self._all_leave()
             return
         task = asyncio.ensure_future(self._drain(record.name, record.leaving))
@@ -175,7 +172,7 @@ class ElasticHosts(HostListener):
         try:
             await self.drain(name, why)
         except Exception as error:  # nobody else receives it
-            self._tell(f"host {name} says that it is about to go ({why}), and cannot be drained: {reason(error)}")
+            self.tell(f"host {name} says that it is about to go ({why}), and cannot be drained: {reason(error)}")
 
 
 class ProvidedHosts:
@@ -241,7 +238,6 @@ class HostReconciler:
     Args:
         addresses: in the settings.
         addresses_file: read again and again.
-        tell: shows a person a line.
         history: updated at each look.
         provided: hosts of a provider that come and go.
     """
@@ -252,7 +248,6 @@ class HostReconciler:
         files: HostFiles,
         addresses: Iterable[str],
         addresses_file: Path | None,
-        tell: Callable[[str], object],
         history: HostHistory | None = None,
         provided: ProvidedHosts | None = None,
     ) -> None:
@@ -265,7 +260,7 @@ class HostReconciler:
             self._lists.append(_List(AddressFile(addresses_file), "its address is no longer in the file of addresses"))
         if provided is not None:
             self._lists.append(_List(provided, "its provider has it no more"))
-        self._tell = logged(tell, logger)
+        self._tell = hosts.tell
         self._answers: dict[str, str] = {}
         self._written: HostStates | None = None
         self._cannot_write = False
@@ -380,7 +375,6 @@ def hosts_watcher(
     config: HostsConfig,
     files: HostFiles,
     processes: HostedProcesses,
-    tell: Callable[[str], object],
     history: HostHistory | None = None,
     provided: ProvidedHosts | None = None,
 ) -> Callable[[], Coroutine[Any, Any, None]]:
@@ -388,13 +382,12 @@ def hosts_watcher(
 
     Args:
         files: requests of others, and the run's answers.
-        tell: shows a person a line.
         history: updated with the states of hosts.
         provided: hosts of a provider that come and go.
     """
-    elastic = ElasticHosts(processes, tell, provided and provided.all_leave)
+    elastic = ElasticHosts(processes, provided and provided.all_leave)
     file = Path(config.addresses_file) if config.addresses_file else None
-    reconciler = HostReconciler(elastic, files, config.addresses, file, tell, history, provided)
+    reconciler = HostReconciler(elastic, files, config.addresses, file, history, provided)
 
     async def watch() -> None:
         with contextlib.closing(elastic):

@@ -121,6 +121,7 @@ class Hosts:
     Attributes:
         lifecycles: states of all hosts that the run has, has had, or tries to have.
         config: the table [hosts].
+        tell: shows a person a line, and logs it as a warning.
 
     Args:
         monitor: watches the hosts that are attached.
@@ -139,7 +140,8 @@ class Hosts:
         self.config = config
         self._monitor = monitor
         self._needs = needs
-        self._tell = tell
+        self.tell = logged(tell, logger)
+        self._show = tell
         self._token = RunToken(needs.run_dir)
         self._expected: HostFacts
         self._outputs: dict[str, HostOutput] = {}
@@ -247,14 +249,14 @@ class Hosts:
         state = HostState.UP if begins else HostState.STARTING
         prepared = await all_there(lambda host_joining: self._prepare(host_joining, state))
         for worker, reason in lost.items():
-            logged(self._tell, logger)(f"the run starts without the host at {worker}: {reason}; it may join later")
+            self.tell(f"the run starts without the host at {worker}: {reason}; it may join later")
         return [host_joining.host for host_joining in prepared]
 
     def _compare_clocks(self, host_joining: JoiningHost) -> None:
         name, clocks = host_joining.host.name, host_joining.clocks
         logger.info("the clock of host %s is %s", name, clocks)
         if clocks.matters:
-            logged(self._tell, logger)(
+            self.tell(
                 f"the clock of host {name} is {clocks}: what its logs say happened when is so far off, and nothing "
                 "else is; have NTP set it"
             )
@@ -339,12 +341,12 @@ class Hosts:
         if self._monitor is not None:
             await host_joining.watch(self._monitor.expect(host.name, self))
         if self.config.sync:
-            await host_joining.bring(self._question(), self._expected, self._tell)
+            await host_joining.bring(self._question(), self._expected, self._show)
         self.lifecycles.joined(host_joining.record, state)
         if host_joining.lost:
             self.host_lost(host.name, host_joining.lost)
             raise ActorDiedError(f"host {host.name} was lost as it joined: {host_joining.lost}")
-        output = self._outputs[host.name] = HostOutput(host, run_dir, self._tell)
+        output = self._outputs[host.name] = HostOutput(host, run_dir, self._show)
         output.start()
 
 

@@ -235,8 +235,8 @@ class HealthChecks:
         self._socket.bind(str(path))
         self._socket.listen()  # connections wait from now on instead of being refused
         self._on_end = on_end
-        self._clock = clock
-        self._use = use
+        self.clock = clock
+        self.use = use
         self._processes: dict[int, _CheckedProcess] = {}  # by pid
         self._answering: set[asyncio.Task[None]] = set()
 
@@ -275,7 +275,7 @@ class HealthChecks:
             except ProcessLookupError:
                 self._on_end(pid, f"process {pid} ended")
                 return
-            self._processes[pid] = process = _CheckedProcess(watched, writer, self._clock, self._use)
+            self._processes[pid] = process = _CheckedProcess(watched, writer, self)
             while True:
                 process.answered(await reader.readexactly(ANSWER.size))
         except (asyncio.IncompleteReadError, OSError):  # it ends, which the kernel reports
@@ -298,15 +298,13 @@ class _CheckedProcess:
         self,
         watched: WatchedProcess,
         writer: asyncio.StreamWriter,
-        clock: Callable[[], float],
-        use: Callable[[int], TreeUse],
+        checks: HealthChecks,
     ) -> None:
         self.watched = watched
         self._writer = writer
-        self._clock = clock
-        self._use = use
-        self._health = HealthTracker(LONGEST_CHECK_S, clock())
-        self._looked_at = clock()
+        self._clock, self._use = checks.clock, checks.use
+        self._health = HealthTracker(LONGEST_CHECK_S, self._clock())
+        self._looked_at = self._clock()
         self._used: TreeUse | None = None  # at the last look if it was quiet then
         self._asked = False
         self._ask()
@@ -374,12 +372,15 @@ class LocalHealthChecks:
             return None
 
         def ended(how: str) -> None:
-            self._on_health.pop(pid, None)
+            self.forget(pid)
             on_end(how)
 
         watched = WatchedProcess(pid, ended)
         self._on_health[pid] = on_health
-        return _LocalWatch(watched, lambda: self._on_health.pop(pid, None))
+        return _LocalWatch(watched, self)
+
+    def forget(self, pid: int) -> None:
+        self._on_health.pop(pid, None)
 
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -397,11 +398,11 @@ class LocalHealthChecks:
 
 
 class _LocalWatch:
-    def __init__(self, watched: WatchedProcess, forget: Callable[[], object]) -> None:
+    def __init__(self, watched: WatchedProcess, checks: LocalHealthChecks) -> None:
         self._watched = watched
-        self._forget = forget
+        self._checks = checks
         self.kill = watched.kill
 
     def close(self) -> None:
-        self._forget()
+        self._checks.forget(self._watched.pid)
         self._watched.close()

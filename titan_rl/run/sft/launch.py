@@ -178,7 +178,7 @@ async def _teach(
     with progress.working("starting a trainer"):
         processes = await resources.enter_async_context(start_trainer(config, run_dir, progress.warning))
     training = processes.training
-    watch_hosts = hosts_watcher(config.hosts, files, processes, progress.warning, history, session.provided)
+    watch_hosts = hosts_watcher(config.hosts, files, processes, history, session.provided)
     steps, published = LearnedSteps(tokens, plan), PublishedWeights()  # nobody reads them
     opening = open_trainer(training, steps, config, run_dir, published, progress)
     trainer = await resources.enter_async_context(opening)
