@@ -29,5 +29,5 @@ def test_who_asks_is_told_for_what_it_waits_and_that_ctrl_c_takes_nothing_back(
     assert main(["hosts", str(tmp_path), "add", "10.0.0.4:22222"]) == EXIT_INTERRUPTED
     said = capfd.readouterr().err
     assert "the run is asked to add 10.0.0.4:22222; this waits until its processes are up" in said
-    assert "titan-rl: waits no longer; the run does what it was asked" in said
+    assert "titan-rl: stopped waiting; the run carries out the request" in said
     assert [request.what for request in asked_of.new_requests()] == ["10.0.0.4:22222"]

@@ -63,7 +63,7 @@ def test_the_page_says_in_which_step(tmp_path: Path):
     records = [{"step": step, **EQUAL} for step in range(1, 6)]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
     (warning,) = RunReader(tmp_path).summary()["warnings"]
-    assert warning.startswith("step 3: for 3 steps in no group do rewards differ")
+    assert warning.startswith("step 3: for 3 steps all rollouts of every group earned the same reward")
 
 
 def test_a_person_is_told_beside_the_steps():

@@ -107,7 +107,9 @@ async def test_each_task_has_a_line_and_one_that_earns_nothing_is_named(open_pag
     assert {"sort", "countdown"} <= set(await axis(page, "Reward"))
     said = await page.locator(".verdicts").inner_text()
     assert "The task countdown earns nothing" in said
-    assert "step 3: for 3 steps in no group do rewards differ" in said, "what the run said of itself stands beside it"
+    assert "step 3: for 3 steps all rollouts of every group earned the same reward" in said, (
+        "what the run said of itself stands beside it"
+    )
     assert await page.locator(".notice").count() == 0
 
 

@@ -1,4 +1,4 @@
-"""`titan-rl doctor [--json]`: what this machine lacks for a run, and the command that mends it."""
+"""`titan-rl doctor [--json]`: check what this machine lacks for a run, and name the command that fixes it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from titan_rl.run.terminal.standard_streams import say, tell, tell_next
 
 def set_up(parser: Parser) -> None:
     parser.description = (
-        "Look at the machine and at what is installed: what a run needs and can use, and what to do about what is "
-        "missing. Ends with 1 if a run cannot start."
+        "Check the machine and the installed packages: what a run needs and can use, and how to add what is missing. "
+        "The exit code is 1 if a run cannot start."
     )
-    parser.add_argument("--json", action="store_true", help="print a JSON object a line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     parser.set_defaults(run=run)
 
 

@@ -28,11 +28,11 @@ def set_up(parser: Parser) -> None:
         "[--table.setting value ...]\n       titan-rl eval --compare FOLDER [FOLDER ...]"
     )
     parser.description = (
-        "Play the held-out prompts of a config's tasks with policies, and say how good each is: the mean reward with "
-        "its standard error, clustered by prompt, pass@k, counts by status. A policy is the folder of a run (its "
-        "newest), of one of a run's checkpoints, or of a Hugging Face model, or the URL of an OpenAI-compatible "
-        "endpoint. Without a CONFIG.toml the first policy is a run, whose config it is. Several policies stand side by "
-        "side, with the differences from the first."
+        "Evaluate policies on the held-out prompts of a config's tasks: the mean reward with its standard error, "
+        "clustered by prompt, pass@k, and counts by status. A policy is the folder of a run (its newest checkpoint), "
+        "of one of a run's checkpoints, or of a Hugging Face model, or the URL of an OpenAI-compatible endpoint. "
+        "Without a CONFIG.toml the first policy must be a run, whose config is used. Several policies are compared "
+        "side by side, with their differences from the first."
     )
     parser.add_argument(
         "given", type=file_path, metavar="POLICY", nargs="+", help="CONFIG.toml files first, then policies"
@@ -40,13 +40,13 @@ def set_up(parser: Parser) -> None:
     parser.add_argument(
         "--compare",
         action="store_true",
-        help="show evaluations that were kept, by the folders of --out",
+        help="show earlier evaluations, named by their --out folders",
     )
     parser.add_argument(
         "--out",
         type=file_path,
         metavar="FOLDER",
-        help="keep results and transcripts here; one that was stopped here goes on",
+        help="keep results and transcripts here; an evaluation that was interrupted here continues",
     )
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     add_verbosity(parser)

@@ -15,7 +15,7 @@ from titan_rl.run.terminal.standard_streams import say, tell, tell_next
 def set_up(parser: Parser) -> None:
     parser.description = (
         "Write a policy as a Hugging Face folder, which transformers, vLLM and titan-rl load: the newest checkpoint of "
-        "a run, or the one that is named, of however many ranks. What was written is read again and compared with it."
+        "a run, or the checkpoint that is named, saved by any number of ranks. The result is read back and compared."
     )
     parser.add_argument(
         "policy", type=file_path, metavar="RUN", help="a run's folder, or that of one of its checkpoints"

@@ -1,4 +1,4 @@
-"""`titan-rl hosts RUN`: which hosts a run has, and have them come and go."""
+"""`titan-rl hosts RUN`: show the hosts of a run, add or drain one."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from titan_rl.cluster.hosts.requests import HostFiles, describe
 from titan_rl.run.terminal.standard_streams import say, tell
 
 WAIT_S = 600.0  # draining a host waits for its requests
-STOPPED = "waits no longer; the run does what it was asked, and `titan-rl hosts RUN list` shows how far it is"
+STOPPED = "stopped waiting; the run carries out the request, and `titan-rl hosts RUN list` shows its progress"
 
 
 def set_up(parser: Parser) -> None:
-    parser.description = "Show the hosts of a run, or have one join or leave it while it goes on."
+    parser.description = "Show the hosts of a run, or add or drain one while it is running."
     parser.add_argument("of", type=file_path, metavar="RUN", help="the run's folder")
     actions = parser.add_subparsers(required=True, metavar="list|add|drain")
     listing = actions.add_parser("list", help="show the hosts and what runs on them")
     listing.set_defaults(run=_list)
-    adding = actions.add_parser("add", help="take in the host of a worker")
+    adding = actions.add_parser("add", help="add the host of a worker")
     adding.add_argument(
         "what", metavar="ADDRESS", help="HOST:PORT on which its `titan-rl worker` listens, the port 22222 by default"
     )
     adding.set_defaults(
         run=_ask, do="add", stopped=STOPPED, until="its processes are up, which takes as long as engines do"
     )
-    draining = actions.add_parser("drain", help="let a host go; its requests end or move first")
+    draining = actions.add_parser("drain", help="drain a host: its requests finish or move before it leaves")
     draining.add_argument("what", metavar="HOST", help="its name, as `list` shows it")
     draining.set_defaults(run=_ask, do="drain", stopped=STOPPED, until="nothing of the run is there")
 

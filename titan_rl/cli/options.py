@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
         """Take the fields of `section` as options of their own, `max_tokens` as --max-tokens, and give `options`: what
         the command line says of them, by their names."""
         self.set_defaults(options={})
-        group = self.add_argument_group("of this command")
+        group = self.add_argument_group("options of this command")
         for name, field in section.model_fields.items():
             if name in leave_out:
                 continue
@@ -94,7 +94,7 @@ class Parser(argparse.ArgumentParser):
             if isinstance(kind, type) and issubclass(kind, Section):
                 self._add_table(kind, f"[{key}]", f"{key}.")
             elif name == "tasks":
-                task = self.add_argument_group("[task]", "What is learned. The class has more settings.")
+                task = self.add_argument_group("[task]", "The task to learn. Its class has more settings.")
                 task.add_argument(
                     "--task.type", action=_Override, metavar="VALUE", help='The class, "module:Class". (required)'
                 )
@@ -209,7 +209,7 @@ def _toml(value: str | bool | float | Iterable[Any]) -> str:
 
 def add_verbosity(parser: Parser) -> None:
     either = parser.add_mutually_exclusive_group()
-    either.add_argument("-q", "--quiet", action="store_true", help="show warnings and what it comes to, nothing else")
+    either.add_argument("-q", "--quiet", action="store_true", help="show warnings and the result only")
     either.add_argument("-v", "--verbose", action="store_true", help="also show what is written to the log")
 
 

@@ -21,10 +21,10 @@ def set_up(parser: Parser) -> None:
         "[--table.setting value ...]"
     )
     parser.description = (
-        "Be the policy: see what it sees, type what it would write, and see what the environment makes of it and what "
-        "it is worth. With --policy watch one instead. Replies may also be piped in. A line is a reply; a line of "
-        '""" begins one of several lines, and another ends it; /help lists the commands. An environment of tokens '
-        "without messages is played in token ids."
+        "Play a task in place of the policy: read its prompts, type its replies, and see the environment's answers and "
+        "the rewards. With --policy, watch a policy instead. Replies may also be piped in. A line is a reply; a line "
+        'of """ begins a reply of several lines, and another ends it; /help lists the commands. An environment of '
+        "tokens without messages is played in token ids."
     )
     parser.add_argument("config", type=file_path, metavar="CONFIG.toml", nargs="+", help="the run's settings")
     parser.add_argument(

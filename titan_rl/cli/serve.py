@@ -18,9 +18,9 @@ FOLLOW_S = 5.0
 def set_up(parser: Parser) -> None:
     parser.usage = "titan-rl serve (RUN | MODEL | CONFIG.toml) [--follow] [--table.setting value ...] [--dry-run]"
     parser.description = (
-        "Serve a policy, without training, to the clients that agents have: the newest of a run's folder, with the "
+        "Serve a policy without training, to the clients that agents have: the newest checkpoint of a run, with the "
         "run's settings; the model of a Hugging Face folder; or the model that a TOML file names. An option "
-        "--table.setting value, or --table.setting=value, replaces what the file says."
+        "--table.setting value, or --table.setting=value, overrides the file."
     )
     parser.add_argument(
         "policy", type=file_path, metavar="RUN_OR_MODEL", help="a run's folder, a model's folder, or a TOML file"
@@ -28,7 +28,7 @@ def set_up(parser: Parser) -> None:
     parser.add_argument(
         "--follow",
         action="store_true",
-        help=f"serve each newer checkpoint of the run, too: --server.follow_s {FOLLOW_S:g}, unless that is set",
+        help=f"load newer checkpoints of the run as they appear: --server.follow_s {FOLLOW_S:g}, unless that is set",
     )
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the settings, and stop")
     add_verbosity(parser)

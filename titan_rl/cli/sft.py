@@ -20,8 +20,8 @@ from titan_rl.run.terminal.standard_streams import say, tell, tell_next
 def set_up(parser: Parser) -> None:
     parser.usage = "titan-rl sft (CONFIG.toml ... | --resume RUN) [--table.setting value ...] [--dry-run]"
     parser.description = (
-        "Teach a model demonstrations, and write it to the model.path of CONFIG.toml, for `titan-rl train` to begin "
-        "with. Without sft.start a tiny model is made for them; without sft.data they are those of the task."
+        "Fine-tune a model on demonstrations, and write it to the model.path of CONFIG.toml, from which `titan-rl "
+        "train` starts. Without sft.start a tiny model is made; without sft.data the task provides the demonstrations."
     )
     parser.add_argument("config", type=file_path, metavar="CONFIG.toml", nargs="*", help="the run's settings")
     parser.add_argument(

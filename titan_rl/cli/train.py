@@ -24,9 +24,8 @@ from titan_rl.run.terminal.standard_streams import say, tell, tell_next
 def set_up(parser: Parser) -> None:
     parser.usage = "titan-rl train (CONFIG.toml ... | --resume RUN) [--table.setting value ...] [--dry-run]"
     parser.description = (
-        "Train the policy that CONFIG.toml describes. Of several files each replaces what those before it say, and an "
-        "option --table.setting value, or --table.setting=value, what all of them say. The value none unsets an "
-        "optional setting."
+        "Train the policy that CONFIG.toml describes. Later files override earlier ones, and an option --table.setting "
+        "value, or --table.setting=value, overrides all files. The value none unsets an optional setting."
     )
     parser.add_argument("config", type=file_path, metavar="CONFIG.toml", nargs="*", help="the run's settings")
     parser.add_argument(
@@ -38,8 +37,8 @@ def set_up(parser: Parser) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="check everything but other hosts, print the settings that are not their defaults (with --verbose all), "
-        "play a group without a model, say whether the run can start, and stop",
+        help="check everything except other hosts, print the settings that differ from their defaults (with --verbose "
+        "all), play a group without a model, report whether the run can start, and stop",
     )
     add_verbosity(parser)
     parser.add_settings(RunConfig)

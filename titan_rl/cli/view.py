@@ -24,16 +24,18 @@ USUAL = "runs"
 
 def set_up(parser: Parser) -> None:
     parser.description = (
-        "Show runs in a browser, also while they go on: curves, rollouts token by token, where time goes, settings. A "
-        "RUN is the folder of a run or of an evaluation, or one that has such in it; without one: ./runs. The page "
-        "is served to this machine alone, and to whoever has the address that is printed, until Ctrl-C."
+        "Show runs in a browser, also while they are running: curves, rollouts token by token, a timeline, settings. A "
+        "RUN is the folder of a run or an evaluation, or a folder that contains some; the default is ./runs. The page "
+        "is served on this machine only, under the printed address with its key, until Ctrl-C."
     )
     parser.add_argument(
         "runs", type=file_path, metavar="RUN", nargs="*", help="folder of a run, or of several (default: runs)"
     )
-    parser.add_argument("--port", type=int, help="to serve on; 0 takes any that is free (default: 8484 if it is free)")
+    parser.add_argument(
+        "--port", type=int, help="port to serve on; 0 takes any free port (default: 8484 if it is free)"
+    )
     parser.add_argument("--open", action="store_true", help="open the page in a browser")
-    parser.add_argument("--json", action="store_true", help="print what is known of each run, a line each, and stop")
+    parser.add_argument("--json", action="store_true", help="print a JSON object for each run, one per line, and stop")
     parser.add_argument(
         "--report", type=file_path, metavar="FILE", help="write the page as one HTML file, without a server, and stop"
     )

@@ -24,15 +24,15 @@ def set_up(parser: Parser) -> None:
         "--listen",
         metavar="HOST:PORT",
         default=f"127.0.0.1:{WORKER_PORT}",
-        help="address of this machine, by which the others reach it; whoever reaches it can run programs here "
-        f"(default: 127.0.0.1:{WORKER_PORT}, which no other machine does)",
+        help="address at which other machines reach this one; anyone who can reach it can run programs here "
+        f"(default: 127.0.0.1:{WORKER_PORT}, which no other machine can reach)",
     )
     parser.add_argument(
         "--drain-s",
         type=_seconds,
         default=float(WORKER_DRAIN_S),
-        help="on SIGTERM, as of a machine that is about to be taken away, runs have so many seconds to finish or move "
-        f"what they have here (default: {WORKER_DRAIN_S})",
+        help="seconds that runs have after SIGTERM to finish or move their work here, such as when the machine is "
+        f"about to be reclaimed (default: {WORKER_DRAIN_S})",
     )
     parser.set_defaults(run=run)
 

@@ -367,7 +367,7 @@ SIGNS = (
     Sign(
         "rollout/zero_variance_groups",
         1.0,
-        f"in no group do rewards differ, so that nothing is learned. Try: {EQUAL_REWARDS_ADVICE}",
+        f"all rollouts of every group earned the same reward, so nothing is being learned. Try: {EQUAL_REWARDS_ADVICE}",
     ),
     Sign(
         "rollout/status/truncated_length",
