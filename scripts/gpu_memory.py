@@ -30,9 +30,9 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"attention": "document"},
     {"optimizer_dtype": "int8"},
     {"optimizer_dtype": "int8", "master_dtype": "bfloat16"},
-    {"offload_optimizer": True},
+    {"offload": ("optimizer",)},
     {"data_parallel": 8},
-    {"data_parallel": 8, "offload_parameters": True},
+    {"data_parallel": 8, "offload": ("parameters",)},
     {"rows_per_micro_batch": 1},
 )
 
@@ -82,10 +82,10 @@ class Sizes:
 
 def state_bytes(sizes: Sizes, training: TrainingConfig) -> dict[str, int]:
     """Weights and moments, which stay on the device of a rank, and gradients, which are there within a step."""
-    if training.offload_parameters:
+    if "parameters" in training.offload:
         return {"weights": 0, "moments": 0, "gradients": 0}
     master = BYTES[training.master_dtype]
-    moments = 0 if training.offload_optimizer else 2 * BYTES[training.optimizer_dtype]
+    moments = 0 if "optimizer" in training.offload else 2 * BYTES[training.optimizer_dtype]
     count = sizes.parameters // training.num_ranks
     return {"weights": count * master, "moments": count * moments, "gradients": count * master}
 

@@ -12,6 +12,7 @@ from titan_rl.config.conflicts import Setting, of_effects, reset_without_effect,
 from titan_rl.config.load import dump_config, load_config
 from titan_rl.core.errors import ConfigError
 from titan_rl.core.settings import Section, TakesEffect
+from titan_rl.run.sft.plan import supervised
 
 __all__ = ["project"]
 
@@ -41,8 +42,8 @@ OTHER_VALUES: dict[str, Any] = {
     "hosts.slurm.setup": ("module load cuda",),
     "hosts.kubernetes.resources": {"cpu": "8"},
     "hosts.kubernetes.controller_resources": {"cpu": "8"},
-    "logging.wandb.tags": ("a",),
-    "logging.wandb.mode": "offline",
+    "logging.wandb": {"project": "mine"},
+    "logging.trackio": {"project": "mine"},
     "scheduling.window": 10**6,
     "statedict.tolerance": 0.5,
     "training.kl": "k2",
@@ -147,14 +148,9 @@ def test_conditions_name_settings_that_there_are(project: Path):
         ("scheduling.tail_age=2", 'scheduling.tail = "carry_over"; set scheduling.tail to "drop"'),
         ("scheduling.window=999", "beyond scheduling.num_slots = 32; lower it to at most 32"),
         ("validation.interval=5 validation.num_prompts=0", "validation.num_prompts = 0; set that above 0"),
-        ("logging.wandb.project=mine", 'logging.sinks = []; set logging.sinks to "wandb"'),
+        ("logging.prometheus=[::1]:1", 'logging.sinks = []; set logging.sinks to "prometheus"'),
         ("training.kl=k2", "training.kl_coef = 0; set training.kl_coef to something else than 0"),
         ("training.min_lr_ratio=0.5", 'training.lr_decay = "constant"; set training.lr_decay to something else than'),
-        ("training.offload_parameters=true", "one trainer process; set training.data_parallel to the number of GPUs"),
-        (
-            "training.offload_optimizer=true training.offload_parameters=true training.data_parallel=2",
-            "training.offload_parameters = true; leave offload_parameters out",
-        ),
         ("hosts.sync=true", "on one machine; set hosts.addresses or hosts.provider"),
     ],
 )
@@ -177,9 +173,9 @@ def test_a_setting_without_effect_names_what_would_give_it_one(project: Path, gi
         "scheduling.tail_age=2 scheduling.tail=drop",
         "scheduling.window=32",
         "validation.interval=5",
-        "logging.wandb.project=mine logging.sinks=wandb",
+        'logging.wandb.project=mine logging.sinks=["wandb"]',
         "training.kl=k2 training.kl_coef=0.1",
-        "training.offload_parameters=true training.tensor_parallel=2",
+        'training.offload=["parameters"] training.tensor_parallel=2',
     ],
 )
 def test_a_setting_with_an_effect_and_one_at_its_default_are_taken(project: Path, given: str):
@@ -196,3 +192,12 @@ def test_what_has_no_effect_can_be_reset(project: Path):
     config = with_value(config, "training.loss", "nll")
     assert list(of_effects(config)) != []
     assert list(of_effects(reset_without_effect(config))) == []
+
+
+def test_supervised_steps_offload_no_reference_since_they_have_none(project: Path):
+    given = [("training.kl_coef", "0.1"), ("training.activation_checkpointing", "full")]
+    config = load_config("config.toml", [*given, ("training.offload", '["reference", "activations"]')])
+
+    training = supervised(config, config.model, steps=3).training
+
+    assert (training.offload, training.kl_coef) == (("activations",), 0.0)

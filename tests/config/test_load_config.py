@@ -177,9 +177,9 @@ def test_all_wrong_settings_are_reported_at_once(project: Path):
             ["[training] compile = true", "tensor_parallel = 2", "compile = false"],
         ),
         (
-            {"training.offload_activations": "true", "training.activation_checkpointing": "selective"},
+            {"training.offload": '["activations"]', "training.activation_checkpointing": "selective"},
             [
-                "[training] offload_activations = true",
+                '[training] offload = ["activations"]',
                 'checkpointing = "selective"',
                 'activation_checkpointing = "full"',
             ],
@@ -190,19 +190,19 @@ def test_all_wrong_settings_are_reported_at_once(project: Path):
         ),
         (
             {
-                "training.offload_activations": "true",
+                "training.offload": '["activations"]',
                 "training.activation_checkpointing": "full",
                 "training.tensor_parallel": "2",
             },
-            ["[training] offload_activations with tensor_parallel = 2", "offload_activations = false"],
+            ['[training] offload = ["activations"] with tensor_parallel = 2', 'leave "activations" out'],
         ),
         (
             {"training.context_parallel": "4096", "training.row_tokens": "2048"},
             ["training.context_parallel = 4096", "training.row_tokens = 2048"],
         ),
         (
-            {"training.offload_reference": "true"},
-            ["[training] offload_reference = true", "kl_coef = 0", "offload_reference = false"],
+            {"training.offload": '["reference"]'},
+            ['[training] offload = ["reference"]', "kl_coef = 0", 'leave "reference" out'],
         ),
         (
             {"generation.pull_mode": "drain", "scheduling.on_batch_ready": "keep"},

@@ -35,7 +35,7 @@ def steps(folder: Path, **settings: Any) -> tuple[list[dict[str, float]], dict[s
 
 def test_steps_are_the_same_to_the_bit(folder: Path) -> None:
     metrics, expected = steps(folder)
-    offloaded, found = steps(folder, offload_reference=True, offload_activations=True)
+    offloaded, found = steps(folder, offload=("reference", "activations"))
     assert offloaded == metrics
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

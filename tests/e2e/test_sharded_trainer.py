@@ -26,8 +26,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "data_parallel": 2,
         "context_parallel": 2,
         "activation_checkpointing": "full",
-        "offload_activations": True,
-        "offload_reference": True,
+        "offload": ("activations", "reference"),
     },
     "FSDP 2 x TP 2, tied": {"data_parallel": 2, "tensor_parallel": 2},
 }

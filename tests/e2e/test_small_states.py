@@ -25,8 +25,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bfloat16 moments": {"optimizer_dtype": "bfloat16"},
     "int8 moments": {"optimizer_dtype": "int8"},
     "bfloat16 weights": {"master_dtype": "bfloat16"},
-    "all": {"optimizer_dtype": "int8", "master_dtype": "bfloat16", "offload_optimizer": True},
-    "moments on the host": {"offload_optimizer": True},
+    "all": {"optimizer_dtype": "int8", "master_dtype": "bfloat16", "offload": ("optimizer",)},
+    "moments on the host": {"offload": ("optimizer",)},
 }
 
 
@@ -70,11 +70,11 @@ def test_a_trainer_that_is_saved_goes_on_to_the_bit_and_exports_its_weights(
 def test_a_run_goes_on_when_its_moments_move_to_the_host_or_back(
     folder: Path, offloaded_first: bool, tmp_path: Path
 ) -> None:
-    whole = make(folder, offload_optimizer=offloaded_first)
+    whole = make(folder, offload=("optimizer",) if offloaded_first else ())
     samples = on_policy_samples(whole, 40, 33, 64)
     whole.step(samples)
     whole.save(tmp_path / "step-000001")
-    resumed = make(folder, offload_optimizer=not offloaded_first)
+    resumed = make(folder, offload=() if offloaded_first else ("optimizer",))
     resumed.load(tmp_path / "step-000001")
     for _ in range(2):
         found, expected = (trainer.step(samples).metrics["loss"] for trainer in (resumed, whole))
@@ -107,8 +107,10 @@ def test_ranks_whose_parameters_wait_on_the_host_make_the_same_steps(
     folder: Path, layout: str, states: dict[str, Any], tmp_path: Path
 ) -> None:
     kept, offloaded = (
-        run_world(steps_and_resumed_steps, 2, folder=folder, out=tmp_path / name, **{layout: 2, name: True}, **states)
-        for name in ("offload_optimizer", "offload_parameters")
+        run_world(
+            steps_and_resumed_steps, 2, folder=folder, out=tmp_path / name, **{layout: 2, "offload": (name,)}, **states
+        )
+        for name in ("optimizer", "parameters")
     )
     assert offloaded == kept
     for losses, resumed in offloaded:
@@ -122,7 +124,7 @@ def test_offloaded_parameters_are_on_the_host_and_buffers_where_the_model_comput
 
 def test_a_single_rank_does_not_offload_its_parameters(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"set training\.data_parallel to the number of GPUs"):
-        make(folder, offload_parameters=True)
+        make(folder, offload=("parameters",))
 
 
 @pytest.mark.parametrize("layout", [{"data_parallel": 2}, {"tensor_parallel": 2}])

@@ -43,8 +43,7 @@ def test_what_waits_on_the_host_leaves_the_gpu_and_changes_no_step(tmp_path: Pat
             steps=20,
             kl_coef=0.1,
             activation_checkpointing="full",
-            offload_activations=offload,
-            offload_reference=offload,
+            offload=("activations", "reference") if offload else (),
         )
         held = torch.cuda.memory_allocated()
         trainer = TrainerCore(ModelConfig(path=str(folder)), settings, seed=0)

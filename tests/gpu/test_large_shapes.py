@@ -60,7 +60,7 @@ def test_shared_prompts_of_realistic_length_keep_no_scores(lay_out: Any) -> None
 def test_a_default_trainer_steps_on_shared_prompts_with_small_states(name: str, tmp_path: Path) -> None:
     make = {"qwen3": make_tiny_qwen3, "llama": make_tiny_llama3, "qwen3_moe": make_tiny_moe}[name]
     folder = make(tmp_path / "model") if name == "qwen3_moe" else make(tmp_path / "model", tied=True)  # pyright: ignore[reportCallIssue]
-    small = {"optimizer_dtype": "int8", "master_dtype": "bfloat16", "offload_optimizer": True}
+    small = {"optimizer_dtype": "int8", "master_dtype": "bfloat16", "offload": ("optimizer",)}
     trainer = TrainerCore(
         ModelConfig(path=str(folder), dtype="bfloat16"), TrainingConfig(steps=20, lr=1e-3, **small), seed=0
     )
@@ -86,13 +86,13 @@ def test_gradients_take_no_memory_between_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "small", [{}, {"optimizer_dtype": "int8", "master_dtype": "bfloat16"}, {"offload_parameters": True}]
+    "small", [{}, {"optimizer_dtype": "int8", "master_dtype": "bfloat16"}, {"offload": ("parameters",)}]
 )
 def test_two_gpus_step_as_one_does(small: dict[str, Any], tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     folder = make_tiny_qwen3(tmp_path / "model")
-    by_one = {name: value for name, value in small.items() if name != "offload_parameters"}  # takes several
+    by_one = {name: value for name, value in small.items() if name != "offload"}  # takes several
     alone, _ = steps_and_resumed_steps(folder, tmp_path / "one", **by_one)
     for losses, resumed in run_world(on_own_gpu, 2, folder=folder, out=tmp_path / "two", data_parallel=2, **small):
         assert losses == pytest.approx(alone, abs=0.05)

@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from titan_rl.core.errors import MissingExtraError
 from titan_rl.metrics.sinks.registry import BY_NAME, find_sink, sample
-from titan_rl.metrics.sinks.settings import NAMES, LoggingConfig, PrometheusConfig, WandbConfig
+from titan_rl.metrics.sinks.settings import NAMES, LoggingConfig
 from titan_rl.metrics.sinks.types import MetricSink, SinkSpec
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.observability.sinks import open_sinks
@@ -68,7 +68,7 @@ def test_tensorboard_has_every_step_once_also_where_some_were_run_again(tmp_path
 def test_wandb_offline_writes_a_run_with_its_steps_and_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    options = WandbConfig(project="sums", group="first", tags=("small",), mode="offline")
+    options = {"project": "sums", "group": "first", "tags": ["small"], "mode": "offline"}
     told: list[str] = []
     with open_sinks(
         LoggingConfig(sinks=("wandb",), wandb=options), RunDirectory(tmp_path / "r1"), told.append
@@ -122,7 +122,7 @@ def scraped(url: str) -> dict[str, dict[str, float]]:
 
 def test_prometheus_scrapes_the_newest_value_of_each_metric_with_tasks_as_labels(tmp_path: Path):
     told: list[str] = []
-    settings = LoggingConfig(prometheus=PrometheusConfig(port=0))
+    settings = LoggingConfig(prometheus="127.0.0.1:0")
     sink = find_sink("prometheus").make(SinkSpec("a-run", tmp_path, settings, 0, told.append))
     (line,) = told
     url = line.removeprefix("Prometheus: ")
@@ -159,10 +159,10 @@ def test_two_metrics_with_one_name_in_prometheus_are_two_samples_of_a_family():
 
 def test_a_taken_port_is_told_and_the_run_goes_on(tmp_path: Path):
     told: list[str] = []
-    settings = LoggingConfig(prometheus=PrometheusConfig(port=0))
+    settings = LoggingConfig(prometheus="127.0.0.1:0")
     first = find_sink("prometheus").make(SinkSpec("a-run", tmp_path, settings, 0, told.append))
     port = int(told.pop().split(":")[-1].partition("/")[0])
-    same = LoggingConfig(sinks=("prometheus",), prometheus=PrometheusConfig(port=port))
+    same = LoggingConfig(sinks=("prometheus",), prometheus=f"127.0.0.1:{port}")
     with open_sinks(same, RunDirectory(tmp_path / "r"), told.append) as sinks:
         sinks.log(1, {"train/loss": 0.5})
     first.close()

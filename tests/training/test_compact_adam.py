@@ -158,7 +158,7 @@ def test_rounding_keeps_what_bfloat16_has_and_is_right_on_average() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"optimizer_dtype": "int8"}, {"offload_optimizer": True}, {"offload_parameters": True}]
+    "given", [{"optimizer_dtype": "int8"}, {"offload": ["optimizer"]}, {"offload": ["parameters"]}]
 )
 @pytest.mark.parametrize("optimizer", ["sgd", "muon"])
 def test_settings_of_moments_are_refused_for_optimizers_that_ignore_them(given: dict[str, object], optimizer: str):

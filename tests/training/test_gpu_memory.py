@@ -79,7 +79,7 @@ def bytes_of_a_rank(folder: Path, **given: Any) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_rank_holds_its_share_and_gathers_what_the_formula_says(folder: Path, offload: bool) -> None:
-    given: dict[str, Any] = {"data_parallel": 2, "offload_parameters": offload}
+    given: dict[str, Any] = {"data_parallel": 2, "offload": ("parameters",) if offload else ()}
     sizes, training = memory.Sizes.read(folder), TrainingConfig(**given)
     expected = memory.state_bytes(sizes, TrainingConfig(data_parallel=2))
     for weights, moments, gathered in run_world(bytes_of_a_rank, 2, folder=folder, **given):

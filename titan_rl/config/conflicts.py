@@ -53,6 +53,11 @@ def of_training(model: ModelConfig, training: TrainingConfig, correction: Correc
             f"training.context_parallel = {training.context_parallel} is more than training.row_tokens = "
             f"{training.row_tokens}: there would be ranks without a token; lower the one or raise the other"
         )
+    if "parameters" in training.offload and training.num_ranks == 1:
+        yield (
+            'training.offload = ["parameters"] has no effect with one trainer process; set training.data_parallel to '
+            'the number of GPUs, or leave "parameters" out'
+        )
     if training.warmup_steps > training.steps:
         yield (
             f"training.warmup_steps = {training.warmup_steps} is more than training.steps = "

@@ -18,20 +18,36 @@ class Retired:
 
 RESPAWNS = "set hosts.max_respawns, the limit of generators, trainer and rollout workers each"
 
+OFFLOAD = 'set training.offload, a list of "optimizer", "parameters", "activations" and "reference"'
+
 RETIRED: Mapping[str, Retired] = {
     "generation.max_respawns": Retired(3, RESPAWNS),
     "training.max_respawns": Retired(3, RESPAWNS),
     "rollout.max_respawns": Retired(3, RESPAWNS),
+    "training.offload_optimizer": Retired(False, OFFLOAD),
+    "training.offload_parameters": Retired(False, OFFLOAD),
+    "training.offload_activations": Retired(False, OFFLOAD),
+    "training.offload_reference": Retired(False, OFFLOAD),
     "generation.running_kv": Retired("keep", 'for "recompute" set generation.pull_mode = "recompute"'),
     "generation.reset_prefix_cache": Retired(True, 'for false set generation.prefix_cache = "keep"'),
     "generation.speculative.prompt_lookup_min": Retired(2, "set generation.speculative.prompt_lookup = [MIN, MAX]"),
     "generation.speculative.prompt_lookup_max": Retired(4, "set generation.speculative.prompt_lookup = [MIN, MAX]"),
     "hosts.lease_s": Retired(15.0, "set hosts.silence_s: the lease is five times as long"),
+    "logging.tensorboard": Retired({"flush_s": 10.0}, "leave it out: events are written every 10 s"),
+    "logging.trace_mib": Retired(32, "leave it out: a process's trace has at most 32 MiB"),
     "scheduling.suspend_timeout_s": Retired(3600.0, "leave it out: it is an hour"),
     "sft.warmup_ratio": Retired(0.05, "leave it out: the learning rate rises over 5% of the steps"),
     "statedict.fanout": Retired(1, "leave it out: each host sends a version to one other"),
 }
 """By dotted name; `*` stands for the name of a task."""
+
+FORMER_DEFAULTS: Mapping[str, Any] = {
+    "logging.prometheus": {"host": "127.0.0.1", "port": 9464},
+    "logging.trackio.project": "titan_rl",
+    "logging.wandb.project": "titan_rl",
+    "logging.wandb.tags": [],
+}
+"""Values of the config.toml of earlier runs that mean what leaving the setting out means."""
 
 
 def advice(key: str) -> str | None:
@@ -41,10 +57,11 @@ def advice(key: str) -> str | None:
 
 def drop_unchanged(tables: dict[str, Any]) -> None:
     """Remove retired settings that have their last default, as the config.toml of every earlier run has."""
-    for name, retired in RETIRED.items():
+    defaults = {name: retired.default for name, retired in RETIRED.items()}
+    for name, default in {**defaults, **FORMER_DEFAULTS}.items():
         *path, key = name.split(".")
         for table in _tables_at(tables, path):
-            if key in table and table[key] == retired.default:
+            if key in table and table[key] == default:
                 del table[key]
 
 

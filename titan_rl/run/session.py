@@ -48,6 +48,9 @@ from titan_rl.weights.shard_files import clean_dead_shards
 
 logger = logging.getLogger(__name__)
 
+TRACE_BYTES = 32 << 20
+"""Most bytes of a process's trace."""
+
 STOPPING = (
     "stopping: a step that is being trained is finished, and what is trained is saved; once more ends the run at once, "
     "without saving"
@@ -219,7 +222,7 @@ class RunSession(Generic[S]):
         self.signals.tell = self.progress.end_with
         resources.callback(clean_dead_shards)  # of a trainer that was killed
         if logging.trace:
-            tracing = recording(self.run_dir.trace, "controller", logging.trace_mib << 20, self.progress.message)
+            tracing = recording(self.run_dir.trace, "controller", TRACE_BYTES, self.progress.message)
             resources.enter_context(tracing)
         self.progress.message(f"run directory: {self.run_dir.path}")
 

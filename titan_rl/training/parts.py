@@ -37,10 +37,10 @@ def make_policy(model: ModelConfig, training: TrainingConfig, world: World, *, i
             f'training.master_dtype = "bfloat16" with model.dtype = "{model.dtype}": the model would compute with more '
             'digits than its weights have; set model.dtype = "bfloat16", or leave master_dtype out'
         )
-    if training.offload_parameters and world.size == 1:
+    if "parameters" in training.offload and world.size == 1:
         raise ConfigError(
-            "training.offload_parameters = true with one trainer process: FSDP, which moves them, takes several; "
-            "set training.data_parallel to the number of GPUs, or leave offload_parameters out"
+            'training.offload = ["parameters"] with one trainer process: FSDP, which moves them, takes several; '
+            'set training.data_parallel to the number of GPUs, or leave "parameters" out'
         )
     return Policy(
         Path(model.path),
@@ -52,9 +52,9 @@ def make_policy(model: ModelConfig, training: TrainingConfig, world: World, *, i
         attention=training.attention,
         compile=training.compile,
         activation_checkpointing=training.activation_checkpointing,
-        offload_activations=training.offload_activations,
-        offload_weights=training.offload_reference and not is_trained,
-        offload_parameters=training.offload_parameters and is_trained,
+        offload_activations="activations" in training.offload,
+        offload_weights="reference" in training.offload and not is_trained,
+        offload_parameters="parameters" in training.offload and is_trained,
     )
 
 
@@ -111,7 +111,7 @@ def make_optimizers(policy: Policy, training: TrainingConfig) -> Optimizers:
         eps=training.eps,
         weight_decay=training.weight_decay,
         state_dtype=training.optimizer_dtype,
-        offload=training.offload_optimizer or training.offload_parameters,
+        offload=bool({"optimizer", "parameters"} & {*training.offload}),
     )
     return Optimizers(policy.model, training.optimizer, spec)
 

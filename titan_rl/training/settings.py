@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import (
     Field,
@@ -34,6 +34,8 @@ from titan_rl.training.optimizer.registry import BY_NAME as OPTIMIZERS
 
 MADE_BY_SFT = "sft.json"
 """A file that `titan-rl sft` leaves in each model's folder that it writes. Others it does not replace."""
+
+Offloaded = Literal["optimizer", "parameters", "activations", "reference"]
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -79,21 +81,12 @@ class TrainingConfig(Section):
     master_dtype: DType = "float32"
     """Of the weights that the optimizer updates, and of their gradients. With bfloat16, which needs model.dtype to be
     that, too, updates are rounded stochastically, and a parameter takes 4 bytes for both instead of 8."""
-    offload_optimizer: Annotated[
-        bool, TakesEffect("training.offload_parameters", one_of=(False,), fix="leave offload_parameters out")
-    ] = False
-    """The moments of adamw and adam wait in the host's memory, but for those of the parameter that is updated."""
-    offload_parameters: Annotated[
-        bool,
-        TakesEffect(
-            "training.num_ranks",
-            none_of=(1,),
-            without="with one trainer process",
-            fix="set training.data_parallel to the number of GPUs",
-        ),
-    ] = False
-    """Weights, gradients and moments wait in the host's memory, and are on the GPU a layer at a time in a pass and a
-    parameter at a time in the update. For adamw and adam, on several trainer processes."""
+    offload: tuple[Offloaded, ...] = Field(default=(), strict=False)
+    """State that is kept in the host's memory. optimizer: the moments of adamw and adam, except those of the parameter
+    being updated. parameters: weights, gradients and moments, which are on the GPU one layer at a time in a pass and
+    one parameter at a time in the update; for adamw and adam, on several trainer processes. activations: the tensors
+    kept for the backward pass; with activation_checkpointing = "full", which leaves little to transfer. reference: the
+    weights of the model that kl_coef holds the policy to, between its passes."""
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False)  # TOML has lists, no tuples
     """Decay rates of the first and second moment; for sgd and muon the first is the momentum."""
     eps: Annotated[PositiveFloat, TakesEffect("training.optimizer", none_of=("sgd",))] = 1e-8
@@ -129,11 +122,6 @@ class TrainingConfig(Section):
     """Trainer processes that compute each token together, every one with a part of each matrix."""
     activation_checkpointing: ActivationCheckpointing = "none"
     """What the backward pass computes again instead of keeping it."""
-    offload_activations: bool = False
-    """What is kept for the backward pass waits in the host's memory; with activation_checkpointing = "full", which
-    leaves little to transfer."""
-    offload_reference: bool = False
-    """The weights of the model that `kl_coef` holds the policy to wait in the host's memory between its passes."""
     attention: Attention = "auto"
     """document gathers documents of similar length and attends to them together; flex is one kernel over all rows, for
     GPUs. auto takes flex on CUDA where the kernel takes the model's heads, and document elsewhere."""
@@ -159,15 +147,21 @@ class TrainingConfig(Section):
 
     @model_validator(mode="after")
     def _offloads_what_is_there(self) -> Self:
-        if self.offload_activations and self.activation_checkpointing != "full":
+        if twice := {part for part in self.offload if self.offload.count(part) > 1}:
+            raise ValueError(f"offload has {', '.join(sorted(twice))} more than once")
+        if "activations" in self.offload and self.activation_checkpointing != "full":
             raise ValueError(
-                f'offload_activations = true with activation_checkpointing = "{self.activation_checkpointing}": moving '
+                f'offload = ["activations"] with activation_checkpointing = "{self.activation_checkpointing}": moving '
                 'all activations takes longer than computing them again; set activation_checkpointing = "full"'
             )
-        if self.offload_reference and not self.kl_coef:
+        if "reference" in self.offload and not self.kl_coef:
             raise ValueError(
-                "offload_reference = true with kl_coef = 0: there is no reference model then; set kl_coef, or "
-                "offload_reference = false"
+                'offload = ["reference"] with kl_coef = 0: there is no reference model then; set kl_coef, or leave '
+                '"reference" out'
+            )
+        if {"optimizer", "parameters"} <= {*self.offload}:
+            raise ValueError(
+                'offload = ["optimizer", "parameters"]: the moments go with the parameters; leave "optimizer" out'
             )
         return self
 
@@ -176,21 +170,24 @@ class TrainingConfig(Section):
         if self.optimizer in ("adamw", "adam"):
             return self
         defaults = {"optimizer_dtype": "float32", "master_dtype": "float32"}
-        for name, default in (defaults | {"offload_optimizer": False, "offload_parameters": False}).items():
-            if (given := getattr(self, name)) != default:
-                raise ValueError(
-                    f"{name} = {str(given).lower()} with optimizer = {self.optimizer!r}: that is for adamw and adam; "
-                    f"set one of them, or leave {name} out"
-                )
+        given = [f"{name} = {getattr(self, name)!r}" for name in defaults if getattr(self, name) != defaults[name]]
+        given += [f'offload = ["{part}"]' for part in self.offload if part in ("optimizer", "parameters")]
+        if given:
+            raise ValueError(
+                f"{given[0]} with optimizer = {self.optimizer!r}: that is for adamw and adam; set one of "
+                "them, or leave it out"
+            )
         return self
 
     @model_validator(mode="after")
     def _splits_rows_or_matrices(self) -> Self:
-        if self.tensor_parallel > 1 and (self.context_parallel > 1 or self.offload_activations):
-            name, other = ("context_parallel", 1) if self.context_parallel > 1 else ("offload_activations", "false")
+        if self.tensor_parallel > 1 and (self.context_parallel > 1 or "activations" in self.offload):
+            name, fix = 'offload = ["activations"]', 'leave "activations" out'
+            if self.context_parallel > 1:
+                name, fix = "context_parallel", "set context_parallel = 1"
             raise ValueError(
                 f"{name} with tensor_parallel = {self.tensor_parallel}: tokens that ranks compute together are neither "
-                f"shared out nor moved to the host; set {name} = {other}, or tensor_parallel = 1 and use data_parallel"
+                f"shared out nor moved to the host; {fix}, or set tensor_parallel = 1 and use data_parallel"
             )
         return self
 

@@ -5,11 +5,11 @@ import sys
 from pathlib import Path
 
 from titan_rl.metrics.sinks.registry import find_sink
-from titan_rl.metrics.sinks.settings import LoggingConfig, TrackioConfig
+from titan_rl.metrics.sinks.settings import LoggingConfig
 from titan_rl.metrics.sinks.types import SinkSpec
 
 folder = Path(sys.argv[1])
-settings = LoggingConfig(trackio=TrackioConfig(project="sums"))
+settings = LoggingConfig(trackio={"project": "sums"})
 told: list[str] = []
 kind = find_sink("trackio")
 kind.check()

@@ -18,6 +18,7 @@ from titan_rl.metrics.sinks.types import MetricSink, SinkSpec
 from titan_rl.metrics.table import match_metric
 
 CLOSE_TIMEOUT_S = 5.0
+FLUSH_S = 10  # between writes of TensorBoard events
 
 
 class WandbSink:
@@ -29,13 +30,8 @@ class WandbSink:
 
     def __init__(self, spec: SinkSpec) -> None:
         wandb = require("wandb", "cpu")
-        options = spec.settings.wandb
         self._run = wandb.init(
-            project=options.project,
-            entity=options.entity,
-            group=options.group,
-            tags=list(options.tags) or None,
-            mode=options.mode,
+            **{"project": "titan_rl", **spec.settings.wandb},
             id=spec.run,
             resume="allow" if spec.step else None,
             name=spec.run,
@@ -69,7 +65,7 @@ class TensorBoardSink:
         self._writer = module.SummaryWriter(
             str(folder),
             purge_step=spec.step + 1 if spec.step else None,
-            flush_secs=spec.settings.tensorboard.flush_s,
+            flush_secs=FLUSH_S,
         )
         if spec.config.exists():
             self._writer.add_text("config", f"```toml\n{spec.config.read_text(encoding='utf-8')}\n```")
@@ -92,15 +88,15 @@ class TrackioSink:
 
     def __init__(self, spec: SinkSpec) -> None:
         trackio = require("trackio", "trackio")
-        options = spec.settings.trackio
+        project, space = spec.settings.trackio.get("project", "titan_rl"), spec.settings.trackio.get("space")
         self._run = trackio.init(
-            project=options.project,
+            project=project,
             name=spec.run,
-            space_id=options.space,
+            space_id=space,
             resume="allow" if spec.step else "never",
             embed=False,
         )
-        spec.tell(f"trackio: {options.space or f'trackio show --project {options.project}'}")
+        spec.tell(f"trackio: {space or f'trackio show --project {project}'}")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
@@ -133,13 +129,13 @@ class PrometheusSink:
     def __init__(self, spec: SinkSpec) -> None:
         self._client: Any = require("prometheus_client", "serve")
         self._core: Any = require("prometheus_client.core", "serve")
-        options = spec.settings.prometheus
+        host, _, port = spec.settings.prometheus.rpartition(":")
         self._run = spec.run
         self._latest: dict[str, Sample] = {}
         registry = self._client.CollectorRegistry()
         registry.register(self)
-        self._server, self._thread = self._client.start_http_server(options.port, options.host, registry)
-        self.url = f"http://{options.host}:{self._server.server_port}/metrics"
+        self._server, self._thread = self._client.start_http_server(int(port), host, registry)
+        self.url = f"http://{host}:{self._server.server_port}/metrics"
         spec.tell(f"Prometheus: {self.url}")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

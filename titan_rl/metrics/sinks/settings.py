@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeInt
+from pydantic_core import PydanticCustomError
 
 from titan_rl.core.settings import FunctionName, Section, TakesEffect
 
@@ -12,44 +14,23 @@ NAMES = ("wandb", "tensorboard", "trackio", "prometheus")
 """Sinks of the library, see `titan_rl.metrics.sinks.registry`."""
 
 
-class WandbConfig(Section):
-    """Weights & Biases, where `logging.sinks` names wandb."""
+def _options(names: Sequence[str]) -> AfterValidator:
+    """Check of a table that is passed on to a sink's `init`: it has no other names than these."""
 
-    project: str = "titan_rl"
-    """Project to log to."""
-    entity: str | None = None
-    """User or team; by default yours."""
-    group: str | None = None
-    """Group of runs that belong together."""
-    tags: tuple[str, ...] = Field(default=(), strict=False)
-    """Tags of the run."""
-    mode: Literal["online", "offline"] | None = None
-    """offline needs no login, and writes to the run's folder for `wandb sync`. Defaults to WANDB_MODE."""
+    def check(options: Mapping[str, Any]) -> Mapping[str, Any]:
+        if unknown := next((name for name in options if name not in names), None):
+            about = {"name": unknown, "names": ", ".join(names)}
+            raise PydanticCustomError("options", "has {name}, which is no option; there are {names}", about)
+        return options
+
+    return AfterValidator(check)
 
 
-class TensorBoardConfig(Section):
-    """TensorBoard events in `tensorboard/` of the run's folder, where `logging.sinks` names tensorboard."""
-
-    flush_s: PositiveFloat = 10.0
-    """Seconds between writes to the disk."""
-
-
-class TrackioConfig(Section):
-    """trackio, where `logging.sinks` names it."""
-
-    project: str = "titan_rl"
-    """Project to log to."""
-    space: str | None = None
-    """Hugging Face Space, `user/name`, that shows the runs. By default `trackio show` shows them on this machine."""
-
-
-class PrometheusConfig(Section):
-    """Endpoint /metrics that Prometheus scrapes, where `logging.sinks` names prometheus."""
-
-    host: str = "127.0.0.1"
-    """Address that it listens on. It requires no key: anybody who can reach it can read the metrics."""
-    port: int = Field(default=9464, ge=0, le=65535)
-    """Port that it listens on; 0 takes a free port, which is reported."""
+def _endpoint(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) >= 2**16:
+        raise PydanticCustomError("endpoint", 'must be HOST:PORT, such as "127.0.0.1:9464"')
+    return text
 
 
 class LoggingConfig(Section):
@@ -64,12 +45,21 @@ class LoggingConfig(Section):
     """Also write the tokens of these rollouts, each with its text and logprob: about 30 bytes per token."""
     trace: bool = True
     """Write a timeline of each process to trace/ of the run's folder, for `titan-rl view` and Perfetto."""
-    trace_mib: Annotated[PositiveInt, TakesEffect("logging.trace", one_of=(True,))] = 32
-    """Largest trace of a process in MiB: a few hundred steps of single environment calls, which are dropped first, and
-    many thousand steps of other events."""
-    wandb: Annotated[WandbConfig, TakesEffect("logging.sinks", one_of=("wandb",))] = WandbConfig()
-    tensorboard: Annotated[TensorBoardConfig, TakesEffect("logging.sinks", one_of=("tensorboard",))] = (
-        TensorBoardConfig()
+    wandb: Annotated[
+        Mapping[str, Any],
+        _options(("project", "entity", "group", "job_type", "tags", "notes", "mode")),
+        TakesEffect("logging.sinks", one_of=("wandb",)),
+    ] = Field(default={}, strict=False)
+    """Arguments of `wandb.init`: { project = "sums", tags = ["small"] }. By default the project is titan_rl, and
+    the rest is what W&B's environment variables say. mode = "offline" needs no login; `wandb sync` sends the run
+    later."""
+    trackio: Annotated[
+        Mapping[str, str], _options(("project", "space")), TakesEffect("logging.sinks", one_of=("trackio",))
+    ] = Field(default={}, strict=False)
+    """project of trackio, by default titan_rl, and space, a Hugging Face Space `user/name` that shows the runs. By
+    default `trackio show` does, on this machine."""
+    prometheus: Annotated[str, AfterValidator(_endpoint), TakesEffect("logging.sinks", one_of=("prometheus",))] = (
+        "127.0.0.1:9464"
     )
-    trackio: Annotated[TrackioConfig, TakesEffect("logging.sinks", one_of=("trackio",))] = TrackioConfig()
-    prometheus: Annotated[PrometheusConfig, TakesEffect("logging.sinks", one_of=("prometheus",))] = PrometheusConfig()
+    """HOST:PORT of the endpoint /metrics that Prometheus scrapes; port 0 takes a free one and prints it. The endpoint
+    requires no key: whoever reaches it reads the metrics."""
