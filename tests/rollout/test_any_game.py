@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from table import BOTH, Seats, Table
 
 from titan_rl import Completion, FinishReason, Player, RolloutConfig, RolloutGroup, SamplingParams, VersionSpan
-from titan_rl.run.journal.recorder import Recorder
+from titan_rl.generation.resume import Generation, request_fn
+from titan_rl.run.journal.recorder import Known, Recorder
 from titan_rl.run.journal.records import CompletionRecord
 
 SEATS = ("first", "second", "third")
@@ -118,6 +119,10 @@ async def test_any_game(plan: list[Round], struck: str, at: int, end: str, order
     assert same(group, again) or is_hit  # then it depends on who was faster
 
 
+def recorded_by(recorder: Recorder, answers: Answers, known: Known) -> Generation:
+    return Generation(request_fn(answers), around_attempt=[lambda attempt: recorder.step(attempt, 0, known)])
+
+
 @settings(max_examples=examples(40), deadline=None)
 @given(plan=rounds, kept=st.sets(st.integers(0, 40)), orders=two_orders)
 async def test_a_game_that_is_played_again_from_recorded_answers_is_the_same(
@@ -126,7 +131,7 @@ async def test_a_game_that_is_played_again_from_recorded_answers_is_the_same(
     """Whichever of its answers were written down before the run was killed."""
     records: list[CompletionRecord] = []
     recorder = Recorder(records.append)
-    generate = recorder.record(Answers(orders[0], "none", "answers"), 0, lambda *asked: None)
+    generate = recorded_by(recorder, Answers(orders[0], "none", "answers"), lambda *asked: None)
     group = await Table(course_of(plan), PLAYERS).group(generate, 2)
 
     known = {record.completion.request_id: record for number, record in enumerate(records) if number in kept}
@@ -140,6 +145,6 @@ async def test_a_game_that_is_played_again_from_recorded_answers_is_the_same(
         )
 
     live = Answers(orders[1], "none", "answers")
-    again = await Table(course_of(plan), PLAYERS).group(recorder.record(live, 0, recorded), 2)
+    again = await Table(course_of(plan), PLAYERS).group(recorded_by(recorder, live, recorded), 2)
     assert same(group, again)
     assert not live.requests.keys() & known.keys()

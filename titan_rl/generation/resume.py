@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Awaitable, Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
+from typing import cast
 
 from titan_rl.core.arrays import TOKENS, token_array
 from titan_rl.core.calls import stopwatch
@@ -64,6 +65,97 @@ async def told_whole(ask: Callable[[OnChunk], Awaitable[Completion]], on_chunk: 
     return completion
 
 
+RequestFn = Callable[[EngineRequest, OnChunk | None], Awaitable[Completion]]
+"""Answers a request, and reports its tokens as they come: `GeneratorRouter.stream`."""
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One attempt at a request, for the steps around it. Generation, or a step in its place, sets `answer`."""
+
+    request: EngineRequest
+    on_chunk: OnChunk | None
+    answer: Completion | None = None
+
+
+Step = Callable[[Attempt], AbstractContextManager[object]]
+"""Context manager around an attempt. A step that sets `answer` before it yields answers in the place of the following
+steps and of generation; after it has yielded, it may check or replace the answer."""
+
+
+class Generation:
+    """A `GenerateFn` that passes each request through a list of steps, the first of them outermost.
+
+    This is where keyword arguments become an `EngineRequest`; everything behind it takes that.
+
+    Example:
+
+        generate = Generation(router.stream, around_request=[sessions.step], around_attempt=[journal.step])
+
+    Args:
+        around_request: entered once for each call, with `answer` set at its end.
+        around_attempt: entered for each attempt: several if `resume` continues aborted completions.
+        ready: awaited before each attempt.
+        resume: continues aborted completions. By default the caller gets them.
+    """
+
+    def __init__(
+        self,
+        ask: RequestFn,
+        *,
+        around_request: Sequence[Step] = (),
+        around_attempt: Sequence[Step] = (),
+        ready: Callable[[], Awaitable[object]] | None = None,
+        resume: Resume | None = None,
+    ) -> None:
+        self._ask = ask
+        self._around_request = around_request
+        self._around_attempt = around_attempt
+        self._ready = ready
+        self._resume = resume
+
+    async def __call__(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        request_id: str,
+        session_id: str | None = None,
+        sampling: SamplingParams,
+    ) -> Completion:
+        call = Attempt(EngineRequest(request_id, prompt_token_ids, sampling, session_id), listener())
+        with ExitStack() as stack:
+            for step in self._around_request:
+                stack.enter_context(step(call))
+            if self._resume is None:
+                call.answer = await self._attempt(call.request, call.on_chunk)
+            else:
+                call.answer = await self._resume.whole(self._attempt, call.request, call.on_chunk)
+        return call.answer
+
+    async def _attempt(self, request: EngineRequest, on_chunk: OnChunk | None) -> Completion:
+        attempt = Attempt(request, on_chunk)
+        if self._ready is not None:
+            await self._ready()
+        with ExitStack() as stack:
+            for step in self._around_attempt:
+                stack.enter_context(step(attempt))
+                if attempt.answer is not None:
+                    break
+            else:
+                attempt.answer = await self._ask(attempt.request, attempt.on_chunk)
+        return cast("Completion", attempt.answer)  # an answer of another type is judged by the caller
+
+
+def request_fn(generate: GenerateFn) -> RequestFn:
+    """A `GenerateFn` as a function of requests. Tokens are reported as far as the function behind it streams."""
+
+    async def ask(request: EngineRequest, on_chunk: OnChunk | None) -> Completion:
+        with listening(on_chunk):
+            return await request.sent_to(generate)
+
+    return ask
+
+
 def resume_on_abort(
     generate: GenerateFn,
     *,
@@ -72,42 +164,65 @@ def resume_on_abort(
     max_attempts: int | None = None,
     max_context: int | None = None,
 ) -> GenerateFn:
-    """Wrap `generate` so that its callers see whole completions.
+    """Wrap `generate` so that its callers see whole completions. See `Resume`, which has the same arguments.
+
+    Raises:
+        ValueError: `max_attempts` is less than 1.
+    """
+    resume = Resume(wait_until_resumed, resume_timeout_s, max_attempts, max_context)
+    return Generation(request_fn(generate), resume=resume)
+
+
+class Resume:
+    """Continuation of aborted completions: the one place that sends a request again with the tokens so far.
 
     While a completion says ABORT, the prompt with the tokens so far is sent again with the budget that remains, under
-    the same request id. What an undisturbed run would not have continued is not sent: a partial that ends in a stop
-    token is "stop", one that uses up its budget is "length", one that had ended before it heard of the abort is what
-    it was. Nothing generated yet: the original request again.
+    the same request id. A partial completion that an undisturbed run would not have continued is not sent: one that
+    ends in a stop token is "stop", one that uses up its budget is "length", and one that had ended before the abort
+    reached it keeps its reason. If nothing is generated yet, the original request is sent again.
 
-    `min_tokens` shrinks by what exists. A seed makes the whole reproducible for the same interruptions: later
-    segments draw from a seed derived from it and from the number of tokens so far, since repeating the seed would
-    repeat its draws. When the rollout's own time is up what there is comes back aborted (`core/calls/stopwatch.py`).
+    `min_tokens` shrinks by the tokens that exist. A seed makes the whole reproducible for the same interruptions:
+    later segments draw from a seed derived from it and from the number of tokens so far, since repeating the seed would
+    repeat its draws. When the rollout's own time is up, its tokens are returned as aborted (`core/calls/stopwatch.py`).
+
+    Completions have the metric `interrupted_s`, the seconds they waited, if they did.
 
     Args:
         wait_until_resumed: awaited before each further attempt.
-        resume_timeout_s: of each such wait; and of a time in which one attempt after the other is aborted at once
-            without a token, ever more slowly repeated. When it has passed the completion says ABORT.
+        resume_timeout_s: limit of each such wait; and of a time in which one attempt after the other is aborted at once
+            without a token, repeated at growing intervals. When it has passed the completion says ABORT.
         max_attempts: requests made for one completion; when they are used up it says ABORT. None sets no limit.
         max_context: tokens of prompt and completion that end a completion with "length".
 
-    Returns:
-        A `GenerateFn` whose completions have the metric `interrupted_s`, the seconds they waited, if they did.
-
     Raises:
-        GenerationError: routed experts were asked for, and a part came without them.
-        TypeError: `generate` gave something else than a completion.
+        ValueError: `max_attempts` is less than 1.
     """
 
-    async def resuming(
-        prompt_token_ids: Sequence[int],
-        *,
-        request_id: str,
-        session_id: str | None = None,
-        sampling: SamplingParams,
-    ) -> Completion:
-        if max_context is not None:
-            sampling = sampling.within(max(1, max_context - len(prompt_token_ids)))
-        partial = Partial(EngineRequest(request_id, prompt_token_ids, sampling, session_id))
+    def __init__(
+        self,
+        wait_until_resumed: Callable[[], Awaitable[object]] | None = None,
+        resume_timeout_s: float = 300.0,
+        max_attempts: int | None = None,
+        max_context: int | None = None,
+    ) -> None:
+        if max_attempts is not None and max_attempts < 1:
+            raise ValueError(f"max_attempts is {max_attempts}; it must be at least 1")
+        self._wait_until_resumed = wait_until_resumed
+        self._timeout_s = resume_timeout_s
+        self._max_attempts = max_attempts
+        self._max_context = max_context
+
+    async def whole(self, ask: RequestFn, request: EngineRequest, on_chunk: OnChunk | None) -> Completion:
+        """The completion of all attempts together. `on_chunk` receives all tokens of an attempt before the next.
+
+        Raises:
+            GenerationError: routed experts were asked for, and a part came without them.
+            TypeError: `ask` returned something else than a completion.
+        """
+        if self._max_context is not None:
+            room = max(1, self._max_context - len(request.prompt_token_ids))
+            request = replace(request, sampling=request.sampling.within(room))
+        partial = Partial(request)
         loop, interrupted_s = asyncio.get_running_loop(), 0.0
 
         def timed(completion: Completion) -> Completion:
@@ -116,14 +231,17 @@ def resume_on_abort(
             before = completion.metrics.get("interrupted_s", 0.0)
             return replace(completion, metrics={**completion.metrics, "interrupted_s": before + interrupted_s})
 
-        turned_away = _TurnedAway(resume_timeout_s)
+        turned_away = _TurnedAway(self._timeout_s)
         for attempt in count(1):
-            began = loop.time()
-            part = await _heard(partial.rest, generate)
+            began, rest = loop.time(), partial.rest
+            if on_chunk is None:
+                part = await ask(rest, None)
+            else:
+                part = await told_whole(lambda tell, rest=rest: ask(rest, tell), on_chunk)
             if not isinstance(part, Completion):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise TypeError(f"generate gave {type(part).__name__}; it must give a Completion")
-            if sampling.return_routed_experts and part.token_ids and part.routed_experts is None:
-                raise GenerationError(f"request {request_id!r} asked for routed experts and got none")
+            if request.sampling.return_routed_experts and part.token_ids and part.routed_experts is None:
+                raise GenerationError(f"request {request.request_id!r} asked for routed experts and got none")
             whole = partial.add(part)
             if whole.finish_reason is not FinishReason.ABORT:
                 return timed(whole)
@@ -132,28 +250,12 @@ def resume_on_abort(
             if stopwatch.time_is_up():
                 return timed(whole)
             aborted = loop.time()
-            again = attempt != max_attempts and await _resumed(wait_until_resumed, resume_timeout_s)
+            again = attempt != self._max_attempts and await _resumed(self._wait_until_resumed, self._timeout_s)
             again = again and await turned_away.wait(bool(part.token_ids), since=began)
             interrupted_s += loop.time() - aborted
             if not again:
                 return timed(whole)
         raise AssertionError("attempts are counted without end")
-
-    if max_attempts is not None and max_attempts < 1:
-        raise ValueError(f"max_attempts is {max_attempts}; it must be at least 1")
-    return resuming
-
-
-def _heard(request: EngineRequest, generate: GenerateFn) -> Awaitable[Completion]:
-    """One attempt. Whoever listens is told of all its tokens before the next."""
-    if (on_chunk := listener()) is None:
-        return request.sent_to(generate)
-
-    async def ask(tell: OnChunk) -> Completion:
-        with listening(tell):
-            return await request.sent_to(generate)
-
-    return told_whole(ask, on_chunk)
 
 
 class _TurnedAway:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams
@@ -60,6 +61,23 @@ class Suspension:
         for abort, request_ids in by_router.items():
             await abort(request_ids)
 
+    @contextmanager
+    def request(self, request_id: str, abort: Abort) -> Generator[bool]:
+        """A request for the length of the block, which `abort_in_flight` ends.
+
+        Yields:
+            whether it may be sent. While the group is suspended it may not, and counts as aborted.
+        """
+        if self.is_suspended:
+            yield False
+            return
+        call = _Call(request_id, abort)
+        self._in_flight.add(call)
+        try:
+            yield True
+        finally:
+            self._in_flight.discard(call)
+
     def guard(self, generate: GenerateFn, abort: Abort) -> GenerateFn:
         """`generate`, whose requests `abort_in_flight` ends. One made while it is suspended returns aborted at once.
 
@@ -73,13 +91,9 @@ class Suspension:
             session_id: str | None = None,
             sampling: SamplingParams,
         ) -> Completion:
-            if self.is_suspended:
-                return Completion(request_id, [], [], FinishReason.ABORT, ())
-            call = _Call(request_id, abort)
-            self._in_flight.add(call)
-            try:
+            with self.request(request_id, abort) as may_be_sent:
+                if not may_be_sent:
+                    return Completion(request_id, [], [], FinishReason.ABORT, ())
                 return await generate(prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling)
-            finally:
-                self._in_flight.discard(call)
 
         return guarded

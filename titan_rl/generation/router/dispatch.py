@@ -33,6 +33,7 @@ class Dispatcher:
         aborts: Aborts,
         stalls: StallWatch,
         moves: Moves,
+        tasks: BackgroundTasks,
         limits: Limits,
         *,
         max_attempts: int,
@@ -47,12 +48,17 @@ class Dispatcher:
         self._aborts = aborts
         self._stalls = stalls
         self._moves = moves
+        self._tasks = tasks
         self._limits = limits
         self._max_attempts = max_attempts
 
     async def generate(self, request: EngineRequest, on_chunk: OnChunk | None = None) -> Completion:
         failures: list[FailedAttempt] = []
-        with self._requests.track(request) as in_flight:
+
+        def end() -> None:
+            self._tasks.start(self._end(request.request_id), f"end {request.request_id}")
+
+        with stopwatch.ending_with(end), self._requests.track(request) as in_flight:
             partial = in_flight.partial
             while (reservation := await self._reserve(in_flight)) is not None:
                 failure: FailedAttempt | None = None
@@ -84,6 +90,10 @@ class Dispatcher:
                         f"request {request.request_id!r} failed on {len(failures)} replicas; the last: {last!r}"
                     ) from last
             return partial.so_far
+
+    async def _end(self, request_id: str) -> None:
+        """Abort a request whose rollout has used up its time."""
+        await self._requests.abort(self._requests.find([request_id]))
 
     async def _reserve(self, in_flight: RequestInFlight) -> Reservation | None:
         """Wait until the router is not paused and a replica serves. None: the request is aborted."""

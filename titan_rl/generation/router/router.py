@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import suppress
+from typing import Any
 
-from titan_rl.core.calls import stopwatch
 from titan_rl.core.errors import EngineDeadError, EngineStalledError
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.resume import listener
@@ -80,7 +80,7 @@ class GeneratorRouter:
         self._puller = Puller(pool, requests, limits, health)
         moves = self._moves = Moves(pool, requests, pause, aborts, tasks, limits, move_below)
         self._dispatcher = Dispatcher(
-            pool, requests, health, pause, aborts, stalls, moves, limits, max_attempts=max_attempts
+            pool, requests, health, pause, aborts, stalls, moves, tasks, limits, max_attempts=max_attempts
         )
 
     @property
@@ -127,15 +127,14 @@ class GeneratorRouter:
         """
         return await self.stream(EngineRequest(request_id, prompt_token_ids, sampling, session_id), listener())
 
-    async def stream(self, request: EngineRequest, on_chunk: OnChunk | None = None) -> Completion:
+    def stream(self, request: EngineRequest, on_chunk: OnChunk | None = None) -> Coroutine[Any, Any, Completion]:
         """Answer a request like `generate`, with chunks ahead of the completion if replicas stream. The chunks are the
         beginning of the completion, whichever replicas the request went through.
 
         Args:
             on_chunk: called in the event loop. What it raises is laid to the replica, so it raises nothing.
         """
-        with stopwatch.ending_with(lambda: self._tasks.start(self._end(request), f"end {request.request_id}")):
-            return await self._dispatcher.generate(request, on_chunk)
+        return self._dispatcher.generate(request, on_chunk)
 
     async def pull_state_dict(self, version: int, mode: PullMode = "hot_swap") -> PullReport:
         """Bring every replica to `version`, or to a newer one that was asked for meanwhile.
@@ -269,9 +268,6 @@ class GeneratorRouter:
         self._health.quarantine(replica, error)
         for request in self._requests.on(replica):
             request.fail(error)
-
-    async def _end(self, request: EngineRequest) -> None:
-        await self._requests.abort(self._requests.find([request.request_id]))
 
     async def _prepare(self, replica: PooledReplica) -> None:
         self._aborts.send_again(replica)

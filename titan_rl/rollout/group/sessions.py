@@ -51,6 +51,11 @@ class Sessions:
         self._open: set[str] = set()
         self._callbacks = Callbacks()
 
+    def open(self, session_id: str | None) -> None:
+        """Note that a request of this session begins."""
+        if session_id is not None:
+            self._open.add(session_id)
+
     def track(self, generate: GenerateFn) -> GenerateFn:
         """`generate`, whose calls open their session."""
 
@@ -61,8 +66,7 @@ class Sessions:
             session_id: str | None = None,
             sampling: SamplingParams,
         ) -> Completion:
-            if session_id is not None:
-                self._open.add(session_id)
+            self.open(session_id)
             return await generate(prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling)
 
         return tracked

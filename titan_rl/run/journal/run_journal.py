@@ -10,6 +10,7 @@ from typing import Any
 
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.errors import CheckpointError, NoSpaceError, means_no_space
+from titan_rl.generation.resume import Generation, Step, request_fn
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.run.journal.log import LogWriter, flush_entry
 from titan_rl.run.journal.recorder import Recorder
@@ -125,27 +126,23 @@ class RunJournal:
             batches=state.batches_from(self._version),
         )
 
-    def record(self, generate: GenerateFn, index: int) -> GenerateFn:
-        """`generate` for the rollouts of a group, which are answered again what they were answered before: by an
-        earlier process, or when a worker died and the group is run again."""
+    def step(self, index: int) -> Step:
+        """The step that records the requests of a group, and repeats the answers that they got before: from an earlier
+        process, or when a worker died and the group is run again. `room` is awaited before it."""
 
         def known(request_id: str, prompt_digest: bytes, sampling: SamplingParams) -> Completion | None:
             record = self.state.completions.get(index, {}).get((request_id, prompt_digest))
             return None if record is None or record.sampling != sampling else record.completion
 
-        recorded = self._recorder.record(generate, index, known)
+        return lambda attempt: self._recorder.step(attempt, index, known)
 
-        async def recorded_at_the_disks_pace(
-            prompt_token_ids: Sequence[int],
-            *,
-            request_id: str,
-            session_id: str | None = None,
-            sampling: SamplingParams,
-        ) -> Completion:
-            await self._writer.room()
-            return await recorded(prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling)
+    async def room(self) -> None:
+        """Wait until the writer keeps up with the disk."""
+        await self._writer.room()
 
-        return recorded_at_the_disks_pace
+    def record(self, generate: GenerateFn, index: int) -> GenerateFn:
+        """`generate` with `step` around each call."""
+        return Generation(request_fn(generate), around_attempt=[self.step(index)], ready=self.room)
 
     def note(self, event: MixEvent) -> None:
         """Record an event of the task mix. A drop is recorded by `dropped`."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import ResolvedSuite
-from titan_rl.generation.resume import resume_on_abort
+from titan_rl.generation.resume import Attempt, Generation, Resume
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.generation.types import PauseMode
 from titan_rl.rollout.group.rollouter import GroupRunner
@@ -25,7 +25,7 @@ from titan_rl.scheduling.filters import GroupFilter
 from titan_rl.scheduling.lease import Lease
 from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.scheduling.task_mix import Share, TaskMix
-from titan_rl.types import Completion, GenerateFn, SamplingParams
+from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams
 
 SUSPEND_TIMEOUT_S = 3600.0
 """Longest time that a rollout waits while its group or all generation is interrupted."""
@@ -63,23 +63,14 @@ class RunningGroup:
             return "generating"
         return "scoring" if self.num_ended >= self.num_rollouts else "in the environment"
 
-    def track(self, generate: GenerateFn) -> GenerateFn:
-        """`generate`, whose calls are counted."""
-
-        async def tracked(
-            prompt_token_ids: Sequence[int],
-            *,
-            request_id: str,
-            session_id: str | None = None,
-            sampling: SamplingParams,
-        ) -> Completion:
-            self.num_requests += 1
-            try:
-                return await generate(prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling)
-            finally:
-                self.num_requests -= 1
-
-        return tracked
+    @contextlib.contextmanager
+    def request(self) -> Generator[None]:
+        """A request for the length of the block."""
+        self.num_requests += 1
+        try:
+            yield
+        finally:
+            self.num_requests -= 1
 
     def ended(self) -> None:
         """Note that one of its rollouts has ended."""
@@ -174,7 +165,7 @@ class RolloutStage:
         temperature = self._config.sampling_of(self._sources[task]).temperature
         return await self._run_group(
             self.training,
-            self._generate_for(lease),
+            lease,
             task,
             sample,
             group_id=train_group_id(lease.index),
@@ -188,7 +179,7 @@ class RolloutStage:
         weights alone."""
         return await self._run_group(
             self.held_out,
-            self._generate,
+            None,
             suite.source.name,
             sample,
             group_id=group_id,
@@ -240,7 +231,7 @@ class RolloutStage:
                 sessions.finish(rollout.rollout_id)
 
             group = await self._group_runners[task].run_group(
-                playing.track(sessions.track(generate)),
+                self._generate_for(lease, playing, sessions),
                 sample,
                 group_id=group_id,
                 group_size=group_size,
@@ -252,32 +243,43 @@ class RolloutStage:
             self._on_lost(group)
         return group
 
-    async def _generate(
-        self,
-        prompt_token_ids: Sequence[int],
-        *,
-        request_id: str,
-        session_id: str | None = None,
-        sampling: SamplingParams,
-    ) -> Completion:
-        with self.requests.one():
-            return await self._router.generate(
-                prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling
-            )
+    def _generate_for(self, lease: Lease | None, playing: GroupAtWork, sessions: Sessions) -> GenerateFn:
+        """Generation of one group: the router, and every step around a request. Pauses and suspensions only make it
+        slow.
 
-    def _generate_for(self, lease: Lease) -> GenerateFn:
-        """The router behind the group's suspension and the journal. Pauses and suspensions only make it slow."""
+        Args:
+            lease: None for a validation group, which is neither suspended, recorded nor resumed.
+        """
+        router = self._router
+
+        @contextlib.contextmanager
+        def opened(call: Attempt) -> Generator[None]:
+            sessions.open(call.request.session_id)
+            with playing.request():
+                yield
+
+        if lease is None:
+            return Generation(router.stream, around_request=[opened], around_attempt=[lambda _: self.requests.one()])
+        suspension = lease.suspension
 
         async def both_open() -> None:
-            await lease.suspension.wait_resumed()
-            await self._router.wait_resumed()
+            await suspension.wait_resumed()
+            await router.wait_resumed()
 
-        guarded = lease.suspension.guard(self._generate, self._router.abort)
-        return resume_on_abort(
-            self._journal.record(guarded, lease.index),
-            wait_until_resumed=both_open,
-            resume_timeout_s=SUSPEND_TIMEOUT_S,
-            max_context=self._config.model.max_context,
+        @contextlib.contextmanager
+        def suspendable(attempt: Attempt) -> Generator[None]:
+            request_id = attempt.request.request_id
+            with suspension.request(request_id, router.abort) as may_be_sent:
+                if not may_be_sent:
+                    attempt.answer = Completion(request_id, [], [], FinishReason.ABORT, ())
+                yield
+
+        return Generation(
+            router.stream,
+            around_request=[opened],
+            resume=Resume(both_open, SUSPEND_TIMEOUT_S, max_context=self._config.model.max_context),
+            ready=self._journal.room,
+            around_attempt=[self._journal.step(lease.index), suspendable, lambda _: self.requests.one()],
         )
 
     def _sampling(
