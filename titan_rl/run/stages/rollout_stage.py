@@ -213,7 +213,7 @@ class RolloutStage:
     async def _run_group(
         self,
         running: RunningGroups,
-        generate: GenerateFn,
+        lease: Lease | None,
         task: str,
         sample: Any,
         *,
@@ -243,7 +243,7 @@ class RolloutStage:
             self._on_lost(group)
         return group
 
-    def _generate_for(self, lease: Lease | None, playing: GroupAtWork, sessions: Sessions) -> GenerateFn:
+    def _generate_for(self, lease: Lease | None, playing: RunningGroup, sessions: Sessions) -> GenerateFn:
         """Generation of one group: the router, and every step around a request. Pauses and suspensions only make it
         slow.
 
