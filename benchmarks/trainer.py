@@ -23,10 +23,9 @@ import torch.nn.functional as F
 
 from benchmarks.generation import make_model
 from titan_rl.training.data.sample import TrainingSample
-from titan_rl.training.parts import make_planner
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.tensor_batch import Minibatch
-from titan_rl.training.trainer import TrainerCore
+from titan_rl.training.trainer import TrainerCore, make_planner
 
 GROUPS, SIBLINGS = 16, 8
 

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from titan_rl.rollout.rewards.advantages import (
     AdvantageFn,
     batch_mean,
+    compare_batch,
     group_mean,
     leave_one_out,
     reward,
     standardized,
-    subtract_batch_mean,
 )
 from titan_rl.rollout.rewards.reward import SoftOverlong
 from titan_rl.rollout.types import Rollout, RolloutGroup, Turn
@@ -59,9 +59,9 @@ def group_of(*rewards: float | None) -> RolloutGroup:
 def test_a_baseline_of_the_whole_batch() -> None:
     assert batch_mean([1.0, 3.0]) == reward([1.0, 3.0]) == [1.0, 3.0]
     groups = [group_of(1.0, 3.0), group_of(5.0, None)]
-    subtract_batch_mean(groups)
+    compare_batch(groups, batch_mean)
     assert [r.advantage for group in groups for r in group.rollouts] == [-2.0, 0.0, 2.0, None]
-    subtract_batch_mean([])
+    compare_batch([], batch_mean)
 
 
 @pytest.mark.parametrize(

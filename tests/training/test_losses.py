@@ -18,12 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_rl.core.errors import ConfigError
+from titan_rl.training.algorithm import Algorithm
 from titan_rl.training.data.packing import Family
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.losses import ClipRange, LossTokens, TokenLoss
 from titan_rl.training.losses.registry import BY_NAME, find_loss
 from titan_rl.training.objective import Objective
-from titan_rl.training.parts import make_objective
 from titan_rl.training.settings import CorrectionConfig, TrainingConfig
 from titan_rl.training.tensor_batch import TensorBatch, make_tensor_batch
 
@@ -139,7 +139,7 @@ def check(rows: list[Row], training: TrainingConfig, correction: CorrectionConfi
     logprobs = torch.tensor([row["policy"] for row in rows], dtype=torch.float64, requires_grad=True)
     start = torch.tensor([row["start"] for row in rows], dtype=torch.float64)
     held_to = torch.tensor([row["reference"] for row in rows], dtype=torch.float64)
-    summed, record = make_objective(training, correction, CONTEXT)(
+    summed, record = Algorithm(training, correction).objective(CONTEXT)(
         batch_of(rows, num_sequences=4),
         logprobs,
         torch.zeros(len(rows)),

@@ -1,4 +1,4 @@
-"""Builders of the objects that a config describes: renderer, rollouters and group filters."""
+"""Builders of the objects that a config describes: renderer, rollouters, group filters and the algorithm."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.task import FilteringTask, RunContext, calling, drop_reason, opened, wrong_result
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.scheduling.filters import GroupFilter, find_filter, first_reason, too_few_siblings, too_long
+from titan_rl.training.algorithm import Algorithm
 from titan_rl.training.settings import ModelConfig
 
 if TYPE_CHECKING:
@@ -119,6 +120,21 @@ async def open_rollouters(
         for source in config.sources:
             await tasks.enter_async_context(opened(source.task, run))
         yield {source.name: make_rollouter(config, source, renderer) for source in config.sources}
+
+
+def make_algorithm(config: RunConfig, filters: Sequence[GroupFilter] | None = None) -> Algorithm:
+    """The learning algorithm of a run.
+
+    Args:
+        filters: Replace those that settings name.
+    """
+    return Algorithm(
+        config.training,
+        config.correction,
+        advantages={source.name: find_advantage(config.advantage_of(source)) for source in config.tasks},
+        filters=make_filters(config, filters),
+        max_token_age=config.scheduling.max_token_age,
+    )
 
 
 def make_filters(config: RunConfig, given: Sequence[GroupFilter] | None = None) -> list[GroupFilter]:

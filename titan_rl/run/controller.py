@@ -30,7 +30,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from titan_rl.cluster.hosts.lifecycle import HostHistory
-from titan_rl.config.build import make_filters
+from titan_rl.config.build import make_algorithm
 from titan_rl.config.changes import settings_of
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import CheckpointError
@@ -48,7 +48,6 @@ from titan_rl.run.observability.rollout_log import GroupRecords, RolloutLog
 from titan_rl.run.observability.steps import Stage, StepReports, prefixed
 from titan_rl.run.observability.summary import RunSummary
 from titan_rl.run.stages.rollout_stage import RolloutStage, make_mix, train_index
-from titan_rl.run.stages.training import training_samples
 from titan_rl.run.stages.validation import Validation
 from titan_rl.run.stages.weight_sync import WeightSync
 from titan_rl.run.terminal.view import RunLook
@@ -116,7 +115,8 @@ class Controller(TrainingLoop):
             on_lost=self._transcripts.lost,
         )
         self._records = GroupRecords(self._mix, journal, self._transcripts, self._tell)
-        self._scheduler = self._groups.make_scheduler(make_filters(config, filters), self._records, self.version)
+        self._algorithm = make_algorithm(config, filters)
+        self._scheduler = self._groups.make_scheduler(self._algorithm.filters, self._records, self.version)
         self._sync = WeightSync(
             trainer, published, router, "drain" if config.generation.pull_mode == "drain" else "hot_swap"
         )
@@ -203,7 +203,7 @@ class Controller(TrainingLoop):
     async def _train_on(self, batch: GroupBatch) -> int:
         """Run TRAIN and return the new version. The batch counts as trained only once the trainer reports it."""
         self._stages.enter(Stage.SAMPLES, self.version + 1)
-        samples = training_samples(self._config, batch)
+        samples = await self._algorithm.samples(batch.groups, batch.version)
         self._stages.enter(Stage.TRAIN, self.version + 1)
         result = await self._trainer.step(samples)
         batch.trained(result.version)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from titan_rl.cluster.processes.roles import RespawnLimit, Respawns, Role
+from titan_rl.config.build import make_algorithm
 from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.watchdog import logged
 from titan_rl.core.errors import ActorDiedError, DamagedCheckpointError, StateDictError, TrainingError
@@ -31,8 +32,7 @@ from titan_rl.run.directory import RunDirectory
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.journal.state import RunState
 from titan_rl.run.observability.progress import Progress
-from titan_rl.run.stages.training import training_samples
-from titan_rl.scheduling.batches import GroupBatch, step_from
+from titan_rl.scheduling.batches import step_from
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.protocol import StepResult, Trainer
 from titan_rl.training.state.checkpoint import list_checkpoints, step_of
@@ -112,7 +112,7 @@ class JournaledSteps:
     """
 
     def __init__(self, config: RunConfig, journal: RunJournal, folder: Path) -> None:
-        self._config = config
+        self._algorithm = make_algorithm(config)
         self._journal = journal
         self._folder = folder
 
@@ -120,7 +120,7 @@ class JournaledSteps:
         start = RunState.read(checkpoint or self._folder).position
         batches = await self._journal.trained_since(start, version)
         for before, groups in enumerate(batches, start.version):
-            yield training_samples(self._config, GroupBatch(groups, before, {}, lambda: None))
+            yield await self._algorithm.samples(groups, before)
 
 
 NAMED_GROUPS = 4

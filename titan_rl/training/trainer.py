@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
 
-from titan_rl.core.errors import CheckpointError, TrainingError, UntrainableError
+from titan_rl.core.errors import CheckpointError, ConfigError, TrainingError, UntrainableError
 from titan_rl.core.tracing.spans import IDLE, span
 from titan_rl.rollout.renderer.registry import fit_template
-from titan_rl.training.data.packing import StepPlan
+from titan_rl.training.algorithm import Algorithm
+from titan_rl.training.data.packing import StepPlan, plan_step
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.export import export_hf
-from titan_rl.training.gradient_pass import MinibatchGradient
+from titan_rl.training.gradient_pass import GradientPass, MinibatchGradient
 from titan_rl.training.objective import TokenStats, token_metrics
+from titan_rl.training.optimizer.optimizers import Optimizers, learning_rate
+from titan_rl.training.optimizer.registry import OptimizerSpec
 from titan_rl.training.parallel import World
-from titan_rl.training.parts import make_gradient_pass, make_optimizers, make_planner, make_policy, make_schedule
-from titan_rl.training.policy import draw, score
+from titan_rl.training.policy import Policy, draw, score
 from titan_rl.training.protocol import SkippedMinibatch, StepResult
 from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
 from titan_rl.training.state.train_state import TrainStateWriter, load_train_state
@@ -107,13 +110,26 @@ class TrainerCore:
             context_parallel=training.context_parallel,
             tensor_parallel=training.tensor_parallel,
         )
-        self._policy = make_policy(model_config, training, self._world)
+        self._policy = _make_policy(model_config, training, self._world)
         self._model = self._policy.model
-        self._gradient_pass = make_gradient_pass(
-            self._policy, model_config, training, correction or CorrectionConfig(), self._world
+        algorithm = Algorithm(training, correction)
+        self._gradient_pass = GradientPass(
+            self._policy,
+            _make_policy(model_config, training, self._world, is_trained=False) if algorithm.uses_reference else None,
+            algorithm.objective(model_config.max_context),
+            self._world,
+            max_grad_norm=training.max_grad_norm,
+            row_tokens=training.row_tokens,
         )
-        self._optimizers = make_optimizers(self._policy, training)
-        self._learning_rate = make_schedule(training)
+        self._optimizers = _make_optimizers(self._policy, training)
+        self._learning_rate = partial(
+            learning_rate,
+            steps=training.steps,
+            lr=training.lr,
+            warmup_steps=training.warmup_steps,
+            decay=training.lr_decay,
+            min_lr_ratio=training.min_lr_ratio,
+        )
         self._plan = make_planner(training)
         self._writer = TrainStateWriter(self._world)
         self._readers = Readers()
@@ -365,3 +381,60 @@ class TrainerCore:
         finally:
             self._optimizers.zero_grad()
         return _Update(gradient, waited_s)
+
+
+def _make_policy(model: ModelConfig, training: TrainingConfig, world: World, *, is_trained: bool = True) -> Policy:
+    """Build the policy, or the reference model, which is not trained.
+
+    Raises:
+        ConfigError: the weights cannot be kept in `training.master_dtype`, or a single rank cannot offload parameters.
+        ModelError: see `Policy`.
+    """
+    if training.master_dtype == "bfloat16" and model.dtype != "bfloat16":
+        raise ConfigError(
+            f'training.master_dtype = "bfloat16" with model.dtype = "{model.dtype}": the model would compute with more '
+            'digits than its weights have; set model.dtype = "bfloat16", or leave master_dtype out'
+        )
+    if "parameters" in training.offload and world.size == 1:
+        raise ConfigError(
+            'training.offload = ["parameters"] with one trainer process: FSDP, which moves them, takes several; '
+            'set training.data_parallel to the number of GPUs, or leave "parameters" out'
+        )
+    return Policy(
+        Path(model.path),
+        world,
+        max_context=model.max_context,
+        row_tokens=training.row_tokens,
+        dtype=model.dtype,
+        master_dtype=training.master_dtype,
+        attention=training.attention,
+        compile=training.compile,
+        activation_checkpointing=training.activation_checkpointing,
+        offload_activations="activations" in training.offload,
+        offload_weights="reference" in training.offload and not is_trained,
+        offload_parameters="parameters" in training.offload and is_trained,
+    )
+
+
+def _make_optimizers(policy: Policy, training: TrainingConfig) -> Optimizers:
+    spec = OptimizerSpec(
+        training.lr,
+        betas=training.betas,
+        eps=training.eps,
+        weight_decay=training.weight_decay,
+        state_dtype=training.optimizer_dtype,
+        offload=bool({"optimizer", "parameters"} & {*training.offload}),
+    )
+    return Optimizers(policy.model, training.optimizer, spec)
+
+
+def make_planner(training: TrainingConfig) -> Callable[[Sequence[TrainingSample]], list[StepPlan]]:
+    """`plan_step` with the settings of `[training]`."""
+    return partial(
+        plan_step,
+        row_tokens=training.row_tokens,
+        rows_per_micro_batch=training.rows_per_micro_batch,
+        minibatches=training.minibatches,
+        ranks=training.data_parallel,
+        share_prompts=training.share_prompts,
+    )

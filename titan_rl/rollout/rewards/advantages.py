@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
+from typing import Protocol, runtime_checkable
 
 from titan_rl.core.calls.cancellation import is_ctrl_c
 from titan_rl.core.calls.imports import find_function
@@ -27,12 +28,42 @@ def reward(rewards: Sequence[float]) -> list[float]:
     return list(rewards)
 
 
-def batch_mean(rewards: Sequence[float]) -> list[float]:
-    """The reward, from which training subtracts the mean reward of its batch: REINFORCE with a baseline.
+@runtime_checkable
+class BatchAdvantage(Protocol):
+    """Advantage that compares a rollout with its whole batch, too."""
 
-    Here it is the plain reward, since siblings do not see the batch; `subtract_batch_mean` does the rest.
+    def __call__(self, rewards: Sequence[float]) -> Sequence[float]:
+        """Advantages of siblings, before the batch is known."""
+        ...
+
+    def compare_batch(self, groups: Sequence[RolloutGroup]) -> None:
+        """Complete the advantages of the groups of one task in a batch, in place."""
+        ...
+
+
+class BatchMean:
+    """Distance from the mean reward of the batch: REINFORCE with a baseline. The advantage of siblings is their reward.
+
+    A baseline that includes the rollout itself scales the gradient by 1 - 1/n, n being the rollouts of the batch.
     """
-    return list(rewards)
+
+    __name__ = "batch_mean"
+
+    def __call__(self, rewards: Sequence[float]) -> list[float]:
+        return list(rewards)
+
+    def compare_batch(self, groups: Iterable[RolloutGroup]) -> None:
+        """Subtract the mean over all groups, in place; where there are several seats, the mean of the seat."""
+        by_seat: dict[str | None, list[Rollout]] = {}
+        for rollout in (rollout for group in groups for rollout in group.rollouts if rollout.advantage is not None):
+            by_seat.setdefault(rollout.seat, []).append(rollout)
+        for compared in by_seat.values():
+            mean = fmean(rollout.advantage or 0.0 for rollout in compared)
+            for rollout in compared:
+                rollout.advantage = (rollout.advantage or 0.0) - mean
+
+
+batch_mean = BatchMean()
 
 
 def group_mean(rewards: Sequence[float]) -> list[float]:
@@ -109,19 +140,27 @@ def _compare(rollouts: Sequence[Rollout], advantage: AdvantageFn, whose: str) ->
         rollout.advantage = value
 
 
-def subtract_batch_mean(groups: Iterable[RolloutGroup]) -> None:
-    """Subtract the mean over the whole batch from advantages that are plain rewards, in place; with several seats, the
-    mean of the seat.
+def compare_batch(groups: Sequence[RolloutGroup], advantage: AdvantageFn) -> None:
+    """Complete the advantages of the groups of one task in a batch, in place, if the advantage compares over batches.
 
-    A baseline that includes the rollout itself scales the gradient by 1 - 1/n, n being the rollouts of the batch.
+    Raises:
+        RewardError: the function raised, or left an advantage that is not finite.
     """
-    by_seat: dict[str | None, list[Rollout]] = {}
-    for rollout in (rollout for group in groups for rollout in group.rollouts if rollout.advantage is not None):
-        by_seat.setdefault(rollout.seat, []).append(rollout)
-    for compared in by_seat.values():
-        mean = fmean(rollout.advantage or 0.0 for rollout in compared)
-        for rollout in compared:
-            rollout.advantage = (rollout.advantage or 0.0) - mean
+    if not isinstance(advantage, BatchAdvantage):
+        return
+    name = getattr(advantage, "__name__", type(advantage).__name__)
+    try:
+        advantage.compare_batch(groups)
+    except BaseException as error:
+        if is_ctrl_c(error):
+            raise
+        raise RewardError(f"advantage {name!r} failed on a batch: {summary(error)}", where(error)) from error
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        if rollout.advantage is not None and not math.isfinite(rollout.advantage):
+            raise RewardError(
+                f"advantage {name!r} gave {rollout.advantage} to rollout {rollout.rollout_id!r} of a batch; it must "
+                "give finite numbers"
+            )
 
 
 BY_NAME: dict[str, AdvantageFn] = {

@@ -1,4 +1,4 @@
-"""Calls of the trainer: training samples of a batch, calls that outlive a cancelled run, and skipped steps."""
+"""Calls of the trainer that outlive a cancelled run, and the count of skipped steps."""
 
 from __future__ import annotations
 
@@ -7,30 +7,9 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.cancellation import stray_cancellation_fails
 from titan_rl.core.errors import TrainingError, listed
-from titan_rl.rollout.rewards.advantages import subtract_batch_mean
-from titan_rl.scheduling.batches import GroupBatch
-from titan_rl.training.data.sample import TrainingSample
-from titan_rl.training.data.sample_builder import build_samples
 from titan_rl.training.protocol import StepResult, Trainer
-
-
-def training_samples(config: RunConfig, batch: GroupBatch) -> list[TrainingSample]:
-    """Token rows of all rollouts of a batch. Advantages that compare with the whole batch are set here."""
-    for source in config.tasks:
-        if config.advantage_of(source) == "batch_mean":
-            subtract_batch_mean([group for group in batch.groups if group.task == source.name])
-    max_age = config.scheduling.max_token_age
-    oldest = 0 if max_age is None else batch.version - max_age
-    constrained = config.correction.constrained
-    return [
-        sample
-        for group in batch.groups
-        for sample in build_samples(group, oldest_version=oldest, constrained=constrained)
-    ]
-
 
 logger = logging.getLogger(__name__)
 
