@@ -13,14 +13,13 @@ from typing import Any, TypeVar, cast, overload
 N = TypeVar("N", int, float)
 
 TOKENS, LOGPROBS, VERSIONS = "i", "d", "q"
-"""What a token id, a logprob and a version take: 4, 8 and 8 bytes."""
+"""Type codes of token ids, logprobs and versions: 4, 8 and 8 bytes each."""
 
 LARGEST_TOKEN_ID = 2**31 - 1
 
 
 class NumberArray(Sequence[N]):
-    """Numbers of one type, which nobody changes. Equal to every list, tuple and array of the same numbers, and in the
-    same order.
+    """Immutable sequence of numbers of one type. It is equal to a list, tuple or array of the same numbers.
 
     NumPy and torch take it through `numpy.asarray`, which cannot be written to.
 
@@ -102,7 +101,7 @@ class NumberArray(Sequence[N]):
 
     @property
     def typecode(self) -> str:
-        """As `array` has it."""
+        """Type code of the underlying `array`."""
         return self._values.typecode
 
     @property
@@ -110,11 +109,12 @@ class NumberArray(Sequence[N]):
         return len(self) * self._values.itemsize
 
     def array(self) -> array[N]:
-        """Not to be changed. Of a window a copy: an array cannot grow while its memory is lent."""
+        """The underlying array, which must not be changed; for a window a copy, because an array cannot grow while
+        its memory is lent."""
         return self._values[self._start : self._stop] if self._is_window else self._values
 
     def window(self) -> tuple[array[N], int, int] | None:
-        """Of an array that it shares: the array, and from where to where; None where it has its own."""
+        """The shared array with start and end of the window in it; None for an array of its own."""
         return (self._values, self._start, self._stop) if self._is_window else None
 
     def least(self) -> N:
@@ -137,7 +137,7 @@ class NumberArray(Sequence[N]):
         return self.array().tobytes()
 
     def _view(self) -> Any:
-        """As NumPy has it, not to be written to."""
+        """Read-only NumPy view."""
         import numpy as np
 
         view = np.frombuffer(self.array(), self.typecode)
@@ -174,7 +174,7 @@ def version_array(spans: Iterable[tuple[int, int]]) -> NumberArray[int]:
 
 
 def array_from_bytes(typecode: str, data: bytes) -> NumberArray[Any]:
-    """What `tobytes` gave.
+    """The array whose bytes `tobytes` returned.
 
     Raises:
         ValueError: these are not the bytes of whole numbers.
@@ -193,7 +193,7 @@ def _packed(typecode: str, values: Iterable[Any]) -> NumberArray[Any]:
 
 
 def common_length(one: NumberArray[N], other: NumberArray[N]) -> int:
-    """How many numbers both begin with."""
+    """Length of the common prefix of two arrays."""
     low, high = 0, min(len(one), len(other))
     if one[:high].tobytes() == other[:high].tobytes():
         return high
@@ -207,7 +207,7 @@ def common_length(one: NumberArray[N], other: NumberArray[N]) -> int:
 
 
 class MaskArray(Sequence[bool]):
-    """Booleans in a byte each, which nobody changes."""
+    """Immutable sequence of booleans, one byte each."""
 
     __slots__ = ("_bytes",)
 
@@ -357,13 +357,13 @@ def expert_rows(rows: Any) -> ExpertRows:
 
 
 def free_rows(num_tokens: int, like: ExpertRows) -> ExpertRows:
-    """Of tokens whose router is to choose."""
+    """Rows of tokens whose experts the router chooses itself."""
     width = like.num_layers * like.top_k
     return ExpertRows(array("H", (FREE_ROW,)) * (num_tokens * width), like.num_layers, like.top_k)
 
 
 def joined_rows(parts: Iterable[ExpertRows]) -> ExpertRows | None:
-    """Behind each other; None of none.
+    """Concatenated rows; None if there are no parts.
 
     Raises:
         TypeError: they are of models unlike each other.

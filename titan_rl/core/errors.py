@@ -135,7 +135,7 @@ class EpisodeEndedError(RequestError):
 
 
 class BusyError(TitanRLError):
-    """As much is open at once as the limit allows. What was asked for may be had later; the message names the limit."""
+    """A limit on what is open at once is reached. The same call may succeed later; the message names the limit."""
 
 
 class GenerationError(TitanRLError):
@@ -159,7 +159,7 @@ class StateDictError(TitanRLError):
 
 
 class UnavailableWeightsError(StateDictError):
-    """A version is not to be had, or not any more. Nothing of it was loaded: what was served is served on."""
+    """A version is not available, or no longer. Nothing of it was loaded: the generators keep serving their version."""
 
 
 class VerificationError(StateDictError):

@@ -29,7 +29,7 @@ class Section(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class FunctionName:
-    """What a setting names: one of these of the library's own, or one of the user's as "module:function".
+    """Annotation of a setting that names a function: of the library by its name, or the user's as "module:function".
 
     Nothing is imported to check the setting itself; `load_config` then imports what is the user's.
 
@@ -97,7 +97,7 @@ INNER = ""
 
 
 MAX_NAME = 255
-"""Bytes of one component of a path, as file systems have it."""
+"""Largest number of bytes in one component of a path."""
 MAX_PATH = 4095
 
 

@@ -1,4 +1,4 @@
-"""What the parts of a trainer can be told by name. Settings check it, the parts act on it."""
+"""Named options of the parts of a trainer. Settings check them, the parts act on them."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""What is done about tokens that another policy sampled than the one that learns from them.
+"""Off-policy corrections: weights and masks of tokens that were sampled by another policy than the one that learns.
 
     rho_t = pi_prox(t) / pi_behaviour(t)
 
@@ -39,7 +39,7 @@ from titan_rl.training.choices import CorrectionMask, CorrectionWeight
 from titan_rl.training.losses import MAX_LOG_RATIO, mean_by_sequence, sum_by_sequence
 
 ROUNDING = 1e-5
-"""Of logprobs in float32. So far beyond a bound a log-ratio is taken to be at it: there, exp(log(0.1)) < 0.1."""
+"""Rounding of logprobs in float32. A log-ratio this far beyond a bound counts as at it: exp(log(0.1)) < 0.1 there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,8 @@ def local_device() -> torch.device:
 
 
 def side_stream() -> AbstractContextManager[object]:
-    """Where another thread can read what this one has computed so far, without holding up what this one issues next:
-    a stream of its own on an accelerator."""
+    """Context in which another thread can read what this one has computed so far, without delaying what this one issues
+    next: a stream of its own on an accelerator."""
     if local_device().type != "cuda":
         return nullcontext()
     stream = torch.cuda.Stream()

@@ -21,8 +21,8 @@ from titan_rl.training.tensor_batch import Minibatch, TensorBatch
 
 @dataclass(frozen=True, slots=True)
 class MinibatchGradient:
-    """What the passes over a minibatch gave, besides the gradients in the parameters. Equal on all ranks but `stats`,
-    which is of this rank's tokens."""
+    """Results of the passes over a minibatch, besides the gradients in the parameters. They are equal on all ranks,
+    except `stats`, which has this rank's tokens."""
 
     loss: float
     norm: float  # before clipping

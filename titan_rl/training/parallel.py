@@ -128,7 +128,7 @@ class World:
             raise error(first)
 
     def gather(self, value: T) -> list[T]:
-        """What each rank calls this with, by rank."""
+        """The value of each rank, by rank. All ranks call this."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -241,8 +241,8 @@ def owned_slice(tensor: torch.Tensor, world: World) -> TensorSlice | None:
 
 
 UNCOMPILED = (DocumentAttention, MoE)
-"""What has other shapes for every batch, by where its documents lie or which experts its tokens take, runs as it is
-between the compiled parts of a block; compiled, it would be compiled anew for each of them."""
+"""Modules whose shapes differ between batches, with the documents' positions or the tokens' experts. They run
+uncompiled between the compiled parts of a block; torch would compile them again for every batch."""
 
 
 def compile_blocks(model: Any, device: torch.device) -> None:

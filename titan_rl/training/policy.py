@@ -143,11 +143,11 @@ class Policy:
         return self._head_of(batch, batch.targets_N, batch.temperatures_N)
 
     def logits(self, batch: TensorBatch) -> torch.Tensor:
-        """What the model predicts in place of each trained token, for few of them.  # [N, V]"""
+        """Logits of the model's predictions for each trained token, for few of them.  # [N, V]"""
         return self._head_of(batch)
 
     def _head_of(self, batch: TensorBatch, *scored: torch.Tensor) -> Any:
-        """What the head makes of the hidden states before the trained tokens.
+        """Output of the head for the hidden states before the trained tokens.
 
         A mixture of experts takes the experts that the batch brings, until the next call: backward may run it again.
         """
@@ -327,7 +327,7 @@ class HostWeights:
 
 
 def _storages(module: nn.Module) -> list[torch.UntypedStorage]:
-    """Of what this rank has of the parameters."""
+    """Storages of this rank's part of the parameters."""
     held = (parameter.data for parameter in module.parameters())
     return [(each.to_local() if isinstance(each, DTensor) else each).untyped_storage() for each in held]
 

@@ -1,4 +1,4 @@
-"""What the controller knows of training. Standard library only."""
+"""Interface of training for the controller: `Trainer` and `StepResult`. Standard library only."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def agreed_version(versions: Sequence[int], when: str) -> int:
 
 
 class Trainer(Protocol):
-    """What the controller knows of training: an actor's handle in a run, a plain object in a test.
+    """Interface of a trainer for the controller: an actor's handle in a run, a plain object in a test.
 
-    It counts the policy versions, and what it says of them is all that others know. What it was asked for it does,
-    whether or not the caller still waits.
+    The trainer counts the policy versions; all others take them from it. It completes every call, whether or not the
+    caller still waits.
     """
 
     async def step(self, samples: Sequence[TrainingSample]) -> StepResult:

@@ -24,7 +24,7 @@ NUM_PROBES = {torch.float32: 4, torch.bfloat16: 32}  # rounding hides what a ste
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """What a rank publishes of a version. The slices share the trainer's memory."""
+    """A rank's part of a version to publish. The slices share the trainer's memory."""
 
     version: int
     slices: list[tuple[str, TensorSlice]]
@@ -96,7 +96,7 @@ class WeightPublisher:
         return self._publishing.result()
 
     def publish(self) -> Manifest:
-        """Both at once. Raises what `finish` does."""
+        """`begin` and `finish` in one call. Raises the same errors as `finish`."""
         self.begin()
         return self.finish()
 
@@ -106,7 +106,7 @@ class WeightPublisher:
         self._transport.close()
 
     def _collect(self) -> _Snapshot:
-        """What takes all ranks: scoring the probes, and gathering what cannot be published in slices."""
+        """Collective part of publishing: score the probes, and gather tensors that cannot be published in slices."""
         probes = make_probes(self._trainer.score_published, self._probe_sequences)
         slices = self._trainer.held_slices()
         return _Snapshot(self._trainer.version, slices, probes if self._world.is_first else (), side_stream())

@@ -1,4 +1,4 @@
-"""The settings of the tables [training] and [correction]: the optimizer, the loss, and what older tokens are due."""
+"""Settings of the tables [model], [training] and [correction]."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ModelConfig(Section):
     path: PathText
     """Hugging Face folder: config.json, safetensors, tokenizer and chat template."""
     dtype: DType = "float32"
-    """Of the weights, in the trainer and in the engines."""
+    """Dtype of the weights, in the trainer and in the engines."""
     max_context: PositiveInt = 512
     """Most tokens of prompt and completion together."""
     renderer: Annotated[str, FunctionName(tuple(RENDERERS), ("tokenizer",))] = "auto"
@@ -75,12 +75,13 @@ class TrainingConfig(Section):
     lr_decay: LearningRateDecay = "constant"
     """Shape of the learning rate after the warm-up, over the run's own steps."""
     optimizer: Annotated[str, FunctionName(tuple(OPTIMIZERS), ("named_parameters", "spec"))] = "adamw"
-    """Of the parameters; muon takes adamw for what is no matrix."""
+    """Optimizer of the parameters; muon uses adamw for all parameters that are no matrices."""
     optimizer_dtype: StateDType = "float32"
-    """Of the moments of adamw and adam. A parameter takes 8 bytes for them in float32, 4 in bfloat16 and 2 in int8."""
+    """Dtype of the moments of adamw and adam. A parameter takes 8 bytes for them in float32, 4 in bfloat16,
+    and 2 in int8."""
     master_dtype: DType = "float32"
-    """Of the weights that the optimizer updates, and of their gradients. With bfloat16, which needs model.dtype to be
-    that, too, updates are rounded stochastically, and a parameter takes 4 bytes for both instead of 8."""
+    """Dtype of the weights that the optimizer updates, and of their gradients. With bfloat16, which also requires
+    model.dtype = "bfloat16", updates are rounded stochastically; a parameter takes 4 bytes for both instead of 8."""
     offload: tuple[Offloaded, ...] = Field(default=(), strict=False)
     """State that is kept in the host's memory. optimizer: the moments of adamw and adam, except those of the parameter
     being updated. parameters: weights, gradients and moments, which are on the GPU one layer at a time in a pass and
@@ -98,7 +99,7 @@ class TrainingConfig(Section):
     minibatches: PositiveInt = 1
     """Optimizer steps that one batch is split into, siblings together."""
     loss: Annotated[str, FunctionName(tuple(LOSSES), ("tokens", "clip"), may_be_class=False)] = "grpo"
-    """Of the policy."""
+    """Loss of the policy."""
     average: Average = "token"
     """All tokens of the batch count alike, all sequences do, or a sequence's sum is divided by model.max_context."""
     kl_coef: NonNegativeFloat = 0.0
@@ -110,9 +111,9 @@ class TrainingConfig(Section):
     clip_high: Annotated[PositiveFloat, _CLIPS] = 0.28
     """The policy ratio is clipped above 1 + clip_high."""
     advantage: Annotated[str, FunctionName(tuple(ADVANTAGES), ("rewards",), may_be_class=False)] = "standardized"
-    """What makes advantages of the rewards of a group."""
+    """Function from the rewards of a group to their advantages."""
     share_prompts: bool = True
-    """What the siblings of a group have in common is passed through the model once, not once for each."""
+    """Pass the common prompt of a group's siblings through the model once, not once for each."""
     data_parallel: PositiveInt = 1
     """Trainer processes, or groups of them, that have rows of their own; they share parameters and optimizer (FSDP)."""
     context_parallel: PositiveInt = 1
@@ -121,7 +122,7 @@ class TrainingConfig(Section):
     tensor_parallel: PositiveInt = 1
     """Trainer processes that compute each token together, every one with a part of each matrix."""
     activation_checkpointing: ActivationCheckpointing = "none"
-    """What the backward pass computes again instead of keeping it."""
+    """Activations that the backward pass computes again instead of keeping them."""
     attention: Attention = "auto"
     """document gathers documents of similar length and attends to them together; flex is one kernel over all rows, for
     GPUs. auto takes flex on CUDA where the kernel takes the model's heads, and document elsewhere."""
@@ -202,7 +203,7 @@ class TrainingConfig(Section):
 
 
 class CorrectionConfig(Section):
-    """What is done about tokens that older weights, or another engine, sampled. By default the clip alone."""
+    """Off-policy correction of tokens that older weights, or another engine, sampled. By default the clip alone."""
 
     proximal: Proximal = "behaviour"
     """Ratios are clipped against what the generator sampled from, the policy at the start of the step, or a mean."""

@@ -18,12 +18,12 @@ from titan_rl.training.models.experts import FREE
 from titan_rl.training.parallel import World
 
 PLACEHOLDER = Family((TrainingSample("", "", [0, 0], [False, False], [0.0, 0.0], [0.0, 0.0], [-1, -1], 1.0),))
-"""What a rank without rows passes through the model, since all ranks meet in every layer."""
+"""Row that a rank without rows passes through the model, since all ranks meet in every layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Minibatch:
-    """What one optimizer step is computed from on this rank."""
+    """This rank's micro-batches of one optimizer step."""
 
     batches: list[TensorBatch]
     rollout_ids: list[str]  # of this rank's samples, also those that have no token to train on
@@ -183,7 +183,7 @@ def make_tensor_batch(
 
 @dataclass(frozen=True, slots=True)
 class _TrainedTokens:
-    """Those of one sample, and what the loss needs of them.  # [num_trained] each"""
+    """The trained tokens of one sample, and their values for the loss.  # [num_trained] each"""
 
     positions: NDArray[Any]  # in the flattened rows
     behaviour_logprobs: NDArray[Any]
@@ -212,7 +212,7 @@ class _TrainedTokens:
 
 
 def _experts_of(sample: TrainingSample, start: int, prefix_length: int) -> dict[int, Any]:
-    """Of the tokens behind the prefix whose experts are known, by the position of the token that the router sees."""
+    """Known experts of the tokens behind the prefix, by the position of the token that the router sees."""
     rows_TRK = np.asarray(expert_rows(sample.routed_experts))
     known = np.flatnonzero(rows_TRK[:, 0, 0] != FREE_ROW)
     return {start + int(t) - 1: rows_TRK[t] for t in known if t > prefix_length}

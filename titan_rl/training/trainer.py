@@ -143,7 +143,7 @@ class TrainerCore:
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which weights are published and exported: `model.dtype`."""
+        """Dtype in which weights are published and exported: `model.dtype`."""
         return self._policy.dtype
 
     @property
@@ -157,7 +157,7 @@ class TrainerCore:
         return self._world
 
     def step(self, samples: Sequence[TrainingSample], *, skip: bool = False) -> StepResult:
-        """One step over all samples: an optimizer step for each of `training.minibatches`, in as many micro-batches
+        """Run one step over all samples: an optimizer step for each of `training.minibatches`, in as many micro-batches
         as they need. The split into micro-batches and over ranks does not change the step.
 
         Every rank is given all samples; `train` is for one that is given its own rows alone.
@@ -243,8 +243,8 @@ class TrainerCore:
         return score(self._policy, self._world, sequences, max_context=self.max_context)
 
     def score_published(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """As `score`, of the weights as they are published, in `model.dtype`, but computed in float32 whatever that is:
-        what all who compute with them come near to."""
+        """Score with the weights as they are published, in `model.dtype`, computed in float32 whatever that is: every
+        engine comes close to these logprobs. See `score`."""
         with self._policy.as_published():
             return self.score(sequences)
 
@@ -267,7 +267,7 @@ class TrainerCore:
         return self._policy.named_tensors()
 
     def held_slices(self) -> list[tuple[str, TensorSlice]]:
-        """What this rank publishes of every parameter, by Hugging Face name; the ranks together publish each once.
+        """Slices of every parameter that this rank publishes, by Hugging Face name; the ranks publish each once.
 
         All ranks call this at the same time. The slices have `training.master_dtype` and share the trainer's memory,
         but for what had to be gathered: copy them before the next step. `titan_rl.training.models.hf_model` tells which
@@ -292,7 +292,7 @@ class TrainerCore:
         self.finish_save()
 
     def begin_save(self, directory: str | Path, files: Mapping[str, str] | None = None) -> None:
-        """As `save`, but return once everything is copied; the next step may begin.
+        """Begin what `save` does, and return once everything is copied; the next step may then begin.
 
         Args:
             files: what else the folder is to hold: name -> text.

@@ -1,4 +1,4 @@
-"""Awaiting what a user's code does, for a limited time and however it takes being cancelled."""
+"""Time limits for awaiting a user's code, which hold even if it ignores its cancellation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _left_behind: set[asyncio.Task[Any]] = set()  # asyncio itself holds tasks weakl
 
 
 class BoundedCall(Generic[T]):
-    """What `work` gives, from a task of its own that begins at once, for a time that may be set anew meanwhile.
+    """Awaitable in a task of its own that starts at once, with a deadline that can be rescheduled.
 
     When its time is up, or whoever awaits `result` is cancelled, it is cancelled and has `cleanup_s` seconds to end.
     One that does not is left behind with a warning, so that nothing waits for it.
@@ -59,21 +59,21 @@ class BoundedCall(Generic[T]):
         self._waiter: asyncio.Future[None] | None = None
 
     def when(self) -> float | None:
-        """When its time is up, by the event loop's clock; None sets no limit."""
+        """The deadline by the event loop's clock; None if there is none."""
         return None if self._timer is None else self._timer.when()
 
     def reschedule(self, when: float | None) -> None:
-        """Does nothing for one whose time is up."""
+        """Set another deadline, or none. Does nothing once the deadline has passed."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None if when is None else self._loop.call_at(when, self._expire)
 
     def expired(self) -> bool:
-        """Whether its time was up before it ended."""
+        """Whether the deadline passed before the call ended."""
         return self._expired
 
     async def result(self) -> T:
-        """Awaited once.
+        """The result of the call. It is awaited once.
 
         Raises:
             OutOfTimeError: it took longer. Names the line of the user's code at which it waited.
@@ -148,7 +148,7 @@ async def bounded(
     cleanup_s: float = 5.0,
     error_type: type[Exception] = RuntimeError,
 ) -> T:
-    """What `work` gives, within `timeout_s` seconds; see `BoundedCall`.
+    """Await `work` for at most `timeout_s` seconds; see `BoundedCall`.
 
     Raises:
         Exception: what `BoundedCall.result` raises.
@@ -174,7 +174,7 @@ async def _awaited(work: Awaitable[T], error_type: type[Exception]) -> T:
 
 @asynccontextmanager
 async def limited(seconds: float, what: str) -> AsyncGenerator[None]:
-    """As `asyncio.timeout`, with an error that can be told: it says what took how long.
+    """Like `asyncio.timeout`, with an error message that names the operation and the limit.
 
     Args:
         what: "the pull of version 7".

@@ -1,5 +1,5 @@
-"""What is imported when it is asked for: objects that a config names, one of the library's by its name or the user's
-as "module:name"; and optional dependencies."""
+"""Imports on demand: objects that a config names, by a name of the library or as "module:name", and optional
+dependencies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def search_in(folders: Iterable[str]) -> None:
-    """Find modules in these folders, too, behind the current one and before what is installed."""
+    """Add folders to the search path, behind the current folder and before installed packages."""
     here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -43,7 +43,7 @@ def import_module(name: str) -> ModuleType:
 
 
 def find_attribute(module: ModuleType, name: str) -> Any:
-    """What a module has under a name; None where it has nothing.
+    """The attribute of a module; None if it has no such attribute.
 
     Raises:
         ConfigError: the module's own `__getattr__` failed.
@@ -105,7 +105,7 @@ def _searched() -> list[str]:
 
 
 def _functions(module: ModuleType) -> list[str]:
-    """Public ones that are defined there."""
+    """Names of the public functions that the module defines."""
     return [
         name
         for name, value in vars(module).items()

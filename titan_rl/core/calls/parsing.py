@@ -66,7 +66,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 MAX_LEVELS = 100
-"""Of tables and lists in TOML."""
+"""Deepest nesting of tables and lists in TOML."""
 
 
 def _depth(value: object) -> int:
@@ -100,7 +100,7 @@ def names_this_machine(host: str | None) -> bool:
 
 
 def host_of(header: str) -> str | None:
-    """Of the value of a request's host header, or of a URL; None where it has none.
+    """The host in the value of a host header, or in a URL; None if there is none.
 
     >>> host_of("[::1]:8000"), host_of("http://localhost:8000")
     ('::1', 'localhost')

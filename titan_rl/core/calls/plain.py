@@ -1,4 +1,4 @@
-"""What policies and environments write, as data that can be copied, stored and read back.
+"""Conversion of what policies and environments write to plain data that can be copied, stored and read back.
 
 A tool call may hold an integer of thirty digits or half of a surrogate pair, and an environment's message an object of
 its own, or itself. None of that is an error: it is what was said.
@@ -17,7 +17,7 @@ MAX_DEPTH = 100
 """Levels of nesting; what is deeper is kept as its text."""
 
 MAX_JSON_BITS = 14_000
-"""Of an integer in JSON; Python reads no more than 4300 digits back."""
+"""Largest integer in JSON; Python reads no more than 4300 digits back."""
 
 
 def snapshot(value: Any) -> Any:
@@ -53,8 +53,8 @@ def plain(value: Any) -> Any:
 
 
 def plain_json(value: Any) -> Any:
-    """As `plain`, for JSON: a NaN or an infinity becomes None, bytes and other objects become their `str`, and an
-    integer too long to be read back its hexadecimal digits."""
+    """Plain data for JSON, like `plain`: a NaN or an infinity becomes None, bytes and other objects become their `str`,
+    and an integer too long to be read back its hexadecimal digits."""
     return _Plain(str, for_json=True).of(value)
 
 

@@ -72,7 +72,7 @@ class Stopwatch:
         return self.left_s <= ROUNDING_S
 
     def start(self) -> None:
-        """Time until `stop` is the rollout's own, but for pauses."""
+        """Begin to count the time until `stop` as the rollout's own, except for pauses."""
         self._starts += 1
         self._count()
 
@@ -98,7 +98,7 @@ class Stopwatch:
             self.stop()
 
     def pause(self, *, waits: bool = True) -> StopwatchPause:
-        """Stand still until the pause is ended. Several may overlap.
+        """Stop counting until the pause is ended. Several may overlap.
 
         Args:
             waits: it is known that the request waits; else nothing is known of it.
@@ -106,21 +106,21 @@ class Stopwatch:
         return StopwatchPause(self, waits)
 
     def charge(self, seconds: float) -> None:
-        """Use seconds that were counted elsewhere."""
+        """Add seconds that were counted elsewhere."""
         self.charged_s += seconds
         self._count(seconds)
 
     def correct(self, seconds: float) -> None:
-        """Use so many seconds more, or give them back."""
+        """Add seconds, or give them back if negative."""
         self._count(seconds)
 
     def forgive(self, seconds: float) -> None:
-        """So much of what was counted lately was waiting."""
+        """Deduct seconds that were counted, but were spent waiting."""
         self.waited_s += seconds
         self._count(-seconds)
 
     def end_requests(self) -> bool:
-        """Have all return what they have; see `ending_with`. Whether there was one that can."""
+        """Have all requests return what they have; see `ending_with`. Returns whether any request can."""
         enders, self._enders = self._enders, []
         for end in enders:
             end()
@@ -128,7 +128,7 @@ class Stopwatch:
         return self._has_told
 
     def change(self, by: int, *, waits: bool) -> None:
-        """One pause more or less."""
+        """Count one pause more or less."""
         self._num_pauses += by
         self._num_waits += by * waits
         self._count()
@@ -143,7 +143,7 @@ class Stopwatch:
                 self._enders.remove(end)
 
     def _count(self, more_s: float = 0.0) -> None:
-        """Add up what has passed, and go on or stand still."""
+        """Add up the time that has passed, and continue or pause."""
         now = self._loop.time()
         if self._since is not None:
             self._used_s += now - self._since
@@ -178,7 +178,7 @@ class Stopwatch:
 
 
 class StopwatchPause:
-    """Keeps a stopwatch standing from its making until `end`, or the end of its block.
+    """Pause of a stopwatch, from construction until `end` or the end of its block.
 
     Args:
         waits: it is known that the request waits; else nothing is known of it.
@@ -191,7 +191,7 @@ class StopwatchPause:
         watch.change(1, waits=waits)
 
     def end(self) -> None:
-        """Doing it again does nothing."""
+        """End the pause. Further calls do nothing."""
         if not self._ended:
             self._ended = True
             self._watch.change(-1, waits=self.waits)
@@ -204,7 +204,7 @@ class StopwatchPause:
 
 
 def current() -> Stopwatch | None:
-    """That of the rollout whose request this task works on."""
+    """The stopwatch of the rollout whose request this task works on."""
     return _current.get()
 
 
@@ -219,7 +219,7 @@ def working_for(watch: Stopwatch) -> Generator[None]:
 
 
 def paused() -> AbstractContextManager[object]:
-    """The request waits within the block, and its rollout's time stands still."""
+    """Context in which the request waits, and its rollout's time is not counted."""
     watch = current()
     return nullcontext() if watch is None else watch.pause()
 
@@ -232,7 +232,7 @@ def ending_with(end: Callable[[], object]) -> AbstractContextManager[None]:
 
 
 def time_is_up() -> bool:
-    """The rollout whose request this task works on has no time left."""
+    """Whether the rollout whose request this task works on has no time left."""
     watch = current()
     return watch is not None and watch.is_over
 
@@ -263,7 +263,7 @@ def moving_with_tokens(is_told: bool = True) -> Generator[Callable[[bool], None]
 
 
 class RequestSigns:
-    """Sets a stopwatch going and standing by what is heard of one request.
+    """Starts and pauses a stopwatch by the signals of one streamed request.
 
     Args:
         first: ended by the first tokens.

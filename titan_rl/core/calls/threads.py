@@ -1,4 +1,4 @@
-"""Blocking functions in threads that nothing waits for: those of users, and ours out of the way of theirs."""
+"""Daemon threads for blocking functions: users' functions may hang, and must not hold up ours or the exit."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ async def in_thread(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 def call_within(
     fn: Callable[[], T], limit_s: float, what: str, *, progress: Callable[[], object] | None = None, advice: str = ""
 ) -> T:
-    """What `fn()` gives or raises, called in a thread that nothing waits for once its time is up. Ctrl-C and other
-    signals end the wait meanwhile.
+    """Call `fn()` in a daemon thread, and wait for its result with a time limit. Ctrl-C and other signals end the
+    wait.
 
     Args:
         limit_s: longest time without progress.
@@ -73,7 +73,7 @@ def call_within(
 
 
 LOOK_S = 0.5
-"""At least so often it is looked whether there is progress."""
+"""Longest interval between two checks for progress."""
 
 
 class UsersThreads(ThreadPoolExecutor):
@@ -156,7 +156,7 @@ class DaemonThreads:
         self._queue: deque[_Job] = deque()
 
     async def run(self, fn: Callable[[], T], timeout_s: float | None = None) -> T:
-        """What `fn()` returns or raises, called in a copy of the current context.
+        """Call `fn()` in a copy of the current context, and return or raise its result.
 
         A cancellation leaves the function running; a thread is busy until it returns or its time is up.
 

@@ -30,7 +30,7 @@ _MAX_TRACEBACK = 16_000  # characters kept
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What an exception said, for people to read and programs to count. It outlives the exception's process.
+    """Record of an exception, for people to read and programs to count. It outlives the exception's process.
 
     Example: `Failure("KeyError: 'answer'", "env.py:17 in step", "Traceback (most recent call last): ...")`
     """
@@ -76,8 +76,8 @@ def summary(error: BaseException) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """What went wrong, for a message that names who failed; never empty. The text of titan_rl's own errors stands for
-    itself, others are told with their type."""
+    """Reason of a failure, for a message that names the failed part; never empty. The text of titan_rl's own errors
+    stands for itself, others are told with their type."""
     own = str(error) if isinstance(error, TitanRLError) else ""
     return own if own.strip() else summary(error)
 
@@ -140,7 +140,7 @@ def innermost(frames: Sequence[traceback.FrameSummary]) -> str | None:
 
 
 def callers(frames: Sequence[traceback.FrameSummary]) -> Iterator[tuple[str, str]]:
-    """Which code of titan_rl has called the innermost line of the user's own, the nearest first: module and function,
+    """Functions of titan_rl that called the innermost line of the user's code, the nearest first: module and function,
     such as `("rollout/group/boundary.py", "make")`. Nothing where no line is the user's."""
     is_below = False
     for frame in reversed(frames):
@@ -153,7 +153,7 @@ _STOOD_AT = "_titan_rl_stood_at"
 
 
 def place_of(function: Callable[..., object]) -> str | None:
-    """Where a function is defined, as `env.py:17 in step`; None of one that is not written in Python.
+    """Place of a function's definition, as `env.py:17 in step`; None for one that is not written in Python.
 
     For an error that no line of it can be found for: it hung.
     """

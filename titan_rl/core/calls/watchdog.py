@@ -70,7 +70,7 @@ class LoopWatchdog:
 
     @property
     def blocker(self) -> str | None:
-        """What blocks the loop now, as "envs.py:17 in step"; None while it turns. From any thread."""
+        """The line that blocks the loop now, as "envs.py:17 in step"; None while the loop runs. Thread-safe."""
         return self._blocker
 
     def __enter__(self) -> LoopWatchdog:
@@ -149,7 +149,7 @@ def _callback(frame: FrameType) -> list[traceback.FrameSummary]:
 
 
 def logged(tell: Callable[[str], object], logger: logging.Logger) -> Callable[[str], None]:
-    """As `tell`, with each line in the log, too."""
+    """A function that logs each line, and passes it to `tell`."""
 
     def both(text: str) -> None:
         logger.warning("%s", text)

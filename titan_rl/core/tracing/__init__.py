@@ -1,1 +1,1 @@
-"""What each process of a run does when: spans in lanes, written as a Chrome trace."""
+"""Timeline of each process of a run: spans in lanes, written as a Chrome trace."""

@@ -18,9 +18,9 @@ from typing import Any, BinaryIO, Protocol
 from zlib import crc32
 
 FINE = b'{"cat":"fine'
-"""What lines of spans within a rollout begin with: there are many, and the oldest of them go first."""
+"""Prefix of lines of spans within a rollout: there are many, and the oldest are dropped first."""
 NAMES = b'{"ph":"M"'
-"""What lines begin with that name a process or a lane: they stay."""
+"""Prefix of lines that name a process or a lane: they are kept."""
 
 
 class TraceFile:
@@ -116,10 +116,9 @@ logger = logging.getLogger(__name__)
 
 FLUSH_S = 0.5
 PART_S = 2.0
-"""What goes on for longer is written in parts: who looks at a run that goes on, or at a process that was killed, sees
-what it was at."""
+"""Longer spans are written in parts, so that the trace of a running or killed process shows them."""
 GOES_ON = "goes_on"
-"""In the args of a part of a span: the next part follows."""
+"""Key in the args of a part of a span that another part follows."""
 ONE_CLOCK_S = 60.0
 """A container may have a monotonic clock of its own. What the time of day is set by is less, or seen all the same."""
 MOST_WAITING = 200_000
@@ -132,7 +131,7 @@ _ENDED = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Tracing:
-    """What the processes of a run record alike. It pickles.
+    """Trace settings that the processes of a run share. It pickles.
 
     Args:
         folder: of the files, one a process.
@@ -151,7 +150,7 @@ class Tracing:
 
     @classmethod
     def begin(cls, folder: Path, most_bytes: int) -> Tracing:
-        """Of the process that starts the others. All on its machine then share one clock, which never steps."""
+        """Settings for the process that starts the others. All on its machine share one clock, which never steps."""
         return cls(str(folder), most_bytes, _boot(), _offset_ns())
 
     def on_host(self, ahead_ns: int) -> Tracing:
@@ -242,14 +241,14 @@ class TraceRecorder:
         self._lanes.give_back(pool, 1 if lane == pool else int(lane.removeprefix(pool)))
 
     def end(self, span: OpenSpan, lane: str, end_ns: int) -> None:
-        """The lane did this until then, by `time.monotonic_ns`."""
+        """Record the end of a span, by `time.monotonic_ns`."""
         with self._ending:
             end_ns = max(end_ns, span.written_ns)
             self._add("f" if span.fine else "X", span.name, lane, span.written_ns, end_ns, span.args, span.kind)
             span.written_ns = _ENDED
 
     def count(self, name: str, kind: str, values: Mapping[str, float]) -> None:
-        """How much there is of something from now on."""
+        """Record the values of a counter from now on."""
         now = time.monotonic_ns()
         self._add("C", name, "", now, now, values, kind)
 
@@ -281,7 +280,7 @@ class TraceRecorder:
             self._file.close()
 
     def add_parts(self, least_s: float) -> None:
-        """Of what is open, and was not written for so long."""
+        """Write a part of each open span that was not written for `least_s`."""
         now_ns = time.monotonic_ns()
         for lane in [*self._open.values()]:
             for span in _open_spans(lane):

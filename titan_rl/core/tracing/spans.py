@@ -1,4 +1,4 @@
-"""Says what happens when. Where nobody records it costs next to nothing, and the time is measured all the same.
+"""Spans and tracks of a process's timeline. Without a recorder they cost next to nothing, and still measure time.
 
 A span lies in the lane of the span around it, or, by the name of a pool, in one of its lanes that is free:
 
@@ -47,7 +47,7 @@ def recording(folder: Path, process: str, most_bytes: int, tell: Callable[[str],
 def begin_recording(
     tracing: Tracing | None, process: str, tell: Callable[[str], object] | None = None, host: str = ""
 ) -> None:
-    """From now on; with None nothing is recorded.
+    """Record this process from now on; with None nothing is recorded.
 
     Args:
         host: on which this process runs; by default the name of this machine.
@@ -59,7 +59,7 @@ def begin_recording(
 
 
 def end_recording() -> None:
-    """Write the rest."""
+    """Stop recording, and write the remaining events."""
     global _recorder
     recorder, _recorder = _recorder, None
     if recorder is not None:
@@ -67,19 +67,19 @@ def end_recording() -> None:
 
 
 def flush() -> None:
-    """Write what there is: this process may be killed next."""
+    """Write all events so far: this process may be killed next."""
     if _recorder is not None:
         _recorder.add_parts(0.0)
         _recorder.flush()
 
 
 def tracing_of_children() -> Tracing | None:
-    """What a process that this one starts is to record by."""
+    """Trace settings for a process that this one starts."""
     return None if _recorder is None else _recorder.tracing
 
 
 def count(name: str, kind: str, **values: float) -> None:
-    """How much there is of something from now on."""
+    """Record the values of a counter from now on."""
     if _recorder is not None:
         _recorder.count(name, kind, values)
 
@@ -217,13 +217,13 @@ class Track:
 
     @property
     def state(self) -> str | None:
-        """Its name; None before the first."""
+        """Name of the current state; None before the first."""
         return None if self._state is None else self._state.name
 
     def enter(
         self, name: str, *, kind: str | None = None, idle: bool = False, at_ns: int | None = None, **args: Any
     ) -> None:
-        """From now on, or from then, this is what it does. Spans within the same task lie in it.
+        """Enter a state, now or at a given time. Spans within the same task lie in it.
 
         Args:
             idle: it waits for others.
@@ -236,7 +236,7 @@ class Track:
         self._place(state)
 
     def note(self, **args: Any) -> None:
-        """More to tell of the state."""
+        """Add args to the current state."""
         if self._state is not None:
             self._state.args |= args
 

@@ -43,11 +43,11 @@ class Document:
 
 
 class Layout(Protocol):
-    """Where the documents of a batch lie, and how their tokens attend to each other."""
+    """Positions of the documents of a batch, and attention between their tokens."""
 
     @property
     def share(self) -> TokenShare | None:
-        """Which of the tokens this rank computes; None where it computes all."""
+        """The tokens that this rank computes; None if it computes all."""
         ...
 
     def attend(
@@ -97,8 +97,7 @@ def choose_kernel(device_type: str, dtype: torch.dtype, head_dim: int, *, masked
 
 
 class Mask:
-    """Who attends to whom, as what is added to scores. It is one tensor for all layers, which keep it for the backward
-    pass."""
+    """Attention mask that is added to scores. All layers share one tensor, which they keep for the backward pass."""
 
     def __init__(self, allowed: torch.Tensor) -> None:
         self._allowed = allowed
@@ -114,7 +113,7 @@ class Mask:
 
 @dataclass(frozen=True, slots=True)
 class DocumentLayout:
-    """Where every token of a batch goes when its documents are gathered into buckets.
+    """Slot of every token of a batch when its documents are gathered into buckets.
 
     `slots` are the positions of all buckets, laid end to end. Where ranks share the batch, tokens are those of this
     rank, and prefixes those of all ranks.
@@ -217,7 +216,7 @@ def _padded(rows: Sequence[range]) -> NDArray[Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A document, or what of it lies in one chunk."""
+    """A document, or the part of it that lies in one chunk."""
 
     start: int  # among this rank's tokens
     length: int

@@ -45,8 +45,8 @@ class ContextRanks:
 
 @dataclass(frozen=True, slots=True)
 class TokenShare:
-    """Which tokens of a batch one of the ranks computes. Behind the last token of the batch there may be padding, which
-    is token 0 once more, so that all ranks have as many.
+    """The tokens of a batch that one of the ranks computes. Behind the last token of the batch there may be padding,
+    which is token 0 once more, so that all ranks have as many.
 
     Example: of 8 tokens rank 0 of 2 computes 0, 1, 6 and 7, and rank 1 the others:
 
@@ -62,7 +62,7 @@ class TokenShare:
 
     @property
     def num_tokens(self) -> int:
-        """Of all ranks, padding included."""
+        """Number of tokens of all ranks, padding included."""
         return len(self.order_T)
 
     @property
@@ -76,7 +76,7 @@ class TokenShare:
         return x_BL.flatten(0, 1).index_select(0, self.tokens_P)[None]
 
     def find(self, tokens_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which of these tokens this rank computes, and where they lie among its own.  # int64 [M], [M]"""
+        """Indices of the tokens that this rank computes, and their positions among its own.  # int64 [M], [M]"""
         place_N = self.place_T[tokens_N]
         mine_M = ((place_N >= self.here.start) & (place_N < self.here.stop)).nonzero().squeeze(-1)
         return mine_M, place_N[mine_M] - self.here.start

@@ -25,8 +25,8 @@ BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """Which tokens of a batch attend to which, all rows laid end to end. Where ranks share the batch, which of this
-    rank's attend to which of all."""
+    """Block mask of the tokens of a batch, all rows laid end to end. Where ranks share the batch, the queries are this
+    rank's tokens and the keys those of all."""
 
     block_mask: BlockMask  # [1, 1, num_queries, num_keys]
     share: TokenShare | None = None
@@ -55,7 +55,7 @@ class BlockLayout:
         return out[0].transpose(0, 1).view(q_BLNH.shape)
 
     def _mask(self) -> torch.Tensor:
-        """Of all pairs of tokens.  # bool [1, 1, num_queries, num_keys]"""
+        """Mask of all pairs of tokens.  # bool [1, 1, num_queries, num_keys]"""
         mask = self.block_mask
         return create_mask(mask.mask_mod, 1, 1, *mask.seq_lengths, device=mask.kv_num_blocks.device)
 
@@ -167,7 +167,7 @@ def _lower(blocks: slice, diagonal: int = 0) -> torch.Tensor:
 
 
 def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many key blocks each block of queries has, and which, those first.  # int32 [1, 1, Q], [1, 1, Q, K]"""
+    """Number of key blocks of each block of queries, and their indices first.  # int32 [1, 1, Q], [1, 1, Q, K]"""
     counts = blocks.sum(-1, dtype=torch.int32)
     indices = blocks.int().argsort(dim=-1, descending=True, stable=True).int()
     return counts[None, None], indices[None, None].contiguous()

@@ -28,7 +28,7 @@ class DemonstrationTokens:
     loss_mask: Sequence[bool]  # [num_tokens]
 
     def sample(self, name: str) -> TrainingSample:
-        """As a loss takes it that asks for no advantage.
+        """A training sample for a loss that uses no advantage.
 
         Args:
             name: of the conversation, unlike those of others in its batch.
@@ -73,7 +73,7 @@ def encode(renderer: Renderer, demonstration: Demonstration) -> DemonstrationTok
 
 
 def _answers(messages: Sequence[Any]) -> Iterator[int]:
-    """Where the assistant speaks."""
+    """Indices of the assistant's messages."""
     answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
         raise DataError("the assistant says nothing in it, so that there is nothing to learn")
@@ -110,7 +110,7 @@ def _prompt(
 def _completion(
     renderer: Renderer, messages: list[Any], tools: list[Any] | None, stop_token_ids: Sequence[int]
 ) -> list[int]:
-    """What the policy would sample to say the last of the messages."""
+    """Tokens that the policy would sample for the last message."""
     at = len(messages) - 1
     try:
         before = list(renderer.render_ids(messages[:-1], tools=tools, add_generation_prompt=True))

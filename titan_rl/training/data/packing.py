@@ -213,7 +213,7 @@ class MinibatchPlan:
 
 
 StepPlan = list[MinibatchPlan]
-"""What one rank does in a step."""
+"""The minibatches of one rank in a step."""
 
 
 def plan_step(

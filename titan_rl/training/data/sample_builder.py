@@ -100,22 +100,23 @@ def build_samples(
 
 
 def count_branches(rollout: Rollout) -> int:
-    """How many samples a rollout's turns make: 1 as long as each prompt extends what was before it."""
+    """Number of samples of a rollout: 1 as long as each prompt extends the tokens before it."""
     return sum(1 for _ in _extending_runs(rollout))
 
 
 @dataclass(frozen=True, slots=True)
 class _Treatment:
-    """
+    """Treatment of the constrained tokens of a rollout.
+
     Args:
-        weight: of every token of the rollout.
+        weight: Loss weight of every token of the rollout.
     """
 
     constrained: Constrained
     weight: float
 
     def weights_of(self, completion: Completion) -> array[float]:
-        """What the loss of each token is multiplied by.  # [num_tokens]"""
+        """Loss weight of each token.  # [num_tokens]"""
         allowed = completion.allowed_logprobs
         if allowed is not None and self.constrained == "corrected_by_token":
             return array(LOGPROBS, map(math.exp, allowed))
@@ -171,7 +172,7 @@ def _merge(
 
 
 class _SampleTokens:
-    """What a sample's turns add up to."""
+    """Accumulator of the tokens of a sample's turns."""
 
     def __init__(self, treatment: _Treatment) -> None:
         self.token_ids = array(TOKENS)
@@ -264,7 +265,7 @@ def _policy_logprobs(completion: Completion) -> NumberArray[float]:
 
 
 def _temperature_of(turn: Turn, rollout: Rollout, otherwise: float | None) -> float:
-    """What a turn was sampled at, so that its tokens can be trained."""
+    """Temperature at which a turn was sampled, if its tokens can be trained."""
     turn_of = f"turn {turn.completion.request_id!r} of rollout {rollout.rollout_id!r}"
     if turn.sampling is None:
         if otherwise is None:

@@ -30,4 +30,4 @@ def k3(logprobs_N: torch.Tensor, reference_logprobs_N: torch.Tensor) -> torch.Te
 KLFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 ESTIMATES: dict[KLEstimate, KLFn] = {"k2": k2, "k3": k3}
-"""Those that `training.kl` names."""
+"""Estimates by their names in `training.kl`."""

@@ -18,7 +18,7 @@ BY_NAME = {
     "reinforce": "titan_rl.training.losses.reinforce:reinforce_loss",
     "nll": "titan_rl.training.losses.nll:nll_loss",
 }
-"""The library's own that `training.loss` names."""
+"""Losses of the library, by their names in `training.loss`."""
 
 
 def find_loss(name: str) -> LossFn:
@@ -32,8 +32,8 @@ def find_loss(name: str) -> LossFn:
 
 
 def loss_problem(name: str, clip: ClipRange) -> str | None:
-    """What is wrong with the loss that `training.loss` names; None of the library's own, which are not called, and
-    where torch is not installed.
+    """Problem of the loss that `training.loss` names, found by calling it once on a few tokens, before processes start.
+    None for the library's losses, which are not called, and where torch is not installed.
 
     Raises:
         ConfigError: there is none of that name.

@@ -135,7 +135,7 @@ class HFModel:
             yield from adapter.to_hf({name: full_tensor(tensor)}).items()
 
     def held_slices(self, dtype: torch.dtype) -> list[tuple[str, TensorSlice]]:
-        """What this rank publishes: see `titan_rl.training.models.hf_model.held_slices`."""
+        """Slices that this rank publishes; see the function `held_slices`."""
         return held_slices(self.decoder.state_dict(), self._names, self._adapter(), self._world, dtype)
 
     def _computed(self, parameter: str, position: SlicePosition) -> torch.Tensor:

@@ -59,7 +59,7 @@ class VocabularyHead(Linear):
 
 
 CHUNK_LOGITS = 2**26
-"""Of a chunk, at most: 256 MiB in float32. What fits in one chunk is kept for the backward pass."""
+"""Most logits of a chunk: 256 MiB in float32. Logits that fit in one chunk are kept for the backward pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ def _distribution(
 def _places(
     targets_N: torch.Tensor, weight_VD: torch.Tensor, shard: VocabularyShard | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the targets' logits lie on this rank, and whether they do.  # int64 [N], bool [N]"""
+    """Positions of the targets' logits on this rank, and whether it has them.  # int64 [N], bool [N]"""
     at_N = targets_N - (shard.start if shard else 0)
     is_here_N = (at_N >= 0) & (at_N < len(weight_VD))
     return at_N.where(is_here_N, 0), is_here_N

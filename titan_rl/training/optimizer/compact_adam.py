@@ -174,7 +174,7 @@ def decode_signed(code: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _code(ratio: torch.Tensor, last: int, generator: torch.Generator) -> torch.Tensor:
-    """How many steps of 2^(-1 / PER_OCTAVE) a ratio lies below 1; `last + 1` stands for 0."""
+    """Steps of 2^(-1 / PER_OCTAVE) by which a ratio lies below 1; `last + 1` stands for 0."""
     code = (ratio.log2() * -PER_OCTAVE).floor_().clamp_(min=0, max=last)
     above = torch.exp2(code / -PER_OCTAVE)
     below = torch.exp2((code + 1) / -PER_OCTAVE).where(code < last, 0.0)

@@ -95,7 +95,7 @@ class Optimizers:
             part.step()
 
     def _groups(self) -> list[dict[str, Any]]:
-        """As they are now: loading a checkpoint replaces them."""
+        """The current groups: loading a checkpoint replaces them."""
         return [group for part in self.parts for group in part.param_groups]
 
 

@@ -47,7 +47,7 @@ BY_NAME = {
     "sgd": "titan_rl.training.optimizer.optimizers:sgd",
     "muon": "titan_rl.training.optimizer.optimizers:muon",
 }
-"""The library's own that `training.optimizer` names."""
+"""Optimizers of the library, by their names in `training.optimizer`."""
 
 
 def find_optimizer(name: str) -> OptimizerFn:

@@ -81,19 +81,19 @@ def put_in_place(written: Path, path: Path) -> None:
 
 
 def unwritten(path: Path, error: Exception) -> CheckpointError:
-    """What to say of a folder that could not be written because of `error`."""
+    """The error of a folder that could not be written because of `error`."""
     if means_no_space(error):
         return NoSpaceError(f"no space left in {path.parent}, where {path.name} was being written")
     return CheckpointError(f"{path} could not be written: {error}")
 
 
 def temporary_of(path: Path) -> Path:
-    """Where a block of `atomic_directory(path)` writes."""
+    """Folder into which a block of `atomic_directory(path)` writes."""
     return path.with_name(f".{path.name}.tmp")
 
 
 def written_by(writer: str, path: Path) -> Path:
-    """Where one of several writers has `path`, until it is put in place."""
+    """Folder in which one of several writers keeps `path` until it is renamed."""
     return path.with_name(f".{path.name}.{writer}")
 
 
@@ -160,7 +160,7 @@ THREADS = 4  # a CRC runs at about 4 GB/s in each
 
 @dataclass(frozen=True, slots=True)
 class FileChecksum:
-    """Of one file."""
+    """Size and CRC of one file."""
 
     bytes: int
     crc32: int

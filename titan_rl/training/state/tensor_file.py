@@ -161,7 +161,7 @@ class TensorFiles:
 
 
 def _common(stored: StoredSlice, target: TensorSlice) -> tuple[tuple[slice, ...], tuple[slice, ...], int]:
-    """What both have of a tensor: where that is in the one, where in the other, and how many elements it has."""
+    """Overlap of two slices of a tensor: its box in the one, its box in the other, and its number of elements."""
     there: list[slice] = []
     here: list[slice] = []
     count = 1

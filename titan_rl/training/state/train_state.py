@@ -287,7 +287,7 @@ def fill(tree: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
 
 
 def _children(value: Any) -> Mapping[Any, Any] | None:
-    """Of a mapping, or of a list that has more than plain values."""
+    """Children of a mapping, or of a list that has more than plain values."""
     if isinstance(value, Mapping):
         return cast("Mapping[Any, Any]", value)
     if isinstance(value, list) and not _is_plain(cast("object", value)):

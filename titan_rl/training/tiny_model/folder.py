@@ -16,7 +16,7 @@ from titan_rl.training.choices import Level
 
 CHAT_TEMPLATE = Path(__file__).parent / "chat_template.jinja"
 INITIAL_STD = 0.02
-"""Of the matrices, as transformers draws those of a Qwen3."""
+"""Standard deviation of the matrices, as transformers initializes those of a Qwen3."""
 
 
 def make_tiny_model(

@@ -21,8 +21,8 @@ PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL = (PAD, TURN_START, TURN_END)
 MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 HEADS = ("system\n", "user\n", "assistant\n")
-"""What follows the start of a turn. No phrase begins within one, so that an answer's tokens are the same behind what
-asks for it as in a whole conversation."""
+"""Headers after the start of a turn. No phrase begins within one, so that an answer has the same tokens behind its
+generation prompt as in a whole conversation."""
 SCAFFOLD = (*HEADS, "system", "user", "assistant", "\n\n")
 """Text of the chat template itself."""
 
@@ -122,7 +122,7 @@ def _count(pieces: Sequence[Sequence[Piece]], places: Mapping[Seed, Sequence[Pla
 
 
 def _seeds(pieces: Sequence[Sequence[Piece]]) -> dict[Seed, list[Place]]:
-    """Where the first pieces of a run may be, the shortest first."""
+    """Positions of the possible first pieces of a run, the shortest first."""
     places: dict[Seed, list[Place]] = defaultdict(list)
     for length in range(1, SEED + 1):
         for number, text in enumerate(pieces):
@@ -132,12 +132,12 @@ def _seeds(pieces: Sequence[Sequence[Piece]]) -> dict[Seed, list[Place]]:
 
 
 def _length(pieces: Sequence[Sequence[Piece]], occurrences: Sequence[Place], length: int) -> int:
-    """Of the run that begins with each of these places, and has so many pieces at least."""
+    """Length of the run that begins at each of these places, and has at least `length` pieces."""
     while None not in (following := _after(pieces, occurrences, length)) and len(following) == 1:
         length += 1
     return length
 
 
 def _after(pieces: Sequence[Sequence[Piece]], occurrences: Sequence[Place], offset: int) -> set[Piece | None]:
-    """What stands so far behind each occurrence; None for the end of a text."""
+    """The pieces `offset` behind each occurrence; None for the end of a text."""
     return {pieces[number][at + offset] if at + offset < len(pieces[number]) else None for number, at in occurrences}
