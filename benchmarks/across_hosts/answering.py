@@ -34,6 +34,7 @@ from benchmarks.across_hosts.kept_versions import EXAMPLE
 from titan_rl.cluster.actor_replica import ActorReplica
 from titan_rl.cluster.generator_processes import GeneratorProcesses
 from titan_rl.cluster.hosts.requests import HostFiles
+from titan_rl.cluster.processes.roles import ProcessId
 from titan_rl.cluster.run_processes import start_processes
 from titan_rl.config.load import dump_config, load_config
 from titan_rl.config.run import RunConfig
@@ -87,10 +88,10 @@ async def told_stream(replica: ActorReplica, request: EngineRequest, on_chunk: O
     return completion
 
 
-async def told_spawn(processes: GeneratorProcesses, name: str, *arguments: Any, **options: Any) -> Any:
-    """As `GeneratorProcesses.spawn`, telling of it."""
-    tell("starts", replica=name)
-    return await _spawn(processes, name, *arguments, **options)
+async def told_spawn(processes: GeneratorProcesses, process: ProcessId, *arguments: Any, **options: Any) -> Any:
+    """Spawn a generator and record that it starts; see `GeneratorProcesses.spawn`."""
+    tell("starts", replica=str(process))
+    return await _spawn(processes, process, *arguments, **options)
 
 
 _stream, _spawn = ActorReplica.stream, GeneratorProcesses.spawn

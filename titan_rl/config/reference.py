@@ -114,9 +114,9 @@ def _kind(kind: Any) -> str:
         return "table"
     if isinstance(kind, type) and issubclass(kind, Section):
         return "table"
-    return {str: "text", bool: "true, false", int: "integer", float: "number"}.get(
-        kind, getattr(kind, "__name__", str(kind))
-    )
+    names: dict[Any, str] = {str: "text", bool: "true, false", int: "integer", float: "number"}
+    named: Any = kind
+    return names.get(named, getattr(named, "__name__", str(named)))
 
 
 def _toml(value: Any) -> str:
@@ -127,7 +127,9 @@ def _toml(value: Any) -> str:
     if isinstance(value, typing.Mapping):
         entries = typing.cast("typing.Mapping[str, Any]", value).items()
         return f"{{{', '.join(f'{name} = {_toml(each)}' for name, each in entries)}}}"
-    return f"[{', '.join(map(_toml, value))}]" if isinstance(value, tuple | list) else str(value)
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(_toml, typing.cast('typing.Sequence[Any]', value)))}]"
+    return str(value)
 
 
 def _one_line(text: str) -> str:

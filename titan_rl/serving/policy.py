@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from titan_rl.generation.request import EngineRequest, OnChunk, Partial, tokens_between
 from titan_rl.generation.resume import listening, resume_on_abort, told_whole
@@ -23,7 +23,7 @@ class StreamFn(Protocol):
     The completion holds all tokens, streamed or not. Nothing is streamed after the call has ended.
     """
 
-    async def __call__(self, request: EngineRequest, on_chunk: OnChunk) -> Completion: ...
+    def __call__(self, request: EngineRequest, on_chunk: OnChunk) -> Coroutine[Any, Any, Completion]: ...
 
 
 def in_one_piece(generate: GenerateFn) -> StreamFn:

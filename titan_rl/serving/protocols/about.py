@@ -151,7 +151,7 @@ _SCHEMAS = "#/components/schemas/{model}"
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class Endpoint:
     """
     Args:
         answers: media types of the answer; empty without content.
@@ -168,28 +168,28 @@ class Operation:
 
 _GENERATES = (_JSON, _STREAM)
 _OPERATIONS = {
-    "/inference/v1/generate": Operation("Token ids in, token ids out.", GenerateBody, _GENERATES),
-    "/v1/completions": Operation("Text that goes on from a prompt.", CompletionBody, _GENERATES),
-    "/v1/chat/completions": Operation("Messages in, a message out.", ChatBody, _GENERATES),
-    "/v1/responses": Operation("Items in, items out.", ResponsesBody, _GENERATES),
-    "/v1/responses/{id}": Operation("A response that is stored.", also_deletes=True),
-    "/v1/messages": Operation("Blocks in, blocks out.", MessagesBody, _GENERATES, "AnthropicError"),
-    "/v1/messages/count_tokens": Operation("Tokens of a conversation.", ConversationBody, errors="AnthropicError"),
-    "/tokenize": Operation("The tokens of a text or a conversation.", TokenizeBody),
-    "/detokenize": Operation("The text of tokens.", DetokenizeBody),
-    "/v1/models": Operation("The model."),
-    "/v1/models/{name}": Operation("The model, by its name."),
-    "/health": Operation("Whether the policy can answer; 503 with the reason where it cannot."),
-    "/metrics": Operation("Metrics, as Prometheus has them.", answers=("text/plain",)),
-    "/openapi.json": Operation("This description."),
-    "/episodes": Operation("Open an episode.", OpenBody),
-    "/episodes/{id}": Operation("How an episode goes."),
-    "/episodes/{id}/reward": Operation("What an episode, or a turn of it, is worth.", RewardBody),
-    "/episodes/{id}/end": Operation("An episode is over.", EndBody),
-    "/admin/pause": Operation("Pause generation.", PauseBody, ()),
-    "/admin/resume": Operation("Go on with generation.", Nothing, ()),
-    "/admin/pull": Operation("Pull a policy version.", PullBody, ()),
-    "/admin/abort": Operation("Abort what is under way.", Nothing, ()),
+    "/inference/v1/generate": Endpoint("Token ids in, token ids out.", GenerateBody, _GENERATES),
+    "/v1/completions": Endpoint("Text that goes on from a prompt.", CompletionBody, _GENERATES),
+    "/v1/chat/completions": Endpoint("Messages in, a message out.", ChatBody, _GENERATES),
+    "/v1/responses": Endpoint("Items in, items out.", ResponsesBody, _GENERATES),
+    "/v1/responses/{id}": Endpoint("A response that is stored.", also_deletes=True),
+    "/v1/messages": Endpoint("Blocks in, blocks out.", MessagesBody, _GENERATES, "AnthropicError"),
+    "/v1/messages/count_tokens": Endpoint("Tokens of a conversation.", ConversationBody, errors="AnthropicError"),
+    "/tokenize": Endpoint("The tokens of a text or a conversation.", TokenizeBody),
+    "/detokenize": Endpoint("The text of tokens.", DetokenizeBody),
+    "/v1/models": Endpoint("The model."),
+    "/v1/models/{name}": Endpoint("The model, by its name."),
+    "/health": Endpoint("Whether the policy can answer; 503 with the reason where it cannot."),
+    "/metrics": Endpoint("Metrics, as Prometheus has them.", answers=("text/plain",)),
+    "/openapi.json": Endpoint("This description."),
+    "/episodes": Endpoint("Open an episode.", OpenBody),
+    "/episodes/{id}": Endpoint("How an episode goes."),
+    "/episodes/{id}/reward": Endpoint("What an episode, or a turn of it, is worth.", RewardBody),
+    "/episodes/{id}/end": Endpoint("An episode is over.", EndBody),
+    "/admin/pause": Endpoint("Pause generation.", PauseBody, ()),
+    "/admin/resume": Endpoint("Go on with generation.", Nothing, ()),
+    "/admin/pull": Endpoint("Pull a policy version.", PullBody, ()),
+    "/admin/abort": Endpoint("Abort what is under way.", Nothing, ()),
 }
 _ERRORS: dict[str, Any] = {
     "OpenAIError": {
@@ -249,7 +249,7 @@ def openapi(paths: tuple[str, ...], *, with_keys: bool) -> dict[str, Any]:
     }
 
 
-def _described(path: str, operation: Operation, with_keys: bool) -> dict[str, Any]:
+def _described(path: str, operation: Endpoint, with_keys: bool) -> dict[str, Any]:
     content = {media: {"schema": {"type": "object"}} if media == _JSON else {} for media in operation.answers}
     done = {"description": "Done.", **({"content": content} if content else {})}
     error = {"$ref": _SCHEMAS.format(model=operation.errors)}
