@@ -151,7 +151,7 @@ _SCHEMAS = "#/components/schemas/{model}"
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class EndpointDescription:
     """
     Args:
         answers: media types of the answer; empty without content.
@@ -168,28 +168,30 @@ class Endpoint:
 
 _GENERATES = (_JSON, _STREAM)
 _OPERATIONS = {
-    "/inference/v1/generate": Endpoint("Token ids in, token ids out.", GenerateBody, _GENERATES),
-    "/v1/completions": Endpoint("Text that goes on from a prompt.", CompletionBody, _GENERATES),
-    "/v1/chat/completions": Endpoint("Messages in, a message out.", ChatBody, _GENERATES),
-    "/v1/responses": Endpoint("Items in, items out.", ResponsesBody, _GENERATES),
-    "/v1/responses/{id}": Endpoint("A response that is stored.", also_deletes=True),
-    "/v1/messages": Endpoint("Blocks in, blocks out.", MessagesBody, _GENERATES, "AnthropicError"),
-    "/v1/messages/count_tokens": Endpoint("Tokens of a conversation.", ConversationBody, errors="AnthropicError"),
-    "/tokenize": Endpoint("The tokens of a text or a conversation.", TokenizeBody),
-    "/detokenize": Endpoint("The text of tokens.", DetokenizeBody),
-    "/v1/models": Endpoint("The model."),
-    "/v1/models/{name}": Endpoint("The model, by its name."),
-    "/health": Endpoint("Whether the policy can answer; 503 with the reason where it cannot."),
-    "/metrics": Endpoint("Metrics, as Prometheus has them.", answers=("text/plain",)),
-    "/openapi.json": Endpoint("This description."),
-    "/episodes": Endpoint("Open an episode.", OpenBody),
-    "/episodes/{id}": Endpoint("How an episode goes."),
-    "/episodes/{id}/reward": Endpoint("What an episode, or a turn of it, is worth.", RewardBody),
-    "/episodes/{id}/end": Endpoint("An episode is over.", EndBody),
-    "/admin/pause": Endpoint("Pause generation.", PauseBody, ()),
-    "/admin/resume": Endpoint("Go on with generation.", Nothing, ()),
-    "/admin/pull": Endpoint("Pull a policy version.", PullBody, ()),
-    "/admin/abort": Endpoint("Abort what is under way.", Nothing, ()),
+    "/inference/v1/generate": EndpointDescription("Token ids in, token ids out.", GenerateBody, _GENERATES),
+    "/v1/completions": EndpointDescription("Text that goes on from a prompt.", CompletionBody, _GENERATES),
+    "/v1/chat/completions": EndpointDescription("Messages in, a message out.", ChatBody, _GENERATES),
+    "/v1/responses": EndpointDescription("Items in, items out.", ResponsesBody, _GENERATES),
+    "/v1/responses/{id}": EndpointDescription("A response that is stored.", also_deletes=True),
+    "/v1/messages": EndpointDescription("Blocks in, blocks out.", MessagesBody, _GENERATES, "AnthropicError"),
+    "/v1/messages/count_tokens": EndpointDescription(
+        "Tokens of a conversation.", ConversationBody, errors="AnthropicError"
+    ),
+    "/tokenize": EndpointDescription("The tokens of a text or a conversation.", TokenizeBody),
+    "/detokenize": EndpointDescription("The text of tokens.", DetokenizeBody),
+    "/v1/models": EndpointDescription("The model."),
+    "/v1/models/{name}": EndpointDescription("The model, by its name."),
+    "/health": EndpointDescription("Whether the policy can answer; 503 with the reason where it cannot."),
+    "/metrics": EndpointDescription("Metrics, as Prometheus has them.", answers=("text/plain",)),
+    "/openapi.json": EndpointDescription("This description."),
+    "/episodes": EndpointDescription("Open an episode.", OpenBody),
+    "/episodes/{id}": EndpointDescription("How an episode goes."),
+    "/episodes/{id}/reward": EndpointDescription("What an episode, or a turn of it, is worth.", RewardBody),
+    "/episodes/{id}/end": EndpointDescription("An episode is over.", EndBody),
+    "/admin/pause": EndpointDescription("Pause generation.", PauseBody, ()),
+    "/admin/resume": EndpointDescription("Go on with generation.", Nothing, ()),
+    "/admin/pull": EndpointDescription("Pull a policy version.", PullBody, ()),
+    "/admin/abort": EndpointDescription("Abort what is under way.", Nothing, ()),
 }
 _ERRORS: dict[str, Any] = {
     "OpenAIError": {
@@ -249,7 +251,7 @@ def openapi(paths: tuple[str, ...], *, with_keys: bool) -> dict[str, Any]:
     }
 
 
-def _described(path: str, operation: Endpoint, with_keys: bool) -> dict[str, Any]:
+def _described(path: str, operation: EndpointDescription, with_keys: bool) -> dict[str, Any]:
     content = {media: {"schema": {"type": "object"}} if media == _JSON else {} for media in operation.answers}
     done = {"description": "Done.", **({"content": content} if content else {})}
     error = {"$ref": _SCHEMAS.format(model=operation.errors)}
