@@ -94,3 +94,8 @@ def test_an_unknown_commit_is_named(tiny: Path) -> None:
     subprocess.run(["git", "init", "--quiet"], cwd=tiny.parent, check=True, timeout=60)
     with pytest.raises(SystemExit, match="tiny of nowhere cannot be read"):
         shape.measure_commit(tiny, "nowhere")
+
+
+def test_docstrings_of_the_package_open_with_a_noun_or_a_verb() -> None:
+    figures = shape.measure(Path(__file__).parents[1] / "titan_rl")
+    assert figures.share_of_openings <= 0.01, figures

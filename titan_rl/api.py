@@ -149,7 +149,7 @@ def evaluate(
     out: str | Path | None = None,
     **options: Any,
 ) -> Evaluation:
-    """How good a policy is on the held-out prompts of a config's tasks, as `titan-rl eval` says it.
+    """Evaluate a policy on the held-out prompts of a config's tasks, as `titan-rl eval` does.
 
     Example:
 
@@ -187,7 +187,7 @@ async def evaluate_async(
     out: str | Path | None = None,
     **options: Any,
 ) -> Evaluation:
-    """As `evaluate`, in the running event loop."""
+    """Evaluate a policy in the running event loop; see `evaluate`."""
     if not isinstance(policy, str | Path) and not callable(policy):
         raise ConfigError(
             f"policy = {policy!r} must be the folder of a run, a checkpoint or a model, the URL of an endpoint, or an "

@@ -1,4 +1,4 @@
-"""What generation takes and gives: tokens in, tokens out. Standard library only.
+"""Types of the seam between rollouts and generation: tokens in, tokens out. Standard library only.
 
 Every plane of titan_rl shares these types, so importing them must never need torch, vLLM or Monarch.
 """
@@ -95,7 +95,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample one completion. Never mutated: `dataclasses.replace` makes a changed copy.
+    """Sampling parameters of one completion. Never mutated: `dataclasses.replace` makes a changed copy.
 
     Args:
         max_tokens: most tokens to generate, at least 1.
@@ -220,8 +220,9 @@ class SamplingParams:
         return replace(self, max_tokens=room, min_tokens=min(self.min_tokens, room))
 
     def after(self, num_tokens: int) -> SamplingParams:
-        """What is left of them for the rest of a completion that has so many tokens. A seed becomes another one, since
-        repeating it would repeat its draws.
+        """Return the parameters for the rest of a completion that already has this many tokens.
+
+        A seed becomes another one, since repeating it would repeat its draws.
 
         Example: `SamplingParams(max_tokens=8, min_tokens=4)` after 6 tokens is `SamplingParams(max_tokens=2)`.
         """

@@ -60,13 +60,12 @@ def make_renderer(model: ModelConfig) -> Renderer:
 
 
 def told_of_template(model: ModelConfig) -> str | None:
-    """What a person is told of the chat template that an export of the model has; None where it is the model's own and
-    renders what training does."""
+    """Return a note on the chat template of an export; None where the model's own renders what training does."""
     return fit_template(model.path, model.renderer).told(model.renderer)
 
 
 def find_token_texts(model: ModelConfig) -> TokenTexts | None:
-    """What reads the tokens of the model's folder; None where it has no tokenizer."""
+    """Return the detokenizer of the model's folder, or None where it has no tokenizer."""
     try:
         return TokenTexts.of_tokenizer(load_tokenizer(model.path))
     except (ModelError, MissingExtraError):
@@ -138,7 +137,7 @@ def make_algorithm(config: RunConfig, filters: Sequence[GroupFilter] | None = No
 
 
 def make_filters(config: RunConfig, given: Sequence[GroupFilter] | None = None) -> list[GroupFilter]:
-    """What always makes a group unfit for training, then what its task leaves out.
+    """Return the filters of a group: those that always apply, then those of its task.
 
     Args:
         given: in the place of those that settings name.
@@ -152,7 +151,7 @@ def make_filters(config: RunConfig, given: Sequence[GroupFilter] | None = None) 
 
 
 def _filters_of(config: RunConfig, source: TaskSource, given: Sequence[GroupFilter] | None) -> list[GroupFilter]:
-    """Those that are named for the task, or by `scheduling.filters`, then the task's own."""
+    """Return the filters named for the task, or by `scheduling.filters`, followed by the task's own."""
     names = config.scheduling.filters if source.filters is None else source.filters
     own = [partial(drop_reason, source.task)] if isinstance(source.task, FilteringTask) else []
     return [*(map(find_filter, names) if given is None else given), *own]

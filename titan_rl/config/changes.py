@@ -1,4 +1,4 @@
-"""Which settings a run may change while it is stopped, and which its weights and rollouts come from."""
+"""Settings that a resumed run may change, and settings that its weights and rollouts depend on."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _told(value: Any) -> str:
 
 
 def _shown(config: RunConfig, key: str) -> str:
-    """As the file has it."""
+    """Format a value as TOML."""
     prefix = f"tasks.{config.tasks[0].name}."
     return f"task.{key.removeprefix(prefix)}" if is_alone(config.tasks) and key.startswith(prefix) else key
 

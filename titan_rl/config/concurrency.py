@@ -1,4 +1,4 @@
-"""How many requests are in flight, and how many each engine advances: sized from the batch, bounded by the KV cache.
+"""Concurrency of a run: requests in flight and running per engine, sized from the batch and bounded by the KV cache.
 
 A batch that is larger than what the engines take at a time waits in their queues, unnoticed. So the places of an
 engine follow from the slots of the scheduler, unless `generation.max_running` says otherwise, and whatever throttles is
@@ -39,7 +39,7 @@ class Concurrency:
 
     @classmethod
     def of(cls, config: RunConfig) -> Concurrency:
-        """What the settings come to. It changes none of them."""
+        """Compute the concurrency from the settings, without changing them."""
         scheduling, generation = config.scheduling, config.generation
         in_flight = scheduling.num_slots * config.rollout.group_size
         if scheduling.max_running_rollouts is not None:
@@ -57,8 +57,8 @@ class Concurrency:
 
 
 def contexts_held(model: ModelConfig, generation: GenerationConfig) -> int | None:
-    """How many contexts of half the length the KV cache of one engine holds; None for an unknown model, and where the
-    cache takes what is free on a GPU."""
+    """Number of contexts of half the maximum length that fit the KV cache of one engine; None for an unknown model, and
+    where the cache takes what is free on a GPU."""
     token_bytes, kv_gib = kv_bytes_per_token(model), planned_kv_gib(generation.kv_cache_gib)
     if token_bytes is None or kv_gib is None:
         return None

@@ -72,7 +72,7 @@ def of_training(model: ModelConfig, training: TrainingConfig, correction: Correc
 
 
 def of_kept_cache(generation: GenerationConfig, scheduling: SchedulingConfig) -> Iterator[str]:
-    """Where KV of older weights is kept."""
+    """Check the settings that keep the KV cache of older weights."""
     if generation.prefix_cache != "keep":
         return
     if generation.pull_mode == "drain":
@@ -226,7 +226,7 @@ def without_effect(root: Section) -> Iterator[tuple[Setting, TakesEffect]]:
 
 
 def of_effects(root: Section) -> Iterator[str]:
-    """Which settings have no effect, and what would make them take effect: a line each."""
+    """Return a line for each given setting without effect, with what would make it take effect."""
     for setting, condition in without_effect(root):
         other = _value_of(root, condition.setting)
         given, leave = f"{setting.name} = {_told(setting.value)}", f"leave {setting.name} out"
@@ -269,7 +269,7 @@ def _value_of(root: Section, name: str) -> Any:
 
 
 def _told(value: Any) -> str:
-    """As TOML has it, and as `none` unsets a setting; tables by their number."""
+    """Format a value as TOML; `none` for an unset setting, and tables by their number."""
     if value is None:
         return "none"
     if isinstance(value, bool):

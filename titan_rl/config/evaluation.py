@@ -12,12 +12,12 @@ from titan_rl.core.settings import Section
 
 
 def _names(value: Any) -> Any:
-    """As text or as a list."""
+    """Accept names as text, separated by commas, or as a list."""
     return tuple(value.split(",")) if isinstance(value, str) else value if value is None else tuple(value)
 
 
 class EvalConfig(Section):
-    """How policies are evaluated. What is left out is as in the validations of a run."""
+    """Settings of an evaluation. A setting that is left out is as in the validations of a run."""
 
     num_prompts: PositiveInt | None = None
     """Held-out prompts of each task; by default validation.num_prompts."""

@@ -21,7 +21,7 @@ ARGUMENTS = "arguments"
 
 @dataclass
 class Origins:
-    """Where each setting came from: which file, the command line, or the arguments of a call.
+    """Origin of each setting: a file, the command line, or the arguments of a call.
 
     Args:
         files: TOML files, later ones replacing what earlier ones say.
@@ -37,7 +37,7 @@ class Origins:
         self._sources[key] = source
 
     def of(self, key: str) -> str:
-        """Where `key` was set: `training.betas` sets `training.betas[0]`, and `training.lr` makes `training`."""
+        """Return the origin of `key`: `training.betas` sets `training.betas[0]`, and `training.lr` makes `training`."""
         above = [name for name in self._sources if f"{key}.".startswith((f"{name}.", f"{name}["))]
         below = [name for name in self._sources if name.startswith(f"{key}.")]
         if above or below:
@@ -52,8 +52,8 @@ class Origins:
         return " and ".join([self.of_files(), *others])
 
     def folders_for(self, key: str) -> list[Path]:
-        """Where a relative path of a setting may lie, the likeliest first: the current folder, and that of the file
-        that sets it, or of any where the command line does."""
+        """Return the folders that a relative path may lie in, the likeliest first: the current one, and that of the
+        file that sets it, or of any file where the command line sets it."""
         named = [file for file in self.files if str(file) == self.of(key)]
         return [Path(), *(file.parent for file in named or reversed(self.files))]
 

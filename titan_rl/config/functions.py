@@ -65,7 +65,7 @@ def recorded_modules(toml: Path) -> dict[str, str]:
 
 
 def _folders(given: object) -> list[str]:
-    """Those that can be folders at all; others are an error of settings, told with the rest of them."""
+    """Return the entries that can be folders; the others are errors of settings, reported with the rest of them."""
     items = cast("Iterable[object]", given) if isinstance(given, list | tuple) else ()
     return [folder for folder in items if isinstance(folder, str) and not path_problem(folder)]
 
@@ -118,7 +118,7 @@ def check_functions(config: Section, generation: GenerationConfig, routing: Rout
 
 
 def _problem(found: Any, known: FunctionName) -> str | None:
-    """What keeps a function of the user's from being called as it will be."""
+    """Return the reason why a user's function cannot be called with the arguments it will get, or None."""
     if not known.arguments:
         return None
     call = f"is called with ({', '.join(known.arguments)})"
@@ -188,7 +188,7 @@ def _check_engine(generation: GenerationConfig, origins: Origins) -> None:
 
 
 def function_name(section: type[Section], field: str) -> FunctionName | None:
-    """What a setting, or each of a list or table, may name; None where it names no function."""
+    """Return the `FunctionName` of a setting, or of the entries of a list or table; None where it names no function."""
     info = section.model_fields[field]
     return next(
         (part for part in (*info.metadata, *_metadata(info.annotation)) if isinstance(part, FunctionName)), None
@@ -196,7 +196,7 @@ def function_name(section: type[Section], field: str) -> FunctionName | None:
 
 
 def _metadata(annotation: object) -> Iterator[object]:
-    """Of all parts of a type."""
+    """Yield the metadata of all parts of a type."""
     for argument in get_args(annotation):
         yield from getattr(argument, "__metadata__", ())
         yield from _metadata(argument)

@@ -47,7 +47,7 @@ ON_SEVERAL_HOSTS = TakesEffect(
 
 
 def split_list(value: object) -> object:
-    """What stands between commas, as of the command line; nothing in an empty text."""
+    """Split text at commas, as the command line gives lists. Empty text is an empty list."""
     if value == "":
         return []
     return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
@@ -71,7 +71,7 @@ def _time_limit(text: str) -> str:
 
 
 def _seconds(time_limit: str) -> float:
-    """Of M, M:S, H:M:S, D-H, D-H:M or D-H:M:S; Slurm takes 0 for no limit."""
+    """Parse a time limit of Slurm: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S. Slurm takes 0 for no limit."""
     if not time_limit[0].isdigit():
         return math.inf
     days, dash, rest = time_limit.rpartition("-")
@@ -102,7 +102,7 @@ AGAINST_THE_SCRIPT = {
 
 
 def _name_of(option: str) -> str:
-    """Of sbatch: "-N" of "-N5", "--nodes" of "--nodes=5"."""
+    """Return the name of an sbatch option: "-N" for "-N5", "--nodes" for "--nodes=5"."""
     return option[:2] if re.match(r"-\w", option) else re.split(r"[=\s]", option)[0]
 
 
@@ -177,8 +177,8 @@ class SSHConfig(Section):
 
 
 class SlurmConfig(Section):
-    """Where `hosts.provider` names slurm, each node of the allocation is a host. The rest is for the job that
-    `titan-rl launch` submits."""
+    """Settings of Slurm. With `hosts.provider = "slurm"` each node of the allocation is a host; the other settings are
+    for the job that `titan-rl launch` submits."""
 
     nodes: PositiveInt = 1
     """Of the job."""
@@ -234,7 +234,7 @@ class KubernetesConfig(Section):
 
 
 class ProviderSettings(Section):
-    """Who starts the workers of a run, and how."""
+    """Settings of the host provider, which starts the workers of a run."""
 
     provider: Annotated[str, FunctionName(NAMES, ("spec",), may_be_class=False)] | None = None
     """Starts a worker on each host: over ssh, in an allocation of Slurm, or as pods of Kubernetes, which is
@@ -254,7 +254,7 @@ class ProviderSettings(Section):
 
     @property
     def worker_drain_s(self) -> int:
-        """How long a worker waits on SIGTERM for its runs to drain its host."""
+        """Seconds that a worker waits on SIGTERM for its runs to drain its host."""
         return max(WORKER_DRAIN_S, math.ceil(self.drain_s) + DETACH_S)
 
     @model_validator(mode="after")
@@ -316,7 +316,7 @@ def join_address(host: str, port: int) -> str:
 
 
 def not_one_machine(host: str) -> str | None:
-    """What is wrong with an address that stands for several interfaces or machines."""
+    """Return the problem of an address that stands for several interfaces or machines, or None."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:  # a name, or a short form of IPv4
@@ -385,7 +385,7 @@ def own_address(config: HostsConfig) -> str:
 
 
 def check_own_machine(config: HostsConfig) -> None:
-    """What the settings name of the machine where the run begins.
+    """Check the settings that name something on the machine where the run begins.
 
     Raises:
         ConfigError: it is not there.
@@ -516,7 +516,7 @@ class HostsConfig(ProviderSettings):
             yield from self.too_few_of(count)
 
     def too_few_of(self, count: int) -> Iterator[str]:
-        """Of which role there are more than so many hosts."""
+        """Yield an error for each role that asks for more than this many hosts."""
         there = "is 1 host" if count == 1 else f"are {count} hosts"
         for name in ("train", "generate", "play"):
             wanted: int | None = getattr(self, name)

@@ -90,7 +90,7 @@ def read_config(
     overrides: Sequence[tuple[str, str]],
     given: Mapping[str, object] | None = None,
 ) -> tuple[RunConfig, Origins]:
-    """As `load_config`, without a look into files, and where each setting came from."""
+    """Read a config without looking into the files it names, with the origin of each setting; see `load_config`."""
     files = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
     tables, origins = read_tables(files, overrides)
     give(tables, given or {}, origins)
@@ -185,7 +185,7 @@ def _with_checked_tasks(config: RunConfig) -> RunConfig:
 
 
 def _with_checked_files(config: RunConfig) -> RunConfig:
-    """What `load_config` does for one that comes from TOML."""
+    """Check the files that a config from TOML names."""
     places = [Path()]
     folder = find_model_folder(config.model.path, places)
     if folder is not None:
@@ -267,8 +267,8 @@ def _changed(config: RunConfig, task: TaskLike | None, changes: Mapping[str, obj
 
 
 def load_sft_config(paths: str | Path | Sequence[str | Path], overrides: Sequence[tuple[str, str]] = ()) -> RunConfig:
-    """As `load_config`, but that `model.path` is what is made, and `sft.start` what has to be there. The config's
-    `sft.start`, `sft.data` and `sft.out` are absolute, `sft.out` also where it is not set.
+    """Load the config of a supervised run, in which `model.path` is written and `sft.start` has to exist. Its
+    `sft.start`, `sft.data` and `sft.out` are absolute, `sft.out` also where it is not set. See `load_config`.
 
     Raises:
         ConfigError: names each wrong setting, its value, where it came from and what is allowed.
@@ -324,7 +324,7 @@ def _data(sft: SFTConfig, origins: Origins) -> str:
 
 
 def _out(config: RunConfig, origins: Origins) -> Path:
-    """Where a relative path is in no folder yet, it is beside the file that sets it."""
+    """Resolve the output folder: a relative path that does not exist yet lies beside the file that sets it."""
     key = "sft.out" if config.sft.out else "model.path"
     path = config.sft.out or config.model.path
     places = origins.folders_for(key)

@@ -37,7 +37,7 @@ def check_weights(folder: Path) -> None:
 
 
 def read_header(path: Path) -> dict[str, tuple[list[int], int]]:
-    """Of a safetensors file: the shape of each tensor, and where its bytes end in the file.
+    """Read the header of a safetensors file: the shape of each tensor, and where its bytes end in the file.
 
     Raises:
         ModelError: it cannot be read, is no such file, or is cut off.
@@ -165,8 +165,7 @@ def _weights(folder: Path) -> dict[str, bytes]:
 
 
 def _starts(size: int, most: int) -> list[int]:
-    """Where so many blocks begin that are spread over a tensor, the first and the last bytes included; all of a small
-    tensor."""
+    """Return the offsets of blocks spread over a tensor, the first and last bytes included; all of a small tensor."""
     if size <= most * BLOCK_BYTES:
         return list(range(0, size, BLOCK_BYTES))
     last = size - BLOCK_BYTES
@@ -174,7 +173,7 @@ def _starts(size: int, most: int) -> list[int]:
 
 
 def _digest(parts: Mapping[str, bytes]) -> str:
-    """Of 16 bytes, in hexadecimal."""
+    """Return a digest of 16 bytes, in hexadecimal."""
     found = hashlib.blake2b(digest_size=16)
     for name in sorted(parts):
         for data in (name.encode(), parts[name]):

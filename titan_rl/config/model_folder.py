@@ -78,7 +78,7 @@ def check_model_folder(model: ModelConfig, generation: GenerationConfig, places:
 
 
 def count_parameters(folder: Path) -> int:
-    """Of the model in a folder, by the headers of its safetensors files; 0 where there are none that can be read."""
+    """Count a model's parameters by the headers of its safetensors files; 0 where none is readable."""
     count = 0
     for path in folder.glob("*.safetensors"):
         with contextlib.suppress(ModelError):  # loading the model says what is wrong with it
@@ -195,7 +195,7 @@ def _check_share(folder: Path, model: ModelConfig, generation: GenerationConfig)
 
 
 def kv_bytes_per_token(model: ModelConfig) -> int | None:
-    """What one token takes of a KV cache. None where the model's folder is not there, or does not say."""
+    """Bytes that one token takes of a KV cache. None where the model's folder is missing or does not say."""
     try:
         architecture = read_json(Path(model.path), "config.json")
     except ModelError:

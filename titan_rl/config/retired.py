@@ -51,7 +51,7 @@ FORMER_DEFAULTS: Mapping[str, Any] = {
 
 
 def advice(key: str) -> str | None:
-    """What to write in the place of a retired setting. None for any other key."""
+    """Return the replacement of a retired setting, or None for any other key."""
     return next((retired.advice for name, retired in RETIRED.items() if fnmatchcase(key, name)), None)
 
 

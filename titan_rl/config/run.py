@@ -106,7 +106,7 @@ class RunConfig(Section):
 
     @property
     def suites(self) -> list[ResolvedSuite]:
-        """What is validated on; nothing without held-out samples."""
+        """Validation suites of the run; none without held-out samples."""
         common, tasks = self.validation, {source.name: source for source in self.tasks}
         if not common.num_prompts:
             return []
@@ -125,7 +125,7 @@ class RunConfig(Section):
         ]
 
     def sampling_of(self, source: TaskSource) -> SamplingConfig:
-        """How a task's completions are sampled."""
+        """Sampling parameters of a task's completions."""
         return self.sampling.model_copy(update=source.sampling.model_dump(exclude_none=True))
 
     @property

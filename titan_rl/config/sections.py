@@ -61,7 +61,7 @@ class SpeculativeConfig(Section):
         return self.method not in ("none", "ngram", "suffix")
 
     def options(self) -> dict[str, Any] | None:
-        """As vLLM takes them; None where nothing is guessed."""
+        """Speculative-decoding options in vLLM's format; None where nothing is speculated."""
         if not self.is_on:
             return None
         options: dict[str, Any] = {"method": self.method, "num_speculative_tokens": self.num_speculative_tokens}
@@ -157,7 +157,7 @@ class GenerationConfig(Section):
 
 
 class RoutingConfig(Section):
-    """How a request finds its replica."""
+    """Settings of the router, which assigns requests to replicas."""
 
     strategy: Annotated[str, FunctionName(tuple(STRATEGIES), ("max_sessions",))] = "sticky"
     """sticky keeps a rollout on the replica that holds its KV cache; group_affinity also starts its siblings there."""
@@ -171,7 +171,7 @@ class RoutingConfig(Section):
 
 
 class SamplingConfig(Section):
-    """How completions are sampled for training. The loss accounts for temperature alone, so nothing else is offered."""
+    """Sampling of completions for training. The loss accounts for temperature alone, so nothing else is offered."""
 
     max_tokens: PositiveInt = 64
     """Most tokens of one completion."""
@@ -194,7 +194,7 @@ _NOT_SHARED_MEMORY = TakesEffect(
 
 
 class StateDictConfig(Section):
-    """How every published version travels to the generators, and how they verify it."""
+    """Transport of published versions to the generators, and their verification."""
 
     transport: Annotated[str, FunctionName(tuple(TRANSPORTS), ("spec",))] = "auto"
     """By default tcp on several hosts, cuda_ipc where vLLM and the trainer have GPUs of their own on one and there is
@@ -233,7 +233,7 @@ class ValidationConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """What is saved, and how often."""
+    """Content and interval of checkpoints."""
 
     interval: NonNegativeInt = 0
     """Steps between checkpoints; 0 saves by time and at the end."""

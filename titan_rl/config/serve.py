@@ -22,8 +22,8 @@ from titan_rl.training.settings import ModelConfig
 
 
 class ServerConfig(Section):
-    """Where and as what the policy is served. Keys come by the environment: TITAN_RL_API_KEY is that of clients,
-    TITAN_RL_ADMIN_KEY that of the admin calls."""
+    """Address and name under which a policy is served. Keys come from the environment: TITAN_RL_API_KEY for clients,
+    TITAN_RL_ADMIN_KEY for the admin calls."""
 
     host: str = "127.0.0.1"
     """An address of this machine. Others than loopback need a key of clients."""

@@ -18,7 +18,7 @@ Tables = dict[str, Any]
 
 
 def read_tables(paths: Sequence[Path], overrides: Sequence[tuple[str, str]]) -> tuple[Tables, Origins]:
-    """What the files say together, each replacing what those before it say, and the overrides all of them. Tables are
+    """Read and merge TOML files: later files override earlier ones, and `overrides` override all files. Tables are
     merged, those of `[[...]]` by their names; any other value, a list too, is replaced whole.
 
     Args:
@@ -46,7 +46,7 @@ def override(tables: Tables, overrides: Sequence[tuple[str, str]], origins: Orig
 
 
 def give(tables: Tables, given: Mapping[str, object], origins: Origins) -> None:
-    """As `override`, with values of Python.
+    """Override settings with Python values; see `override`.
 
     Raises:
         ConfigError: one is below a setting that is no table.

@@ -25,7 +25,7 @@ from titan_rl.scheduling.curriculum import CURRICULA, Curriculum
 
 @dataclass(frozen=True, slots=True)
 class ClassKind:
-    """What a `type` may name."""
+    """Kind of class that a `type` may name."""
 
     noun: str
     plural: str
@@ -89,7 +89,7 @@ def type_of(made: object) -> str:
 
 
 def dump_tasks(tasks: Sequence[TaskSource]) -> dict[str, Any]:
-    """As TOML has them: `load_tasks` of it gives equal ones."""
+    """Dump tasks as TOML tables, from which `load_tasks` makes equal tasks."""
     if is_alone(tasks):
         return {"task": task_table(tasks[0], exclude_none=True, with_share=False)}
     return {"tasks": [task_table(source, exclude_none=True) for source in tasks]}
@@ -192,7 +192,7 @@ def with_settings(
 
 
 def _table_of_objects(source: TaskSource, *, with_share: bool) -> dict[str, Any]:
-    """As `task_table`, with classes that need not be found by name."""
+    """Dump a task's table, with classes that need not be importable by name; see `task_table`."""
     table = task_table(source, with_share=with_share)
     own = {"curriculum": {**table["curriculum"], "type": type(source.curriculum)}} if with_share else {}
     return {**table, **own, "type": type(source.task)}

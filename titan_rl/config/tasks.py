@@ -21,7 +21,7 @@ NAME = r"^[A-Za-z0-9_-]+$"
 
 
 class TaskSampling(Section):
-    """What a task has instead of `[sampling]`."""
+    """Sampling settings of one task, in place of `[sampling]`."""
 
     max_tokens: PositiveInt | None = None
     """Most tokens of one completion."""
@@ -30,7 +30,7 @@ class TaskSampling(Section):
 
 
 class TaskLimits(Section):
-    """What a task has instead of `[rollout]`."""
+    """Rollout limits of one task, in place of those in `[rollout]`."""
 
     max_turns: PositiveInt | None = None
     """Completions of one rollout."""
@@ -164,5 +164,5 @@ class ResolvedSuite:
 
     @property
     def group_ids(self) -> str:
-        """How the ids of its groups begin. A rollout is sampled by its id."""
+        """Prefix of the IDs of the task's groups. A rollout's sampling is seeded by its ID."""
         return self.prefix.replace("/", "-")

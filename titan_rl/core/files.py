@@ -74,12 +74,12 @@ def read_json(text: bytes) -> dict[str, Any] | None:
 
 
 def as_table(value: object) -> dict[str, Any]:
-    """What was read, where it is an object; else an empty one."""
+    """Return a value that was read if it is an object, else an empty one."""
     return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
 def as_list(value: object) -> list[Any]:
-    """What was read, where it is a list; else an empty one."""
+    """Return a value that was read if it is a list, else an empty one."""
     return cast("list[Any]", value) if isinstance(value, list) else []
 
 
@@ -105,7 +105,7 @@ _MARK_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What a file has gained.
+    """Bytes that were appended to a file.
 
     Args:
         begins: the lines are the first of the file, which was cut, replaced or removed: forget all earlier ones.

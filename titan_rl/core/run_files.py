@@ -78,7 +78,7 @@ class RunStatus(msgspec.Struct, forbid_unknown_fields=False, omit_defaults=True)
 
 
 def read_status(folder: Path) -> RunStatus:
-    """What a folder says of itself, or what its files tell where it says nothing."""
+    """Read the status of a run's folder; without a status file, infer it from the other files."""
     is_held = is_locked(folder / LOCK)
     try:
         status = parse_json_as(read_file(folder / STATUS), RunStatus)
@@ -122,7 +122,7 @@ def is_locked(path: Path) -> bool:
 
 
 def read_results(folder: Path) -> Mapping[str, Any]:
-    """Of an evaluation."""
+    """Read the results of an evaluation."""
     try:
         return read_json(read_file(folder / "results.json")) or {}
     except OSError:
@@ -150,7 +150,7 @@ HOSTS = "hosts.json"
 
 
 class HostEvent(msgspec.Struct, frozen=True):
-    """What became of a host.
+    """Change of a host's state.
 
     Args:
         at: seconds since 1970.
@@ -207,7 +207,7 @@ def read_hosts(folder: Path) -> dict[str, Any] | None:
 
 
 def work_of(processes: Sequence[str]) -> str:
-    """What these are for.
+    """Describe the work that processes with these names do.
 
     Example: of trainer, generator-0 and generator-3 it is "trainer, 2 generators".
     """

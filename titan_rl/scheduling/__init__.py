@@ -1,1 +1,1 @@
-"""Which groups run now, how stale they may be, and in which batch they are trained."""
+"""Scheduling of groups: admission, the bound on staleness, and batches for training."""

@@ -22,7 +22,7 @@ class _Call:
 
 
 class Suspension:
-    """Of one group's generation. Its rollouts wait where they are while it is suspended, and go on from their tokens.
+    """Suspension of one group's generation. Its rollouts wait while it is suspended, and continue from their tokens.
 
     Example:
 
