@@ -117,6 +117,8 @@ def main() -> None:
         points = [(steps, memory[role]) for steps, memory in counted if role in memory]
         slope = 1000 * linear_regression(*zip(*points, strict=True)).slope
         first, last = points[0][1], points[-1][1]
+        shown = points[:: max(1, len(points) // 20)]
+        print(f"{role}:", *(f"{steps}:{megabytes:.0f}" for steps, megabytes in shown))
         print(f"{role}: {first:.0f} MB after {points[0][0]} steps, {last:.0f} MB after {points[-1][0]}")
         figure = {"name": f"memory_slope_{role.replace(' ', '_')}", "value": round(slope, 2), "target": TARGET_MB}
         print(json.dumps(figure | {"unit": "MB per 1,000 steps, at most"}), flush=True)
