@@ -34,7 +34,7 @@ def say(text):
 
 async def main():
     folder, sections, addresses = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:]
-    usual = {"addresses": addresses, "generate": 3, "silence_s": 1.5, "drain_s": 20, "hang_timeout_s": 8}
+    usual = {"addresses": addresses, "generate": 3, "drain_s": 20, "hang_timeout_s": 8}
     hosts = HostsConfig(**{**usual, **sections.pop("hosts", {})})
     settings = config(addresses, hosts=hosts, **sections)
     (folder / "config.toml").write_text("")

@@ -86,6 +86,7 @@ class NamespaceHost:
         self._bridge, self._link = bridge, link
         self._private = [temporary, *private]
         self._unshare: subprocess.Popen[str]
+        self._outer: list[subprocess.Popen[str]] = []
         self._init: int
 
     def start(self) -> None:
@@ -130,6 +131,7 @@ class NamespaceHost:
                 start_new_session=True,
                 cwd=PROJECT,
             )
+        self._outer.append(process)
         return HostProcess(process, _child_of(process.pid))
 
     def ask(self, command: Sequence[str], env: Mapping[str, str] | None = None, timeout_s: float = 60.0) -> str:
@@ -208,6 +210,9 @@ class NamespaceHost:
         """End the host whole, as a power failure would."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._init, signal.SIGKILL)
+        for process in self._outer:  # one that is stopped, as its child was, would reap nothing
+            process.kill()
+        self._outer.clear()
         self._unshare.wait()
         assert self._unshare.stdout is not None
         self._unshare.stdout.close()

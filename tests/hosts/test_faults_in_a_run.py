@@ -39,7 +39,6 @@ ELSEWHERE: dict[str, Any] = {
     "pythonpath": TESTS_AS_CODE,
     "statedict__anchor_interval": 1,  # versions go whole, which takes 0.3 s
     "hosts__hang_timeout_s": 8,
-    "hosts__silence_s": 1.5,
     "hosts__max_respawns": 2,  # one that is stopped, one that is killed; hosts that are lost do not count
 }
 

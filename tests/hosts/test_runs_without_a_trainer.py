@@ -64,7 +64,7 @@ def test_a_stop_waits_for_no_host(
     for host in hosts.hosts[1:]:
         host.ask(["mount", "-t", "tmpfs", "tmpfs", str(runs)])  # and so cannot train
     settings = {**SETTINGS, "training__loss": "e2e.slow_loss:slow_grpo", "pythonpath": TESTS_AS_CODE}
-    with run_on(hosts, tmp_path, gone=[mortal], training__steps=300, hosts__silence_s=1.5, **settings) as run:
+    with run_on(hosts, tmp_path, gone=[mortal], training__steps=300, **settings) as run:
         run.wait_for_step(3)
         if stop == "before its host is lost":
             (gate / "hold").touch()

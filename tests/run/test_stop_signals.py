@@ -30,7 +30,7 @@ async def setting_up(*args):
     signal.raise_signal(signal.SIGINT)
     await asyncio.sleep(1000)
 
-launch._run = setting_up
+launch._train = setting_up
 sys.exit(launch.run_training(load_config("config.toml")).code)
 """
 

@@ -9,7 +9,8 @@ from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_rl.training.attention.attention import Document, DocumentAttention, layout_documents
+from titan_rl.training.attention.attention import Document, layout_documents
+from titan_rl.training.attention.document_attention import DocumentAttention
 from titan_rl.training.attention.flex_attention import BLOCK, layout_blocks
 
 Families = list[tuple[int, list[int]]]

@@ -20,11 +20,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import titan_rl.training.device  # noqa: F401  before torchtitan
 from titan_rl.training.attention.context import ContextRanks, TokenShare, share_tokens
-
-# isort: split
-from torchtitan.protocols.module import Module
 
 FLASH_HEAD_DIM = 256
 """Most entries of a head that the flash kernel takes."""
@@ -290,28 +286,3 @@ class _Ungather(torch.autograd.Function):
     def backward(ctx: Any, grad_TNH: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         grad = grad_TNH.index_select(0, ctx.layout.token_of_slot)
         return grad.index_fill_(0, ctx.layout.padded_slots, 0), None
-
-
-class DocumentAttention(Module):
-    """A torchtitan inner attention that takes a `Layout` as its attention mask, which says how to attend, too."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Module.Config):
-        pass
-
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-
-    def forward(
-        self,
-        q_BLNH: torch.Tensor,
-        k_BLNH: torch.Tensor,
-        v_BLNH: torch.Tensor,
-        *,
-        attention_masks: Layout,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        **_: Any,
-    ) -> torch.Tensor:
-        """Attend within documents. Batch and length of the result are those of the query.  # [B, L, N, H]"""
-        return attention_masks.attend(q_BLNH, k_BLNH, v_BLNH, scale=scale, enable_gqa=enable_gqa)

@@ -11,7 +11,7 @@ import torch
 
 import titan_rl.training.device  # noqa: F401  before torchtitan
 from titan_rl.core.errors import ModelError
-from titan_rl.training.attention.attention import DocumentAttention
+from titan_rl.training.attention.document_attention import DocumentAttention
 from titan_rl.training.models.vocabulary_head import VocabularyHead
 
 # isort: split
