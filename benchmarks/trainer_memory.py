@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.paired import report, report_computed
 from benchmarks.peaks import CONTEXT, in_its_own_process, peak_of
-from titan_rl.training.models.vocabulary_head import CHUNK_LOGITS, selected_logprobs
+from titan_rl.training.selected_logprobs import CHUNK_LOGITS, selected_logprobs
 
 TOKENS, WIDTH = 4096, 64
 LONG_ROW, SHORT_ROW = 4096, 80  # the latter is no weight's shape

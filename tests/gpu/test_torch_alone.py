@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from titan_rl.training.attention.attention import Document, layout_documents
 from titan_rl.training.attention.flex_attention import layout_blocks
-from titan_rl.training.models.vocabulary_head import selected_logprobs
+from titan_rl.training.selected_logprobs import selected_logprobs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; the CPU path has tests of its own")
 

@@ -8,7 +8,7 @@ from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_rl.training.models.vocabulary_head import selected_logprobs
+from titan_rl.training.selected_logprobs import selected_logprobs
 
 VOCABULARY, WIDTH = 7, 5
 

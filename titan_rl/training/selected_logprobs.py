@@ -1,0 +1,143 @@
+"""Log probabilities of selected tokens, scored in chunks. This file needs torch alone.
+
+The logits of all tokens at once would be the largest thing in training: 14 bytes for each token and entry of the
+vocabulary. Tokens are scored in chunks instead, whose logits the backward pass computes again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+CHUNK_LOGITS = 2**26
+"""Most logits of a chunk: 256 MiB in float32. Logits that fit in one chunk are kept for the backward pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyShard:
+    """The part of the vocabulary that a rank has the logits of."""
+
+    start: int  # the first entry
+    mesh: Any  # of the ranks that have the others
+
+    def reduce(self, tensor: torch.Tensor, operation: Any = dist.ReduceOp.SUM) -> None:
+        """In place, over these ranks."""
+        dist.all_reduce(tensor, operation, group=self.mesh.get_group())
+
+
+def selected_logprobs(
+    hidden_ND: torch.Tensor,
+    weight_VD: torch.Tensor,
+    targets_N: torch.Tensor,
+    temperatures_N: torch.Tensor,
+    *,
+    shard: VocabularyShard | None = None,
+    chunk_logits: int = CHUNK_LOGITS,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logprobs of the targets and the entropy of the whole distribution, both at each token's temperature.
+
+    Logits are computed in the dtype of the hidden states, everything from there on in float32. The entropy is a metric
+    and carries no gradient.
+
+    Args:
+        weight_VD: of the output layer, or this rank's rows of it.
+        shard: which rows these are. Ranks of its mesh call this together, with the same tokens, and have all results.
+        chunk_logits: computed at a time.
+
+    Returns:
+        logprobs and entropies in nats.  # [N], [N]
+    """
+    chunk = max(1, chunk_logits // max(1, len(weight_VD)))
+    logprobs_N, entropies_N = _SelectedLogprobs.apply(hidden_ND, weight_VD, targets_N, temperatures_N, shard, chunk)
+    return logprobs_N, entropies_N
+
+
+class _SelectedLogprobs(torch.autograd.Function):
+    """One exponential per logit serves the logprob, the entropy and the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: torch.Tensor,
+        weight_VD: torch.Tensor,
+        targets_N: torch.Tensor,
+        temperatures_N: torch.Tensor,
+        shard: VocabularyShard | None,
+        chunk: int,
+    ) -> Any:
+        size = len(targets_N)
+        logprobs_N, entropies_N = torch.empty(2, size, device=hidden_ND.device).unbind()
+        probs_NV = None
+        for rows in _chunks(size, chunk):
+            shifted_NV, probs_NV, log_sums_N = _distribution(hidden_ND[rows], weight_VD, temperatures_N[rows], shard)
+            at_N, is_here_N = _places(targets_N[rows], weight_VD, shard)
+            chosen_N = shifted_NV.gather(-1, at_N[:, None]).squeeze(-1) * is_here_N
+            expected_N = torch.linalg.vecdot(probs_NV, shifted_NV)
+            if shard is not None:
+                shard.reduce(chosen_N)
+                shard.reduce(expected_N)
+            logprobs_N[rows] = chosen_N - log_sums_N
+            entropies_N[rows] = log_sums_N - expected_N
+        ctx.save_for_backward(hidden_ND, weight_VD, targets_N, temperatures_N, probs_NV if size <= chunk else None)
+        ctx.shard, ctx.chunk = shard, chunk
+        ctx.mark_non_differentiable(entropies_N)
+        return logprobs_N, entropies_N
+
+    @staticmethod
+    def backward(ctx: Any, grad_N: torch.Tensor, _: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        hidden_ND, weight_VD, targets_N, temperatures_N, kept_NV = ctx.saved_tensors
+        grad_hidden_ND = torch.zeros_like(hidden_ND)
+        grad_weight_VD = None
+        for rows in _chunks(len(targets_N), ctx.chunk):
+            probs_NV = kept_NV
+            if probs_NV is None:
+                _, probs_NV, _ = _distribution(hidden_ND[rows], weight_VD, temperatures_N[rows], ctx.shard)
+            at_N, is_here_N = _places(targets_N[rows], weight_VD, ctx.shard)
+            scaled_N1 = (grad_N[rows] / temperatures_N[rows])[:, None]
+            grad_NV = probs_NV * -scaled_N1
+            grad_NV.scatter_add_(-1, at_N[:, None], scaled_N1 * is_here_N[:, None])
+            grad_NV = grad_NV.to(hidden_ND.dtype)
+            grad_hidden_ND[rows] = grad_NV @ weight_VD
+            of_chunk_VD = grad_NV.T @ hidden_ND[rows]
+            grad_weight_VD = of_chunk_VD.float() if grad_weight_VD is None else grad_weight_VD.add_(of_chunk_VD)
+        if ctx.shard is not None:
+            ctx.shard.reduce(grad_hidden_ND)
+        if grad_weight_VD is None:
+            grad_weight_VD = torch.zeros_like(weight_VD)
+        return grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype), None, None, None, None
+
+
+def _chunks(size: int, chunk: int) -> Iterator[slice]:
+    return (slice(start, start + chunk) for start in range(0, size, chunk))
+
+
+def _distribution(
+    hidden_ND: torch.Tensor, weight_VD: torch.Tensor, temperatures_N: torch.Tensor, shard: VocabularyShard | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits less the greatest of the whole vocabulary, probabilities, and what to take from the former to come to
+    logprobs.  # [N, V], [N, V], [N]"""
+    scaled_NV = F.linear(hidden_ND, weight_VD).float().div_(temperatures_N[:, None])
+    greatest_N1 = scaled_NV.amax(-1, keepdim=True)
+    if shard is not None:
+        shard.reduce(greatest_N1, dist.ReduceOp.MAX)
+    shifted_NV = scaled_NV.sub_(greatest_N1)
+    probs_NV = shifted_NV.exp()
+    sums_N1 = probs_NV.sum(-1, keepdim=True)
+    if shard is not None:
+        shard.reduce(sums_N1)
+    probs_NV /= sums_N1
+    return shifted_NV, probs_NV, sums_N1.squeeze(-1).log()
+
+
+def _places(
+    targets_N: torch.Tensor, weight_VD: torch.Tensor, shard: VocabularyShard | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions of the targets' logits on this rank, and whether it has them.  # int64 [N], bool [N]"""
+    at_N = targets_N - (shard.start if shard else 0)
+    is_here_N = (at_N >= 0) & (at_N < len(weight_VD))
+    return at_N.where(is_here_N, 0), is_here_N
