@@ -45,7 +45,7 @@ def test_the_parts_are_the_gathered_export_and_one_that_fails_fails_all(
         models=models,
         data_parallel=data_parallel,
         tensor_parallel=tensor_parallel,
-        offload_parameters=offload,
+        offload=["parameters"] if offload else [],
     ):
         # Only Llama's queries and keys are computed, in two layers.
         assert [found["num_gathered"] for found in by_model] == [0, 0, 4, 0]

@@ -7,15 +7,18 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from titan_rl.core.errors import StateDictError, VerificationError
 from titan_rl.core.tensor_checksum import TensorChecksum, box_sum, checksums_of
 from titan_rl.weights.manifest import slices_by_name
 from titan_rl.weights.types import Manifest, Probe, TensorEntry, TensorSlice
+
+if TYPE_CHECKING:
+    import torch
 
 PIECE = {"cpu": 1 << 18, "cuda": 1 << 26}  # elements converted at a time
 
@@ -71,6 +74,8 @@ def _key(name: str, value: torch.Tensor | TensorSlice) -> tuple[str, tuple[int, 
 
 
 def _sum(value: torch.Tensor | TensorSlice) -> torch.Tensor:
+    import torch  # takes seconds, and the controller and rollout workers, which have no tensors, import this module
+
     piece_of = value if isinstance(value, TensorSlice) else None
     tensor: torch.Tensor = value if piece_of is None else piece_of.tensor  # pyright: ignore[reportAssignmentType]
     start = () if piece_of is None else piece_of.position.start
