@@ -75,7 +75,7 @@ def test_the_update_of_one_layer_that_is_withheld_is_caught(folder: Path, engine
 def test_a_swap_that_did_nothing_is_caught_at_a_learning_rate_of_3e_6(
     folder: Path, engine: Any, tmp_path: Path
 ) -> None:
-    run = Run(folder, engine, tmp_path, lr=3e-6, num_probes=384)
+    run = Run(folder, engine, tmp_path, lr=3e-6, num_probes=512)
     run.step()
     with pytest.raises(VerificationError, match="not loaded"):
         run.verify()
