@@ -10,7 +10,7 @@ import types
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, cast, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -114,9 +114,9 @@ def _kind(kind: Any) -> str:
         return "table"
     if isinstance(kind, type) and issubclass(kind, Section):
         return "table"
-    names: dict[Any, str] = {str: "text", bool: "true, false", int: "integer", float: "number"}
-    named: Any = kind
-    return names.get(named, getattr(named, "__name__", str(named)))
+    names: dict[object, str] = {str: "text", bool: "true, false", int: "integer", float: "number"}
+    plain = cast(object, kind)
+    return names.get(plain, "") or getattr(plain, "__name__", str(plain))
 
 
 def _toml(value: Any) -> str:
