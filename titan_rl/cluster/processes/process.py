@@ -1,4 +1,4 @@
-"""TODO: one sentence for cluster.processes.process."""
+"""Actor process of a run: its log file, its signal handling, its health checks and its weight transport."""
 
 from __future__ import annotations
 
