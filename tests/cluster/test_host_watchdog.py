@@ -9,7 +9,6 @@ import sys
 from collections.abc import AsyncGenerator, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from titan_rl.cluster.liveness.heartbeat import DISMISSED, HostWatchdog, Report,
 from titan_rl.cluster.liveness.host_monitor import HostMonitor, RemoteWatcher
 from titan_rl.cluster.liveness.local_processes import TreeUse
 from titan_rl.cluster.liveness.loop_thread import LoopThread
+from titan_rl.testing.clock import ManualClock
 
 LIMIT_S = 30
 LOCALHOST = "127.0.0.1"
@@ -49,10 +49,7 @@ async def until(condition) -> None:
 
 
 async def test_a_process_that_was_stopped_is_silent_until_it_goes_on(tmp_path: Path):
-    clock = count()
-    watch = HealthChecks(
-        tmp_path / "s", lambda pid, how: None, lambda: float(next(clock)), lambda pid: TreeUse({}, False)
-    )
+    watch = HealthChecks(tmp_path / "s", lambda pid, how: None, ManualClock(tick_s=1.0), lambda pid: TreeUse({}, False))
     running = asyncio.ensure_future(watch.run())
     async with process(tmp_path / "s") as pulsing:
 
@@ -103,17 +100,6 @@ async def test_a_process_ends_when_nobody_watches_it_any_more(tmp_path: Path, ca
     assert not caplog.records, "that is no failure"
 
 
-class Clock:
-    """Stands still until it is let go, and then goes on by a second each time that somebody looks."""
-
-    def __init__(self) -> None:
-        self.goes = False
-        self._now = count()
-
-    def __call__(self) -> float:
-        return float(next(self._now)) if self.goes else 0.0
-
-
 class Controller:
     """What a controller is told, as the owner of a host."""
 
@@ -154,14 +140,14 @@ async def test_a_death_on_another_host_is_told_with_its_signal(tmp_path: Path):
 
 
 async def test_a_silent_host_is_lost_with_all_its_processes_and_told_so_when_it_is_heard_again(tmp_path: Path):
-    clock = Clock()
+    clock = ManualClock()
     with HostMonitor(LOCALHOST, silence_s=3, lease_s=LIMIT_S, clock=clock) as monitor:
         controller = Controller(monitor)
         watchdog = asyncio.ensure_future(HostWatchdog(controller.watcher.settings, tmp_path / "s").run())
         async with process(tmp_path / "s") as pulsing:
             await controller.watch(pulsing.pid)
             watchdog.cancel()  # as if its packets were lost
-            clock.goes = True
+            clock.tick_s = 1.0
             assert await told(controller.lost) == "nothing has been heard of it for 3 s"
             assert await told(controller.ended) == "host h1 is lost: nothing has been heard of it for 3 s"
         again = HostWatchdog(controller.watcher.settings, tmp_path / "again")
@@ -169,16 +155,16 @@ async def test_a_silent_host_is_lost_with_all_its_processes_and_told_so_when_it_
 
 
 async def test_a_host_where_nothing_can_be_started_any_more_ends_its_processes(tmp_path: Path):
-    clock = Clock()
+    clock = ManualClock()
     with HostMonitor(LOCALHOST, silence_s=LIMIT_S, lease_s=10) as monitor:
         controller = Controller(monitor)
         watchdog = HostWatchdog(
-            controller.watcher.settings, tmp_path / "s", stands_still=lambda: clock.goes, clock=clock
+            controller.watcher.settings, tmp_path / "s", stands_still=lambda: clock.tick_s > 0, clock=clock
         )
         looking = asyncio.ensure_future(watchdog.run())
         async with process(tmp_path / "s") as pulsing:
             await asyncio.wait_for(controller.watcher.heard.wait(), LIMIT_S)
-            clock.goes = True
+            clock.tick_s = 1.0
             assert await asyncio.wait_for(pulsing.wait(), LIMIT_S) == -signal.SIGKILL
         assert await asyncio.wait_for(looking, LIMIT_S) == "what starts processes here has been stopped for 10 s"
 
@@ -186,10 +172,10 @@ async def test_a_host_where_nothing_can_be_started_any_more_ends_its_processes(t
 async def test_a_host_that_cannot_reach_its_controller_ends_its_processes(tmp_path: Path):
     silent = await asyncio.start_server(lambda reader, writer: None, LOCALHOST, 0)
     port = silent.sockets[0].getsockname()[1]
-    clock, settings = Clock(), WatchdogSettings(LOCALHOST, port, "x", 3.0)
+    clock, settings = ManualClock(), WatchdogSettings(LOCALHOST, port, "x", 3.0)
     watchdog = asyncio.ensure_future(HostWatchdog(settings, tmp_path / "s", clock=clock).run())
     async with process(tmp_path / "s") as pulsing:
-        clock.goes = True
+        clock.tick_s = 1.0
         assert "nothing has been heard of the controller for 3 s" in await asyncio.wait_for(watchdog, LIMIT_S)
         await asyncio.wait_for(pulsing.wait(), LIMIT_S)
     silent.close()

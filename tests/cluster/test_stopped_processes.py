@@ -8,7 +8,6 @@ import signal
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from titan_rl.cluster.processes.remote_process import RemoteProcess
 from titan_rl.cluster.rollout_workers import WorkerPool
 from titan_rl.cluster.trainer_processes import ActorTrainer
 from titan_rl.core.errors import ActorDiedError
+from titan_rl.testing.clock import ManualClock
 from titan_rl.training.settings import TrainingConfig
 
 HANG_TIMEOUT_S = 10.0
@@ -39,9 +39,8 @@ class Looker:
 
     def __init__(self, socket: Path) -> None:
         self.socket = socket
-        clock = count()
         self._watch = HealthChecks(
-            socket, lambda pid, how: None, lambda: float(next(clock)), lambda pid: TreeUse({}, False)
+            socket, lambda pid, how: None, ManualClock(tick_s=1.0), lambda pid: TreeUse({}, False)
         )
         self._on_health: dict[int, OnHealth] = {}
         self.run = self._watch.run

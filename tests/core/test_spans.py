@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from titan_rl.core.tracing import spans
 from titan_rl.core.tracing.recorder import TraceFile
 from titan_rl.core.tracing.spans import Track, span
+from titan_rl.testing.clock import ManualClock
 from titan_rl.viewer.trace import Traces
 
 
@@ -136,14 +137,14 @@ def test_a_track_has_no_gaps_and_its_seconds_are_those_of_its_spans(recorded: Pa
 
 
 def test_the_time_of_a_state_that_goes_on_is_counted_once():
-    now = [0]
-    track = Track("train", "trainer", clock_ns=lambda: now[0])
+    clock = ManualClock()
+    track = Track("train", "trainer", clock)
     track.enter("step")
-    now[0] = 3_000_000_000
+    clock.seconds = 3.0
     assert track.take() == {"step": 3.0}
-    now[0] = 4_000_000_000
+    clock.seconds = 4.0
     track.enter("idle", idle=True)
-    now[0] = 6_000_000_000
+    clock.seconds = 6.0
     assert track.take() == {"step": 1.0, "idle": 2.0}
 
 

@@ -16,6 +16,7 @@ from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.scripted_engine import ScriptedEngine, scripted_logprobs
 from titan_rl.generation.types import KVPolicy, PauseMode
+from titan_rl.testing.clock import ManualClock, StepClock
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams, TokenChunk, VersionSpan
 
 WEIGHTS = [("w", 1)]
@@ -592,17 +593,16 @@ async def test_tokens_are_streamed_at_an_interval() -> None:
 
 async def test_while_the_engine_steps_every_request_is_told_of_it() -> None:
     """A long prompt is computed in five steps without a token; the second request waits for the first one's place."""
-    now = 0.0
+    clock = ManualClock()
 
     class Prefills(ScriptedEngine):
         def step(self) -> list[TokenDelta]:
-            nonlocal now
-            now += 0.6
+            clock.seconds += 0.6
             self.num_prefills = getattr(self, "num_prefills", 0) + 1
             return [] if self.num_prefills <= 5 else super().step()
 
     engine = Prefills(max_running=1)
-    loop = EngineLoop(lambda: engine, stream_interval=1000, clock=lambda: now)
+    loop = EngineLoop(lambda: engine, stream_interval=1000, clock=clock)
     await loop.start()
     told: dict[str, list[list[int]]] = {"a": [], "b": []}
 
@@ -633,7 +633,7 @@ async def test_a_long_prompt_is_no_queue_and_a_request_that_never_ran_was_queued
             return super().step()
 
     engine = Prefills(max_running=1, block_at_step=8)
-    async with serving(engine, clock=lambda: float(engine.num_steps)) as loop:
+    async with serving(engine, clock=StepClock(engine)) as loop:
         await loop.pause("keep")
         running, queued = request(loop, "a"), request(loop, "b")
         await asyncio.sleep(0)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from titan_rl.cluster.hosts.lifecycle import BECOMES, MOST_EVENTS, HostHistory, HostStatus
 from titan_rl.core.tracing import spans
+from titan_rl.testing.clock import ManualClock
 from titan_rl.viewer.trace import Traces
 
 STATES = ["in the run", "draining", "left", "gone"]
@@ -57,8 +58,8 @@ def test_a_host_that_was_lost_before_it_had_a_name_is_told_of_once_by_its_addres
 
 
 def test_what_became_of_hosts_is_an_event_and_a_count_of_the_step() -> None:
-    now = 100.0
-    history = HostHistory(lambda: now)
+    clock = ManualClock(100.0)
+    history = HostHistory(clock)
     first, second = host("h1", "in the run", "", "trainer"), host("h2", "in the run", "", "generator-0", "generator-1")
     history.note([first, second], {"h1": 0.5, "h2": 0.25})
     history.note([first, second], {"h1": 0.25, "h2": 0.75})
@@ -74,7 +75,7 @@ def test_what_became_of_hosts_is_an_event_and_a_count_of_the_step() -> None:
         "hosts/h2/silence_s": 0.75,
     }
     assert history.events == [], "it began with these"
-    now = 130.0
+    clock.seconds = 130.0
     history.note([first, host("h2", "gone", "silent"), HostStatus("", "10.0.0.3:22222", "joining")])
     history.note([first, host("h2", "gone", "silent"), host("h3")])
     history.note([first, host("h2", "gone", "silent"), host("h3", "draining", "asked to")])

@@ -10,6 +10,7 @@ import pytest
 
 from titan_rl.cluster.liveness.local_processes import children_of, unreaped_children_of
 from titan_rl.run.worker import CLEAN_FOR_S, LOOK_CHILDREN_S, REAP_AFTER_S, ProcessReaper
+from titan_rl.testing.clock import ManualClock
 
 pytestmark = pytest.mark.skipif(
     not os.path.exists(f"/proc/{os.getpid()}/task/{os.getpid()}/children"), reason="this kernel lists no children"
@@ -29,21 +30,20 @@ def kill(child: int) -> None:
 
 
 def test_it_is_cleaned_for_some_time_after_the_end_of_a_child_and_never_before(child: int) -> None:
-    now, cleaned = 0.0, list[float]()
-    reaper = ProcessReaper(lambda: cleaned.append(now), lambda: now)
+    clock, cleaned = ManualClock(), list[float]()
+    reaper = ProcessReaper(lambda: cleaned.append(clock.seconds), clock)
 
     def look(times: int) -> None:
-        nonlocal now
         for _ in range(times):
             reaper.look()
-            now += LOOK_CHILDREN_S
+            clock.seconds += LOOK_CHILDREN_S
 
     assert child in children_of(os.getpid())
     look(5)
     assert cleaned == []
     kill(child)
     assert child not in children_of(os.getpid())
-    killed = now
+    killed = clock.seconds
     look(100)
     assert cleaned[0] == killed
     assert cleaned[-1] == killed + CLEAN_FOR_S
@@ -52,12 +52,12 @@ def test_it_is_cleaned_for_some_time_after_the_end_of_a_child_and_never_before(c
 
 
 def test_a_child_whose_end_another_asks_for_is_left_to_it_for_a_while(child: int) -> None:
-    now = 0.0
-    reaper = ProcessReaper(lambda: None, lambda: now)
+    clock = ManualClock()
+    reaper = ProcessReaper(lambda: None, clock)
     kill(child)
     reaper.look()
-    now += REAP_AFTER_S / 2
+    clock.seconds += REAP_AFTER_S / 2
     reaper.look()
     assert os.waitpid(child, 0)[0] == child
-    now += REAP_AFTER_S
+    clock.seconds += REAP_AFTER_S
     reaper.look()

@@ -19,6 +19,7 @@ from titan_rl.run.observability.progress import Operations, Progress, StepReport
 from titan_rl.run.observability.summary import RunSummary, show_summary
 from titan_rl.run.terminal.live import LiveLines
 from titan_rl.run.terminal.view import SLOT_STYLES, ReplicaLook, RunLook, View, flow, layout
+from titan_rl.testing.clock import ManualClock
 
 LOOK = RunLook(
     {**dict.fromkeys(SLOT_STYLES, 0), "generating": 12, "in the environment": 3, "finished": 1},
@@ -130,25 +131,17 @@ def test_items_flow_into_as_many_lines_as_they_need():
     assert flow([], 7) == []
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_work_that_takes_long_is_told_of_now_and_then_and_at_its_end():
     said: list[str] = []
-    clock = Clock()
+    clock = ManualClock()
     operations = Operations(said.append, clock)
     operations.tells = True
     with operations.begin("starting 2 generators"):
-        for clock.now in (1.0, 9.0, 10.0, 12.0, 29.0, 31.0, 45.0, 61.0):
+        for clock.seconds in (1.0, 9.0, 10.0, 12.0, 29.0, 31.0, 45.0, 61.0):
             operations.tick()
-        clock.now = 70.2
+        clock.seconds = 70.2
     with operations.begin("opening the tasks"):
-        clock.now = 72.0
+        clock.seconds = 72.0
         operations.tick()
     assert said == [
         "still starting 2 generators, 10.0 s",
@@ -160,16 +153,16 @@ def test_work_that_takes_long_is_told_of_now_and_then_and_at_its_end():
 
 def test_several_at_a_time_are_each_told_of_with_their_notes():
     said: list[str] = []
-    clock = Clock()
+    clock = ManualClock()
     operations = Operations(said.append, clock)
     operations.tells = True
     done = 0
     with operations.begin("validating", lambda: f"{done} of 64 groups"):
-        clock.now = 5.0
+        clock.seconds = 5.0
         with operations.begin("writing the checkpoint"):
-            done, clock.now = 3, 11.0
+            done, clock.seconds = 3, 11.0
             operations.tick()
-            clock.now = 16.0
+            clock.seconds = 16.0
             operations.tick()
     assert said[:2] == ["still validating, 11.0 s: 3 of 64 groups", "still writing the checkpoint, 11.0 s"]
     assert [work.text for work, _ in operations.shown(0.0)] == []
@@ -177,11 +170,11 @@ def test_several_at_a_time_are_each_told_of_with_their_notes():
 
 def test_work_that_fails_is_not_said_to_have_taken_its_time():
     said: list[str] = []
-    clock = Clock()
+    clock = ManualClock()
     operations = Operations(said.append, clock)
     operations.tells = True
     with pytest.raises(ValueError, match="no"), operations.begin("starting"):  # noqa: PT012
-        clock.now = 12.0
+        clock.seconds = 12.0
         operations.tick()
         raise ValueError("no")
     assert said == ["still starting, 12.0 s"]
@@ -281,13 +274,13 @@ def test_a_path_is_left_in_one_piece_for_the_terminal_to_wrap(terminal: Terminal
 
 
 def test_the_display_shows_work_after_two_seconds_and_then_nothing_of_it(terminal: Terminal):
-    clock = Clock()
+    clock = ManualClock()
     with Progress(10, terminal, clock=clock) as progress:
         with progress.working("starting 2 generators"):
-            clock.now = 1.9
+            clock.seconds = 1.9
             progress.message("early")
             assert "starting 2 generators" not in terminal.getvalue()
-            clock.now = 12.0
+            clock.seconds = 12.0
             terminal.truncate(0)
             progress.refresh()
             assert "starting 2 generators, 12.0 s" in plain(terminal.getvalue())

@@ -8,6 +8,7 @@ import pytest
 from titan_rl import Lease, RolloutGroup
 from titan_rl.scheduling.lease import TRANSITIONS, GroupState, Ledger
 from titan_rl.scheduling.limits import RolloutPermits, SlotPool
+from titan_rl.testing.clock import ManualClock
 
 CALLS: dict[GroupState | None, Callable[[Lease], object]] = {
     GroupState.PENDING: Lease.begin_again,
@@ -25,7 +26,7 @@ async def test_a_lease_moves_only_along_its_transitions() -> None:
 
 
 async def follow(wanted: tuple[GroupState | None, ...]) -> None:
-    ledger, pool = Ledger(lambda: 0.0), SlotPool(1)
+    ledger, pool = Ledger(ManualClock()), SlotPool(1)
     lease = Lease(0, await pool.acquire(), ledger)
     for state in wanted:
         before = lease.state

@@ -19,6 +19,7 @@ from titan_rl.scheduling.batches import GroupBatch
 from titan_rl.scheduling.lease import Lease
 from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.scheduling.settings import SchedulingConfig
+from titan_rl.testing.clock import ManualClock
 
 
 def group_of(index: int, *versions: int) -> RolloutGroup:
@@ -903,7 +904,7 @@ async def test_batches_are_released_in_the_order_of_their_steps():
 
 
 async def test_metrics_add_up_the_time_of_slots_and_show_what_is_accepted():
-    now = 0.0
+    clock = ManualClock()
     stage = Stage()
     scheduler = scheduler_of(
         stage.run_group,
@@ -911,14 +912,14 @@ async def test_metrics_add_up_the_time_of_slots_and_show_what_is_accepted():
         max_staleness=0,
         oversample=1.0,
         filters=[lambda group: "picked" if group.group_id == "0" else None],
-        clock=lambda: now,
+        clock=clock,
     )
     async with running(scheduler):
         await settle()
-        now = 2.0
+        clock.seconds = 2.0
         stage.end(0)
         await settle()
-        now = 5.0
+        clock.seconds = 5.0
         stage.end(1)
         metrics = (await next_of(scheduler)).metrics
     assert metrics["slot_s/running"] == 2 * 2.0 + 2 * 3.0

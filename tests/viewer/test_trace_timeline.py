@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from titan_rl.testing.clock import ManualClock
 from titan_rl.viewer.timeline import timeline
 from titan_rl.viewer.trace import Traces
 
@@ -127,8 +128,7 @@ def test_a_long_trace_is_read_in_parts_of_which_each_is_shown(tmp_path: Path) ->
     spans = [span(at, at + 0.5, "train step", "trainer", step=1) for at in range(60_000)]
     (tmp_path / "controller.jsonl").write_text(named("steps") + "".join(line("steps", one) for one in spans))
     (tmp_path / "trainer.jsonl").write_text(named("train") + line("train", spans[0]) + '{"cut')
-    ticks = iter(range(1000))
-    traces = Traces(tmp_path, clock=lambda: next(ticks))
+    traces = Traces(tmp_path, clock=ManualClock(tick_s=1.0))
     first = timeline(traces, patience_s=0.0)
     assert 0 < first["read"] < 1
     assert 0 < first["to"] < 60_000

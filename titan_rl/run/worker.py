@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable
 
 from titan_rl.cluster.hosts.folders import (
@@ -23,6 +22,7 @@ from titan_rl.cluster.liveness.local_processes import children_of, unreaped_chil
 from titan_rl.cluster.liveness.loop_thread import LoopThread
 from titan_rl.config.hosts import OPEN, join_address, split_address
 from titan_rl.core.calls.parsing import names_this_machine
+from titan_rl.core.clock import CLOCK, Clock
 
 LOOK_CHILDREN_S = 0.5
 CLEAN_FOR_S = 10.0
@@ -37,10 +37,9 @@ class ProcessReaper:
 
     Args:
         clean: removes what belongs to nobody any more. Called for some time after each end.
-        clock: in seconds.
     """
 
-    def __init__(self, clean: Callable[[], object], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clean: Callable[[], object], clock: Clock = CLOCK) -> None:
         self._clean = clean
         self._clock = clock
         self._looked_at = -LOOK_CHILDREN_S
@@ -51,7 +50,7 @@ class ProcessReaper:
     def look(self) -> None:
         """Reap ended children and clean up after them. Call it often; most calls do nothing, since a look reads all
         threads of this process."""
-        now = self._clock()
+        now = self._clock.now()
         if now - self._looked_at < LOOK_CHILDREN_S:
             return
         self._looked_at = now

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from statistics import fmean
 from typing import Protocol
 
+from titan_rl.core.clock import Clock
 from titan_rl.core.tracing.spans import Track
 from titan_rl.rollout.types import Rollout, RolloutGroup
 from titan_rl.scheduling.limits import RolloutCapacity, RolloutPermits, Slot
@@ -37,17 +38,13 @@ TRANSITIONS: dict[GroupState, tuple[GroupState | None, ...]] = {
 
 class Ledger:
     """Scheduler metrics: time of the slots in each state and dropped groups between two batches, accepted lengths over
-    the run.
+    the run."""
 
-    Args:
-        clock: seconds, from any start.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._states: Counter[GroupState] = Counter()
         self._seconds: defaultdict[GroupState, float] = defaultdict(float)
-        self._since = clock()
+        self._since = clock.now()
         self._dropped: Counter[str] = Counter()
         self._wasted_tokens = 0
         self._generated = _Mean()
@@ -108,7 +105,7 @@ class Ledger:
         return metrics
 
     def _advance(self) -> None:
-        now = self._clock()
+        now = self._clock.now()
         elapsed, self._since = now - self._since, now
         for state, count in self._states.items():
             self._seconds[state] += elapsed * count

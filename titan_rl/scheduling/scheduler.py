@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from titan_rl.core.clock import Clock, LoopClock
 from titan_rl.core.errors import TrainingError
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.scheduling.backlog import Backlog, RestoreQueue, SchedulerObserver
@@ -58,7 +59,7 @@ class GroupScheduler:
         version: newest version pulled.
         order: assigns groups to tasks and batches; by default there is one task, in data order. The caller must
             report finished, dropped and trained groups to it.
-        clock: seconds, for the metrics; by default the event loop's.
+        clock: of the metrics; by default the event loop's.
 
     Raises:
         ConfigError: the settings would never admit a batch that `backlog` has to hand out again.
@@ -76,7 +77,7 @@ class GroupScheduler:
         backlog: Backlog | None = None,
         observer: SchedulerObserver | None = None,
         order: TaskMix | None = None,
-        clock: Callable[[], float] | None = None,
+        clock: Clock | None = None,
     ) -> None:
         backlog = backlog or Backlog()
         backlog.check_admission(settings.num_slots, budget)
@@ -91,7 +92,7 @@ class GroupScheduler:
         self._backlog = backlog
         self._to_restore = RestoreQueue(backlog, order)
         self._restored: dict[int, Lease] = {}  # admitted groups of the backlog, until settled or generated again
-        self._ledger = Ledger(clock or asyncio.get_running_loop().time)
+        self._ledger = Ledger(clock or LoopClock())
         self._slots = SlotPool(settings.num_slots)
         self._capacity = RolloutCapacity(settings.max_running_rollouts)
         self._budget = Budget(budget)

@@ -30,6 +30,7 @@ from titan_rl.generation.engine import Engine, GaugedEngine, ReadableEngine, Tok
 from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.types import compare, read_back
+from titan_rl.testing.clock import StepClock
 from titan_rl.types import FinishReason, SamplingParams
 
 PLACES, CONTEXT, VOCABULARY = 4, 128, 128  # of the engine under test
@@ -312,7 +313,7 @@ class EngineContract:
 
     async def _queue(self, engine: Engine) -> None:
         steps: Any = Steps(engine)
-        loop = EngineLoop(lambda: steps, clock=lambda: steps.num_steps)
+        loop = EngineLoop(lambda: steps, clock=StepClock(steps))
         await loop.start()
         await loop.pause("keep")
         requests = [

@@ -9,7 +9,7 @@ import threading
 import time
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -39,12 +39,10 @@ class RunReader:
     Args:
         folder: of a run, or of an evaluation. `traces` has what its processes did when.
         searches: whether the text of rollouts can be searched, see `RolloutIndex`.
-        clock: seconds.
     """
 
-    def __init__(self, folder: Path, *, searches: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, folder: Path, *, searches: bool = True) -> None:
         self.folder = folder
-        self._clock = clock
         self._lock = threading.Lock()
         self._metrics_tail = Tail(folder / "metrics.jsonl")
         self._rollouts_tail = Tail(folder / "rollouts.jsonl")
@@ -196,7 +194,7 @@ class RunReader:
 
     def _read_rollouts(self, patience_s: float) -> None:
         """Index what is new, until all is or the time is up. Other threads may have the lock in between."""
-        until = self._clock() + patience_s
+        until = time.monotonic() + patience_s
         while True:
             with self._lock:
                 chunk = self._rollouts_tail.read(INDEXED_AT_ONCE)
@@ -206,7 +204,7 @@ class RunReader:
                 self._index.num_broken += chunk.num_skipped
                 self._index.add(chunk.lines)
                 self._indexed = chunk.read / chunk.size if chunk.size else 1.0
-            if chunk.is_last or self._clock() >= until:
+            if chunk.is_last or time.monotonic() >= until:
                 return
             time.sleep(_PAUSE_S)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from titan_rl.core.clock import CLOCK, Clock
 from titan_rl.core.files import Chunk, Tail
 
 IDLE = "idle"
@@ -219,13 +219,12 @@ class Traces:
 
     Args:
         folder: `trace` of the run's folder.
-        clock: seconds.
 
     Attributes:
         share_read: of the bytes of all files, in [0, 1].
     """
 
-    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, folder: Path, clock: Clock = CLOCK) -> None:
         self._folder = folder
         self._clock = clock
         self.share_read = 1.0
@@ -247,7 +246,7 @@ class Traces:
         Args:
             patience_s: after which the rest is left for the next call, see `share_read`. A part of it is read always.
         """
-        until = self._clock() + patience_s
+        until = self._clock.now() + patience_s
         read = size = 0
         for path in self._files():
             chunk = self._read(path, until)
@@ -273,7 +272,7 @@ class Traces:
             if chunk.is_last:
                 return chunk
             self._add(process, path, *self._decode(chunk))
-            if self._clock() >= until:
+            if self._clock.now() >= until:
                 return chunk
 
     def _decode(self, chunk: Chunk) -> tuple[list[_Event], list[int], list[int]]:

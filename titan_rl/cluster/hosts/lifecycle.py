@@ -4,14 +4,14 @@ timeline."""
 from __future__ import annotations
 
 import contextvars
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from titan_rl.cluster.processes.roles import Role
+from titan_rl.core.clock import CLOCK, Clock
 from titan_rl.core.run_files import HostEvent
 from titan_rl.core.tracing.spans import Track
 
@@ -265,12 +265,9 @@ class HostHistory:
         states: the last statuses.
         events: the newest `MOST_EVENTS` events. A host that was lost before it had a name is named by its address.
         counts: of all hosts that "joined", "left" and were "lost".
-
-    Args:
-        clock: seconds since 1970.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, clock: Clock = CLOCK) -> None:
         self._clock = clock
         self.states: Sequence[HostStatus] = ()
         self.events: list[HostEvent] = []
@@ -347,7 +344,7 @@ class HostHistory:
             self._counts[what] += 1
             if what in self.counts:
                 self.counts[what] += 1
-            self.events.append(HostEvent(self._clock(), name, what, host.reason))
+            self.events.append(HostEvent(self._clock.wall(), name, what, host.reason))
             del self.events[:-MOST_EVENTS]
 
     def _draw(self, host: HostStatus) -> None:

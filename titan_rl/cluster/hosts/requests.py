@@ -129,7 +129,6 @@ class HostFiles:
         do: Wish,
         what: str,
         wait_s: float,
-        clock: Callable[[], float] = time.monotonic,
         asked: Callable[[], object] = lambda: None,
     ) -> None:
         """Send a request to the run, and wait until it is done. A run whose processes still start answers after that.
@@ -152,8 +151,8 @@ class HostFiles:
             raise ConfigError(
                 f"{self._asked} cannot be written: {error.strerror}; it must be a file that you may write to, no link"
             ) from None
-        began, promised = clock(), False
-        while (waited := clock() - began) < wait_s:
+        began, promised = time.monotonic(), False
+        while (waited := time.monotonic() - began) < wait_s:
             if waited >= PROMISE_S and not promised:
                 promised = True
                 asked()

@@ -9,7 +9,6 @@ import os
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from titan_rl.cluster.liveness.local_processes import (
     use_of,
 )
 from titan_rl.cluster.liveness.loop_thread import LoopThread
+from titan_rl.core.clock import CLOCK, Clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +220,6 @@ class HealthChecks:
     Args:
         path: of the socket; the permissions of its folder decide who may connect.
         on_end: called with the pid of each process that ended, and a description of its end.
-        clock: in seconds; does not advance while the machine sleeps.
         use: measures the CPU use of a process and its descendants.
     """
 
@@ -228,7 +227,7 @@ class HealthChecks:
         self,
         path: Path,
         on_end: Callable[[int, str], None],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = CLOCK,
         use: Callable[[int], TreeUse] = use_of,
     ) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
@@ -303,8 +302,8 @@ class _CheckedProcess:
         self.watched = watched
         self._writer = writer
         self._clock, self._use = checks.clock, checks.use
-        self._health = HealthTracker(LONGEST_CHECK_S, self._clock())
-        self._looked_at = self._clock()
+        self._health = HealthTracker(LONGEST_CHECK_S, self._clock.now())
+        self._looked_at = self._clock.now()
         self._used: TreeUse | None = None  # at the last look if it was quiet then
         self._asked = False
         self._ask()
@@ -315,7 +314,7 @@ class _CheckedProcess:
         self._health.answered(moves, at_work=at_work)
 
     def look(self) -> ProcessHealth:
-        now, before = self._clock(), self._used
+        now, before = self._clock.now(), self._used
         self._used = self._use(self.watched.pid) if self._health.is_quiet else None
         computed = (
             before is not None

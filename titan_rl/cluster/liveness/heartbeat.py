@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import time
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_rl.cluster.liveness.health_check import LOOK_S, HealthChecks, ProcessHealth
+from titan_rl.core.clock import CLOCK, Clock
 
 
 class SilenceTimer:
@@ -25,9 +25,9 @@ class SilenceTimer:
 
     Example: a host may be silent for 3 s, and is checked four times a second:
 
-        silence = SilenceTimer(limit_s=3.0, longest_look_s=0.5, now=clock())
+        silence = SilenceTimer(limit_s=3.0, longest_look_s=0.5, now=clock.now())
         silence.heard()
-        silence.look(clock())  # False: it is alive
+        silence.look(clock.now())  # False: it is alive
     """
 
     def __init__(self, limit_s: float, longest_look_s: float, now: float) -> None:
@@ -154,7 +154,7 @@ class HostWatchdog:
         path: Path,
         leaving: Callable[[], str] = str,
         stands_still: Callable[[], bool] = bool,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = CLOCK,
     ) -> None:
         self._settings = settings
         self._leaving = leaving
@@ -164,8 +164,8 @@ class HostWatchdog:
         self._ends: dict[int, tuple[int, str]] = {}  # pid -> number of the first report with it, how it ended
         self._health: dict[int, ProcessHealth] = {}
         self._number = 0
-        self._silence = SilenceTimer(settings.lease_s, 4 * BEAT_S, clock())
-        self._starter = SilenceTimer(settings.lease_s, 4 * BEAT_S, clock())
+        self._silence = SilenceTimer(settings.lease_s, 4 * BEAT_S, clock.now())
+        self._starter = SilenceTimer(settings.lease_s, 4 * BEAT_S, clock.now())
         self._hurry = asyncio.Event()
         self._over: asyncio.Future[str]
 
@@ -189,10 +189,10 @@ class HostWatchdog:
         self._hurry.set()
 
     async def _look(self) -> None:
-        looked_at = self._clock()
+        looked_at = self._clock.now()
         while not self._over.done():
             await asyncio.sleep(BEAT_S)
-            now = self._clock()
+            now = self._clock.now()
             if now - looked_at >= LOOK_S:
                 looked_at, self._health = now, self._watch.look()
             if self._silence.look(now):

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import secrets
 import socket
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +24,7 @@ from titan_rl.cluster.liveness.heartbeat import (
     send,
 )
 from titan_rl.cluster.liveness.loop_thread import LoopThread
+from titan_rl.core.clock import CLOCK, Clock
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +69,7 @@ class HostMonitor:
         lease_s: see `WatchdogSettings`.
     """
 
-    def __init__(
-        self, address: str, *, silence_s: float, lease_s: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, address: str, *, silence_s: float, lease_s: float, clock: Clock = CLOCK) -> None:
         self._address = address
         self._silence_s = silence_s
         self._lease_s = lease_s
@@ -95,7 +93,7 @@ class HostMonitor:
         """
         token = secrets.token_hex(16)
         settings = WatchdogSettings(self._address, self._socket.getsockname()[1], token, self._lease_s)
-        silence = SilenceTimer(self._silence_s, 2 * BEAT_S, self._clock())
+        silence = SilenceTimer(self._silence_s, 2 * BEAT_S, self._clock.now())
         silence.silent_s = self._silence_s - GREETING_S
         watcher = RemoteWatcher(name, settings, owner, self, silence)
         host = _Host(name, silence, watcher, asyncio.get_running_loop())
@@ -115,7 +113,7 @@ class HostMonitor:
                 self._look()
 
     def _look(self) -> None:
-        now = self._clock()
+        now = self._clock.now()
         for host in self._hosts.values():
             if not host.over and host.silence.look(now):
                 host.over = f"nothing has been heard of host {host.name} for {self._silence_s:g} s"

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from titan_rl.core.clock import CLOCK, Clock
 from titan_rl.core.tracing.recorder import TraceRecorder, Tracing
 
 logger = logging.getLogger(__name__)
@@ -206,10 +207,10 @@ class Track:
         kind: of its states, where they say no other.
     """
 
-    def __init__(self, lane: str, kind: str, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(self, lane: str, kind: str, clock: Clock = CLOCK) -> None:
         self._pool = lane
         self._kind = kind
-        self._clock_ns = clock_ns
+        self._clock = clock
         self._lane: _Lane | None = None
         self._state: Span | None = None
         self._counted_ns = 0  # up to then the state is in the sums
@@ -228,7 +229,7 @@ class Track:
         Args:
             idle: it waits for others.
         """
-        now = self._clock_ns() if at_ns is None else at_ns
+        now = self._clock.now_ns() if at_ns is None else at_ns
         self._end(now)
         kind = kind or self._kind
         state = self._state = Span(name, f"{kind},{IDLE}" if idle else kind, self._pool, False, args)
@@ -241,7 +242,7 @@ class Track:
             self._state.args |= args
 
     def close(self) -> None:
-        self._end(self._clock_ns())
+        self._end(self._clock.now_ns())
         self._state = None
         if self._lane is not None:
             self._lane.give_back()
@@ -249,7 +250,7 @@ class Track:
 
     def take(self) -> dict[str, float]:
         """Seconds by state since this was last called."""
-        self._add_up(self._clock_ns())
+        self._add_up(self._clock.now_ns())
         taken = {name: ns / 1e9 for name, ns in self._ns.items()}
         self._ns.clear()
         return taken

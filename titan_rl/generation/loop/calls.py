@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from titan_rl.core.arrays import LOGPROBS, TOKENS, ExpertRows, NumberArray, expert_rows, joined_rows
+from titan_rl.core.clock import Clock
 from titan_rl.core.errors import GenerationError, RequestError
 from titan_rl.generation.engine import TokenDelta, problem_of
 from titan_rl.generation.request import EngineRequest, OnChunk, aborted_late
@@ -82,12 +83,12 @@ class PendingCall:
         request: EngineRequest,
         future: asyncio.Future[Completion],
         on_chunk: OnChunk | None,
-        clock: Callable[[], float],
+        clock: Clock,
     ) -> None:
         self.request = request
         self.future = future
         self.on_chunk = on_chunk
-        self.created_at = clock()
+        self.created_at = clock.now()
         self._clock = clock
         self.token_ids = array(TOKENS)
         self.logprobs = array(LOGPROBS)
@@ -151,7 +152,7 @@ class PendingCall:
     def completion(self, finish_reason: FinishReason) -> Completion:
         """Everything so far."""
         metrics = self._metrics
-        metrics.setdefault("queue_s", self._clock() - self.created_at)  # it never ran
+        metrics.setdefault("queue_s", self._clock.now() - self.created_at)  # it never ran
         if self._first_token_at is not None:
             metrics["time_to_first_token_s"] = self._first_token_at - self.created_at
             gaps = max(1, len(self.token_ids) - 1)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import chain
@@ -25,6 +24,7 @@ from typing import Any
 
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.calls.user_code import summary
+from titan_rl.core.clock import CLOCK, Clock
 from titan_rl.core.errors import RequestError, StateDictError, UnavailableWeightsError
 from titan_rl.core.tensor_checksum import TensorChecksum
 from titan_rl.generation.engine import Engine
@@ -69,7 +69,7 @@ class EngineLoop:
         routed_experts: bool = False,
         make_ranks: Callable[[], Ranks] = OneRank,
         stepping: Stepping = nullcontext,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = CLOCK,
     ) -> None:
         self._state = LoopState(version, clock)
         self._routed_experts = routed_experts

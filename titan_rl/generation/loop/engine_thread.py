@@ -26,16 +26,15 @@ TOLD_NS = 500_000_000
 class EngineTrack:
     """A lane of the timeline, and the seconds that metrics have of it."""
 
-    def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
-        self.clock_ns = clock_ns
-        self._track = Track("engine", "generator", clock_ns)
+    def __init__(self) -> None:
+        self._track = Track("engine", "generator")
         self._track.enter("idle", idle=True)
-        self._begun_ns = clock_ns()  # of the steps that are told of next
+        self._begun_ns = time.monotonic_ns()  # of the steps that are told of next
         self._steps = self._tokens = 0
 
     def rested(self, began_ns: int, *, paused: bool) -> None:
         """There was nothing to decide from then until now."""
-        if self.clock_ns() - began_ns > REST_NS:
+        if time.monotonic_ns() - began_ns > REST_NS:
             self._rest("paused" if paused else "idle", began_ns)
 
     def stepped(self, began_ns: int, num_tokens: int, num_running: int) -> None:
@@ -54,7 +53,7 @@ class EngineTrack:
         self._track.enter("pull", kind="sync", version=version)
 
     def pulled(self) -> None:
-        self._rest("idle", self.clock_ns())
+        self._rest("idle", time.monotonic_ns())
 
     def take(self) -> dict[str, float]:
         """Seconds since it was last taken, as counts of an engine's gauges."""
@@ -187,13 +186,13 @@ class EngineDriver:
         self._outbox = outbox
         self._stream_interval = stream_interval
         self._unstreamed_steps = 0
-        self._told_at = state.clock()
+        self._told_at = state.clock.now()
         self._gauges = GaugeWindow(rank.engine)
         self._track = EngineTrack()
 
     def next_decision(self) -> LoopDecision:
         """Waits until there is something to do."""
-        began_ns, paused = self._track.clock_ns(), self._state.paused is not None
+        began_ns, paused = time.monotonic_ns(), self._state.paused is not None
         decision = self._state.decide()
         self._track.rested(began_ns, paused=paused)
         return decision
@@ -220,7 +219,7 @@ class EngineDriver:
                 self._step(decision.requests)
 
     def _step(self, joining: Sequence[EngineRequest]) -> None:
-        began, began_ns = self._state.clock(), self._track.clock_ns()
+        began, began_ns = self._state.clock.now(), time.monotonic_ns()
         if len(joining) == self._state.num_running:
             self._told_at = began  # it was idle
         rejected, deltas = self._rank.step(joining)
@@ -234,7 +233,7 @@ class EngineDriver:
         """Every `stream_interval` steps tell of the tokens since. All requests at once, because a message costs more
         than what is in it; a step gives a request one token, so none is further behind than the interval."""
         self._unstreamed_steps += 1
-        now = self._state.clock()
+        now = self._state.clock.now()
         is_sign = now - self._told_at >= SIGN_S
         if self._unstreamed_steps < self._stream_interval and not is_sign:
             return
@@ -263,16 +262,16 @@ class EngineDriver:
 
     def _load(self, pull: PendingPull, weights: Weights) -> PullResult:
         state = self._state
-        began = state.clock()
+        began = state.clock.now()
         with span("load", "sync"):
             self._rank.load(weights, pull.version)
-        loaded = state.clock()
+        loaded = state.clock.now()
         with span("read back", "sync"):
             readback = self._rank.read_back(weights, pull.version)
-        read = state.clock()
+        read = state.clock.now()
         with span("verify", "sync"):
             self._rank.verify(weights)
-        done = state.clock()
+        done = state.clock.now()
         state.loaded(pull.version)
         return PullResult(
             pull.version,

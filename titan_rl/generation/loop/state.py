@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from titan_rl.core.calls.user_code import with_cause
+from titan_rl.core.clock import CLOCK, Clock
 from titan_rl.core.errors import EngineDeadError, GenerationError, StateDictError
 from titan_rl.core.tensor_checksum import TensorChecksum
 from titan_rl.generation.engine import Engine, TokenDelta
@@ -83,7 +83,7 @@ class LoopState:
     return, and by the engine's thread once a turn and before it sleeps.
     """
 
-    def __init__(self, version: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, version: int, clock: Clock = CLOCK) -> None:
         self.clock = clock
         self._lock = threading.Condition()  # reentrant; the engine's thread sleeps on it
         self._version = version  # the newest weights that were loaded and found right; never goes back
@@ -279,7 +279,7 @@ class LoopState:
         """
         with self._lock:
             self._calls.reject(rejected, outbox)
-            return self._calls.absorb(deltas, began, self.clock(), outbox)
+            return self._calls.absorb(deltas, began, self.clock.now(), outbox)
 
     def stream(self, outbox: Outbox, *, also_empty: bool) -> None:
         """Send each request its tokens since the last call, or also an empty chunk."""

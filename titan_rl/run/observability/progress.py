@@ -8,7 +8,6 @@ import logging
 import math
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Protocol, TextIO
 
 from rich.text import Text
 
+from titan_rl.core.clock import CLOCK, Clock
 from titan_rl.run.machine.signals import tell_on_stderr
 from titan_rl.run.terminal.live import ForgivingConsole, LiveLines
 from titan_rl.run.terminal.view import RunLook, View, format_seconds, layout
@@ -71,10 +71,9 @@ class Operations:
 
     Args:
         tell: shows a line, where there is no display that is drawn again and again.
-        clock: seconds.
     """
 
-    def __init__(self, tell: Callable[[str], None], clock: Callable[[], float]) -> None:
+    def __init__(self, tell: Callable[[str], None], clock: Clock) -> None:
         self._tell = tell
         self._clock = clock
         self._lock = threading.Lock()
@@ -85,7 +84,7 @@ class Operations:
         """Whether lines are told of those that take long."""
 
     def begin(self, text: str, note: Callable[[], str] | None = None) -> Operation:
-        operation = Operation(self, text, note, self._clock())
+        operation = Operation(self, text, note, self._clock.now())
         with self._lock:
             self._operations.append(operation)
         return operation
@@ -94,11 +93,11 @@ class Operations:
         with self._lock:
             self._operations.remove(operation)
         if operation.num_told and self.tells and not failed:
-            self._tell(f"{operation.text} took {format_seconds(self._clock() - operation.began)}")
+            self._tell(f"{operation.text} took {format_seconds(self._clock.now() - operation.began)}")
 
     def shown(self, after_s: float = SHOWN_AFTER_S) -> Sequence[tuple[Operation, float]]:
         """Operations that have run for `after_s`, with their durations in seconds."""
-        now = self._clock()
+        now = self._clock.now()
         with self._lock:
             return [
                 (operation, now - operation.began) for operation in self._operations if now - operation.began >= after_s
@@ -213,14 +212,14 @@ class Progress:
         verbosity: Verbosity = Verbosity.NORMAL,
         unit: str = "step",
         vanish: bool = False,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = CLOCK,
     ) -> None:
         self._total = total
         self._unit = unit
         self._vanish = vanish
         self._verbosity = verbosity
         self._clock = clock
-        self._began = clock()
+        self._began = clock.now()
         self._console = ForgivingConsole(file or sys.stderr)
         self._operations = Operations(self.message, clock)
         self._live: LiveLines | None = None
@@ -338,7 +337,7 @@ class Progress:
         left = fmean(self._durations) * (self._total - done) if self._durations else math.nan
         seen = {self.slots(), self.counted()}  # are shown anyway
         operations = [one.described(seconds, leave_out=seen) for one, seconds in self._operations.shown()]
-        elapsed = self._clock() - self._began
+        elapsed = self._clock.now() - self._began
         if last is None:
             return View(self._unit, done, self._total, left, elapsed, look=self._look, works=operations)
         name, value, note = last.curve
