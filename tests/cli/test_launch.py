@@ -22,7 +22,7 @@ KUBERNETES = [
 
 
 def test_a_dry_run_shows_the_script_and_submits_nothing(project: Path, capfd: pytest.CaptureFixture[str]):
-    argv = ["launch", "config.toml", "--hosts.provider", "slurm", "--hosts.slurm.nodes", "3", "--training.steps", "4"]
+    argv = ["launch", "config.toml", "--hosts.provider", "slurm", "--hosts.count", "3", "--training.steps", "4"]
     assert main([*argv, "--dry-run"]) == 0
     script = capfd.readouterr().out
     assert script.startswith("#!/bin/bash\n")
@@ -37,9 +37,8 @@ def test_a_dry_run_shows_the_script_and_submits_nothing(project: Path, capfd: py
 @pytest.mark.parametrize("limit", ["30", "10:00:00", "1-00:00:00", "5:30", "2-12", "UNLIMITED"])
 @pytest.mark.usefixtures("project")
 def test_a_time_limit_is_taken_as_slurm_takes_it(limit: str, capfd: pytest.CaptureFixture[str]):
-    assert (
-        main(["launch", "config.toml", "--hosts.provider=slurm", f"--hosts.slurm.time_limit={limit}", "--dry-run"]) == 0
-    )
+    options = f'--hosts.options=["--time={limit}"]'
+    assert main(["launch", "config.toml", "--hosts.provider=slurm", options, "--dry-run"]) == 0
     assert f"#SBATCH --time={limit}\n" in capfd.readouterr().out
 
 
@@ -75,21 +74,20 @@ def test_what_is_checked_for_slurm_is_not_looked_for_where_pods_have_other_files
     [
         ([], "hosts.provider says who starts the run, and is not set; set it to slurm or kubernetes"),
         (
-            ["--hosts.provider", "ssh", "--hosts.ssh.hosts", '["a"]'],
+            ["--hosts.provider", "ssh", "--hosts.names", '["a"]'],
             'hosts.provider = "ssh" takes no jobs; titan-rl train',
         ),
-        (["--hosts.provider", "ssh"], 'provider = "ssh" needs ssh.hosts, the names of the hosts'),
+        (["--hosts.provider", "ssh"], 'provider = "ssh" needs names, the names of the hosts'),
         (["--hosts.provider", "slurm", "--hosts.train", "3"], "hosts.train is 3, and there is 1 host"),
         (
-            ["--hosts.provider", "ssh", "--hosts.ssh.hosts", "a,b,a", "--dry-run"],
-            "ssh.hosts: a is there more than once; name each host once",
+            ["--hosts.provider", "ssh", "--hosts.names", "a,b,a", "--dry-run"],
+            "names: a is there more than once; name each host once",
         ),
-        ([*KUBERNETES, "--hosts.kubernetes.kubectl", "", "--dry-run"], "kubectl = '' must name a command"),
         (["--hosts.provider", "pbs"], "must be one of ssh, slurm, kubernetes"),
         (KUBERNETES[:-2], 'provider = "kubernetes" needs kubernetes.volume; set it'),
         ([*KUBERNETES, "--hosts.port", "0"], "its service has to name the port; set one"),
         (
-            ["--hosts.provider", "slurm", "--hosts.slurm.options", '["gpu"]'],
+            ["--hosts.provider", "slurm", "--hosts.options", '["gpu"]'],
             "must begin with -, as --partition=gpu does",
         ),
         (["--hosts.provider", "slurm", "--hosts.addresses", '["a:1"]'], "exclude each other; leave one out"),

@@ -20,7 +20,7 @@ ELSEWHERE = {"hosts.addresses": ("10.0.0.1:22222", "10.0.0.2:22222")}
 COMPUTED = ("hosts.elsewhere", "transport_may_be_tcp")
 MADE_TRUE: dict[str, dict[str, Any]] = {
     **dict.fromkeys(COMPUTED, ELSEWHERE),
-    "hosts.provider": {"hosts.provider": "ssh"},
+    "hosts.provider": {"hosts.provider": "mine:workers"},
     "training.num_ranks": {"training.data_parallel": 2},
 }
 """Settings that make a condition hold whose own setting cannot simply be set to a value."""
@@ -34,11 +34,8 @@ OTHER_VALUES: dict[str, Any] = {
     "hosts.generate": 1,
     "hosts.listen": "10.0.0.1",
     "hosts.play": 1,
-    "hosts.ssh.hosts": ("a",),
-    "hosts.ssh.options": ("-v",),
-    "hosts.ssh.addresses": {"a": "10.0.0.1"},
-    "hosts.slurm.time_limit": "24:00:00",
-    "hosts.slurm.options": ("--exclusive",),
+    "hosts.names": ("a",),
+    "hosts.options": ("-v",),
     "hosts.slurm.setup": ("module load cuda",),
     "hosts.kubernetes.resources": {"cpu": "8"},
     "hosts.kubernetes.controller_resources": {"cpu": "8"},
@@ -142,7 +139,7 @@ def test_conditions_name_settings_that_there_are(project: Path):
         ),
         ("sft.batch_size=9 sft.batch_tokens=100", "sft.batch_tokens = 100; leave sft.batch_tokens out"),
         ("sft.interval=9 sft.held_out=0", "sft.held_out = 0; set that above 0"),
-        ("hosts.ssh.hosts=a,b", 'hosts.provider = none; set hosts.provider to "ssh"'),
+        ("hosts.names=a,b", 'hosts.provider = none; set that to "ssh"'),
         ("correction.cap=2", 'correction.weight = "none"; set correction.weight to "token" or "sequence"'),
         ("training.clip_low=0.1 training.loss=reinforce", 'training.loss = "reinforce"; set that to "grpo", "gspo" or'),
         ("scheduling.tail_age=2", 'scheduling.tail = "carry_over"; set scheduling.tail to "drop"'),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from titan_rl.config.hosts import HostsConfig, Roles, SSHConfig, address_towards, check_own_machine, split_address
+from titan_rl.config.hosts import HostsConfig, Roles, address_towards, check_own_machine, split_address
 from titan_rl.core.calls.parsing import names_this_machine
 from titan_rl.core.errors import ConfigError
 
@@ -102,7 +102,7 @@ def test_a_file_of_addresses_is_there_and_adds_to_hosts(tmp_path: Path) -> None:
         ({"addresses": (), "train": 3}, "hosts.train is 3, and there is 1 host;"),
         ({"addresses": ("a",), "generate": 5}, "hosts.generate is 5, and there is 1 host;"),
         ({"addresses": ("a", "b"), "play": 3}, "hosts.play is 3, and there are 2 hosts;"),
-        ({"provider": "ssh", "ssh": {"hosts": ("a",)}, "train": 2}, "hosts.train is 2, and there is 1 host;"),
+        ({"provider": "ssh", "names": ("a",), "train": 2}, "hosts.train is 2, and there is 1 host;"),
         (
             {"provider": "kubernetes", "kubernetes": {"image": "i", "volume": "v"}, "train": 3},
             "hosts.train is 3, and there is 1 host;",
@@ -127,9 +127,10 @@ def test_slurm_has_as_many_hosts_as_the_job_that_is_launched() -> None:
 
 
 def test_hosts_of_ssh_are_a_list_or_between_commas() -> None:
-    assert SSHConfig.model_validate({"hosts": "gpu-1,me@gpu-2"}).hosts == ("gpu-1", "me@gpu-2")
-    with pytest.raises(ValidationError, match="must be an IP address"):
-        SSHConfig.model_validate({"hosts": "a", "addresses": {"a": "a.example"}})
+    hosts = HostsConfig.model_validate({"provider": "ssh", "names": "gpu-1,me@gpu-2=fd00::2"})
+    assert hosts.named_hosts == {"gpu-1": "", "me@gpu-2": "fd00::2"}
+    with pytest.raises(ValidationError, match="must have an IP address behind ="):
+        HostsConfig.model_validate({"provider": "ssh", "names": "a=a.example"})
 
 
 @pytest.mark.parametrize(

@@ -29,14 +29,13 @@ PidFile none
 PROGRAM = """
 import asyncio, sys
 from pathlib import Path
-from titan_rl.config.hosts import ProviderSettings, SSHConfig
+from titan_rl.config.hosts import ProviderSettings
 from titan_rl.cluster.providers.spec import ProviderSpec
 from titan_rl.cluster.providers.ssh import workers
 
 async def main():
     soon = [f"-o{name}=1" for name in ("ConnectTimeout", "ServerAliveInterval", "ServerAliveCountMax")]
-    ssh = SSHConfig(hosts=sys.argv[3:], options=["-F", sys.argv[2], *soon])
-    settings = ProviderSettings(provider="ssh", ssh=ssh)
+    settings = ProviderSettings(provider="ssh", names=sys.argv[3:], options=["-F", sys.argv[2], *soon])
     async with workers(ProviderSpec(settings, Path(sys.argv[1]), print, 30)) as there:
         print("begins", *there, flush=True)
         while await asyncio.to_thread(sys.stdin.readline):

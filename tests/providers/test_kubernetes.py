@@ -21,11 +21,9 @@ from titan_rl.core.errors import ConfigError, ProviderError
 CONFIG = KubernetesConfig(
     image="registry.example/titan_rl:1",
     volume="claim",
-    workers=2,
     resources={"nvidia.com/gpu": "8", "memory": "64Gi"},
-    kubectl="kubectl --context=far",
 )
-SETTINGS = ProviderSettings(provider="kubernetes", kubernetes=CONFIG)
+SETTINGS = ProviderSettings(provider="kubernetes", count=2, options=("--context=far",), kubernetes=CONFIG)
 TOML = "[model]\n  path = 'it''s'\n"
 
 
@@ -102,11 +100,11 @@ def test_what_is_made_belongs_to_the_job(commands: Commands):
     text = kubernetes.render(submission())
     said = kubernetes.submit(submission(), text)
     name = "word-sort-lr-1-1122-180000"
-    assert said.endswith(f"kubectl --context=far --namespace default delete job {name} ends it in order")
+    assert said.endswith(f"kubectl --context=far delete job {name} ends it in order")
     create, get, *patches = commands.calls("kubectl")
-    assert create == (["--context=far", "--namespace", "default", "create", "--filename", "-"], text)
-    assert get[0][3:6] == ["get", "job", name]
-    assert [arguments[4] for arguments, _ in patches] == ["statefulset", "service", "configmap", "networkpolicy"]
+    assert create == (["--context=far", "create", "--filename", "-"], text)
+    assert get[0][1:4] == ["get", "job", name]
+    assert [arguments[2] for arguments, _ in patches] == ["statefulset", "service", "configmap", "networkpolicy"]
     for arguments, _ in patches:
         (owner,) = json.loads(arguments[-1])["metadata"]["ownerReferences"]
         assert owner == {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": "some-uid"}

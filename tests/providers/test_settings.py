@@ -18,34 +18,30 @@ def test_a_worker_waits_for_longer_than_its_host_is_drained(drain_s: float, wait
 
 @pytest.mark.parametrize("limit", ["1", "2", "1:59", "0-0:02", "00:02:00"])
 def test_a_job_ends_in_order_after_it_has_begun(limit: str) -> None:
-    with pytest.raises(ValidationError, match=rf"grace_s = 120 .* time_limit = '{limit}'"):
-        SlurmConfig(time_limit=limit)
-    assert SlurmConfig(time_limit=limit, grace_s=30).grace_s == 30
+    with pytest.raises(ValidationError, match=rf"grace_s = 120 s and options has '--time={limit}'"):
+        ProviderSettings(provider="slurm", options=(f"--time={limit}",))
+    ProviderSettings(provider="slurm", options=(f"-t {limit}",), slurm=SlurmConfig(grace_s=30))
 
 
 @pytest.mark.parametrize("limit", ["3", "2:01", "1:00:00", "1-0", "0-1:00", "0-0:02:01", "0", "unlimited"])
 def test_a_job_has_more_time_than_its_end_takes(limit: str) -> None:
-    assert SlurmConfig(time_limit=limit).time_limit == limit
+    ProviderSettings(provider="slurm", options=(f"--time={limit}",))
 
 
 @pytest.mark.parametrize(
     ("option", "setting"),
     [
-        ("--nodes=5", "nodes"),
-        ("-N 5", "nodes"),
-        ("-N5", "nodes"),
-        ("--time=10", "time_limit"),
-        ("-t 10", "time_limit"),
-        ("--no-requeue", "requeue"),
-        ("--requeue", "requeue"),
-        ("--signal=B:TERM@5", "grace_s"),
+        ("--nodes=5", "count"),
+        ("-N 5", "count"),
+        ("-N5", "count"),
+        ("--signal=B:TERM@5", "slurm.grace_s"),
         ("--output=log", "run_dir"),
         ("-o log", "run_dir"),
     ],
 )
 def test_an_option_does_not_say_what_a_setting_says(option: str, setting: str) -> None:
     with pytest.raises(ValidationError, match=rf"options has '{option}'.*; set {setting} instead"):
-        SlurmConfig(options=("--exclusive", option))
+        ProviderSettings(provider="slurm", options=("--exclusive", option))
 
 
 @pytest.mark.parametrize(
@@ -59,28 +55,24 @@ def test_an_option_does_not_say_what_a_setting_says(option: str, setting: str) -
 )
 def test_an_option_does_not_make_another_job_of_it(option: str, fix: str) -> None:
     with pytest.raises(ValidationError, match=rf"options has '{option}', and .*: {fix}"):
-        SlurmConfig(options=(option,))
+        ProviderSettings(provider="slurm", options=(option,))
 
 
 def test_other_options_are_the_jobs() -> None:
     options = ("--partition=gpu", "-p gpu", "--nodelist=a,b", "--time-min=5", "--ntasks-per-core=1", "-n 4")
-    assert SlurmConfig(options=options).options == options
+    assert ProviderSettings(provider="slurm", options=options).options == options
 
 
 @pytest.mark.parametrize(
     "table",
     [
-        {"namespace": "A_b"},
-        {"namespace": "-a"},
-        {"namespace": ""},
-        {"namespace": "a" * 64},
         {"shared_memory": "foo"},
         {"shared_memory": "8 Gi"},
         {"resources": {"memory": "lots"}},
         {"controller_resources": {"cpu": "-1"}},
         {"image": "a b"},
-        {"folder": "workspace"},
-        {"folder": "/work space"},
+        {"volume": "claim:workspace"},
+        {"volume": "claim:/work space"},
     ],
 )
 def test_what_no_cluster_takes_is_refused(table: dict[str, object]) -> None:
@@ -93,4 +85,4 @@ def test_what_no_cluster_takes_is_refused(table: dict[str, object]) -> None:
 
 def test_quantities_are_those_of_kubernetes() -> None:
     resources = {"nvidia.com/gpu": "8", "memory": "400Gi", "cpu": "500m", "ephemeral-storage": "1.5e3", "x": "0.5"}
-    assert KubernetesConfig(resources=resources, shared_memory="64G", namespace="team-1").resources == resources
+    assert KubernetesConfig(resources=resources, shared_memory="64G").resources == resources

@@ -145,7 +145,7 @@ class Job:
         self.folder, self._commands = folder, commands
         commands.make("scontrol", "")
         command = commands.make("titan", TITAN_RL)
-        given = ProviderSettings(provider="slurm", command=command, slurm=SlurmConfig(**settings))
+        given = ProviderSettings(provider="slurm", command=command, **settings)
         self.submission = Submission(given, "word_sort", CONFIG, {}, folder=folder)
         self.script = folder / "script"
         self.script.write_text(slurm.render(self.submission))
@@ -201,20 +201,19 @@ def test_the_script_says_what_is_asked_of_slurm(tmp_path: Path, commands: Comman
     job = Job(
         tmp_path,
         commands,
-        nodes=3,
-        time_limit="1:00:00",
-        options=["--partition=gpu"],
-        setup=["module load a"],
-        grace_s=9,
+        slurm=SlurmConfig(setup=("module load a",), grace_s=9),
+        count=3,
+        options=("--partition=gpu", "--time=1:00:00"),
     )
     asked = re.findall(r"^#SBATCH (.*)$", job.script.read_text(), re.MULTILINE)
     assert {"--nodes=3", "--time=1:00:00", "--partition=gpu", "--signal=B:USR1@9", "--requeue", "--no-kill"} <= set(
         asked
     )
     assert "\nmodule load a\n" in job.script.read_text()
-    once = Job(tmp_path / "bin", commands, requeue=False).script.read_text()
+    once = Job(tmp_path / "bin", commands, options=("--no-requeue",)).script.read_text()
     assert "--signal=B:TERM@120" in once
     assert "--no-requeue" in once
+    assert "--requeue" not in once
 
 
 def test_the_script_is_given_to_sbatch(tmp_path: Path, commands: Commands):

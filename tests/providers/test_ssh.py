@@ -10,7 +10,7 @@ from providers.fakes import Commands, worker_command
 
 from titan_rl.cluster.providers.registry import find_provider
 from titan_rl.cluster.providers.spec import ProviderSpec, Submission
-from titan_rl.config.hosts import ProviderSettings, SSHConfig
+from titan_rl.config.hosts import ProviderSettings
 from titan_rl.core.errors import ProviderError
 
 SSH = """
@@ -23,14 +23,14 @@ else:
 """
 
 
-def settings(tmp_path: Path, *hosts: str, **more) -> ProviderSettings:
-    ssh = SSHConfig(hosts=hosts, options=("-p", "2222"), **more)
-    return ProviderSettings(provider="ssh", port=700, command=worker_command(tmp_path), ssh=ssh)
+def settings(tmp_path: Path, *hosts: str) -> ProviderSettings:
+    command = worker_command(tmp_path)
+    return ProviderSettings(provider="ssh", names=hosts, options=("-p", "2222"), port=700, command=command)
 
 
 async def test_each_host_has_a_worker_where_it_is_reached(tmp_path: Path, commands: Commands):
     commands.make("ssh", SSH)
-    given = settings(tmp_path, "alias", "me@far", addresses={"me@far": "127.0.0.2"})
+    given = settings(tmp_path, "alias", "me@far=127.0.0.2")
     async with find_provider("ssh").workers(ProviderSpec(given, tmp_path)) as addresses:
         assert list(addresses) == ["127.0.0.1:700", "127.0.0.2:700"]
     assert "told to end" in (tmp_path / "worker-me@far.log").read_text()
@@ -41,7 +41,7 @@ async def test_each_host_has_a_worker_where_it_is_reached(tmp_path: Path, comman
 
 async def test_a_host_that_refuses_says_so(tmp_path: Path, commands: Commands):
     commands.make("ssh", SSH)
-    given = settings(tmp_path, "refusing", addresses={"refusing": "127.0.0.1"})
+    given = settings(tmp_path, "refusing=127.0.0.1")
     with pytest.raises(ProviderError, match=r"refusing has ended with code 1: Permission denied \(publickey\)"):
         async with find_provider("ssh").workers(ProviderSpec(given, tmp_path)):
             pytest.fail("it began")
@@ -49,7 +49,7 @@ async def test_a_host_that_refuses_says_so(tmp_path: Path, commands: Commands):
 
 def test_a_dry_run_shows_commands_that_a_shell_takes(tmp_path: Path, commands: Commands):
     commands.make("ssh", "print(argv[-2], argv[-1])")
-    given = settings(tmp_path, "me@far", addresses={"me@far": "10.0.0.2"})
+    given = settings(tmp_path, "me@far=10.0.0.2")
     render = find_provider("ssh").render
     assert render is not None
     text = render(Submission(given, "run", "", {}))
@@ -71,7 +71,7 @@ def test_a_dry_run_has_the_addresses_of_the_hosts_that_are_known_here(tmp_path: 
     ("says", "message"),
     [
         ("user somebody", "ssh -G far says no hostname; .*~/.ssh/config"),
-        ("hostname far.invalid", r"far\.invalid has no address here: .*hosts\.ssh\.addresses"),
+        ("hostname far.invalid", r"far\.invalid has no address here: .*hosts\.names = "),
     ],
 )
 async def test_a_host_that_is_not_found_says_how_it_is(

@@ -5,7 +5,6 @@ The settings are checked before any process starts, without any look-up in a net
 
 from __future__ import annotations
 
-import datetime
 import ipaddress
 import math
 import re
@@ -41,6 +40,8 @@ NAMES = ("ssh", "slurm", "kubernetes")
 
 
 _WITH_PROVIDER = TakesEffect("hosts.provider", none_of=(None,), without="without hosts.provider", fix="set that")
+_BY_NAME = TakesEffect("hosts.provider", none_of=(None, "slurm", "kubernetes"), fix='set that to "ssh"')
+_BY_NUMBER = TakesEffect("hosts.provider", none_of=(None, "ssh"), fix='set that to "slurm" or "kubernetes"')
 ON_SEVERAL_HOSTS = TakesEffect(
     "hosts.elsewhere", one_of=(True,), without="on one machine", fix="set hosts.addresses or hosts.provider"
 )
@@ -59,20 +60,12 @@ def _line(text: str) -> str:
     return text
 
 
-def _duration(value: object) -> object:
-    """TOML takes 30 for a number, and "10:00:00" on the command line for a time of day."""
-    return str(value) if isinstance(value, int | datetime.time) and not isinstance(value, bool) else value
-
-
-def _time_limit(text: str) -> str:
-    if not re.fullmatch(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|(?i:unlimited|infinite)", text):
-        raise PydanticCustomError("time_limit", 'must be a time as sbatch takes it: "24:00:00", "2-12:00" or minutes')
-    return text
-
-
 def _seconds(time_limit: str) -> float:
-    """Parse a time limit of Slurm: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S. Slurm takes 0 for no limit."""
-    if not time_limit[0].isdigit():
+    """Parse a time limit of Slurm: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S. Slurm takes 0 for no limit.
+
+    Infinite for any other text, which sbatch takes or refuses.
+    """
+    if not re.fullmatch(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}", time_limit):
         return math.inf
     days, dash, rest = time_limit.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
@@ -81,13 +74,9 @@ def _seconds(time_limit: str) -> float:
 
 
 SAID_BY_SETTINGS = {
-    "--nodes": "nodes",
-    "-N": "nodes",
-    "--time": "time_limit",
-    "-t": "time_limit",
-    "--requeue": "requeue",
-    "--no-requeue": "requeue",
-    "--signal": "grace_s",
+    "--nodes": "count",
+    "-N": "count",
+    "--signal": "slurm.grace_s",
     "--output": "run_dir",
     "-o": "run_dir",
 }
@@ -101,28 +90,24 @@ AGAINST_THE_SCRIPT = {
 """Options of sbatch with which the job is not what the library submits, and what to do instead."""
 
 
-def _name_of(option: str) -> str:
-    """Return the name of an sbatch option: "-N" for "-N5", "--nodes" for "--nodes=5"."""
-    return option[:2] if re.match(r"-\w", option) else re.split(r"[=\s]", option)[0]
-
-
-def _ip(text: str) -> str:
-    try:
-        return str(ipaddress.ip_address(text))
-    except ValueError:
-        raise PydanticCustomError("ip", "must be an IP address") from None
-
-
-def _option(text: str) -> str:
-    if not _line(text).startswith("-"):
-        raise PydanticCustomError("option", "must begin with -, as --partition=gpu does")
-    return text
+def _split_option(option: str) -> tuple[str, str]:
+    """Split an option of sbatch: "-N5" is ("-N", "5"), and "--nodes=5" is ("--nodes", "5")."""
+    if re.match(r"-\w", option):
+        return option[:2], option[2:].strip()
+    name, _, value = option.replace("=", " ", 1).partition(" ")
+    return name, value.strip()
 
 
 def _host(text: str) -> str:
-    if text.startswith("-") or text.split() != [text]:
+    host, equals, address = text.partition("=")
+    if not host or host.startswith("-") or host.split() != [host]:
         raise PydanticCustomError("host", "must be a host's name as ssh takes it, without spaces and options")
-    return text
+    if not equals:
+        return host
+    try:
+        return f"{host}={ipaddress.ip_address(address)}"
+    except ValueError:
+        raise PydanticCustomError("ip", "must have an IP address behind =") from None
 
 
 def _words(text: str) -> str:
@@ -141,72 +126,28 @@ def _image(text: str) -> str:
     return text
 
 
-def _namespace(text: str) -> str:
-    if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", text):
-        raise PydanticCustomError("namespace", "must be at most 63 of a-z, 0-9 and -, with neither end a -")
-    return text
-
-
 def _quantity(text: str) -> str:
     if not re.fullmatch(r"(\d+\.?\d*|\.\d+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?\d+)?", text):
         raise PydanticCustomError("quantity", 'must be a quantity as Kubernetes takes it: "8", "500m" or "64Gi"')
     return text
 
 
-def _mount(text: str) -> str:
-    if not re.fullmatch(r"/[^\s:]+", text):
-        raise PydanticCustomError("mount", "must begin with /, and have neither spaces nor colons, as /workspace")
+def _volume(text: str) -> str:
+    if not re.fullmatch(r"([^\s:]+(:/[^\s:]+)?)?", text):
+        raise PydanticCustomError("volume", "must be CLAIM or CLAIM:/FOLDER, without spaces")
     return text
 
 
 Quantity = Annotated[str, AfterValidator(_quantity)]
 
 
-class SSHConfig(Section):
-    """Hosts that ssh reaches without a question, where `hosts.provider` names ssh. Each has a worker for as long as
-    the run."""
-
-    hosts: Annotated[
-        tuple[Annotated[str, AfterValidator(_host)], ...], BeforeValidator(split_list), Field(strict=False)
-    ] = ()
-    """As ssh takes them, a list or between commas: a name, user@name, or what ~/.ssh/config calls one."""
-    options: tuple[Annotated[str, AfterValidator(_line)], ...] = Field(default=(), strict=False)
-    """Of ssh, each word of its own: ["-p", "2222", "-i", "key"]."""
-    addresses: Mapping[str, Annotated[str, AfterValidator(_ip)]] = Field(default={}, strict=False)
-    """By host, the IP address at which its worker listens, where that is not what its name means here."""
-
-
 class SlurmConfig(Section):
-    """Settings of Slurm. With `hosts.provider = "slurm"` each node of the allocation is a host; the other settings are
-    for the job that `titan-rl launch` submits."""
+    """Settings of the job that `titan-rl launch` submits to Slurm."""
 
-    nodes: PositiveInt = 1
-    """Of the job."""
-    time_limit: Annotated[str, BeforeValidator(_duration), AfterValidator(_time_limit)] | None = None
-    """As sbatch takes it, "24:00:00", or minutes; by default the partition's."""
-    options: tuple[Annotated[str, AfterValidator(_option)], ...] = Field(default=(), strict=False)
-    """Further ones of sbatch: ["--partition=gpu", "--gpus-per-node=8", "--exclusive"]."""
     setup: tuple[Annotated[str, AfterValidator(_line)], ...] = Field(default=(), strict=False)
     """Lines of shell before the run begins: ["module load cuda"]."""
-    requeue: bool = True
-    """When the time is up, the job is preempted or its first node fails, it waits for its next turn, and goes on with
-    the run then."""
     grace_s: PositiveInt = 120
     """Seconds before the end of its time in which the run ends in order."""
-
-    @model_validator(mode="after")
-    def _says_one_thing(self) -> Self:
-        if self.time_limit and self.grace_s >= _seconds(self.time_limit):
-            raise ValueError(
-                f"grace_s = {self.grace_s} s and time_limit = {self.time_limit!r}: the job would end as it begins; "
-                "give it more time, or a smaller grace_s"
-            )
-        for option in self.options:
-            if setting := SAID_BY_SETTINGS.get(name := _name_of(option)):
-                raise ValueError(f"options has {option!r}, which the job's script says itself; set {setting} instead")
-            if problem := AGAINST_THE_SCRIPT.get(name):
-                raise ValueError(f"options has {option!r}, and {problem}")
-        return self
 
 
 class KubernetesConfig(Section):
@@ -215,22 +156,23 @@ class KubernetesConfig(Section):
 
     image: Annotated[str, AfterValidator(_image)] = ""
     """With titan_rl and the task installed, or with them on the volume."""
-    workers: PositiveInt = 1
-    """Hosts, a pod each; the controller has one more, which needs no GPU."""
-    volume: str = ""
-    """A PersistentVolumeClaim that all pods mount, with the model, and for the run's folder."""
-    folder: Annotated[str, AfterValidator(_mount)] = "/workspace"
-    """Where the volume is, and the current folder of the run and of its workers."""
-    namespace: Annotated[str, AfterValidator(_namespace)] = "default"
-    """In which all of it is made."""
+    volume: Annotated[str, AfterValidator(_volume)] = ""
+    """A PersistentVolumeClaim that all pods mount, with the model and for the run's folder: "claim", which is mounted
+    at /workspace, or "claim:/folder". That is the current folder of the run and of its workers."""
     resources: Mapping[str, Quantity] = Field(default={}, strict=False)
     """Of each worker, requested and at most: { "nvidia.com/gpu" = "8", memory = "200Gi", cpu = "32" }."""
     controller_resources: Mapping[str, Quantity] = Field(default={}, strict=False)
     """Of the controller."""
     shared_memory: Quantity = "8Gi"
     """Size of /dev/shm in each pod, where weights travel and PyTorch's workers talk."""
-    kubectl: Annotated[str, AfterValidator(_words)] = "kubectl"
-    """The command, which may have options: "kubectl --context=cluster"."""
+
+    @property
+    def claim(self) -> str:
+        return self.volume.partition(":")[0]
+
+    @property
+    def folder(self) -> str:
+        return self.volume.partition(":")[2] or "/workspace"
 
 
 class ProviderSettings(Section):
@@ -240,6 +182,19 @@ class ProviderSettings(Section):
     """Starts a worker on each host: over ssh, in an allocation of Slurm, or as pods of Kubernetes, which is
     experimental. A function of yours returns, for a `titan_rl.cluster.providers.spec.ProviderSpec`, an async context
     manager of the workers' addresses."""
+    names: Annotated[
+        tuple[Annotated[str, AfterValidator(_host)], ...], BeforeValidator(split_list), Field(strict=False), _BY_NAME
+    ] = ()
+    """Hosts of ssh, a list or between commas: a name, user@name, or an alias of ~/.ssh/config, reached without a
+    question. "gpu-1=10.1.0.1" has the IP address at which its worker listens, where that is not what the name means
+    here."""
+    count: Annotated[PositiveInt, _BY_NUMBER] = 1
+    """Hosts that `titan-rl launch` asks for: nodes of Slurm, or pods of Kubernetes, which has one more for the
+    controller."""
+    options: Annotated[tuple[Annotated[str, AfterValidator(_line)], ...], Field(strict=False), _WITH_PROVIDER] = ()
+    """Options of the provider's command. ssh: each word by itself, ["-p", "2222", "-i", "key"]. sbatch:
+    ["--partition=gpu", "--gpus-per-node=8", "--time=24:00:00"]; with "--no-requeue" a job whose time is up ends,
+    instead of waiting for its next turn to continue the run. kubectl: ["--context=far", "--namespace=team"]."""
     port: Annotated[int, _WITH_PROVIDER] = Field(default=22222, ge=0, le=65535)
     """On which the workers of a provider listen; with 0 each takes one that is free, but for kubernetes."""
     command: Annotated[Annotated[str, AfterValidator(_words)] | None, _WITH_PROVIDER] = None
@@ -248,7 +203,6 @@ class ProviderSettings(Section):
     """A host that is to go has so long to finish what it is at, and to have the trainer saved and another host found
     for it; what is left then goes on elsewhere. A worker that a provider starts waits longer on SIGTERM; one that is
     started by hand as long as its --drain-s says."""
-    ssh: Annotated[SSHConfig, TakesEffect("hosts.provider", one_of=("ssh",))] = SSHConfig()
     slurm: Annotated[SlurmConfig, TakesEffect("hosts.provider", one_of=("slurm",))] = SlurmConfig()
     kubernetes: Annotated[KubernetesConfig, TakesEffect("hosts.provider", one_of=("kubernetes",))] = KubernetesConfig()
 
@@ -257,21 +211,41 @@ class ProviderSettings(Section):
         """Seconds that a worker waits on SIGTERM for its runs to drain its host."""
         return max(WORKER_DRAIN_S, math.ceil(self.drain_s) + DETACH_S)
 
+    @property
+    def named_hosts(self) -> dict[str, str]:
+        """The hosts of `names` with their addresses, empty where none is given."""
+        pairs = (name.partition("=") for name in self.names)
+        return {host: address for host, _, address in pairs}
+
     @model_validator(mode="after")
     def _says_what_the_provider_needs(self) -> Self:
-        if self.provider == "ssh" and not self.ssh.hosts:
-            raise ValueError('provider = "ssh" needs ssh.hosts, the names of the hosts')
-        if twice := sorted({host for host in self.ssh.hosts if self.ssh.hosts.count(host) > 1}):
-            raise ValueError(f"ssh.hosts: {', '.join(twice)} is there more than once; name each host once")
-        if self.provider == "ssh" and (strays := self.ssh.addresses.keys() - set(self.ssh.hosts)):
-            raise ValueError(
-                f"ssh.addresses has {', '.join(sorted(strays))}, which ssh.hosts lacks; write a host the same in both"
-            )
+        if self.provider == "ssh" and not self.names:
+            raise ValueError('provider = "ssh" needs names, the names of the hosts')
+        hosts = [name.partition("=")[0] for name in self.names]
+        if twice := sorted({host for host in hosts if hosts.count(host) > 1}):
+            raise ValueError(f"names: {', '.join(twice)} is there more than once; name each host once")
         if self.provider == "kubernetes" and not self.port:
             raise ValueError('port = 0 with provider = "kubernetes": its service has to name the port; set one')
         for name in ("image", "volume") if self.provider == "kubernetes" else ():
             if not getattr(self.kubernetes, name):
                 raise ValueError(f'provider = "kubernetes" needs kubernetes.{name}; set it')
+        return self
+
+    @model_validator(mode="after")
+    def _options_are_of_the_job(self) -> Self:
+        for option in self.options if self.provider == "slurm" else ():
+            if not option.startswith("-"):
+                raise ValueError(f"options has {option!r}, which must begin with -, as --partition=gpu does")
+            name, value = _split_option(option)
+            if setting := SAID_BY_SETTINGS.get(name):
+                raise ValueError(f"options has {option!r}, which the job's script says itself; set {setting} instead")
+            if problem := AGAINST_THE_SCRIPT.get(name):
+                raise ValueError(f"options has {option!r}, and {problem}")
+            if name in ("--time", "-t") and self.slurm.grace_s >= _seconds(value):
+                raise ValueError(
+                    f"slurm.grace_s = {self.slurm.grace_s} s and options has {option!r}: the job would end as it "
+                    "begins; give it more time, or a smaller grace_s"
+                )
         return self
 
 
@@ -504,13 +478,13 @@ class HostsConfig(ProviderSettings):
         """Say of which role there are more hosts than settings name, where these say how many there are.
 
         Args:
-            launched: as a job of its own, which with Slurm has `slurm.nodes`; else an allocation says how many.
+            launched: as a job of its own, which with Slurm has `count` nodes; else an allocation says how many.
         """
         counts = {
             None: len(self.addresses) or 1,
-            "ssh": len(self.ssh.hosts),
-            "slurm": self.slurm.nodes if launched else None,
-            "kubernetes": self.kubernetes.workers,
+            "ssh": len(self.names),
+            "slurm": self.count if launched else None,
+            "kubernetes": self.count,
         }
         if (count := counts.get(self.provider)) is not None:
             yield from self.too_few_of(count)

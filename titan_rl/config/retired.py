@@ -32,6 +32,17 @@ RETIRED: Mapping[str, Retired] = {
     "generation.reset_prefix_cache": Retired(True, 'for false set generation.prefix_cache = "keep"'),
     "generation.speculative.prompt_lookup_min": Retired(2, "set generation.speculative.prompt_lookup = [MIN, MAX]"),
     "generation.speculative.prompt_lookup_max": Retired(4, "set generation.speculative.prompt_lookup = [MIN, MAX]"),
+    "hosts.kubernetes.folder": Retired("/workspace", 'set hosts.kubernetes.volume = "CLAIM:/FOLDER"'),
+    "hosts.kubernetes.kubectl": Retired("kubectl", "set hosts.options, the options of kubectl"),
+    "hosts.kubernetes.namespace": Retired("default", 'set hosts.options = ["--namespace=NAME"]'),
+    "hosts.kubernetes.workers": Retired(1, "set hosts.count"),
+    "hosts.slurm.nodes": Retired(1, "set hosts.count"),
+    "hosts.slurm.options": Retired([], "set hosts.options"),
+    "hosts.slurm.requeue": Retired(True, 'for false set hosts.options = ["--no-requeue"]'),
+    "hosts.slurm.time_limit": Retired(None, 'set hosts.options = ["--time=LIMIT"]'),
+    "hosts.ssh": Retired(
+        {"hosts": [], "options": [], "addresses": {}}, 'set hosts.names = ["HOST", "HOST=ADDRESS"] and hosts.options'
+    ),
     "hosts.lease_s": Retired(15.0, "set hosts.silence_s: the lease is five times as long"),
     "logging.tensorboard": Retired({"flush_s": 10.0}, "leave it out: events are written every 10 s"),
     "logging.trace_mib": Retired(32, "leave it out: a process's trace has at most 32 MiB"),

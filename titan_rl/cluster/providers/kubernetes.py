@@ -121,6 +121,7 @@ def render(submission: Submission) -> str:
     return rendered(
         "kubernetes.yaml.jinja",
         kubernetes=settings.kubernetes,
+        count=settings.count,
         name=name,
         tomls=tomls,
         port=settings.port,
@@ -131,14 +132,13 @@ def render(submission: Submission) -> str:
             "which_run.sh.jinja", run_dir=submission.run_dir, settings=shlex.join([*given, *options])
         ).rstrip(),
         variable=WORKERS,
-        pods=" ".join(f"{name}-{index}.{name}" for index in range(settings.kubernetes.workers)),
+        pods=" ".join(f"{name}-{index}.{name}" for index in range(settings.count)),
     )
 
 
 def submit(submission: Submission, manifests: str) -> str:
     """Give the manifests to the cluster, and all but the job to the job: whoever deletes that deletes them."""
-    kubernetes = submission.settings.kubernetes
-    kubectl = [*shlex.split(kubernetes.kubectl), "--namespace", kubernetes.namespace]
+    kubectl = ["kubectl", *submission.settings.options]
     name = object_name(submission.name, submission.time)
     run_tool([*kubectl, "create", "--filename", "-"], manifests)
     uid = run_tool([*kubectl, "get", "job", name, "--output", "jsonpath={.metadata.uid}"]).strip()

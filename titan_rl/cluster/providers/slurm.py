@@ -173,16 +173,18 @@ def commands(settings: ProviderSettings, addresses: dict[str, str]) -> list[tupl
 
 def render(submission: Submission) -> str:
     """The batch script: it begins the run, and goes on with it when the job has its next turn."""
-    slurm = submission.settings.slurm
+    settings = submission.settings
     name = submission.name[:LONGEST_NAME]
     return rendered(
         "slurm.sh.jinja",
-        slurm=slurm,
+        slurm=settings.slurm,
+        nodes=settings.count,
+        options=settings.options,
         name=name,
         run_dir=submission.run_dir,
         log=Path(submission.run_dir) / f"{name}-%j.log",
         folder=submission.folder,
-        command=shlex.join(command(submission.settings)),
+        command=shlex.join(command(settings)),
         settings='"$settings"',
         config=submission.config,
         end_of_config=unused_word("END_OF_SETTINGS", submission.config),

@@ -6,14 +6,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shlex
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from titan_rl.cluster.providers.addresses import addresses_of, with_port
 from titan_rl.cluster.providers.spec import ProviderSpec, Submission, worker_command
 from titan_rl.cluster.providers.tools import said_by
 from titan_rl.cluster.providers.workers import kept_workers, tethered
-from titan_rl.config.hosts import ProviderSettings, SSHConfig
+from titan_rl.config.hosts import ProviderSettings
 from titan_rl.core.errors import ProviderError
 
 DEFAULTS = (
@@ -24,13 +24,13 @@ DEFAULTS = (
 )
 """Options of ssh. It takes the first value of each, so a user's options stand before them."""
 
-FIX = 'mend DNS or /etc/hosts, or say by host where its worker listens: hosts.ssh.addresses = { "HOST" = "10.0.0.2" }'
+FIX = 'fix DNS or /etc/hosts, or give the address at which its worker listens: hosts.names = ["HOST=10.0.0.2"]'
 
 
 @contextlib.asynccontextmanager
 async def workers(spec: ProviderSpec) -> AsyncGenerator[Iterable[str]]:
-    """A worker on each host of `hosts.ssh.hosts`, which ssh starts, now or once the host can be reached."""
-    addresses = await _addresses(spec.settings.ssh, spec.settings.ssh.hosts)
+    """A worker on each host of `hosts.names`, which ssh starts, now or once the host can be reached."""
+    addresses = await _addresses(spec.settings.named_hosts, spec.settings.options)
     async with kept_workers(commands(spec.settings, addresses), spec.logs, spec.tell, spec.wait_s) as kept:
         yield kept
 
@@ -38,18 +38,20 @@ async def workers(spec: ProviderSpec) -> AsyncGenerator[Iterable[str]]:
 def commands(settings: ProviderSettings, addresses: dict[str, str]) -> list[tuple[str, list[str]]]:
     """(host, what starts its worker) of each host with its address."""
     return [
-        (host, ["ssh", *settings.ssh.options, *DEFAULTS, host, _remote(settings, address)])
+        (host, ["ssh", *settings.options, *DEFAULTS, host, _remote(settings, address)])
         for host, address in addresses.items()
     ]
 
 
 def render(submission: Submission) -> str:
     """The commands that a run starts, a line each. ADDRESS_OF_HOST stands for an address that is not known here."""
-    settings, ssh = submission.settings, submission.settings.ssh
+    settings = submission.settings
     try:
-        addresses = asyncio.run(_addresses(ssh, ssh.hosts))
+        addresses = asyncio.run(_addresses(settings.named_hosts, settings.options))
     except ProviderError:
-        addresses = {host: _shown_address(ssh, host) for host in ssh.hosts}
+        addresses = {
+            host: address or _shown_address(host, settings.options) for host, address in settings.named_hosts.items()
+        }
     return "".join(f"{shlex.join(words)}\n" for _, words in commands(settings, addresses))
 
 
@@ -59,17 +61,17 @@ def _remote(settings: ProviderSettings, address: str) -> str:
     return shlex.join(tethered(words, str(Path.cwd())))
 
 
-def _shown_address(ssh: SSHConfig, host: str) -> str:
+def _shown_address(host: str, options: Sequence[str]) -> str:
     try:
-        return ssh.addresses.get(host) or asyncio.run(_addresses(ssh, [host]))[host]
+        return asyncio.run(_addresses({host: ""}, options))[host]
     except ProviderError:
         return f"ADDRESS_OF_{host}"
 
 
-async def _addresses(ssh: SSHConfig, hosts: Sequence[str]) -> dict[str, str]:
-    """Addresses at which the workers of these hosts listen."""
-    names = {host: await _name(host, ssh.options) for host in hosts}
-    known = {names[host]: address for host, address in ssh.addresses.items() if host in names}
+async def _addresses(hosts: Mapping[str, str], options: Sequence[str]) -> dict[str, str]:
+    """Addresses at which the workers of these hosts listen; see `ProviderSettings.named_hosts`."""
+    names = {host: await _name(host, options) for host in hosts}
+    known = {names[host]: address for host, address in hosts.items() if address}
     by_name = await asyncio.to_thread(addresses_of, list(names.values()), known, fix=FIX)
     return {host: by_name[name] for host, name in names.items()}
 
