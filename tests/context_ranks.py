@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from titan_rl.training.attention.attention import Document
-from titan_rl.training.attention.context import ContextRanks
+from titan_rl.training.attention.attention import ContextRanks, Document
 
 
 @dataclass(frozen=True)

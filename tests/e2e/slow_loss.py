@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from titan_rl.training.losses import ClipRange, LossTokens, TokenLoss
-from titan_rl.training.losses.grpo import grpo_loss
+from titan_rl.training.losses.policy_losses import grpo_loss
 
 GATE = "TITAN_RL_TEST_GATE"
 SECONDS = "TITAN_RL_TEST_LOSS_SECONDS"

@@ -13,7 +13,7 @@ import torch
 from e2e.tiny_policy import make_tiny_qwen3, make_trainer, on_policy_samples, weights
 
 from titan_rl.training.data.sample import TrainingSample
-from titan_rl.training.losses.registry import BY_NAME
+from titan_rl.training.losses import BY_NAME
 from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
 from titan_rl.training.trainer import TrainerCore
 

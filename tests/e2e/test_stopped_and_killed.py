@@ -16,7 +16,7 @@ from e2e.runs import QUICK, Run, run_training
 from e2e.slow_loss import GATE
 
 from titan_rl.run.journal.state import RunState
-from titan_rl.scheduling.turns import Shares
+from titan_rl.scheduling.task_mix import Shares
 from titan_rl.training.state.checkpoint import latest
 
 GROUPS = QUICK["scheduling.groups_per_step"]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_rl.scheduling.batches import ReadyQueue
-from titan_rl.scheduling.turns import TaskTurns
+from titan_rl.scheduling.task_mix import TaskTurns
 
 
 def choose(waiting: Iterable[int], is_ready: Callable[[int], bool], *, size: int, window: int) -> list[int]:

@@ -8,7 +8,7 @@ from itertools import islice
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_rl.scheduling.turns import Shares
+from titan_rl.scheduling.task_mix import Shares
 
 WEIGHTS = st.lists(st.one_of(st.integers(1, 100), st.floats(1e-3, 1e3)).map(float), min_size=1, max_size=9).map(
     lambda weights: {f"task-{number}": weight for number, weight in enumerate(weights)}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from titan_rl.core.errors import RequestError
-from titan_rl.scheduling.suspension import Suspension
+from titan_rl.scheduling.lease import Suspension
 from titan_rl.types import Completion, FinishReason, SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=4)

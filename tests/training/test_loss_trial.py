@@ -9,8 +9,7 @@ import types
 import pytest
 import torch
 
-from titan_rl.training.losses import ClipRange, LossTokens, TokenLoss
-from titan_rl.training.losses.registry import BY_NAME, loss_problem
+from titan_rl.training.losses import BY_NAME, ClipRange, LossTokens, TokenLoss, loss_problem
 
 
 def good(tokens: LossTokens, clip: ClipRange) -> TokenLoss:

@@ -21,8 +21,7 @@ from titan_rl.core.errors import ConfigError
 from titan_rl.training.algorithm import Algorithm
 from titan_rl.training.data.packing import Family
 from titan_rl.training.data.sample import TrainingSample
-from titan_rl.training.losses import ClipRange, LossTokens, TokenLoss
-from titan_rl.training.losses.registry import BY_NAME, find_loss
+from titan_rl.training.losses import BY_NAME, ClipRange, LossTokens, TokenLoss, find_loss
 from titan_rl.training.objective import Objective
 from titan_rl.training.settings import CorrectionConfig, TrainingConfig
 from titan_rl.training.tensor_batch import TensorBatch, make_tensor_batch

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from titan_rl.core.errors import DamagedCheckpointError
-from titan_rl.training.state.tensor_file import TensorFiles, write_slices
+from titan_rl.training.state.train_state import TensorFiles, write_slices
 from titan_rl.weights.types import SlicePosition, TensorSlice
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]

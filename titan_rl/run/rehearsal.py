@@ -34,8 +34,7 @@ from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.scheduling.filters import first_reason
 from titan_rl.scheduling.task_mix import Assigned
 from titan_rl.training.data.demonstrations import encode
-from titan_rl.training.losses import ClipRange
-from titan_rl.training.losses.registry import loss_problem
+from titan_rl.training.losses import ClipRange, loss_problem
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
 
 ECHOED = 8

@@ -19,8 +19,7 @@ from titan_rl.rollout.types import RolloutGroup
 from titan_rl.scheduling.filters import GroupFilter
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.data.sample_builder import build_samples
-from titan_rl.training.losses import ClipRange
-from titan_rl.training.losses.registry import find_loss
+from titan_rl.training.losses import ClipRange, find_loss
 from titan_rl.training.settings import CorrectionConfig, TrainingConfig
 
 if TYPE_CHECKING:
@@ -96,7 +95,7 @@ class Algorithm:
             ConfigError: there is no such `training.loss`.
         """
         from titan_rl.training.corrections import correct
-        from titan_rl.training.losses.kl import ESTIMATES
+        from titan_rl.training.losses.policy_losses import ESTIMATES
         from titan_rl.training.objective import Objective
 
         training, correction = self.training, self.correction

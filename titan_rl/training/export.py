@@ -29,8 +29,7 @@ from titan_rl.training.parallel import World, local_slice
 from titan_rl.training.policy import Policy
 from titan_rl.training.settings import MADE_BY_SFT
 from titan_rl.training.state.checkpoint import atomic_directory, read_checksums, verify
-from titan_rl.training.state.tensor_file import SUFFIX, TensorFiles, write_tensors
-from titan_rl.training.state.train_state import flatten
+from titan_rl.training.state.train_state import SUFFIX, TensorFiles, flatten, write_tensors
 
 
 def export_checkpoint(

@@ -13,7 +13,7 @@ import torch
 from titan_rl.training.choices import Average, Proximal
 from titan_rl.training.corrections import Correction, correct, interpolated_logprobs
 from titan_rl.training.losses import MAX_LOG_RATIO, ClipRange, LossFn, LossTokens, sum_by_sequence
-from titan_rl.training.losses.kl import KLFn, k3
+from titan_rl.training.losses.policy_losses import KLFn, k3
 from titan_rl.training.parallel import World
 from titan_rl.training.tensor_batch import TensorBatch
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titan_rl.core.errors import ConfigError, TitanRLError, TrainingError
-from titan_rl.training.attention.context import ContextRanks
+from titan_rl.training.attention.attention import ContextRanks
 from titan_rl.training.attention.document_attention import DocumentAttention
 from titan_rl.training.choices import ActivationCheckpointing
 from titan_rl.training.device import local_device  # before torchtitan

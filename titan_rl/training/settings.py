@@ -29,7 +29,7 @@ from titan_rl.training.choices import (
     Proximal,
     StateDType,
 )
-from titan_rl.training.losses.registry import BY_NAME as LOSSES
+from titan_rl.training.losses import BY_NAME as LOSSES
 from titan_rl.training.optimizer.registry import BY_NAME as OPTIMIZERS
 
 MADE_BY_SFT = "sft.json"

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from weights.relay.hosts import Hosts, OddHost, arrived, silent
 
 from titan_rl.core.errors import StateDictError
-from titan_rl.weights.relay import download
+from titan_rl.weights.relay import host_reader
 from titan_rl.weights.relay import server as relay_server
 from titan_rl.weights.transports.registry import TransportSpec, find_transport, make_transport
 from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
@@ -257,7 +257,7 @@ def test_who_does_not_answer_is_left_for_another(hosts: Hosts, monkeypatch: pyte
 
 def test_a_slow_host_holds_up_nobody(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would take half a minute."""
-    monkeypatch.setattr(download, "TRIAL_S", 0.1)
+    monkeypatch.setattr(host_reader, "TRIAL_S", 0.1)
     writer, readers = hosts.end("t"), [hosts.end("b"), hosts.end("c")]
     manifest = publish(writer, 1, weights())
     slow, stop = OddHost("slow", manifest), threading.Event()

@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_mask, flex_attention
 
-from titan_rl.training.attention.attention import Document
-from titan_rl.training.attention.context import ContextRanks, TokenShare, share_tokens
+from titan_rl.training.attention.attention import ContextRanks, Document, TokenShare, share_tokens
 
 BLOCK = 128
 """Tokens on each side of a block."""

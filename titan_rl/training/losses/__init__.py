@@ -1,13 +1,16 @@
-"""Policy losses, one per module, and their arguments and results.
+"""Interface of policy losses, and the losses that `training.loss` names: the library's, or yours as "module:function".
 
-`titan_rl.training.losses.registry` has those that `training.loss` names.
+`titan_rl.training.losses.policy_losses` has the library's. Importing this module imports neither them nor torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from titan_rl.core.calls.imports import find_function
+from titan_rl.core.calls.user_code import Failure
 
 if TYPE_CHECKING:
     import torch
@@ -21,9 +24,9 @@ class LossTokens:
     """The trained tokens of one micro-batch, all of them finite. N tokens of S sequences."""
 
     logprobs_N: torch.Tensor  # log pi_theta, with gradient
-    proximal_logprobs_N: torch.Tensor  # log pi_prox, what ratios are clipped against
+    proximal_logprobs_N: torch.Tensor  # log pi_prox, the policy that ratios are clipped against
     advantages_N: torch.Tensor
-    sequences_N: torch.Tensor  # int64 in [0, S): the sequence that each token is of
+    sequences_N: torch.Tensor  # int64 in [0, S): number of each token's sequence
     num_sequences: int
 
     def log_ratios(self) -> torch.Tensor:
@@ -31,7 +34,7 @@ class LossTokens:
         return (self.logprobs_N - self.proximal_logprobs_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     def mean_by_sequence(self, values_N: torch.Tensor) -> torch.Tensor:
-        """Each token's sequence's mean.  # [N]"""
+        """Mean over the sequence of each token.  # [N]"""
         return mean_by_sequence(values_N, self.sequences_N, self.num_sequences)
 
 
@@ -55,16 +58,76 @@ class ClipRange:
 
 
 LossFn = Callable[[LossTokens, ClipRange], TokenLoss]
-"""A policy loss. `training.loss` names one of the library's, or yours as "module:function"."""
 
 
 def sum_by_sequence(values_N: torch.Tensor, sequences_N: torch.Tensor, num_sequences: int) -> torch.Tensor:
-    """The sum over each sequence.  # [S]"""
+    """Sum over each sequence.  # [S]"""
     return values_N.new_zeros(num_sequences).index_add(0, sequences_N, values_N)
 
 
 def mean_by_sequence(values_N: torch.Tensor, sequences_N: torch.Tensor, num_sequences: int) -> torch.Tensor:
-    """The mean over the sequence that each token is of.  # [N]"""
+    """Mean over the sequence of each token.  # [N]"""
     sums_S = sum_by_sequence(values_N, sequences_N, num_sequences)
     counts_S = sum_by_sequence(values_N.new_ones(len(values_N)), sequences_N, num_sequences)
     return (sums_S / counts_S.clamp(min=1))[sequences_N]
+
+
+BY_NAME = {
+    name: f"titan_rl.training.losses.policy_losses:{name}_loss"
+    for name in ("grpo", "gspo", "cispo", "reinforce", "nll")
+}
+"""Losses of the library, by their names in `training.loss`."""
+
+
+def find_loss(name: str) -> LossFn:
+    """Look up the loss that `training.loss` names.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    found: Any = find_function("training.loss", BY_NAME.get(name, name), BY_NAME)
+    return found
+
+
+def loss_problem(name: str, clip: ClipRange) -> str | None:
+    """Call a user's loss once on a few tokens, before processes start, and return what is wrong with it.
+
+    None for the library's losses, which are not called, and where torch is not installed.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if name in BY_NAME:
+        return None
+    try:
+        import torch
+    except ImportError:
+        return None
+    logprobs_N = torch.tensor([-1.0, -2.0, -0.5, -1.5], requires_grad=True)
+    tokens = LossTokens(
+        logprobs_N,
+        proximal_logprobs_N=logprobs_N.detach() + torch.tensor([0.0, 0.1, -0.1, 0.5]),
+        advantages_N=torch.tensor([1.0, 1.0, -1.0, -1.0]),
+        sequences_N=torch.tensor([0, 0, 1, 1]),
+        num_sequences=2,
+    )
+    try:
+        made: Any = find_loss(name)(tokens, clip)
+        wrong = _problem(made, len(logprobs_N))
+    except Exception as error:
+        wrong = str(Failure.of(error))
+    return None if wrong is None else f"training.loss = {name!r} on four tokens of two sequences: {wrong}"
+
+
+def _problem(made: Any, num_tokens: int) -> str | None:
+    if not isinstance(made, TokenLoss):
+        return f"it gave {type(made).__name__}; it must give a TokenLoss"
+    for field in ("loss_N", "clipped_N"):
+        shape = tuple(getattr(made, field).shape)
+        if shape != (num_tokens,):
+            return f"{field} has the shape {shape}; it must have a value of each token, ({num_tokens},)"
+    if not made.loss_N.isfinite().all():
+        return f"loss_N is {made.loss_N.tolist()}; each must be finite"
+    if not made.loss_N.requires_grad:
+        return "loss_N has no gradient: it must be computed from tokens.logprobs_N"
+    return None
