@@ -1,9 +1,10 @@
-"""Groups that `tail = "tail_batch"` suspends hold up no batch for ever, whatever else says which groups may go next."""
+"""No batch waits forever for groups that `tail = "tail_batch"` suspends, whatever else orders the groups."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -12,11 +13,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_rl import Completion, FinishReason, Rollout, RolloutGroup, Turn, VersionSpan
-from titan_rl.scheduling.lease import Lease
+from titan_rl.scheduling.backlog import Backlog
+from titan_rl.scheduling.lease import Lease, Ledger
+from titan_rl.scheduling.limits import RolloutCapacity, SlotPool
 from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.scheduling.settings import SchedulingConfig
+from titan_rl.testing.clock import ManualClock
 
 looptime = pytest.importorskip("looptime")
+
+
+def group_of(index: int, versions: list[int]) -> RolloutGroup:
+    """Group of one rollout, with a token of each version."""
+    spans = [VersionSpan(version, 1) for version in versions]
+    completion = Completion("r", [1] * len(spans), [0.0] * len(spans), FinishReason.STOP, spans)
+    rollout = Rollout(f"{index}/0", str(index), 0, None, turns=[Turn([0], completion)])
+    return RolloutGroup(str(index), None, [rollout])
 
 
 class Run:
@@ -32,10 +44,7 @@ class Run:
             await lease.suspension.wait_resumed()
             versions.append(self.version)
             await asyncio.sleep(1)
-        spans = [VersionSpan(version, 1) for version in versions]
-        completion = Completion("r", [1] * len(spans), [0.0] * len(spans), FinishReason.STOP, spans)
-        rollout = Rollout(f"{lease.index}/0", str(lease.index), 0, None, turns=[Turn([0], completion)])
-        return RolloutGroup(str(lease.index), None, [rollout])
+        return group_of(lease.index, versions)
 
     async def train(self, steps: int) -> list[int]:
         """The ages of the oldest tokens of the groups that were trained on."""
@@ -91,3 +100,64 @@ def test_a_group_is_resumed_that_those_which_are_done_cannot_overtake_any_more()
     """The least bound: soon there are groups enough to train on, and each would make the suspended one too old."""
     config = SchedulingConfig(groups_per_step=4, max_staleness=0, oversample=2.0, tail="tail_batch", max_group_age=3)
     assert max(train(config, seed=0, train_s=1.0, steps=60)) <= 3
+
+
+@pytest.mark.looptime
+async def test_a_group_that_ended_while_suspended_and_is_generated_again_is_not_suspended() -> None:
+    """Group 0 is of an earlier run. It ends, with tokens that are too old, after the batch of group 1 suspended it."""
+    played: list[int] = []
+    suspended = asyncio.Event()
+
+    async def play(lease: Lease) -> RolloutGroup:
+        played.append(lease.index)
+        if played == [0]:
+            await suspended.wait()
+            return group_of(0, [0])
+        await lease.suspension.wait_resumed()
+        return group_of(lease.index, [lease.version])
+
+    config = SchedulingConfig(groups_per_step=1, max_staleness=0, oversample=1.0, tail="tail_batch")
+    scheduler = GroupScheduler(
+        play,
+        config,
+        group_size=1,
+        budget=2,
+        filters=(),
+        version=9,
+        backlog=Backlog(next_index=1, unsettled=[0]),
+    )
+    async with asyncio.timeout(1e6), scheduler:
+        first = await scheduler.next_batch()
+        suspended.set()
+        first.release()
+        second = await scheduler.next_batch()
+    assert [batch.groups[0].group_id for batch in (first, second)] == ["1", "0"]
+    assert played == [0, 1, 0]
+
+
+@pytest.mark.looptime
+async def test_a_group_that_is_generated_again_keeps_its_permits_when_a_late_abort_returns() -> None:
+    slots, capacity, may_abort = SlotPool(1), RolloutCapacity(1), asyncio.Event()
+
+    async def abort(request_ids: Collection[str]) -> None:
+        await may_abort.wait()
+
+    lease = Lease(0, await slots.acquire(), Ledger(ManualClock()))
+    lease.mark_running(await capacity.take(1), 0)
+    with lease.suspension.request("r", abort):
+        lease.suspend()
+        waiting = asyncio.create_task(lease.wait_suspended(capacity))
+        await asyncio.sleep(0)
+    lease.mark_done(group_of(0, [0]))
+    lease.has_ended()
+    lease.begin_again()
+    lease.mark_running(await capacity.take(1), 0)
+    stolen = asyncio.create_task(capacity.take(1))  # waits until the group has ended
+    await asyncio.sleep(0)
+    may_abort.set()
+    async with asyncio.timeout(10):
+        await waiting
+    await asyncio.sleep(0)
+    assert (capacity.in_flight, stolen.done()) == (1, False)
+    lease.has_ended()
+    await stolen

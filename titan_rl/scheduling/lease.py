@@ -277,17 +277,25 @@ class Lease:
         self._move(GroupState.SUSPENDED)
 
     async def wait_suspended(self, capacity: RolloutCapacity) -> None:
-        """Abort the requests in flight, wait for `let_resume`, take permits again, and continue."""
-        await self.suspension.abort_in_flight()
-        self._permits.keep(0)
+        """Abort the requests in flight, wait for `let_resume`, take permits again, and continue.
+
+        The group may end meanwhile and even be generated again, which has a suspension and permits of its own.
+        """
+        suspension = self.suspension
+        permits = self._permits
+        await suspension.abort_in_flight()
+        permits.keep(0)
         await self._due.wait()
-        if self._unfinished:
+        if self._unfinished and self.suspension is suspension:
             permits = await capacity.take(self._unfinished)
+            if self.suspension is not suspension:
+                permits.keep(0)
+                return
             permits.keep(self._unfinished)  # fewer, if siblings ended while it waited
             self._permits = permits
-        if self._state is GroupState.SUSPENDED:
+        if self._state is GroupState.SUSPENDED and self.suspension is suspension:
             self._move(GroupState.RUNNING)
-            self.suspension.resume()
+            suspension.resume()
 
     def let_resume(self) -> None:
         """Let a suspended group continue as soon as there are permits."""
@@ -306,6 +314,7 @@ class Lease:
     def begin_again(self) -> None:
         """Discard the finished group before it is generated again in the same slot."""
         self.group = None
+        self.suspension = Suspension()  # the group may have ended while it was suspended
         self._finished.clear()
         self._move(GroupState.PENDING)
 
