@@ -53,7 +53,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, OneRank]:
     return found
 
 
-@pytest.mark.parametrize("layout", [pytest.param(name, marks=in_depth if name == "CP 2" else ()) for name in LAYOUTS])
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=() if " x " in name else in_depth) for name in LAYOUTS])
 def test_three_steps_and_one_from_a_checkpoint_of_one_rank(
     one_rank: dict[bool, OneRank], layout: str, tmp_path: Path
 ) -> None:
@@ -86,7 +86,7 @@ def test_three_steps_and_one_from_a_checkpoint_of_one_rank(
     assert math.isclose(resumed["loss"], alone.metrics[-1]["loss"], rel_tol=2e-4, abs_tol=2e-6)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "muon"])
+@pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=in_depth), "muon"])
 def test_other_optimizers_step_and_go_on_over_ranks(one_rank: dict[bool, OneRank], optimizer: str, tmp_path: Path):
     folder, settings = one_rank[False].folder, {"optimizer": optimizer, "lr": 1e-3}
     three_steps(folder, tmp_path / "one", **settings)
@@ -112,7 +112,14 @@ def test_other_optimizers_step_and_go_on_over_ranks(one_rank: dict[bool, OneRank
     assert math.isclose(resumed["loss"], alone[-1]["loss"], rel_tol=1e-3)
 
 
-@pytest.mark.parametrize("layout", ["data_parallel", "context_parallel", "tensor_parallel"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "data_parallel",
+        pytest.param("context_parallel", marks=in_depth),
+        pytest.param("tensor_parallel", marks=in_depth),
+    ],
+)
 def test_all_ranks_skip_a_step_that_one_of_them_cannot_train_on(one_rank: dict[bool, OneRank], layout: str) -> None:
     for results, equal in run_world(step_skipped_and_step_made, 2, folder=one_rank[False].folder, **{layout: 2}):
         assert [result.version for result in results] == [1, 2]

@@ -98,7 +98,7 @@ SMALL = {"optimizer_dtype": "int8", "master_dtype": "bfloat16"}
     ("layout", "states"),
     [
         ("data_parallel", SMALL),
-        ("tensor_parallel", {}),
+        pytest.param("tensor_parallel", {}, marks=in_depth),
         pytest.param("context_parallel", {}, marks=in_depth),
         pytest.param("tensor_parallel", SMALL, marks=in_depth),
     ],
@@ -128,7 +128,7 @@ def test_a_single_rank_does_not_offload_its_parameters(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", [{"data_parallel": 2}, {"tensor_parallel": 2}])
-@pytest.mark.parametrize("name", ["all", "int8 moments"])
+@pytest.mark.parametrize("name", ["all", pytest.param("int8 moments", marks=in_depth)])
 def test_ranks_step_as_one_does_and_go_on_to_the_bit(name: str, layout: dict[str, int], tmp_path: Path) -> None:
     is_dense = "tensor_parallel" in layout
     folder = (make_tiny_qwen3 if is_dense else make_tiny_moe)(tmp_path / "model")

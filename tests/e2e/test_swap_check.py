@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from depth import in_depth
 from e2e.tiny_policy import make_tiny_qwen3, on_policy_samples
 
 from titan_rl.core.errors import VerificationError
@@ -72,6 +73,7 @@ def test_the_update_of_one_layer_that_is_withheld_is_caught(folder: Path, engine
     run.publisher.close()
 
 
+@in_depth
 def test_a_swap_that_did_nothing_is_caught_at_a_learning_rate_of_3e_6(
     folder: Path, engine: Any, tmp_path: Path
 ) -> None:
