@@ -299,6 +299,17 @@ def test_a_trainer_that_is_gone_is_an_error(hosts: Hosts) -> None:
         reader.pull(manifest)
 
 
+def test_a_process_that_has_the_address_of_a_trainer_that_is_gone_is_an_error(hosts: Hosts) -> None:
+    writer, reader = hosts.end("t"), hosts.end("h")
+    manifest = publish(writer, 1, weights())
+    stranger = OddHost("stranger", manifest)
+    (shard,) = manifest.shards
+    moved = replace(shard, remote=replace(shard.remote, address=stranger.server.address))
+    with pytest.raises(StateDictError, match="could not be read from the trainer"):
+        reader.pull(replace(manifest, shards=(moved,)))
+    stranger.server.close()
+
+
 def test_what_takes_too_long_is_an_error(hosts: Hosts) -> None:
     writer, reader = hosts.end("t"), hosts.end("h", timeout_s=0.2)
     manifest = publish(writer, 1, weights())

@@ -316,7 +316,10 @@ class RelayServer:
 
         def work() -> None:
             try:
-                found.append(self._answers[str(message["ask"])](message))
+                answer = self._answers.get(str(message["ask"]))
+                if answer is None:  # a new process may listen at the port of a trainer that has ended
+                    raise StateDictError("could not be read from the trainer: another process has its address")
+                found.append(answer(message))
             except StateDictError as error:
                 found.append({"error": str(error)})
             except Exception as error:
