@@ -25,7 +25,7 @@ async def test_its_workers_are_those_of_the_block(own: ProviderSpec):
         assert isinstance(addresses, ChangingWorkers)
         assert list(addresses) == await addresses.current() == ["10.0.0.2:700", "10.0.0.3:700"]
         assert told == []
-    assert told == ["gives back 2 machines"]
+    assert told == ["returning 2 machines"]
     assert provider.render is None
 
 
