@@ -23,7 +23,7 @@ from titan_rl import (
     VersionSpan,
     build_samples,
 )
-from titan_rl.rollout.environment.seats import MessagePlayer, TokenPlayer
+from titan_rl.rollout.environment.types import MessagePlayer, TokenPlayer
 from titan_rl.rollout.group.rollouter import Rollouter
 from titan_rl.rollout.rewards.reward import FailurePolicy, SoftOverlong
 from titan_rl.types import TokenChunk

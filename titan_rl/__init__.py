@@ -65,23 +65,21 @@ if TYPE_CHECKING:
     )
     from titan_rl.generation.scripted_engine import ScriptedEngine
     from titan_rl.rollout.environment.messages import MessageGame, MessageTokenEnv
-    from titan_rl.rollout.environment.seats import (
-        MessagePlayer,
-        MessageSeat,
-        Player,
-        SeatedEnv,
-        SeatedMessageEnv,
-        SeatOutError,
-        TokenPlayer,
-        TokenSeat,
-    )
     from titan_rl.rollout.environment.threaded import ThreadedEnv
     from titan_rl.rollout.environment.types import (
         MessageEnv,
         MessageObservation,
+        MessagePlayer,
+        MessageSeat,
         MessageStep,
+        Player,
+        SeatedEnv,
+        SeatedMessageEnv,
+        SeatOutError,
         TokenEnv,
         TokenObservation,
+        TokenPlayer,
+        TokenSeat,
         TokenStep,
     )
     from titan_rl.rollout.group.rollouter import Rollouter
@@ -130,10 +128,9 @@ _NAMES = {
     "generation.scripted_engine": "ScriptedEngine",
     "tasks.players.task": "SeatedTask",
     "rollout.environment.messages": "MessageGame MessageTokenEnv",
-    "rollout.environment.seats": "MessagePlayer MessageSeat Player SeatOutError "
-    "SeatedEnv SeatedMessageEnv TokenPlayer TokenSeat",
     "rollout.environment.threaded": "ThreadedEnv",
-    "rollout.environment.types": "MessageEnv MessageObservation MessageStep TokenEnv TokenObservation TokenStep",
+    "rollout.environment.types": "MessageEnv MessageObservation MessagePlayer MessageSeat MessageStep Player "
+    "SeatOutError SeatedEnv SeatedMessageEnv TokenEnv TokenObservation TokenPlayer TokenSeat TokenStep",
     "rollout.group.rollouter": "Rollouter",
     "rollout.renderer": "ChatTemplateRenderer Renderer",
     "rollout.rewards.reward": "FailurePolicy GroupReward Reward WeightedReward env_reward",

@@ -264,18 +264,19 @@ async def test_every_session_that_was_opened_is_finished_once() -> None:
         if len(finished) == 2:
             two_finished.set()
 
+    sessions = Sessions(finish)
+
     async def generate(prompt_token_ids: Sequence[int], *, request_id: str, **kwargs: Any) -> Completion:
+        sessions.open(kwargs["session_id"])
         if request_id.startswith("g/2"):
             await asyncio.Event().wait()
         fail = ConnectionError("gone") if request_id == "g/1/0" else None
         return await Generator(fail=fail)(prompt_token_ids, request_id=request_id, **kwargs)
 
     async def play() -> None:
-        with Sessions(finish) as sessions:
+        with sessions:
             stage = Stage(limits=RolloutConfig(max_retries=1))
-            await stage.group(
-                sessions.track(generate), size=3, on_finished=lambda rollout: sessions.finish(rollout.rollout_id)
-            )
+            await stage.group(generate, size=3, on_finished=lambda rollout: sessions.finish(rollout.rollout_id))
 
     playing = asyncio.ensure_future(play())
     await asyncio.wait_for(two_finished.wait(), 5)

@@ -332,7 +332,8 @@ class WorkerPool:
             if on_finished is not None and which not in told:
                 told.add(which)
                 rollout.sample = sample
-                self._callbacks.call("on_finished", on_finished, rollout)
+                with self._callbacks.guarded("on_finished"):
+                    on_finished(rollout)
 
         deaths = 0
         while True:

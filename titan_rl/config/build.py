@@ -61,7 +61,7 @@ def make_renderer(model: ModelConfig) -> Renderer:
 
 def told_of_template(model: ModelConfig) -> str | None:
     """Return a note on the chat template of an export; None where the model's own renders what training does."""
-    return fit_template(model.path, model.renderer).told(model.renderer)
+    return fit_template(model.path, model.renderer).message(model.renderer)
 
 
 def find_token_texts(model: ModelConfig) -> TokenTexts | None:
@@ -86,7 +86,7 @@ def make_rollouter(config: RunConfig, source: TaskSource, renderer: Renderer | N
     with calling("rubric()", source.name):
         rubric: Any = task.rubric()
         if not isinstance(rubric, Rubric):
-            raise wrong_result(task.rubric, f"it gave {rubric!r}; it must give a titan_rl.Rubric")
+            raise wrong_result(task, "rubric", f"it gave {rubric!r}; it must give a titan_rl.Rubric")
     return Rollouter(
         lambda sample: task.make_env(sample, renderer),
         rubric,

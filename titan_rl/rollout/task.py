@@ -14,8 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 from titan_rl.core.calls.cancellation import is_ctrl_c
 from titan_rl.core.calls.user_code import describe, place_of, reason, stood_at
 from titan_rl.core.errors import DataError
-from titan_rl.rollout.environment.seats import SeatedEnv
-from titan_rl.rollout.environment.types import AgentEnv, TokenEnv
+from titan_rl.rollout.environment.types import AgentEnv, SeatedEnv, TokenEnv
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.types import Message, RolloutGroup
@@ -171,10 +170,10 @@ def calling(call: str, task: str | None = None) -> Generator[None]:
         raise DataError(f"{call} of {owner} failed: {told}") from error
 
 
-def wrong_result(method: Callable[..., object], text: str) -> TypeError:
+def wrong_result(task: Task, method: str, text: str) -> TypeError:
     """Error about the result of a task's method, which `calling` reports with the method's line."""
     error = TypeError(text)
-    stood_at(error, place_of(method))
+    stood_at(error, place_of(getattr(task, method)))
     return error
 
 
@@ -190,7 +189,7 @@ def measured(task: Task, groups: Sequence[RolloutGroup]) -> dict[str, float]:
         given: Any = task.measure(groups)
         figures = {name: float(value) for name, value in given.items()}
         if not all(isinstance(name, str) and math.isfinite(value) for name, value in figures.items()):
-            raise wrong_result(task.measure, f"it gave {given!r}; it must give finite numbers by name")
+            raise wrong_result(task, "measure", f"it gave {given!r}; it must give finite numbers by name")
     return figures
 
 
@@ -204,7 +203,7 @@ def drop_reason(task: FilteringTask, group: RolloutGroup) -> str | None:
         reason: Any = task.drop_reason(group)
         if reason is not None and not isinstance(reason, str):
             told = f"it gave {reason!r}; it must give a metric's name, or None to train on the group"
-            raise wrong_result(task.drop_reason, told)
+            raise wrong_result(task, "drop_reason", told)
     return reason
 
 

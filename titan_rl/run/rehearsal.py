@@ -23,8 +23,7 @@ from titan_rl.core.calls.watchdog import BLOCKED_AFTER_S, LoopWatchdog
 from titan_rl.core.errors import ConfigError, DataError
 from titan_rl.generation.resume import resume_on_abort
 from titan_rl.rollout.environment.messages import MessageTokenEnv
-from titan_rl.rollout.environment.seats import SeatedEnv
-from titan_rl.rollout.environment.types import AgentEnv, TokenEnv, TokenObservation, TokenStep
+from titan_rl.rollout.environment.types import AgentEnv, SeatedEnv, TokenEnv, TokenObservation, TokenStep
 from titan_rl.rollout.group.rollouter import Rollouter
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer

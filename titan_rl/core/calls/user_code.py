@@ -64,6 +64,14 @@ def describe(error: BaseException) -> str:
     return summary(error) + (f" ({place})" if place else "")
 
 
+def is_async(function: object) -> bool:
+    """Whether a function, or an object that is called like one, is a coroutine function."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    call: Any = inspect.getattr_static(function, "__call__", None)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+
+
 def summary(error: BaseException) -> str:
     """Type and text: `KeyError: 'answer'`, and the type alone of one without a text. An exception that cannot say what
     it is does no harm."""

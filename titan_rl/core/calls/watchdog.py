@@ -31,7 +31,7 @@ _ADVICE = {
 }
 _CALLERS = {  # module and function of titan_rl that call code of each kind
     ("rollout/group/boundary.py", "make"): "environment",
-    ("rollout/group/rollouter.py", "made"): "environment",
+    ("rollout/group/rollout.py", "_checked_env"): "environment",
     ("rollout/rewards/reward.py", "call"): "reward",
     ("rollout/rewards/reward.py", "_awaited"): "reward",
     ("run/stages/rollout_stage.py", "train_sample"): "task",
@@ -39,7 +39,6 @@ _CALLERS = {  # module and function of titan_rl that call code of each kind
     ("rollout/task.py", "drop_reason"): "task",
     ("rollout/rewards/advantages.py", "compare"): "advantage",
     ("scheduling/filters.py", "_reason"): "filter",
-    ("rollout/group/sessions.py", "call"): "other",
 }
 
 Tell = Callable[[str], object]

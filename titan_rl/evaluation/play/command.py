@@ -27,8 +27,7 @@ from titan_rl.evaluation.policies.opened import (
 )
 from titan_rl.evaluation.suites import play_by_chat
 from titan_rl.rollout.chat_env import NoTokens
-from titan_rl.rollout.environment.seats import SeatedEnv
-from titan_rl.rollout.environment.types import AgentEnv
+from titan_rl.rollout.environment.types import AgentEnv, SeatedEnv
 from titan_rl.rollout.group.rollouter import Rollouter
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer

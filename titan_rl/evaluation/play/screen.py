@@ -9,14 +9,17 @@ from typing import Any, cast
 
 from titan_rl.core.calls.plain import printable
 from titan_rl.core.calls.user_code import Failure
-from titan_rl.rollout.environment.seats import Player, SeatedEnv, SeatOutError, TokenSeat
 from titan_rl.rollout.environment.threaded import EnvMethods, require_methods
 from titan_rl.rollout.environment.types import (
     MessageEnv,
     MessageObservation,
     MessageStep,
+    Player,
+    SeatedEnv,
+    SeatOutError,
     TokenEnv,
     TokenObservation,
+    TokenSeat,
     TokenStep,
 )
 from titan_rl.rollout.group.transcript import error_text

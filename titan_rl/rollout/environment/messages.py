@@ -10,15 +10,19 @@ from typing import Any, cast
 from titan_rl.core.calls.plain import safe_text, snapshot
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.errors import DataError, PromptTooLongError
-from titan_rl.rollout.environment.seats import (
+from titan_rl.rollout.environment.threaded import EnvMethods, require_methods
+from titan_rl.rollout.environment.types import (
+    MessageEnv,
+    MessageObservation,
     MessagePlayer,
     MessageSeat,
+    MessageStep,
     Player,
     SeatedMessageEnv,
+    TokenObservation,
     TokenSeat,
+    TokenStep,
 )
-from titan_rl.rollout.environment.threaded import EnvMethods, require_methods
-from titan_rl.rollout.environment.types import MessageEnv, MessageObservation, MessageStep, TokenObservation, TokenStep
 from titan_rl.rollout.renderer.messages import message_of, renderable, require_tool_support
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.types import Message, RolloutStatus

@@ -13,7 +13,7 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from titan_rl.core.calls.user_code import describe, place_of, stood_at, task_place, thread_place
+from titan_rl.core.calls.user_code import describe, is_async, place_of, stood_at, task_place, thread_place
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +24,8 @@ _here = threading.local()
 class ThreadedEnv:
     """A `TokenEnv` or `MessageEnv` that runs entirely, from its construction on, in its own daemon thread.
 
-    The environment's methods may be plain functions that block, or coroutines, which run on an event loop of that
-    thread and cannot await objects of other loops. A call that is cancelled, by a time limit for instance, is
+    The environment's methods may be plain functions that block, or coroutines. Coroutines run on an event loop of that
+    thread, and cannot await objects of other loops. A call that is cancelled, by a time limit for instance, is
     abandoned: its late result is ignored, and the environment is closed when the call returns, if it ever does.
 
     Example: a sync environment of chat messages:
@@ -40,40 +40,40 @@ class ThreadedEnv:
 
     def __init__(self, make_env: Callable[[], Any]) -> None:
         self._make_env = make_env
-        self.made: Any = None  # the environment, once it is
+        self.made: Any = None  # the environment
         self._calls = CallsInThread()
 
     async def reset(self) -> Any:
-        def made() -> Any:
-            self.made = self._make_env()
-            return self.made.reset()
-
-        return await self._calls.run(made)
+        return await self._calls.run(self, "_make_and_reset")
 
     async def step(self, given: Any) -> Any:
-        return await self._calls.run(lambda: self.made.step(given))
+        return await self._calls.run(self.made, "step", given)
 
     async def close(self) -> None:
         """Close the environment. Returns at once if an abandoned call is still running; closing follows it."""
-
-        def closed() -> Any:
-            return None if self.made is None else self.made.close()
-
         if self._calls.has_begun:
-            await self._calls.end_with(closed)
+            await self._calls.end_with(self, "_close_made")
+
+    def _make_and_reset(self) -> Any:
+        self.made = self._make_env()
+        return self.made.reset()
+
+    def _close_made(self) -> Any:
+        return None if self.made is None else self.made.close()
 
 
 class _Call:
-    """Call in the thread, awaited by another event loop.
+    """Call of a method in the thread, awaited by another event loop.
 
     Args:
         awaits: await an awaitable result in the thread; else it is the call's result.
     """
 
-    def __init__(self, function: Callable[[], Any], awaits: bool) -> None:
+    def __init__(self, owner: Any, name: str, arguments: tuple[Any, ...], awaits: bool) -> None:
+        self._method = getattr(owner, name)
+        self._arguments = arguments
         self._awaits = awaits
         self.answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._function = function
         self._context = contextvars.copy_context()
         self._task: asyncio.Task[Any] | None = None  # of the thread's own loop
         self._waiting = asyncio.get_running_loop()
@@ -92,7 +92,7 @@ class _Call:
         """Run the call; called in the thread."""
         result, failure = None, None
         try:
-            result = self._context.run(self._function)
+            result = self._context.run(self._method, *self._arguments)
             if self._awaits and inspect.isawaitable(result):
                 result = runner.run(self._awaited(result), context=self._context)
         except (StopIteration, GeneratorExit) as error:  # cannot travel through a future
@@ -119,17 +119,12 @@ class _Call:
             self.answer.set_result(result)
 
 
-def in_env_thread() -> bool:
-    """True in the thread of an environment."""
-    return getattr(_here, "is_env_thread", False)
-
-
 class CallsInThread:
-    """Sequential calls in one thread, which starts with the first call. The process can exit without waiting for it.
+    """Sequential calls in one daemon thread, which starts with the first call.
 
     Args:
-        awaits: await coroutines that calls return in the thread, on its own event loop. Else the result of a call is
-            the coroutine.
+        awaits: await the coroutines that calls return in the thread, on its own event loop; else a call returns the
+            coroutine.
     """
 
     def __init__(self, *, awaits: bool = True) -> None:
@@ -142,8 +137,9 @@ class CallsInThread:
     def has_begun(self) -> bool:
         return self._thread is not None
 
-    async def run(self, function: Callable[[], Any]) -> Any:
-        call = _Call(function, self._awaits)
+    async def run(self, owner: Any, name: str, *arguments: Any) -> Any:
+        """Result of a method of `owner`."""
+        call = _Call(owner, name, arguments, self._awaits)
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=f"env-{next(_numbers)}", daemon=True)
             self._thread.start()
@@ -158,13 +154,13 @@ class CallsInThread:
                 logger.warning("gave up on a call in thread %s", self._thread.name)
             raise
 
-    async def end_with(self, function: Callable[[], Any]) -> Any:
+    async def end_with(self, owner: Any, name: str) -> Any:
         """Result of the last call; None if it is queued behind an abandoned call."""
         try:
             if not self._gave_up:
-                return await self.run(function)
-            last = _Call(function, self._awaits)
-            last.answer.add_done_callback(_tell_failure)
+                return await self.run(owner, name)
+            last = _Call(owner, name, (), self._awaits)
+            last.answer.add_done_callback(_log_failure)
             self._calls.put(last)
             return None
         finally:
@@ -186,7 +182,7 @@ class CallsInThread:
             runner.close()
 
 
-def _tell_failure(answer: asyncio.Future[Any]) -> None:
+def _log_failure(answer: asyncio.Future[Any]) -> None:
     if not answer.cancelled() and (error := answer.exception()) is not None:
         logger.warning("closing an environment that had been given up failed: %s", describe(error))
 
@@ -197,7 +193,7 @@ T = TypeVar("T")
 class EnvMethods:
     """Calls of the methods of one environment.
 
-    A coroutine method runs on the event loop. A plain one runs in the environment's own thread, so that it blocks no
+    A coroutine method runs on the event loop. A plain method runs in the environment's own thread, so that it blocks no
     other rollout and time limits apply; an awaitable result is awaited. Inside a `ThreadedEnv` all methods run in its
     thread.
 
@@ -228,7 +224,7 @@ class EnvMethods:
             return await _awaited(method(*arguments))
         if self._calls is None:
             self._calls = CallsInThread(awaits=False)
-        return await _awaited(await self._calls.run(lambda: method(*arguments)))
+        return await _awaited(await self._calls.run(self.env, name, *arguments))
 
     async def close(self) -> None:
         """Close the environment and end its thread. Returns at once if an abandoned call still runs there; a plain
@@ -237,21 +233,15 @@ class EnvMethods:
         try:
             if self._runs_in_thread(method):
                 self._calls = self._calls or CallsInThread(awaits=False)
-                await _awaited(await self._calls.end_with(method))
+                await _awaited(await self._calls.end_with(self.env, "close"))
             else:
                 await _awaited(method())
         finally:
             if self._calls is not None:
                 self._calls.end()
 
-    def _runs_in_thread(self, method: Callable[..., Any]) -> bool:
-        return not (is_coroutine_method(method) or in_env_thread())
-
-
-def is_coroutine_method(method: Any) -> bool:
-    """True for a coroutine function, or an object whose `__call__` is one."""
-    call: Any = inspect.getattr_static(method, "__call__", None)  # async, of an object that is called like a function
-    return inspect.iscoroutinefunction(method) or inspect.iscoroutinefunction(call)
+    def _runs_in_thread(self, method: Any) -> bool:
+        return not (is_async(method) or getattr(_here, "is_env_thread", False))
 
 
 def require_methods(env: object) -> None:

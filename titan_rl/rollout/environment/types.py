@@ -1,16 +1,20 @@
-"""The environment protocols. An environment is single use: one instance per rollout."""
+"""Environment protocols: in tokens, in chat messages, with an agent's own loop, and with several seats.
+
+An environment is single use: each rollout has its own instance.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 from titan_rl.rollout.types import Message, Rollout, RolloutStatus
-from titan_rl.types import Completion, GenerateFn, SamplingParams, require_member
+from titan_rl.types import Completion, GenerateFn, SamplingParams, keep_float, require_member
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +56,35 @@ class TokenStep:
 
 @runtime_checkable
 class TokenEnv(Protocol):
-    """Environment in tokens. Users may implement it directly."""
+    """Environment in tokens, used by one rollout.
 
-    async def reset(self) -> TokenObservation: ...
+    The rollouter calls `reset` once, `step` after each completion until it returns a status, and then `close`. For an
+    environment in chat messages, implement a `MessageEnv` instead and wrap it in a `MessageTokenEnv`.
+
+    Example: an environment of one turn, which rewards the token 7:
+
+        class Lucky:
+            async def reset(self):
+                return TokenObservation([1, 2])
+
+            async def step(self, completion):
+                won = float(7 in completion.token_ids)
+                return TokenStep(status=RolloutStatus.COMPLETED, rewards={"won": won})
+
+            async def close(self): ...
+    """
+
+    async def reset(self) -> TokenObservation:
+        """Begin the episode and return the first prompt."""
+        ...
 
     async def step(self, completion: Completion) -> TokenStep:
-        """Respond to a completion, which is a copy without `routed_experts`: changing it changes no record. Its tokens
-        and logprobs are packed (`titan_rl.core.arrays`) and immutable; `list(...)` unpacks them."""
+        """Respond to a completion with the next prompt, or with the final status.
+
+        Args:
+            completion: a copy without `routed_experts`. Its tokens and logprobs are packed (`titan_rl.core.arrays`) and
+                immutable; `list(...)` unpacks them.
+        """
         ...
 
     async def close(self) -> None:
@@ -107,15 +133,19 @@ class MessageStep:
 
 @runtime_checkable
 class MessageEnv(Protocol):
-    """Environment in chat messages. `MessageTokenEnv(env, renderer)` makes it a `TokenEnv`."""
+    """Environment in chat messages, used by one rollout. `MessageTokenEnv(env, renderer)` makes it a `TokenEnv`."""
 
-    async def reset(self) -> MessageObservation: ...
-
-    async def step(self, message: Message) -> MessageStep:
-        """Respond to a message, which is a copy."""
+    async def reset(self) -> MessageObservation:
+        """Begin the episode and return the opening messages, with the tools if there are any."""
         ...
 
-    async def close(self) -> None: ...
+    async def step(self, message: Message) -> MessageStep:
+        """Respond to the assistant's message, a copy that may be changed."""
+        ...
+
+    async def close(self) -> None:
+        """Release resources. Called exactly once, also on errors and cancellation."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,16 +153,16 @@ class RolloutPolicy:
     """Access of one rollout to the policy, with any number of requests, also concurrently.
 
     Args:
-        generate: sends a request, within the rollout's remaining time. A completion that says ABORT was interrupted
-            for good. Any `request_id` will do: it comes back with the completion, while the request is sent under an ID
-            made here. So a repeated request is sampled again, and a rollout that is run again after a resume gets its
-            recorded answers.
+        generate: sends a request, within the rollout's remaining time. A completion with finish reason ABORT was
+            interrupted and is not continued. The `request_id` is only returned with the completion; the request is
+            sent under an ID derived from prompt and sampling. A repeated request is therefore sampled again, and a
+            rollout that is replayed after a resume gets its recorded answers.
         sampling: sampling parameters assumed in training. Its `seed` is the base for the seeds of the requests.
         max_context: most tokens of prompt and completion together.
         max_turns: most completions.
         time_s: time that the rollout may use itself.
         time_is_up: set when that time is used up.
-        waiting: makes a context whose time does not count as the rollout's own.
+        waiting: returns a context manager; time within it does not count as the rollout's own.
         env_rewards: names of the rewards that the rubric expects of a completed rollout's turns.
     """
 
@@ -154,8 +184,8 @@ class AgentEnv(Protocol):
     async def play(self, policy: RolloutPolicy, rollout: Rollout) -> None:
         """Fill in the rollout's `turns`, and its `messages`, `status`, `error`, `failure` and `metrics`.
 
-        Turns whose prompt begins with all tokens of the previous turn are one training sample; others begin a new one.
-        Once `policy.time_is_up` is set, it must return within `rollout.env_timeout_s` with the turns so far.
+        A turn whose prompt begins with all tokens of the previous turn extends that turn's training sample; any other
+        turn begins a new sample. Once `policy.time_is_up` is set, return within `rollout.env_timeout_s`.
         """
         ...
 
@@ -197,3 +227,189 @@ def _is_finite(value: Any) -> bool:
         return not isinstance(value, str | bytes) and math.isfinite(value)
     except (TypeError, ValueError, OverflowError):
         return False
+
+
+Reply = Message | str
+"""Reply of a `MessagePlayer`: an assistant's message, or its text."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPlayer:
+    """Player in tokens that is not trained, such as a frozen checkpoint.
+
+    Args:
+        temperature: None takes the policy's; all other sampling parameters are the policy's.
+        timeout_s: longest time of one answer.
+
+    Raises:
+        ValueError: names the field, the value and what is allowed.
+    """
+
+    generate: GenerateFn
+    temperature: float | None = None
+    timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.temperature is not None:
+            keep_float(self, "temperature", 0.0, sys.float_info.max, "None, or finite and at least 0")
+        keep_float(self, "timeout_s", math.ulp(0.0), math.inf, "positive")
+
+
+@dataclass(frozen=True, slots=True)
+class MessagePlayer:
+    """Player in messages that is not trained: a script, or an endpoint.
+
+    Args:
+        reply: receives the seat's conversation so far, with the opening and its own answers.
+        timeout_s: longest time of one answer. None takes that of environment calls, `rollout.env_timeout_s`.
+
+    Example: `MessagePlayer(lambda messages: "pass")`
+
+    Raises:
+        ValueError: `timeout_s` is not positive.
+    """
+
+    reply: Callable[[Sequence[Message]], Reply | Awaitable[Reply]]
+    timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.timeout_s is not None:
+            keep_float(self, "timeout_s", math.ulp(0.0), math.inf, "positive or None")
+
+
+Player = Literal["policy"] | TokenPlayer | MessagePlayer
+"""Player of a seat. "policy" is the policy in training: each seat that it plays becomes a rollout."""
+
+
+class SeatOutError(Exception):
+    """A seat cannot continue: its answer cannot be parsed or is late, or there is no room for another.
+
+    A game may catch it, and continue without the seat or reward the other seats. If it does not, the game is over and
+    the rollouts of the other seats are UNDECIDED.
+
+    Attributes:
+        status: final status of the seat's rollout.
+    """
+
+    def __init__(self, seat: str, status: RolloutStatus, why: str) -> None:
+        super().__init__(f"seat {seat!r} cannot continue ({status}): {why}")
+        self.seat = seat
+        self.status = status
+        self.why = why
+
+
+class TokenSeat(Protocol):
+    """Seat of a game in tokens. Different seats may be asked concurrently, each for one answer at a time."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def player(self) -> Player: ...
+
+    async def generate(self, prompt_token_ids: Sequence[int]) -> Completion:
+        """Request the next completion. One that has used up its token budget is the last.
+
+        Returns:
+            A copy for the game, without `routed_experts`.
+
+        Raises:
+            SeatOutError: the seat cannot continue.
+            TypeError: it is played by a `MessagePlayer`.
+        """
+        ...
+
+    async def reply(self, messages: Sequence[Message]) -> Message:
+        """Request the next reply of a `MessagePlayer`, as an assistant's message.
+
+        Raises:
+            TypeError: the seat has another kind of player.
+        """
+        ...
+
+    def leave(self, status: RolloutStatus, why: str) -> SeatOutError:
+        """Take the seat out of the game. Returns the error to raise."""
+        ...
+
+    def record(self, messages: Sequence[Message]) -> None:
+        """Add to the seat's transcript."""
+        ...
+
+    def reward(self, name: str, value: float) -> None:
+        """Give the seat a reward, for `env_reward(name)`. Rewards of one name add up. Rewards of seats that the policy
+        does not play are ignored."""
+        ...
+
+
+@runtime_checkable
+class SeatedEnv(Protocol):
+    """Environment with several seats, in tokens. `MessageGame(env, renderer, players)` makes one of a
+    `SeatedMessageEnv`.
+    """
+
+    def players(self, sibling: int) -> Mapping[str, Player]:
+        """Player of each seat, for the sibling with this number. The policy should play the same seats in most
+        siblings, since advantages compare rollouts of one seat."""
+        ...
+
+    async def play_seats(self, seats: Mapping[str, TokenSeat]) -> None:
+        """Ask the seats, in any order, and give them their rewards. The game is over when this returns.
+
+        An exception is an error of the environment and ends the rollouts of all seats. An error of generation or of
+        another player ends them too; the environment need not handle it, because its call is cancelled where it waits.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Release resources. Called exactly once, also on errors and cancellation."""
+        ...
+
+
+class MessageSeat(Protocol):
+    """Seat of a game in chat messages, with its own conversation."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def player(self) -> Player: ...
+
+    async def ask(self, messages: Sequence[Message]) -> Message:
+        """Append messages to the seat's conversation and return its answer.
+
+        Raises:
+            SeatOutError: its answer cannot be parsed or was cut off, or there is no room for one.
+        """
+        ...
+
+    def tell(self, messages: Sequence[Message]) -> None:
+        """Add messages that the seat sees before its next question, or at the end of its transcript."""
+        ...
+
+    def reward(self, name: str, value: float) -> None:
+        """Give the seat a reward; see `TokenSeat.reward`."""
+        ...
+
+
+@runtime_checkable
+class SeatedMessageEnv(Protocol):
+    """Environment with several seats, in chat messages.
+
+    Example: a game of one question, in which both seats answer at once:
+
+        class Match:
+            async def play_seats(self, seats):
+                question = [{"role": "user", "content": "Heads or tails?"}]
+                first, second = await asyncio.gather(*(seat.ask(question) for seat in seats.values()))
+                same = first["content"] == second["content"]
+                seats["matcher"].reward("won", float(same))
+                seats["other"].reward("won", float(not same))
+
+            async def close(self): ...
+    """
+
+    async def play_seats(self, seats: Mapping[str, MessageSeat]) -> None:
+        """Ask the seats and give them their rewards; see `SeatedEnv.play_seats`."""
+        ...
+
+    async def close(self) -> None: ...

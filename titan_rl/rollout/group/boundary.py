@@ -18,9 +18,8 @@ from titan_rl.core.calls.stopwatch import Stopwatch
 from titan_rl.core.calls.user_code import Failure, describe, stood_at, task_place, where
 from titan_rl.core.errors import PromptTooLongError, StrayCancellationError
 from titan_rl.core.tracing.spans import span
-from titan_rl.rollout.environment.seats import SeatedEnv, TokenSeat
 from titan_rl.rollout.environment.threaded import EnvMethods
-from titan_rl.rollout.environment.types import AgentEnv, RolloutPolicy, TokenEnv
+from titan_rl.rollout.environment.types import AgentEnv, RolloutPolicy, SeatedEnv, TokenEnv, TokenSeat
 from titan_rl.rollout.types import Rollout, RolloutStatus
 
 
@@ -154,8 +153,9 @@ class EnvCalls:
         self._task: asyncio.Task[None] | None = None
         self._left_behind = False
         self._seconds = 0.0  # of calls, but for `close`
-        may_ask = hasattr(env, "play") or hasattr(env, "play_seats")  # looking for a protocol takes many times as long
-        self.asks = may_ask and isinstance(env, AgentEnv | SeatedEnv)  # the policy, within its calls
+        # Checking a protocol takes many times as long as looking for one method.
+        self.has_seats = hasattr(env, "play_seats") and isinstance(env, SeatedEnv)
+        self.is_agent = hasattr(env, "play") and isinstance(env, AgentEnv)
 
     def own_seconds(self, asked_s: float) -> float:
         """Seconds spent in calls so far, without `close` and without the requests made in them.
@@ -163,7 +163,8 @@ class EnvCalls:
         Args:
             asked_s: seconds of the rollout's requests.
         """
-        return max(0.0, self._seconds - asked_s) if self.asks else self._seconds
+        asks_policy = self.has_seats or self.is_agent  # within its calls
+        return max(0.0, self._seconds - asked_s) if asks_policy else self._seconds
 
     async def reset(self) -> Any:
         return await self._run("env reset", "reset")

@@ -1,4 +1,4 @@
-"""Games with several seats: their time, their seats and the players of these."""
+"""Play of a `SeatedEnv`: the game with its time limits, and its seats with their players."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import math
 import re
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import Coroutine, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final, NoReturn, TypeVar, cast
@@ -15,23 +15,19 @@ from titan_rl.core.calls.bounded import OutOfTimeError, bounded
 from titan_rl.core.calls.plain import snapshot
 from titan_rl.core.calls.user_code import Failure, summary
 from titan_rl.rollout.copies import completion_of, completion_to_give, messages_of, token_ids_of
-from titan_rl.rollout.environment.seats import MessagePlayer, Player, SeatOutError, TokenPlayer, TokenSeat
+from titan_rl.rollout.environment.types import MessagePlayer, Player, SeatOutError, TokenPlayer, TokenSeat
 from titan_rl.rollout.group.boundary import EndsWith, EnvCalls, OwnTime, RolloutEnded, TimeIsUp
-from titan_rl.rollout.group.turns import RETURN_S, TurnTaker, of_seat, turn_seed
+from titan_rl.rollout.group.turns import LAST_CALL_S, RETURN_S, TurnTaker, of_seat, turn_seed, used_up
 from titan_rl.rollout.types import Message, Rollout, RolloutStatus
 from titan_rl.types import Completion, FinishReason
 
-LAST_CALL_S = 1.0
-"""Least time for an environment to see an answer that was finished in time."""
-_LOOK_S = 0.05  # least time between two checks of a paused watch
-
 
 class Game:
-    """Time and end of one game, for all its seats.
+    """Time limits and end of one game, shared by its seats.
 
     A fault of one seat, or an aborted completion, ends the whole game. When the time is used up, requests in flight
-    return with the tokens they have. The environment need not handle this: its call waits where it asked a seat, and
-    is cancelled there.
+    return with the tokens they have. The environment need not handle this: its call is cancelled where it waits for a
+    seat.
 
     Args:
         own_time: shared by the seats that the policy plays.
@@ -71,7 +67,7 @@ class Game:
                     except* SeatOutError as outs:
                         out = _first(outs)
         except TimeoutError:
-            assert self._stopped_by is not None, "the scope ends by `stop` alone"
+            assert self._stopped_by is not None, "only `stop` ends the scope"
         except RolloutEnded as error:
             self._stopped_by = self._stopped_by or error
         finally:
@@ -92,7 +88,7 @@ class Game:
         """Context of a request to a seat, which has its own time limits."""
         task = asyncio.current_task()
         if not self._is_going or task is None:
-            raise RuntimeError("a seat is asked, and the game is over")
+            raise RuntimeError("a seat was asked after the end of the game")
         self._asked.add(task)
         self._expect_a_request()
         try:
@@ -107,7 +103,7 @@ class Game:
         """End the game. Does not return: the environment's call is cancelled meanwhile."""
         self._note(end)
         await self._never
-        raise AssertionError("it is only ever cancelled")
+        raise AssertionError("it can only be cancelled")
 
     def _note(self, end: RolloutEnded) -> None:
         if self._stopped_by is None or isinstance(self._stopped_by, TimeIsUp):
@@ -135,8 +131,7 @@ class Game:
         self._note(RolloutEnded(RolloutStatus.ERROR_TIMEOUT, error))
 
     async def _look(self) -> None:
-        while not self.watch.is_over:  # noqa: ASYNC110  it pauses and continues as requests wait
-            await asyncio.sleep(max(self.watch.left_s, _LOOK_S))
+        await used_up(self.watch)
         await asyncio.sleep(RETURN_S if self._asked else LAST_CALL_S)
         self._stopped_by = self._stopped_by or self.own_time.is_up()
         self._end()
@@ -159,7 +154,7 @@ def rollouts_of_seats(game: Rollout, given: Any) -> list[Rollout]:
         TypeError, ValueError: the result of `players` does not name a player for each seat, or the policy plays none.
     """
     if not isinstance(given, Mapping):
-        raise TypeError(f"players gave {type(given).__name__}; it must map the names of seats to who plays them")
+        raise TypeError(f"players gave {type(given).__name__}; it must map the names of seats to their players")
     players = cast("Mapping[Any, Any]", given)
     for name, player in players.items():
         if not (isinstance(name, str) and SEAT_NAME.fullmatch(name)):
@@ -246,7 +241,7 @@ class _Seat:
         if self.out is not None:
             raise self.out
         if self._is_asked:
-            raise RuntimeError(f"seat {self.name!r} is asked while it is asked; await its answer first")
+            raise RuntimeError(f"seat {self.name!r} was asked again before it answered; await its answer first")
         self._is_asked = True
         try:
             with self._game.asking():
@@ -317,25 +312,10 @@ class _OtherSeat(_Seat):
         if not isinstance(player, TokenPlayer):
             raise TypeError(f"seat {self.name!r} is asked in tokens, and no TokenPlayer plays it")
         prompt = token_ids_of(prompt_token_ids, "the prompt")
-        room, base = self._max_context - len(prompt), self._sampling.seed
-
-        async def answer() -> Completion:
-            sampling = replace(
-                self._sampling.within(room),
-                temperature=self._sampling.temperature if player.temperature is None else player.temperature,
-                seed=None if base is None else turn_seed(base, self._session_id, self._num_turns),
-                return_routed_experts=False,
-            )
-            request_id = f"{self._session_id}/{self._num_turns}"
-            asked = player.generate(prompt, request_id=request_id, session_id=self._session_id, sampling=sampling)
-            completion = completion_of(await asked, sampling.max_tokens)
-            if completion.finish_reason is FinishReason.ABORT:
-                raise RuntimeError("its completion was aborted")
-            return completion
-
-        if room < 1:
+        if len(prompt) >= self._max_context:
             raise self.leave(RolloutStatus.TRUNCATED_PROMPT, f"its prompt has {len(prompt)} tokens")
-        completion = await self._answer(answer, player.timeout_s)
+        with self._asked():
+            completion = await self._within(player.timeout_s, self._completion(player, prompt))
         if completion.finish_reason is FinishReason.LENGTH:
             self.leave(RolloutStatus.TRUNCATED_LENGTH, "an answer used up the token budget")
         return completion
@@ -344,30 +324,42 @@ class _OtherSeat(_Seat):
         player = self.player
         if not isinstance(player, MessagePlayer):
             return await super().reply(messages)
-
-        async def answer() -> Message:
-            said: Any = player.reply(messages)
-            said = await said if inspect.isawaitable(said) else said
-            if isinstance(said, str):
-                return {"role": "assistant", "content": said}
-            if not isinstance(said, Mapping):
-                raise TypeError(f"it said {said!r}; a reply is text or a message")
-            return snapshot(said)
-
-        return await self._answer(answer, self._game.env_timeout_s if player.timeout_s is None else player.timeout_s)
-
-    async def _answer(self, work: Callable[[], Awaitable[T]], timeout_s: float) -> T:
+        timeout_s = self._game.env_timeout_s if player.timeout_s is None else player.timeout_s
         with self._asked():
-            try:
-                with self._game.watch.pause():
-                    answer = await bounded(work(), timeout_s, f"the player of seat {self.name!r}")
-            except Exception as error:
-                end = self._fault(error)
-            else:
-                self._num_turns += 1
-                return answer
-        return await self._game.stop(end)
+            return await self._within(timeout_s, self._message(player, messages))
 
-    def _fault(self, error: Exception) -> RolloutEnded:
-        status = RolloutStatus.ERROR_TIMEOUT if isinstance(error, OutOfTimeError) else RolloutStatus.ERROR_ENV
-        return RolloutEnded(status, Failure.of(error, f"the player of seat {self.name!r}: {summary(error)}"))
+    async def _completion(self, player: TokenPlayer, prompt: list[int]) -> Completion:
+        base, request_id = self._sampling.seed, f"{self._session_id}/{self._num_turns}"
+        sampling = replace(
+            self._sampling.within(self._max_context - len(prompt)),
+            temperature=self._sampling.temperature if player.temperature is None else player.temperature,
+            seed=None if base is None else turn_seed(base, self._session_id, self._num_turns),
+            return_routed_experts=False,
+        )
+        given = await player.generate(prompt, request_id=request_id, session_id=self._session_id, sampling=sampling)
+        completion = completion_of(given, sampling.max_tokens)
+        if completion.finish_reason is FinishReason.ABORT:
+            raise RuntimeError("its completion was aborted")
+        return completion
+
+    async def _message(self, player: MessagePlayer, messages: Sequence[Message]) -> Message:
+        said: Any = player.reply(messages)
+        said = await said if inspect.isawaitable(said) else said
+        if isinstance(said, str):
+            return {"role": "assistant", "content": said}
+        if not isinstance(said, Mapping):
+            raise TypeError(f"it said {said!r}; a reply is text or a message")
+        return snapshot(said)
+
+    async def _within(self, timeout_s: float, answering: Coroutine[Any, Any, T]) -> T:
+        """The player's answer. An error or a late answer ends the game."""
+        try:
+            with self._game.watch.pause():
+                answer = await bounded(answering, timeout_s, f"the player of seat {self.name!r}")
+        except Exception as error:
+            status = RolloutStatus.ERROR_TIMEOUT if isinstance(error, OutOfTimeError) else RolloutStatus.ERROR_ENV
+            failure = Failure.of(error, f"the player of seat {self.name!r}: {summary(error)}")
+        else:
+            self._num_turns += 1
+            return answer
+        return await self._game.stop(RolloutEnded(status, failure))

@@ -1,33 +1,25 @@
-"""Rollouter: runs the sibling rollouts of one sample, scores them, and compares them with each other."""
+"""Groups of rollouts: siblings of one sample run at once, are scored, and are compared with each other."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
-from titan_rl.core.calls.stopwatch import Stopwatch
 from titan_rl.core.calls.user_code import Failure
-from titan_rl.core.errors import StrayCancellationError
-from titan_rl.core.tracing.spans import span
-from titan_rl.rollout.copies import completion_to_give, messages_of, token_advantages_of, token_ids_of
-from titan_rl.rollout.environment.messages import MAX_CONTEXT
-from titan_rl.rollout.environment.seats import Player, SeatedEnv
-from titan_rl.rollout.environment.threaded import ThreadedEnv, expected
-from titan_rl.rollout.environment.types import AgentEnv, TokenEnv, TokenObservation, TokenStep
-from titan_rl.rollout.group.boundary import EndsWith, EnvCalls, OwnTime, RolloutEnded
-from titan_rl.rollout.group.game import LAST_CALL_S, play_game, rollouts_of_seats
-from titan_rl.rollout.group.playing import play
+from titan_rl.core.errors import RewardError, StrayCancellationError
+from titan_rl.rollout.environment.types import AgentEnv, SeatedEnv, TokenEnv
+from titan_rl.rollout.group.rollout import RolloutRunner
 from titan_rl.rollout.group.sessions import Callbacks
-from titan_rl.rollout.group.turns import TurnTaker, new_rollout
+from titan_rl.rollout.group.turns import new_rollout
 from titan_rl.rollout.rewards.advantages import AdvantageFn, compare, standardized
-from titan_rl.rollout.rewards.judging import Judging, JudgingPause
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
-from titan_rl.types import FinishReason, GenerateFn, SamplingParams
+from titan_rl.types import GenerateFn, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -121,16 +113,16 @@ class Rollouter:
         self.limits = limits or RolloutConfig()
         self.seed = seed
         self.finish_session = finish_session
-        self._callbacks = Callbacks()
-        self._judging_pause = JudgingPause(self.limits.judge_grace_s, self.limits.generate_timeout_s)
+        self.callbacks = Callbacks()
+        self.judging_pause = JudgingPause(self.limits.judge_grace_s, self.limits.generate_timeout_s)
 
     def pause_judging(self) -> None:
-        """Suspend judging while generation is paused: rewards in progress have `limits.judge_grace_s`, and are computed
-        again after the pause if they need longer."""
-        self._judging_pause.begin()
+        """Suspend judging while generation is paused. Rewards in progress have `limits.judge_grace_s`; those that need
+        longer are cancelled, and computed again after the pause."""
+        self.judging_pause.begin()
 
     def resume_judging(self) -> None:
-        self._judging_pause.end()
+        self.judging_pause.end()
 
     async def run_group(
         self,
@@ -160,168 +152,47 @@ class Rollouter:
         """
         if not isinstance(group_size, int) or group_size < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"group_size is {group_size!r}; it must be an integer, at least 1")
-
-        def ended(rollout: Rollout) -> None:
-            if on_finished is not None:
-                self._callbacks.call("on_finished", on_finished, rollout)
-            judging.ended(rollout)
-
-        siblings = _Siblings(self, generate, group_id, group_size, sample, sampling)
+        runner = RolloutRunner(
+            self.make_env,
+            generate,
+            replace(sampling, seed=self.seed if sampling.seed is None else sampling.seed),
+            self.limits,
+            self.max_context,
+            self.rubric.env_rewards,
+        )
+        running = _RunningGroup(self, runner, [new_rollout(group_id, number, sample) for number in range(group_size)])
         async with asyncio.TaskGroup() as tasks:
-            judging = Judging(self.rubric, tasks, self._judging_pause, siblings.stop)
-            siblings.start(tasks, ended)
-        group = RolloutGroup(group_id, sample, siblings.rollouts())
-        await judging.finish(group)
+            running.start(tasks, on_finished)
+        group = RolloutGroup(group_id, sample, running.rollouts())
+        await running.score(group)
         compare(group, self.advantage)
         return group
 
-    async def run_rollout(self, generate: GenerateFn, sampling: SamplingParams, rollouts: list[Rollout]) -> None:
-        """Run one rollout in place. In an environment with several seats it becomes one for each seat of the policy."""
-        with span("rollout", "environment", lane="rollout", fine=True, rollout=rollouts[0].rollout_id):
-            await self._run_timed(generate, sampling, rollouts)
 
-    async def _run_timed(self, generate: GenerateFn, sampling: SamplingParams, rollouts: list[Rollout]) -> None:
-        MAX_CONTEXT.set(self.max_context)
-        loop = asyncio.get_running_loop()
-        start = loop.time()
-        watch = Stopwatch(self.limits.rollout_timeout_s)
-        seeded = replace(sampling, seed=self.seed if sampling.seed is None else sampling.seed)
-        (rollout,) = rollouts
-        turns = TurnTaker(rollout, generate, seeded, OwnTime(watch, rollouts), self.limits, self.max_context)
-        env: EnvCalls | None = None
-        players: Mapping[str, Player] = {}
-        try:
-            async with EndsWith(RolloutStatus.ERROR_ENV):
-                made = self._make_env(rollout.sample)
-                env = EnvCalls(made)
-                if env.asks and isinstance(made, SeatedEnv):
-                    players = made.players(rollout.sibling)
-                    rollouts[:] = rollouts_of_seats(rollout, players)
-            if env.asks and isinstance(made, SeatedEnv):
-                await play_game(env, rollout.rollout_id, players, rollouts, turns)
-            elif env.asks and isinstance(made, AgentEnv):
-                await play(env, turns, env_rewards=self.rubric.env_rewards)
-            else:
-                rollout.status = await self._take_turns(env, turns)
-        except RolloutEnded as end:
-            for rollout in rollouts:
-                rollout.status, rollout.error, rollout.failure = end.status, end.error, end.failure
-        finally:
-            failure: Failure | None = None
-            try:
-                failure = None if env is None else await env.close(self.limits.env_timeout_s)
-            finally:
-                for rollout in rollouts:
-                    self._give_back(rollout, failure)
-                    rollout.metrics |= {"seconds": loop.time() - start, "own_seconds": watch.used_s}
-                    rollout.metrics["env_seconds"] = 0.0 if env is None else env.own_seconds(watch.asked_s)
+class _RunningGroup:
+    """Siblings of one group while they run: each is run again after a fault, and judged when it ends.
 
-    def _give_back(self, rollout: Rollout, close_failure: Failure | None) -> None:
-        if close_failure is not None:
-            rollout.metrics["close_failed"] = 1.0
-            rollout.error = rollout.error or f"close: {close_failure.error}"
-        if self.finish_session is not None:
-            self._callbacks.call("finish_session", self.finish_session, rollout.rollout_id)
-
-    def _make_env(self, sample: Any) -> TokenEnv | AgentEnv | SeatedEnv:
-        def made() -> TokenEnv | AgentEnv | SeatedEnv:
-            env = self.make_env(sample)
-            kind = type(env).__name__
-            is_token_env = all(callable(getattr(env, name, None)) for name in ("reset", "step", "close"))
-            if is_token_env and not self.limits.env_in_thread:  # a check of the protocol takes several times as long
-                return env
-            if isinstance(env, AgentEnv | SeatedEnv):
-                if self.limits.env_in_thread:
-                    raise TypeError(f"{kind} needs the event loop; set rollout.env_in_thread = false")
-            elif not is_token_env:
-                raise TypeError(f"make_env gave {kind}; it must give an environment, with reset, step and close")
-            return env
-
-        return cast("TokenEnv", ThreadedEnv(made)) if self.limits.env_in_thread else made()
-
-    async def _take_turns(self, env: EnvCalls, turns: TurnTaker) -> RolloutStatus:
-        rollout = turns.rollout
-        async with self._env_call(turns.own_time):
-            observation = expected(await env.reset(), TokenObservation, env.env, "reset")
-            rollout.messages.extend(messages_of(observation.messages))
-            prompt = self._prompt_of(observation.prompt_token_ids, "the prompt")
-
-        for _ in range(self.limits.max_turns):
-            is_cut = await turns.take(prompt)
-            completion = rollout.turns[-1].completion
-            async with self._env_call(turns.own_time):
-                step = expected(await env.step(completion_to_give(completion)), TokenStep, env.env, "step")
-                rollout.turns[-1] = replace(
-                    rollout.turns[-1],
-                    rewards={name: float(reward) for name, reward in step.rewards.items()},
-                    token_advantages=token_advantages_of(step.token_advantages, completion),
-                )
-                rollout.messages.extend(messages_of(step.messages))
-                prompt = self._prompt_of(step.prompt_token_ids or (), "the next prompt")
-            if is_cut:
-                raise turns.own_time.is_up()
-            if completion.finish_reason is FinishReason.LENGTH and step.status in (None, RolloutStatus.COMPLETED):
-                return RolloutStatus.TRUNCATED_LENGTH
-            if step.status is not None:
-                rollout.error = step.error
-                return step.status
-        return RolloutStatus.TRUNCATED_TURNS
-
-    def _prompt_of(self, given: Sequence[int], what: str) -> list[int]:
-        """Copy of a prompt. One longer than the context will be refused by its length alone, so its tokens are not
-        read."""
-        too_long = isinstance(given, Sized) and len(given) > self.max_context  # pyright: ignore[reportUnnecessaryIsInstance]
-        return [0] * len(given) if too_long else token_ids_of(given, what)
-
-    def _env_call(self, own_time: OwnTime) -> EndsWith:
-        """Context of a call of the environment, within its limit and the rollout's remaining time. An environment may
-        respond to a finished answer even if hardly any time is left."""
-        own_s, limit_s = max(own_time.watch.left_s, LAST_CALL_S), self.limits.env_timeout_s
-        return EndsWith(
-            RolloutStatus.ERROR_ENV,
-            asyncio.get_running_loop().time() + min(own_s, limit_s),
-            watch=own_time.watch,
-            own_time=own_time if own_s < limit_s else None,
-        )
-
-
-class _Siblings:
-    """Rollouts of one group: run concurrently, run again after a fault, and stopped together.
-
-    A sibling is a list, because its rollout becomes one for each seat of the policy if the environment has several.
+    The group has no rewards if a sibling was aborted or a reward fails for good. A failed reward also stops the running
+    siblings.
     """
 
-    def __init__(
-        self,
-        rollouter: Rollouter,
-        generate: GenerateFn,
-        group_id: str,
-        group_size: int,
-        sample: Any,
-        sampling: SamplingParams,
-    ) -> None:
+    def __init__(self, rollouter: Rollouter, runner: RolloutRunner, rollouts: Sequence[Rollout]) -> None:
         self._rollouter = rollouter
-        self._generate = generate
-        self._sampling = sampling
+        self._rubric = rollouter.rubric
+        self._runner = runner
         self._retries_left = rollouter.limits.max_retries  # of all siblings together
-        self._siblings = [[new_rollout(group_id, sibling, sample)] for sibling in range(group_size)]
+        self._siblings = [[rollout] for rollout in rollouts]  # a sibling has one rollout for each seat of the policy
         self._tasks: list[asyncio.Task[None]] = []
-        self._why_stopped: str | None = None
+        self._judges: list[asyncio.Task[None]] = []
+        self._values: dict[str, dict[str, float]] = {}  # judged before the group ends, by rollout id
+        self._failed: RewardError | None = None
+        self._is_aborted = False
 
-    def start(self, tasks: asyncio.TaskGroup, ended: Callable[[Rollout], None]) -> None:
-        """Start all siblings.
-
-        Args:
-            ended: called with each rollout when its sibling has ended for good, or was stopped. It is not stored: a
-                cycle of references would keep the group's tokens until the garbage collector finds it.
-        """
-        self._tasks = [tasks.create_task(self._run_sibling(sibling, ended)) for sibling in range(len(self._siblings))]
-
-    def stop(self, why: str) -> None:
-        """End the running siblings as ABORTED, with the turns they have."""
-        self._why_stopped = why
-        for task in self._tasks:
-            task.cancel()
+    def start(self, tasks: asyncio.TaskGroup, on_finished: Callable[[Rollout], None] | None) -> None:
+        """Start all siblings in `tasks`, with which the judges end, too. Neither argument is stored: a cycle of
+        references would keep the group's tokens until the garbage collector finds it."""
+        numbers = range(len(self._siblings))
+        self._tasks = [tasks.create_task(self._run_sibling(number, tasks, on_finished)) for number in numbers]
 
     def rollouts(self) -> list[Rollout]:
         """All rollouts, siblings in order. Call after the task group has ended.
@@ -335,25 +206,164 @@ class _Siblings:
                 raise StrayCancellationError(f"{what} was cancelled, though nobody had asked for that")
         return [rollout for rollouts in self._siblings for rollout in rollouts]
 
-    async def _run_sibling(self, sibling: int, ended: Callable[[Rollout], None]) -> None:
+    async def score(self, group: RolloutGroup) -> None:
+        """Score the group. Call after the task group has ended.
+
+        Raises:
+            RewardError: a reward function failed, now or before, and its policy is to end the run. If the policy is to
+                drop the group, `group.failure` is set instead.
+        """
+        if self._failed is None and not group.is_aborted:
+            try:
+                # In a separate task: a judge that cancels the current task must not cancel the group.
+                await asyncio.ensure_future(self._score(group))
+            except RewardError as error:
+                self._failed = error
+        if self._failed is None:
+            return
+        if self._failed.ends_run:
+            raise self._failed
+        failure = Failure.of(self._failed, f"RewardError: {self._failed.text}")
+        group.failure = replace(failure, where=self._failed.where)
+        for rollout in group.rollouts:
+            if rollout.error is None:
+                rollout.error, rollout.failure = group.failure.error, group.failure
+        logger.warning("group %s is dropped: %s", group.group_id, self._failed)
+
+    async def _run_sibling(
+        self, number: int, tasks: asyncio.TaskGroup, on_finished: Callable[[Rollout], None] | None
+    ) -> None:
         attempt = 0
         while True:
-            rollouts = self._siblings[sibling]
+            rollouts = self._siblings[number]
             first = rollouts[0]
             try:
-                await self._rollouter.run_rollout(self._generate, self._sampling, rollouts)
+                await self._runner.run(rollouts)
             except asyncio.CancelledError:
-                if self._why_stopped is None:
+                if self._failed is None:
                     raise
                 for rollout in rollouts:
-                    rollout.status, rollout.error = RolloutStatus.ABORTED, self._why_stopped
+                    rollout.status = RolloutStatus.ABORTED
+                    rollout.error = f"stopped because a sibling could not be judged: {self._failed}"
+            finally:
+                self._finish_sessions(rollouts)
             failed = next((rollout for rollout in rollouts if rollout.status.is_fault), None)
             if failed is None or self._retries_left == 0:
                 break
             self._retries_left -= 1
             attempt += 1
             logger.warning("%s is run again after %s: %s", failed.rollout_id, failed.status, failed.error)
-            self._siblings[sibling] = [new_rollout(first.group_id, sibling, first.sample, attempt)]
+            self._siblings[number] = [new_rollout(first.group_id, number, first.sample, attempt)]
         for rollout in rollouts:
             rollout.metrics["retries"] = float(attempt)
-            ended(rollout)
+            if on_finished is not None:
+                with self._rollouter.callbacks.guarded("on_finished"):
+                    on_finished(rollout)
+            if rollout.status is RolloutStatus.ABORTED:
+                self._is_aborted = True
+                self._stop_judging()
+            elif not self._is_aborted and self._failed is None:
+                self._judges.append(tasks.create_task(self._judge(rollout), name=f"judge-{rollout.rollout_id}"))
+
+    def _finish_sessions(self, rollouts: Sequence[Rollout]) -> None:
+        if (finish_session := self._rollouter.finish_session) is not None:
+            for rollout in rollouts:
+                with self._rollouter.callbacks.guarded("finish_session"):
+                    finish_session(rollout.rollout_id)
+
+    async def _judge(self, rollout: Rollout) -> None:
+        try:
+            with _timed([rollout]):
+                while rollout.rollout_id not in self._values:
+                    async with self._rollouter.judging_pause.interruptible():
+                        self._values[rollout.rollout_id] = await self._rubric.begin(rollout)
+        except RewardError as error:
+            if self._failed is None:
+                self._failed = error
+                self._stop_judging()
+                for task in self._tasks:
+                    task.cancel()
+
+    async def _score(self, group: RolloutGroup) -> None:
+        is_scored = False
+        with _timed(group.rollouts):
+            while not is_scored:
+                async with self._rollouter.judging_pause.interruptible():
+                    await self._rubric.score(group, self._values)
+                    is_scored = True
+
+    def _stop_judging(self) -> None:
+        for judge in self._judges:
+            judge.cancel()
+
+
+@contextmanager
+def _timed(rollouts: Sequence[Rollout]) -> Generator[None]:
+    """Divide the time of the block, pauses included, among the rollouts' `reward_seconds`."""
+    clock = asyncio.get_running_loop().time
+    began = clock()
+    yield
+    for rollout in rollouts:
+        before = rollout.metrics.get("reward_seconds", 0.0)
+        rollout.metrics["reward_seconds"] = before + (clock() - began) / len(rollouts)
+
+
+class JudgingPause:
+    """Pause of judging. Judges in progress may finish within a grace period; then they are cancelled, and restart
+    after the pause. Judges that start during the pause wait for its end.
+
+    Args:
+        grace_s: length of the grace period.
+        limit_s: longest time that a judge waits for the end; then it continues regardless.
+    """
+
+    def __init__(self, grace_s: float, limit_s: float) -> None:
+        self._grace_s = grace_s
+        self._limit_s = limit_s
+        self._over = asyncio.Event()
+        self._over.set()
+        self._grace: asyncio.TimerHandle | None = None
+        self._at_work: set[asyncio.Timeout] = set()
+
+    def begin(self) -> None:
+        """Begin the grace period; no effect if a pause has begun already."""
+        if self._over.is_set():
+            self._over.clear()
+            self._grace = asyncio.get_running_loop().call_later(self._grace_s, self._cancel_all)
+
+    def end(self) -> None:
+        if self._grace is not None:
+            self._grace.cancel()
+        self._over.set()
+
+    @asynccontextmanager
+    async def interruptible(self) -> AsyncGenerator[None]:
+        """Context of judging. The block begins after a pause; one that outlasts a grace period is cancelled, and the
+        context ends without an exception, for the caller to begin another."""
+        if not self._over.is_set():
+            await self._wait()
+        scope = asyncio.timeout(None)
+        try:
+            async with scope:
+                self._at_work.add(scope)
+                try:
+                    yield
+                finally:
+                    self._at_work.discard(scope)
+        except TimeoutError:
+            if not scope.expired():
+                raise
+
+    def _cancel_all(self) -> None:
+        for scope in self._at_work:
+            scope.reschedule(asyncio.get_running_loop().time())
+        if self._at_work:
+            count = len(self._at_work)
+            logger.warning("cancelled %d rewards %g s into a pause; they restart after it", count, self._grace_s)
+
+    async def _wait(self) -> None:
+        try:
+            async with asyncio.timeout(self._limit_s):
+                await self._over.wait()
+        except TimeoutError:
+            logger.warning("the pause has lasted %g s; judging continues regardless", self._limit_s)

@@ -1,49 +1,55 @@
-"""Sessions of a group, each finished once, and guarded calls of user callbacks."""
+"""Guarded calls of users' callbacks, and the sessions of a group, each of which is finished once."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from types import TracebackType
 
 from titan_rl.core.calls.cancellation import is_ctrl_c
 from titan_rl.core.calls.user_code import describe
-from titan_rl.types import Completion, GenerateFn, SamplingParams
 
 logger = logging.getLogger(__name__)
 
 
 class Callbacks:
-    """Calls them. What one raises is logged, the first time for each name, and stops nothing.
+    """Guard of users' callbacks: exceptions are logged, once for each name, and go no further.
 
     Example:
 
         callbacks = Callbacks()
-        callbacks.call("finish_session", router.finish_session, "g17/3")
+        with callbacks.guarded("finish_session"):
+            router.finish_session("g17/3")
     """
 
     def __init__(self) -> None:
         self._failed: set[str] = set()
 
-    def call(self, name: str, function: Callable[..., object], *args: object) -> None:
+    @contextmanager
+    def guarded(self, name: str) -> Generator[None]:
+        """Context of one call, in which nothing may be awaited."""
         try:
-            function(*args)
-        except BaseException as error:  # not awaited, so that a CancelledError is nobody's who waits here
+            yield
+        except BaseException as error:  # without an await, a CancelledError cannot be that of the caller
             if is_ctrl_c(error):
                 raise
             if name not in self._failed:
                 self._failed.add(name)
-                logger.error("%s failed: %s; said once, the run goes on", name, describe(error), exc_info=error)
+                logger.error(
+                    "%s failed: %s; it is reported once, and the run continues", name, describe(error), exc_info=error
+                )
 
 
 class Sessions:
-    """Finishes those that are left when its block ends: of rollouts that were run again, were cancelled, or were
-    lost with the process that ran them.
+    """Open sessions of a group. Those still open at the end of the block are finished: sessions of rollouts that were
+    run again, were cancelled, or were lost with their process.
 
     Example:
 
         with Sessions(router.finish_session) as sessions:
-            await rollouter.run_group(sessions.track(router.generate), sample, ...)
+            sessions.open("g17/3")
+            sessions.finish("g17/3")
     """
 
     def __init__(self, finish_session: Callable[[str], object]) -> None:
@@ -56,26 +62,12 @@ class Sessions:
         if session_id is not None:
             self._open.add(session_id)
 
-    def track(self, generate: GenerateFn) -> GenerateFn:
-        """`generate`, whose calls open their session."""
-
-        async def tracked(
-            prompt_token_ids: Sequence[int],
-            *,
-            request_id: str,
-            session_id: str | None = None,
-            sampling: SamplingParams,
-        ) -> Completion:
-            self.open(session_id)
-            return await generate(prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling)
-
-        return tracked
-
     def finish(self, session_id: str) -> None:
-        """No further request of this session comes. One that is not open is left alone."""
+        """Finish a session, which gets no further request. Does nothing if it is not open."""
         if session_id in self._open:
             self._open.discard(session_id)
-            self._callbacks.call("finish_session", self._finish_session, session_id)
+            with self._callbacks.guarded("finish_session"):
+                self._finish_session(session_id)
 
     def __enter__(self) -> Sessions:
         return self

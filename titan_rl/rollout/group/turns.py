@@ -68,9 +68,21 @@ class RequestIds:
         return f"{self._rollout_id}/{name}/{self._num_asked[name] - 1}"
 
 
+LAST_CALL_S = 1.0
+"""Least time for an environment to see an answer that was finished in time."""
+
 RETURN_S = 60.0
 """Time for a request to return with its tokens after it is told to end, before it is cancelled. A router with default
 limits needs less, even if an engine does not answer."""
+
+
+_LOOK_S = 0.05  # least time between two checks of a paused watch
+
+
+async def used_up(watch: Stopwatch) -> None:
+    """Wait until the time of a stopwatch is used up."""
+    while not watch.is_over:  # noqa: ASYNC110  it pauses and continues as requests wait
+        await asyncio.sleep(max(watch.left_s, _LOOK_S))
 
 
 async def generate_within(

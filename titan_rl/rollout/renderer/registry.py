@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -45,19 +46,6 @@ def suitable_renderer(tokenizer: Any) -> Renderer:
             return renderer
     of_text = {name for model, name in models.items() if model not in base.MULTIMODAL_MODELS}
     return next(_alike(sorted(of_text), tokenizer), None) or ChatTemplateRenderer(tokenizer)
-
-
-def keeping_reasoning(make: Callable[[Any], Renderer]) -> Callable[[Any], Renderer]:
-    """Configure a class of the `renderers` package to keep earlier reasoning, as `auto` does. By default these render a
-    conversation again at a user's message, which drops sampled tokens. Other factories are returned unchanged."""
-    name = str(getattr(make, "__name__", ""))
-    if not isinstance(make, type) or make.__module__.partition(".")[0] != "renderers":
-        return make
-    config_type: Any = getattr(import_module("renderers.configs"), f"{name}Config", None)
-    if config_type is None or "thinking_retention" not in config_type.model_fields:
-        return make
-    config, make_with = config_type(thinking_retention="all"), cast("Callable[[Any, Any], Renderer]", make)
-    return lambda tokenizer: make_with(tokenizer, config)
 
 
 def _alike(names: Iterable[str], tokenizer: Any) -> Iterator[Renderer]:
@@ -106,17 +94,13 @@ _TOOLS: tuple[dict[str, Any], ...] = (
     },
 )
 _ASKED: tuple[Message, ...] = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Define it."})
-_CALLED: tuple[Message, ...] = (
-    *_ASKED,
-    {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [
-            {"type": "function", "id": "call_1", "function": {"name": "look_up", "arguments": {"word": "it"}}}
-        ],
-    },
-    {"role": "tool", "name": "look_up", "tool_call_id": "call_1", "content": "a pronoun"},
-)
+_CALL: Message = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "id": "call_1", "function": {"name": "look_up", "arguments": {"word": "it"}}}],
+}
+_RESULT: Message = {"role": "tool", "name": "look_up", "tool_call_id": "call_1", "content": "a pronoun"}
+_CALLED: tuple[Message, ...] = (*_ASKED, _CALL, _RESULT)
 
 
 RendererFn = Callable[[Any], Renderer]
@@ -129,10 +113,19 @@ BY_NAME: dict[str, RendererFn] = {"auto": suitable_renderer, "chat_template": Ch
 def find_renderer(name: str) -> RendererFn:
     """Look up the factory of the renderer that `model.renderer` names.
 
+    A class of the `renderers` package is configured to keep earlier reasoning, as `auto` does. By default these render
+    a conversation again at a user's message, which drops sampled tokens.
+
     Raises:
         ConfigError: no renderer has that name.
     """
-    return keeping_reasoning(find_function("model.renderer", name, BY_NAME))
+    make = find_function("model.renderer", name, BY_NAME)
+    if not isinstance(make, type) or make.__module__.partition(".")[0] != "renderers":
+        return make
+    config_type: Any = getattr(import_module("renderers.configs"), f"{make.__name__}Config", None)
+    if config_type is None or "thinking_retention" not in config_type.model_fields:
+        return make
+    return partial(cast("Any", make), config=config_type(thinking_retention="all"))
 
 
 def with_template_kwargs(renderer: Renderer, kwargs: Mapping[str, Any], tokenizer: Any) -> Renderer:
@@ -175,7 +168,7 @@ class TemplateFit:
     drops: bool = False
     template: str | None = None
 
-    def told(self, renderer: str) -> str | None:
+    def message(self, renderer: str) -> str | None:
         """Message for the user; None if the template fits."""
         if not self.drops:
             return None
@@ -207,19 +200,13 @@ def fit_template(folder: str | Path, renderer: str) -> TemplateFit:
 
 def _fit(tokenizer: Any, renderer: Renderer) -> TemplateFit:
     own = tokenizer.chat_template
-    tried = [each for each in map(_Tried.of(tokenizer, renderer), _CONVERSATIONS) if each is not None]
+    tried = [each for each in (_tried(tokenizer, renderer, one) for one in _CONVERSATIONS) if each is not None]
     if not isinstance(own, str) or all(each.is_rendered_by(own) for each in tried):
         return TemplateFit()
-    for template in _keeping(own):
-        if all(each.is_rendered_by(template) for each in tried):
-            return TemplateFit(True, template)
+    keeping = _IS_BEFORE_LAST_QUESTION.sub("false", _IS_BEHIND_LAST_QUESTION.sub("true", own))
+    if keeping != own and all(each.is_rendered_by(keeping) for each in tried):
+        return TemplateFit(True, keeping)
     return TemplateFit(any(each.is_dropped_by(own) for each in tried))
-
-
-def _keeping(template: str) -> Iterator[str]:
-    changed = _IS_BEFORE_LAST_QUESTION.sub("false", _IS_BEHIND_LAST_QUESTION.sub("true", template))
-    if changed != template:
-        yield changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,17 +217,6 @@ class _Tried:
     messages: Sequence[Message]
     tools: list[Any] | None
     prompt: str
-
-    @staticmethod
-    def of(tokenizer: Any, renderer: Renderer) -> Callable[[tuple[Message, ...]], _Tried | None]:
-        """Function that renders a conversation; None if the renderer does not extend it."""
-
-        def make(conversation: tuple[Message, ...]) -> _Tried | None:
-            tools = list(_FIT_TOOLS) if any("tool_calls" in message for message in conversation) else None
-            ids = _extended(renderer, conversation, tools)
-            return None if ids is None else _Tried(tokenizer, conversation, tools, tokenizer.decode(ids))
-
-        return make
 
     def is_rendered_by(self, template: str) -> bool:
         return self._rendered(template) == self.prompt
@@ -265,6 +241,13 @@ class _Tried:
         return self.tokenizer.decode(ids)
 
 
+def _tried(tokenizer: Any, renderer: Renderer, conversation: tuple[Message, ...]) -> _Tried | None:
+    """Render a conversation; None if the renderer does not extend it."""
+    tools = list(_TOOLS) if any("tool_calls" in message for message in conversation) else None
+    ids = _extended(renderer, conversation, tools)
+    return None if ids is None else _Tried(tokenizer, conversation, tools, tokenizer.decode(ids))
+
+
 def _extended(renderer: Renderer, conversation: Sequence[Message], tools: list[Any] | None) -> list[int] | None:
     """Prompt after a conversation whose replies were sampled as the renderer writes a last message."""
     stops = set(renderer.get_stop_token_ids())
@@ -286,22 +269,6 @@ def _extended(renderer: Renderer, conversation: Sequence[Message], tools: list[A
     return prompt
 
 
-_FIT_TOOLS: tuple[dict[str, Any], ...] = (
-    {
-        "type": "function",
-        "function": {
-            "name": "look_up",
-            "description": "Look up a word.",
-            "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
-        },
-    },
-)
-_CALL: Message = {
-    "role": "assistant",
-    "content": "",
-    "reasoning_content": "Which word is that?",
-    "tool_calls": [{"type": "function", "id": "call_1", "function": {"name": "look_up", "arguments": {"word": "it"}}}],
-}
 _TALK: tuple[Message, ...] = (
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Define it."},
@@ -310,11 +277,11 @@ _TALK: tuple[Message, ...] = (
     {"role": "assistant", "content": "A pronoun.", "reasoning_content": "Not much longer."},
     {"role": "user", "content": "Thanks."},
 )
-_FIT_CALLED: tuple[Message, ...] = (
+_TALK_WITH_CALL: tuple[Message, ...] = (
     {"role": "user", "content": "Define it."},
-    _CALL,
-    {"role": "tool", "name": "look_up", "tool_call_id": "call_1", "content": "a pronoun"},
+    {**_CALL, "reasoning_content": "Which word is that?"},
+    _RESULT,
     {"role": "assistant", "content": "A pronoun.", "reasoning_content": "Found."},
     {"role": "user", "content": "Thanks."},
 )
-_CONVERSATIONS = (_TALK, _FIT_CALLED)
+_CONVERSATIONS = (_TALK, _TALK_WITH_CALL)

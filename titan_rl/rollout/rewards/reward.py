@@ -9,14 +9,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import Any, Generic, Literal, Protocol, TypeVar, cast
 
 from titan_rl.core.calls.bounded import OutOfTimeError, bounded
 from titan_rl.core.calls.cancellation import is_ctrl_c
 from titan_rl.core.calls.plain import safe_text, snapshot
 from titan_rl.core.calls.threads import DaemonThreads
-from titan_rl.core.calls.user_code import place_of, summary, where
+from titan_rl.core.calls.user_code import is_async, place_of, summary, where
 from titan_rl.core.errors import RewardError
 from titan_rl.rollout.copies import completion_to_give
 from titan_rl.rollout.types import Rollout, RolloutStatus, Turn
@@ -60,27 +59,18 @@ class FailurePolicy:
         if self.then not in ("drop_group", "fail_run"):
             raise ValueError(f"FailurePolicy then is {self.then!r}; it must be 'drop_group' or 'fail_run'")
 
-    def wait_s(self, retry: int) -> float:
-        """Seconds before a retry; the first is number 0."""
-        return min(self.backoff_s * 2.0 ** min(retry, 60), MAX_BACKOFF_S)
-
-    async def apply(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Result of `call()`, retried as the policy allows.
+    def wait_s(self, retry: int, error: RewardError) -> float:
+        """Seconds to wait after an error before a retry; the first retry is number 0.
 
         Raises:
-            RewardError: the error of the last retry; `ends_run` is set as the policy says.
+            RewardError: `error`, if the call is not retried; `ends_run` is set as the policy says.
         """
-        for retry in count():
-            try:
-                return await call()
-            except RewardError as error:
-                if retry == self.retries or isinstance(error.__cause__, OutOfTimeError):
-                    error.ends_run = self.then == "fail_run"
-                    raise
-                wait_s = self.wait_s(retry)
-                logger.warning("%s; retry %d of %d in %g s", error, retry + 1, self.retries, wait_s)
-            await asyncio.sleep(wait_s)
-        raise AssertionError("the last retry returns or raises")
+        if retry == self.retries or isinstance(error.__cause__, OutOfTimeError):
+            error.ends_run = self.then == "fail_run"
+            raise error
+        wait_s = min(self.backoff_s * 2.0 ** min(retry, 60), MAX_BACKOFF_S)
+        logger.warning("%s; retry %d of %d in %g s", error, retry + 1, self.retries, wait_s)
+        return wait_s
 
 
 SURE_TO_FAIL_AGAIN = FailurePolicy(retries=0)
@@ -102,8 +92,7 @@ class UserFunction:
     @property
     def only_computes(self) -> bool:
         """Whether it is a sync function outside a thread, so that a retry with the same argument would be useless."""
-        call = inspect.getattr_static(self._fn, "__call__", None)  # async, of an object that is called like a function
-        return self._threads is None and not any(map(inspect.iscoroutinefunction, (self._fn, call)))
+        return self._threads is None and not is_async(self._fn)
 
     async def __call__(self, argument: Any, about: str, timeout_s: float | None) -> Any:
         """Result for `argument`. The time limit of a call in a thread starts when a thread is free.
@@ -277,23 +266,27 @@ class FunctionReward(ABC, Generic[F]):
         self._call = UserFunction(fn, self.name, max_threads if in_thread else None)
         self.on_failure = on_failure or (SURE_TO_FAIL_AGAIN if self._call.only_computes else FailurePolicy())
 
-    async def values(self, rollouts: Sequence[Rollout]) -> Sequence[float]:
-        return await self.values_within(rollouts, None)
-
     @abstractmethod
-    async def values_within(self, rollouts: Sequence[Rollout], timeout_s: float | None) -> Sequence[float]:
-        """Same as `values`, with `timeout_s` as the limit of a call if the reward has none of its own."""
+    async def values(self, rollouts: Sequence[Rollout], timeout_s: float | None = None) -> Sequence[float]:
+        """See `WeightedReward.values`. A call may take `timeout_s` if the reward has no limit of its own."""
 
 
 class Reward(FunctionReward[RewardFn]):
-    """A function of one rollout.
+    """Reward that is a function of one rollout.
+
+    Example:
+
+        def is_right(rollout):
+            return rollout.messages[-1]["content"] == rollout.sample["answer"]
+
+        Rubric([Reward(is_right), Reward(judge, weight=0.5, timeout_s=30.0)])  # `judge` is async
 
     Args:
         fn: `fn(rollout) -> float`, sync or async. Booleans count as 0 and 1.
-        weight: of the value in the rubric's mean or sum. 0 records the value and leaves the reward alone.
+        weight: weight of the value in the rubric's mean or sum. With 0 the value is only recorded.
         name: key in `reward_breakdown`; by default `fn.__name__`.
-        in_thread: run a sync `fn` in a worker thread. Without it `fn` runs on the event loop, which suits
-            anything under some milliseconds; a slower one would hold up every other rollout.
+        in_thread: run a sync `fn` in a worker thread. Otherwise it runs on the event loop, where a call of more than
+            some milliseconds delays all other rollouts.
         max_threads: most concurrent calls in threads; others wait, without counting towards their limit. The threads
             are not shared: a call that never returns blocks neither other rewards nor the end of the process.
         timeout_s: seconds one call may take; None takes the rubric's limit.
@@ -306,14 +299,14 @@ class Reward(FunctionReward[RewardFn]):
 
     per_rollout = True
 
-    async def values_within(self, rollouts: Sequence[Rollout], timeout_s: float | None) -> Sequence[float]:
+    async def values(self, rollouts: Sequence[Rollout], timeout_s: float | None = None) -> Sequence[float]:
         limit = self.timeout_s or timeout_s
         one = [self._call(rollout, about([rollout], each=True), limit) for rollout in rollouts]
         return await together(one)
 
 
 class GroupReward(FunctionReward[GroupRewardFn]):
-    """A function of all sibling rollouts at once: rankings, diversity, one call to a judge.
+    """Reward that is a function of all siblings at once: rankings, diversity, one call of a judge.
 
     Args:
         fn: `fn(rollouts) -> one float per rollout, in order`, sync or async. It receives the siblings that are
@@ -325,19 +318,19 @@ class GroupReward(FunctionReward[GroupRewardFn]):
         ValueError: see `Reward`.
     """
 
-    async def values_within(self, rollouts: Sequence[Rollout], timeout_s: float | None) -> Sequence[float]:
+    async def values(self, rollouts: Sequence[Rollout], timeout_s: float | None = None) -> Sequence[float]:
         return await self._call(rollouts, about(rollouts), self.timeout_s or timeout_s)
 
 
 class EnvReward(Reward):
-    """Reward made by `env_reward`: the environment gives its `name`."""
+    """Reward made by `env_reward`."""
 
 
 def env_reward(name: str, weight: float = 1.0) -> EnvReward:
-    """Reward that the environment itself gives under `name`, summed over the turns.
+    """Reward that the environment gives under `name`, summed over the turns.
 
-    If the environment of a completed rollout never gave it, that is a `RewardError`, which lists the names it gave. An
-    environment that misses one of `RolloutPolicy.env_rewards` may report this by its status instead.
+    It is an error (`RewardError`) if the environment of a completed rollout never gave it. An `AgentEnv` may check this
+    itself by `RolloutPolicy.env_rewards`, and end with another status.
     """
 
     def value(rollout: Rollout) -> float:
@@ -351,7 +344,7 @@ def env_reward(name: str, weight: float = 1.0) -> EnvReward:
 
 
 class SoftOverlong:
-    """Penalty for answers that come near the length limit, before it cuts them off.
+    """Penalty for answers that approach the length limit.
 
         0                                      up to max_tokens - margin
         (max_tokens - margin - length) / margin    in the margin, falling to -1

@@ -18,8 +18,10 @@ Example: mostly the answer, a little the format, and nothing for an answer that 
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import Any, Literal, cast, get_args
 
 from titan_rl.core.errors import RewardError
@@ -47,19 +49,20 @@ LARGEST_REWARD = 1e30
 
 
 class Rubric:
-    """Scores rollouts with weighted reward functions; see the module for the formula.
+    """Weighted rewards of a group's rollouts, combined into one reward each; see the module for the formula.
 
     Rewards receive copies of the rollouts, so their changes affect neither the record nor other rewards. Only the
     `sample` is shared, and routed experts are left out.
 
     Args:
         rewards: at least one `Reward`, `GroupReward` or `env_reward`. A plain function stands for `Reward(function)`.
-        combine: "mean" or "sum", see the module. A sum takes weights of either sign, for penalties.
-        truncated_reward: fixed reward of truncated rollouts, for which no functions run. None judges them like others.
-        error_reward: fixed reward of errored rollouts, for which no functions run. None leaves their reward None. With
-            it, an answer that cannot be parsed, which is the policy's fault, has an advantage like its siblings; other
-            errors have none (`RolloutStatus.is_fault`).
-        timeout_s: seconds that one call of a function may take if its reward has no limit of its own.
+        combine: "mean" or "sum", see the module. In a sum, weights may be negative, for penalties.
+        truncated_reward: reward of every truncated rollout, for which no functions are called. With None truncated
+            rollouts are judged like others.
+        error_reward: reward of every rollout that ended in an error, for which no functions are called. With None
+            these have no reward. An answer that cannot be parsed (ERROR_PARSE) then has an advantage, too; other errors
+            are not the policy's fault and have none (`RolloutStatus.is_fault`).
+        timeout_s: longest time of one call of a function, in seconds, if its reward has no limit of its own.
 
     Raises:
         ValueError: there are no rewards, an item is not a reward, two share a name, `combine` is unknown, or the
@@ -101,14 +104,14 @@ class Rubric:
         return tuple(reward.name for reward in self.rewards if isinstance(reward, EnvReward))
 
     def limit_calls(self, timeout_s: float) -> None:
-        """Limit each call of a function to this time, whatever its reward allows."""
+        """Lower the time limit of every call to `timeout_s`, including those of rewards with limits of their own."""
         self.timeout_s = min(self.timeout_s, timeout_s)
         for reward in self.rewards:
             if isinstance(reward, FunctionReward) and reward.timeout_s is not None:
                 reward.timeout_s = min(reward.timeout_s, timeout_s)
 
     async def begin(self, rollout: Rollout) -> dict[str, float]:
-        """Judge one rollout before its siblings, with the rewards that allow it. The rollout is not changed.
+        """Judge one rollout before its siblings end, with the rewards of single rollouts. The rollout is not changed.
 
         Returns:
             Unweighted values by reward name, for `score`.
@@ -127,12 +130,12 @@ class Rubric:
         group: RolloutGroup | Sequence[Rollout],
         begun: Mapping[str, Mapping[str, float]] | None = None,
     ) -> None:
-        """Fill `reward` and `reward_breakdown` (unweighted values by name) in place, all or none.
+        """Fill in `reward` and `reward_breakdown` (unweighted values by name) of all rollouts, or of none.
 
         An aborted or undecided rollout is not judged: its reward stays None.
 
         Args:
-            begun: results of `begin` for some of the rollouts, by rollout id, which are not judged again.
+            begun: results of `begin` by rollout id; these calls are not repeated.
 
         Raises:
             RewardError: a call failed, and so did its retries. Names the function and the rollout; the function's
@@ -195,17 +198,22 @@ class Rubric:
         """Values of one call of a reward, with the retries of its policy."""
         policy = getattr(reward, "on_failure", None) or FailurePolicy()
         where = about(rollouts, each=_per_rollout(reward))
-
-        async def call() -> list[float]:
-            copies = [copy_of(rollout) for rollout in rollouts]
-            if isinstance(reward, FunctionReward):
-                values = await reward.values_within(copies, self.timeout_s)
-            else:
-                values = await UserFunction(reward.values, reward.name)(copies, where, self.timeout_s)
-            return checked(values, len(rollouts), reward.name, where)
-
         with span(reward.name, "reward", lane="reward", fine=True, of=where):
-            return await policy.apply(call)
+            for retry in count():
+                try:
+                    return await self._called(reward, rollouts, where)
+                except RewardError as error:
+                    wait_s = policy.wait_s(retry, error)
+                await asyncio.sleep(wait_s)
+        raise AssertionError("the last retry returns or raises")
+
+    async def _called(self, reward: WeightedReward, rollouts: Sequence[Rollout], where: str) -> list[float]:
+        copies = [copy_of(rollout) for rollout in rollouts]
+        if isinstance(reward, FunctionReward):
+            values = await reward.values(copies, self.timeout_s)
+        else:
+            values = await UserFunction(reward.values, reward.name)(copies, where, self.timeout_s)
+        return checked(values, len(rollouts), reward.name, where)
 
 
 def _divisor(rewards: Sequence[WeightedReward], combine: Combine) -> float:

@@ -78,7 +78,7 @@ def _demonstrations(task: Task, count: float, limits: RolloutConfig) -> list[Fou
             for number, demonstration in enumerate(islice(cast("Any", task.demonstrations(int(count))), int(count))):
                 if not isinstance(demonstration, Demonstration):
                     told = f"number {number} is {demonstration!r}; it must be a titan_rl.Demonstration"
-                    raise wrong_result(task.demonstrations, told)
+                    raise wrong_result(task, "demonstrations", told)
                 found.append((f"demonstration {number} of {name}", demonstration))
 
     try:

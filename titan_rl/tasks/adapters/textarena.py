@@ -16,9 +16,16 @@ from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.calls.user_code import summary
 from titan_rl.core.errors import ConfigError
 from titan_rl.rollout.environment.messages import MessageTokenEnv
-from titan_rl.rollout.environment.seats import MessageSeat, SeatedEnv, SeatedMessageEnv
 from titan_rl.rollout.environment.threaded import ThreadedEnv
-from titan_rl.rollout.environment.types import MessageEnv, MessageObservation, MessageStep, TokenEnv
+from titan_rl.rollout.environment.types import (
+    MessageEnv,
+    MessageObservation,
+    MessageSeat,
+    MessageStep,
+    SeatedEnv,
+    SeatedMessageEnv,
+    TokenEnv,
+)
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.rewards.reward import env_reward
 from titan_rl.rollout.rewards.rubric import Rubric

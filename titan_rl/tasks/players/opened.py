@@ -20,7 +20,7 @@ import httpx
 from titan_rl.core.calls.imports import find_function
 from titan_rl.core.calls.plain import plain_json
 from titan_rl.core.errors import GenerationError
-from titan_rl.rollout.environment.seats import MessagePlayer, Player, TokenPlayer
+from titan_rl.rollout.environment.types import MessagePlayer, Player, TokenPlayer
 from titan_rl.rollout.task import RunContext
 from titan_rl.rollout.types import Message
 from titan_rl.serving.client import HttpGenerateFn

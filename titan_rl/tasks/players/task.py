@@ -14,7 +14,7 @@ from titan_rl.core.calls.imports import find_function
 from titan_rl.core.errors import ConfigError
 from titan_rl.core.settings import Section
 from titan_rl.rollout.environment.messages import MessageGame
-from titan_rl.rollout.environment.seats import MessagePlayer, Player, SeatedEnv, SeatedMessageEnv
+from titan_rl.rollout.environment.types import MessagePlayer, Player, SeatedEnv, SeatedMessageEnv
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.task import RunContext
 from titan_rl.tasks.players.settings import PlayerSetting
