@@ -11,6 +11,7 @@ import pytest
 from titan_rl import (
     Completion,
     EngineLoop,
+    EngineRequest,
     FinishReason,
     GeneratorRouter,
     SamplingParams,
@@ -21,7 +22,7 @@ from titan_rl import (
 from titan_rl.core.calls.bounded import bounded
 from titan_rl.core.errors import GenerationError
 from titan_rl.generation.loop.engine_loop import LocalReplica
-from titan_rl.generation.resume import listening, told_whole
+from titan_rl.generation.resume import Resume, listening
 from titan_rl.types import TokenChunk
 
 SAMPLING = SamplingParams(max_tokens=12)
@@ -83,13 +84,14 @@ async def test_an_answer_is_what_was_heard_of_it_and_nothing_is_heard_after_it()
     late: list[Any] = []
     heard: list[TokenChunk] = []
 
-    async def ask(tell: Any) -> Completion:
+    async def ask(request: EngineRequest, tell: Any) -> Completion:
         late.append(tell)
         tell(TokenChunk("r", [5], [-0.5], (VersionSpan(0, 1),)))
         return completion([5, 6] if len(late) == 1 else [9, 6])
 
-    await told_whole(ask, heard.append)
+    resume, request = Resume(), EngineRequest("r", [1], SAMPLING)
+    await resume.whole(ask, request, heard.append)
     late[0](TokenChunk("r", [7], [-0.5], (VersionSpan(0, 1),)))
     assert tokens_of(heard) == [5, 6]
     with pytest.raises(GenerationError, match="other tokens than it had streamed"):
-        await told_whole(ask, heard.append)
+        await resume.whole(ask, request, heard.append)

@@ -39,18 +39,20 @@ def cuts(last: int) -> st.SearchStrategy[list[int]]:
 
 @given(attempts=cuts(LENGTH - 1), streamed=cuts(LENGTH), streams=st.booleans())
 def test_the_whole_is_what_it_was(attempts: list[int], streamed: list[int], streams: bool) -> None:
-    partial = Partial(EngineRequest("r", [7, 8], SamplingParams(max_tokens=LENGTH, min_tokens=5), "s"))
+    heard: list[int] = []
+    partial = Partial(
+        EngineRequest("r", [7, 8], SamplingParams(max_tokens=LENGTH, min_tokens=5), "s"),
+        lambda chunk: heard.extend(chunk.token_ids),
+    )
     start = 0
     for end in attempts:
-        on_chunk = partial.begin()
-        points = [start, *(point for point in streamed if start < point < end), end]
-        for first, last in pairwise(points):
-            on_chunk(chunk(first, last))
-        assert partial.so_far.token_ids == list(range(end))
-        if streams:
-            partial.keep_chunks()
-        else:
-            partial.add(completion(start, end, FinishReason.ABORT))
+        with partial.attempt() as on_chunk:
+            points = [start, *(point for point in streamed if start < point < end), end]
+            for first, last in pairwise(points):
+                on_chunk(chunk(first, last))
+            assert partial.so_far.token_ids == list(range(end))
+            if not streams:
+                partial.add(completion(start, end, FinishReason.ABORT))
         on_chunk(chunk(0, LENGTH))  # of an attempt that is over
         start = end
         assert partial.ended is None
@@ -62,7 +64,7 @@ def test_the_whole_is_what_it_was(attempts: list[int], streamed: list[int], stre
         )
     whole = partial.add(completion(start, LENGTH, FinishReason.LENGTH))
     assert whole.request_id == "r"
-    assert list(whole.token_ids) == list(range(LENGTH))
+    assert list(whole.token_ids) == heard == list(range(LENGTH))
     assert list(whole.logprobs) == [-float(token) for token in range(LENGTH)]
     assert whole.version_spans == spans(0, LENGTH)
     assert whole.finish_reason is FinishReason.LENGTH

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from functools import partial
 
 import pytest
@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 from looptime import new_event_loop
 
 from titan_rl.core.errors import EngineStalledError, GenerationError
-from titan_rl.generation.router import GeneratorRouter, Limits
-from titan_rl.generation.router.health import StallWatch
-from titan_rl.generation.router.pool import PooledReplica
+from titan_rl.generation.request import EngineRequest
+from titan_rl.generation.router import GeneratorRouter, Limits, RoundRobin
+from titan_rl.generation.router.pool import OnReplicaFailed, Pool, PooledReplica
+from titan_rl.generation.router.replica import BackgroundTasks, OpenCalls
+from titan_rl.generation.router.requests import RequestsInFlight
 from titan_rl.generation.scripted_engine import CostModel
 from titan_rl.testing.fake_replica import FakeReplica
 from titan_rl.testing.simulated_replica import SimulatedReplica
@@ -181,6 +183,22 @@ async def test_steps_without_tokens_are_signs_of_life_and_silence_is_none() -> N
     await router.close()
 
 
+def watched(limit_s: float, on_failed: OnReplicaFailed) -> tuple[RequestsInFlight, PooledReplica]:
+    """Requests under the watchdog, and a replica that serves again a moment after each stall."""
+    limits = Limits(quarantine_s=1e-4, max_quarantine_s=1e-4)
+    pool = Pool([FakeReplica("a")], RoundRobin(), limits, BackgroundTasks(OpenCalls()), on_failed)
+    return RequestsInFlight(pool, limit_s), pool.find("a")
+
+
+@contextmanager
+def on(replica: PooledReplica, requests: RequestsInFlight, request_id: str) -> Iterator[None]:
+    """Within the block `replica` runs a request."""
+    with requests.track(EngineRequest(request_id, [1], SamplingParams(max_tokens=1)), None) as request:
+        request.assign(replica)
+        yield
+        request.unassign()
+
+
 MOVES = st.lists(
     st.tuples(st.sampled_from(["hear", "freeze", "thaw", "ask", "answer"]), st.integers(0, 12)), max_size=30
 )
@@ -192,8 +210,7 @@ LIMIT_S = 10.03  # so that it never ends at the moment of a move
 def test_a_stall_is_told_after_the_limit_and_only_then(moves: list[tuple[str, int]]) -> None:
     async def scenario() -> None:
         told, expected = list[float](), list[float]()
-        replica = PooledReplica(FakeReplica("a"), cancel_s=5.0)
-        watch = StallWatch(LIMIT_S, lambda replica, error: told.append(now()))
+        requests, replica = watched(LIMIT_S, lambda replica, error: told.append(now()))
         waiting: list[AbstractContextManager[None]] = []
         frozen, silent_s = False, 0.0  # seconds in which requests waited and nothing was frozen
         for move, seconds in moves:
@@ -201,14 +218,14 @@ def test_a_stall_is_told_after_the_limit_and_only_then(moves: list[tuple[str, in
                 replica.hear()
                 silent_s = 0.0
             elif move == "freeze":
-                watch.freeze()
+                requests.freeze(1e6)
                 frozen = True
             elif move == "thaw":
-                watch.thaw()
+                requests.thaw()
                 frozen = False
             elif move == "ask":
                 silent_s = silent_s if waiting else 0.0
-                waiting.append(watch.watching(replica))
+                waiting.append(on(replica, requests, str(len(waiting))))
                 waiting[-1].__enter__()
             elif waiting:
                 waiting.pop().__exit__(None, None, None)
@@ -233,9 +250,8 @@ def test_a_stall_is_told_after_the_limit_and_only_then(moves: list[tuple[str, in
 async def test_an_event_loop_that_was_blocked_has_not_heard_yet() -> None:
     """The signs that came meanwhile are read some turns after the timers that are due."""
     loop, told = asyncio.get_running_loop(), asyncio.Event()
-    replica = PooledReplica(FakeReplica("a"), cancel_s=5.0)
-    watch = StallWatch(0.2, lambda replica, error: told.set())
-    with watch.watching(replica):
+    requests, replica = watched(0.2, lambda replica, error: told.set())
+    with on(replica, requests, "1"):
         await asyncio.sleep(0)
         arrives: Callable[[], object] = replica.hear
         for _ in range(5):

@@ -7,9 +7,9 @@ import logging
 
 import pytest
 
-from titan_rl.core.errors import GenerationError, StrayCancellationError
+from titan_rl.core.errors import EngineDeadError, GenerationError, StrayCancellationError
 from titan_rl.generation.router import GeneratorRouter, LeastLoaded, Limits, RoundRobin
-from titan_rl.generation.router.health import BackgroundTasks
+from titan_rl.generation.router.replica import BackgroundTasks, OpenCalls
 from titan_rl.testing.fake_replica import FakeReplica
 from titan_rl.types import Completion, FinishReason, SamplingParams
 
@@ -155,8 +155,8 @@ async def test_in_a_close_the_others_are_closed() -> None:
 
 
 async def test_a_background_task_does_not_vanish_by_it() -> None:
-    errors: list[BaseException] = []
-    tasks = BackgroundTasks(errors.append)
+    calls = OpenCalls()
+    tasks = BackgroundTasks(calls)
     gone = asyncio.get_running_loop().create_future()
     gone.cancel()
 
@@ -167,7 +167,10 @@ async def test_a_background_task_does_not_vanish_by_it() -> None:
     tasks.start(wait_for(asyncio.get_running_loop().create_future()), "recovery of b")
     await asyncio.sleep(1)
     await tasks.close(5)
-    assert [str(error) for error in errors] == ["'recovery of a' was cancelled, though nobody had asked for that"]
+    with pytest.raises(EngineDeadError, match="the router failed") as failure:
+        async with calls.one():
+            raise AssertionError("a call of a router that has failed")
+    assert str(failure.value.__cause__) == "'recovery of a' was cancelled, though nobody had asked for that"
 
 
 async def test_a_replica_that_takes_no_abort_is_in_the_log_once(caplog: pytest.LogCaptureFixture) -> None:

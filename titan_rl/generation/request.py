@@ -1,9 +1,10 @@
-"""A request from the `GenerateFn` seam to an engine, and its tokens so far."""
+"""A generation request, and the continuation of its answer from the tokens so far."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import index
 from typing import Any
@@ -19,20 +20,20 @@ from titan_rl.core.arrays import (
     token_array,
 )
 from titan_rl.core.calls.plain import safe_text
-from titan_rl.core.errors import RequestError
+from titan_rl.core.errors import GenerationError, RequestError
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams, TokenChunk, VersionSpan
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One prompt to continue. Made where the `GenerateFn` seam is entered, as a router or an engine loop does, and
-    passed on as it is from there to the engine. What is to cross the seam itself has to be in its arguments.
+    """One prompt to continue. It is made from the keyword arguments of a `GenerateFn` and passed to the engine as one
+    object.
 
-    `sampling.max_tokens` counts new tokens only. The prompt becomes an array, which nobody on the way can change.
+    `sampling.max_tokens` counts new tokens only. The prompt is copied into an immutable array.
 
     Raises:
-        RequestError: the prompt has something else in it than token ids, which are integers from 0 to 2**31 - 1; or an
-            ID is no text that UTF-8 can encode; or the sampling is no `SamplingParams`.
+        RequestError: the prompt contains anything but token ids, which are integers from 0 to 2**31 - 1; or an ID is
+            not text that UTF-8 can encode; or the sampling is not a `SamplingParams`.
     """
 
     request_id: str
@@ -46,7 +47,7 @@ class EngineRequest:
         except (TypeError, ValueError, OverflowError) as error:
             raise RequestError(
                 f"the prompt of request {self.request_id!r} has something else than token ids, which are integers from "
-                f"0 to {LARGEST_TOKEN_ID}: {_stranger(self.prompt_token_ids)}"
+                f"0 to {LARGEST_TOKEN_ID}: {_not_a_token(self.prompt_token_ids)}"
             ) from error
         if prompt and (least := prompt.least()) < 0:
             raise RequestError(f"the prompt of request {self.request_id!r} has token {least}; none is negative")
@@ -61,18 +62,18 @@ class EngineRequest:
 
     @property
     def cost(self) -> int:
-        """The most tokens that it can come to, prompt and completion: what a router reserves for it."""
+        """Maximum number of tokens of prompt and completion, which a router reserves."""
         return len(self.prompt_token_ids) + self.sampling.max_tokens
 
     def after(self, token_ids: Sequence[int]) -> EngineRequest:
-        """The rest of the request after these tokens: they join the prompt, and the budget shrinks by their number."""
+        """The rest of the request: these tokens are appended to the prompt and deducted from the budget."""
         if not token_ids:
             return self
         prompt = token_array(self.prompt_token_ids) + token_ids
         return replace(self, prompt_token_ids=prompt, sampling=self.sampling.after(len(token_ids)))
 
     def sent_to(self, generate: GenerateFn) -> Coroutine[Any, Any, Completion]:
-        """The call of a `GenerateFn` with it. The prompt is a list of its own, to change as it likes."""
+        """Call a `GenerateFn` with this request. It gets its own copy of the prompt, as a list."""
         return generate(
             list(self.prompt_token_ids),
             request_id=self.request_id,
@@ -82,7 +83,7 @@ class EngineRequest:
 
 
 def _is_text(text: Any) -> bool:
-    """Not so of half a surrogate pair: strategies hash IDs, and they go over the wire."""
+    """False for half a surrogate pair: IDs are hashed by strategies and sent over the network."""
     if not isinstance(text, str):
         return False
     try:
@@ -91,8 +92,8 @@ def _is_text(text: Any) -> bool:
         return False
 
 
-def _stranger(prompt: Any) -> str:
-    """The first thing in a prompt that is no token id."""
+def _not_a_token(prompt: Any) -> str:
+    """Description of the first element of a prompt that is not a token id."""
     try:
         tokens = list(prompt)
     except Exception:
@@ -112,41 +113,72 @@ OnChunk = Callable[[TokenChunk], None]
 
 
 class Partial:
-    """A request and what it has got so far, from all the attempts that were made at it.
+    """A request and its tokens so far, over all attempts at it. Every interrupted answer is continued by one.
 
-    Example: 40 of 64 tokens were streamed when the replica died. The rest is a request for 24 tokens, behind the prompt
+    Each attempt asks for `rest`: the prompt with the tokens so far, and the budget that remains. `on_chunk` receives
+    each token once and in order, whatever the attempts stream.
+
+    Example: 40 of 64 tokens were streamed when the replica died. The rest is a request for 24 tokens after the prompt
     and the 40:
 
         partial = Partial(request)
-        await replica.stream(partial.rest, partial.begin())  # raises
-        partial.keep_chunks()
-        completion = partial.add(await another.stream(partial.rest, partial.begin()))
+        with suppress(GenerationError), partial.attempt() as keep:
+            partial.add(await replica.stream(partial.rest, keep))  # raises
+        with partial.attempt() as keep:
+            completion = partial.add(await another.stream(partial.rest, keep))
     """
 
-    def __init__(self, request: EngineRequest) -> None:
+    def __init__(self, request: EngineRequest, on_chunk: OnChunk | None = None) -> None:
         self.request = request
-        self._kept: Completion | None = None  # of attempts that are over
-        self._present = _Tokens()  # of the present one
+        self._on_chunk = on_chunk
+        self._kept: Completion | None = None  # tokens of finished attempts
+        self._present = _Tokens()  # tokens streamed by the present attempt
 
     @property
     def rest(self) -> EngineRequest:
         """The request of the next attempt."""
         return self.request if self._kept is None else self.request.after(self._kept.token_ids)
 
-    def begin(self) -> OnChunk:
-        """Begin an attempt, and return what takes its chunks. Those that come after its end are dropped."""
-        self._present = _Tokens()
-        return self._present.add
+    @contextmanager
+    def attempt(self) -> Generator[OnChunk]:
+        """One attempt. Yields the receiver of its chunks, which drops those that arrive after the block or `add`.
+        Chunks of an attempt that ends without an answer are kept."""
+        tokens = self._present = _Tokens()
 
-    def keep_chunks(self) -> None:
-        """The present attempt is over without an answer."""
-        if self._present.token_ids:
-            self.add(self._present.completion(self.request.request_id))
+        def keep(chunk: TokenChunk) -> None:
+            if chunk.token_ids and self._present is tokens:
+                tokens.add(chunk)
+                if self._on_chunk is not None:
+                    self._on_chunk(chunk)
+
+        try:
+            yield keep
+        finally:
+            if self._present.token_ids:
+                self._keep(self._present.completion(self.request.request_id))
+            self._present = _Tokens()
 
     def add(self, answer: Completion) -> Completion:
-        """The present attempt is over with this answer. Returns it behind what earlier ones left."""
+        """Add the answer of the present attempt, and tell `on_chunk` of the tokens that it had not streamed.
+
+        Returns:
+            The whole completion so far.
+
+        Raises:
+            GenerationError: the attempt had streamed other tokens.
+        """
+        streamed, num_tokens = self._present.token_ids, len(answer.token_ids)
+        if streamed and token_array(answer.token_ids[: len(streamed)]).array() != streamed:
+            raise GenerationError(
+                f"request {self.request.request_id!r} was answered with other tokens than it had streamed"
+            )
         self._present = _Tokens()
-        whole = answer if self._kept is None else _continued(self._kept, answer)
+        if self._on_chunk is not None and len(streamed) < num_tokens:
+            self._on_chunk(tokens_between(answer, len(streamed), num_tokens))
+        return self._keep(answer)
+
+    def _keep(self, part: Completion) -> Completion:
+        whole = part if self._kept is None else _continued(self._kept, part)
         if whole.request_id != self.request.request_id:
             whole = replace(whole, request_id=self.request.request_id)
         self._kept = whole
@@ -154,8 +186,8 @@ class Partial:
 
     @property
     def ended(self) -> Completion | None:
-        """The completion of the finished attempts, if it is complete: it ended by itself before an abort reached it,
-        ends in a stop token, or has used up its budget. Else None."""
+        """The completion of the finished attempts if it is complete, else None. It is complete if it had ended before
+        an abort reached it, ends in a stop token, or has used up its budget."""
         kept, sampling = self._kept, self.request.sampling
         if kept is None:
             return None
@@ -168,7 +200,7 @@ class Partial:
 
     @property
     def so_far(self) -> Completion:
-        """Every token known, that of the present attempt as far as it is streamed, as an aborted completion."""
+        """All tokens so far, including those streamed by the present attempt, as an aborted completion."""
         present = self._present.completion(self.request.request_id)
         if self._kept is None:
             return present
@@ -183,7 +215,8 @@ class Partial:
 
 
 def aborted_late(completion: Completion) -> Completion:
-    """One whose abort was asked for says ABORT however it ended. `ended` keeps that, so that nobody goes on with it."""
+    """Mark the completion of an aborted request as ABORT, whatever it ended with. `ended` keeps the original reason, so
+    that a completion that was already complete is not continued."""
     if completion.finish_reason is FinishReason.ABORT:
         return completion
     return replace(completion, finish_reason=FinishReason.ABORT, ended=completion.finish_reason)
@@ -216,7 +249,7 @@ def tokens_between(tokens: Completion | TokenChunk, start: int, stop: int) -> To
 
 
 class _Tokens:
-    """Accumulator of consecutive parts. Adding one costs time in proportion to its own tokens alone."""
+    """Accumulator of consecutive parts. The cost of adding a part depends on its own length alone."""
 
     def __init__(self) -> None:
         self.token_ids = array(TOKENS)
@@ -265,14 +298,14 @@ def _joined(request_id: str, parts: Sequence[Completion | TokenChunk]) -> Comple
 
 
 def _rows(of_parts: Sequence[Any]) -> Any:
-    """One for each token, where a part has them."""
+    """One row per token, of the parts that have rows."""
     if of_parts and all(isinstance(rows, ExpertRows) for rows in of_parts):
         return joined_rows(of_parts)
     return [row for rows in of_parts for row in rows] if of_parts else None
 
 
 def _continued(first: Completion, second: Completion) -> Completion:
-    """`second` continues `first`, and says how the whole ended."""
+    """The completion `first` followed by `second`, which has the finish reason."""
     return replace(
         _joined(first.request_id, [first, second]),
         finish_reason=second.finish_reason,
@@ -282,8 +315,8 @@ def _continued(first: Completion, second: Completion) -> Completion:
 
 
 def _continued_metrics(first: Completion, second: Completion) -> dict[str, float]:
-    """Latency and cached prompt tokens are those of the first; queued and interrupted times add up; `inter_token_s` is
-    the mean over both; `num_resumes` counts the seams; others are those of the first that has them."""
+    """Metrics of a continued completion. Queued and interrupted times add up, `inter_token_s` is the mean over both,
+    `num_resumes` counts the continuations, and any other metric is that of the first part that has it."""
     before, after = first.metrics, second.metrics
     merged = {**after, **before}
     for name in ("queue_s", "interrupted_s"):

@@ -1,9 +1,8 @@
-"""Continuation of aborted completions, and listeners to the tokens of a call."""
+"""Generation as a list of steps around a request, and continuation of its aborted completions."""
 
 from __future__ import annotations
 
 import asyncio
-from array import array
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
@@ -11,58 +10,29 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import cast
 
-from titan_rl.core.arrays import TOKENS, token_array
 from titan_rl.core.calls import stopwatch
 from titan_rl.core.calls.bounded import OutOfTimeError, bounded
 from titan_rl.core.errors import GenerationError
-from titan_rl.generation.request import EngineRequest, OnChunk, Partial, tokens_between
-from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams, TokenChunk
+from titan_rl.generation.request import EngineRequest, OnChunk, Partial
+from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams
 
 _listener: ContextVar[OnChunk | None] = ContextVar("listener", default=None)
 
 
 def listener() -> OnChunk | None:
-    """The listener of the present call, if any."""
+    """The receiver of the tokens of the present call, if there is one."""
     return _listener.get()
 
 
 @contextmanager
 def listening(on_chunk: OnChunk | None) -> Generator[None]:
-    """Within the block calls of a `GenerateFn` tell `on_chunk` of tokens as they come, in order, as far as what is
-    behind the function streams. What is told is the beginning of the completion; `told_whole` tells the rest."""
+    """Within the block, calls of a `GenerateFn` report their tokens to `on_chunk`, in order and as early as the
+    function streams them."""
     token = _listener.set(on_chunk)
     try:
         yield
     finally:
         _listener.reset(token)
-
-
-async def told_whole(ask: Callable[[OnChunk], Awaitable[Completion]], on_chunk: OnChunk) -> Completion:
-    """The answer of `ask`, all of whose tokens `on_chunk` is told of, those that `ask` had not told at its end. Nothing
-    is told after that.
-
-    Raises:
-        GenerationError: the answer has other tokens than were told of it.
-    """
-    told = array(TOKENS)
-    is_over = False
-
-    def tell(chunk: TokenChunk) -> None:
-        if chunk.token_ids and not is_over:
-            told.extend(token_array(chunk.token_ids).array())
-            on_chunk(chunk)
-
-    try:
-        completion = await ask(tell)
-    finally:
-        is_over = True
-    if not isinstance(completion, Completion):  # pyright: ignore[reportUnnecessaryIsInstance]
-        return completion  # for who called to judge
-    if token_array(completion.token_ids[: len(told)]).array() != told:
-        raise GenerationError(f"request {completion.request_id!r} was answered with other tokens than it had streamed")
-    if len(told) < len(completion.token_ids):
-        on_chunk(tokens_between(completion, len(told), len(completion.token_ids)))
-    return completion
 
 
 RequestFn = Callable[[EngineRequest, OnChunk | None], Awaitable[Completion]]
@@ -71,7 +41,7 @@ RequestFn = Callable[[EngineRequest, OnChunk | None], Awaitable[Completion]]
 
 @dataclass(slots=True)
 class Attempt:
-    """One attempt at a request, for the steps around it. Generation, or a step in its place, sets `answer`."""
+    """One attempt at a request, passed to the steps around it. Generation, or a step instead of it, sets `answer`."""
 
     request: EngineRequest
     on_chunk: OnChunk | None
@@ -79,24 +49,24 @@ class Attempt:
 
 
 Step = Callable[[Attempt], AbstractContextManager[object]]
-"""Context manager around an attempt. A step that sets `answer` before it yields answers in the place of the following
-steps and of generation; after it has yielded, it may check or replace the answer."""
+"""Context manager around an attempt. If a step sets `answer` before it yields, the following steps and generation are
+skipped. After it has yielded, it may check or replace the answer."""
 
 
 class Generation:
     """A `GenerateFn` that passes each request through a list of steps, the first of them outermost.
 
-    This is where keyword arguments become an `EngineRequest`; everything behind it takes that.
+    It makes an `EngineRequest` of the keyword arguments; everything behind it takes the request.
 
     Example:
 
         generate = Generation(router.stream, around_request=[sessions.step], around_attempt=[journal.step])
 
     Args:
-        around_request: entered once for each call, with `answer` set at its end.
-        around_attempt: entered for each attempt: several if `resume` continues aborted completions.
-        ready: awaited before each attempt.
-        resume: continues aborted completions. By default the caller gets them.
+        around_request: Steps around each call. `answer` is set at their end.
+        around_attempt: Steps around each attempt; there are several attempts if `resume` continues a completion.
+        ready: Awaited before each attempt.
+        resume: Continues aborted completions. By default they are returned to the caller.
     """
 
     def __init__(
@@ -143,11 +113,11 @@ class Generation:
                     break
             else:
                 attempt.answer = await self._ask(attempt.request, attempt.on_chunk)
-        return cast("Completion", attempt.answer)  # an answer of another type is judged by the caller
+        return cast("Completion", attempt.answer)  # the caller checks its type
 
 
 def request_fn(generate: GenerateFn) -> RequestFn:
-    """A `GenerateFn` as a function of requests. Tokens are reported as far as the function behind it streams."""
+    """Adapt a `GenerateFn` to a function of requests. Tokens are reported as early as the function streams them."""
 
     async def ask(request: EngineRequest, on_chunk: OnChunk | None) -> Completion:
         with listening(on_chunk):
@@ -174,25 +144,26 @@ def resume_on_abort(
 
 
 class Resume:
-    """Continuation of aborted completions: the one place that sends a request again with the tokens so far.
+    """Continuation of aborted completions, so that callers see whole ones.
 
-    While a completion says ABORT, the prompt with the tokens so far is sent again with the budget that remains, under
-    the same request id. A partial completion that an undisturbed run would not have continued is not sent: one that
-    ends in a stop token is "stop", one that uses up its budget is "length", and one that had ended before the abort
-    reached it keeps its reason. If nothing is generated yet, the original request is sent again.
+    While a completion says ABORT, the request is sent again under the same id, with the tokens so far and the budget
+    that remains (see `Partial`). A completion that an undisturbed run would not have continued is returned instead: one
+    that ends in a stop token is "stop", one that uses up its budget is "length", and one that had ended before the
+    abort reached it keeps its reason. Without any token the original request is sent again.
 
     `min_tokens` shrinks by the tokens that exist. A seed makes the whole reproducible for the same interruptions:
-    later segments draw from a seed derived from it and from the number of tokens so far, since repeating the seed would
+    later attempts draw from a seed derived from it and from the number of tokens so far, since the same seed would
     repeat its draws. When the rollout's own time is up, its tokens are returned as aborted (`core/calls/stopwatch.py`).
 
-    Completions have the metric `interrupted_s`, the seconds they waited, if they did.
+    A completion that waited has the metric `interrupted_s`, in seconds.
 
     Args:
-        wait_until_resumed: awaited before each further attempt.
-        resume_timeout_s: limit of each such wait; and of a time in which one attempt after the other is aborted at once
-            without a token, repeated at growing intervals. When it has passed the completion says ABORT.
-        max_attempts: requests made for one completion; when they are used up it says ABORT. None sets no limit.
-        max_context: tokens of prompt and completion that end a completion with "length".
+        wait_until_resumed: Awaited before each further attempt.
+        resume_timeout_s: Limit of each such wait, and of the total wait between attempts that are aborted one after the
+            other without a token; these are repeated at growing intervals. When it has passed, the completion says
+            ABORT.
+        max_attempts: Requests sent for one completion; after the last one it says ABORT. None sets no limit.
+        max_context: Tokens of prompt and completion that end a completion with "length".
 
     Raises:
         ValueError: `max_attempts` is less than 1.
@@ -213,53 +184,63 @@ class Resume:
         self._max_context = max_context
 
     async def whole(self, ask: RequestFn, request: EngineRequest, on_chunk: OnChunk | None) -> Completion:
-        """The completion of all attempts together. `on_chunk` receives all tokens of an attempt before the next.
+        """The completion of all attempts together. `on_chunk` receives each of its tokens once and in order.
 
         Raises:
-            GenerationError: routed experts were asked for, and a part came without them.
+            GenerationError: an attempt streamed other tokens than it returned, or returned no routed experts though the
+                request asks for them.
             TypeError: `ask` returned something else than a completion.
         """
         if self._max_context is not None:
             room = max(1, self._max_context - len(request.prompt_token_ids))
             request = replace(request, sampling=request.sampling.within(room))
-        partial = Partial(request)
+        partial, fruitless = Partial(request, on_chunk), _FruitlessAttempts(self._timeout_s)
         loop, interrupted_s = asyncio.get_running_loop(), 0.0
-
-        def timed(completion: Completion) -> Completion:
-            if not interrupted_s:
-                return completion
-            before = completion.metrics.get("interrupted_s", 0.0)
-            return replace(completion, metrics={**completion.metrics, "interrupted_s": before + interrupted_s})
-
-        turned_away = _TurnedAway(self._timeout_s)
         for attempt in count(1):
-            began, rest = loop.time(), partial.rest
-            if on_chunk is None:
-                part = await ask(rest, None)
-            else:
-                part = await told_whole(lambda tell, rest=rest: ask(rest, tell), on_chunk)
-            if not isinstance(part, Completion):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise TypeError(f"generate gave {type(part).__name__}; it must give a Completion")
-            if request.sampling.return_routed_experts and part.token_ids and part.routed_experts is None:
-                raise GenerationError(f"request {request.request_id!r} asked for routed experts and got none")
-            whole = partial.add(part)
+            began = loop.time()
+            with partial.attempt() as keep:
+                part = await ask(partial.rest, None if on_chunk is None else keep)
+                _check(part, request)
+                whole = partial.add(part)
             if whole.finish_reason is not FinishReason.ABORT:
-                return timed(whole)
+                break
             if (ended := partial.ended) is not None:
-                return timed(ended)
+                whole = ended
+                break
             if stopwatch.time_is_up():
-                return timed(whole)
+                break
             aborted = loop.time()
-            again = attempt != self._max_attempts and await _resumed(self._wait_until_resumed, self._timeout_s)
-            again = again and await turned_away.wait(bool(part.token_ids), since=began)
+            again = attempt != self._max_attempts and await self._resumed()
+            again = again and await fruitless.wait(bool(part.token_ids), since=began)
             interrupted_s += loop.time() - aborted
             if not again:
-                return timed(whole)
-        raise AssertionError("attempts are counted without end")
+                break
+        if not interrupted_s:
+            return whole
+        before_s = whole.metrics.get("interrupted_s", 0.0)
+        return replace(whole, metrics={**whole.metrics, "interrupted_s": before_s + interrupted_s})
+
+    async def _resumed(self) -> bool:
+        """Wait until generation is resumed. False if that takes too long."""
+        if self._wait_until_resumed is None:
+            return True
+        try:
+            with stopwatch.paused():
+                await bounded(self._wait_until_resumed(), self._timeout_s, "wait_until_resumed")
+        except OutOfTimeError:
+            return False
+        return True
 
 
-class _TurnedAway:
-    """Attempts that are aborted at once and bring nothing, one after the other, must not become a busy loop."""
+def _check(part: Completion, request: EngineRequest) -> None:
+    if not isinstance(part, Completion):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"generate gave {type(part).__name__}; it must give a Completion")
+    if request.sampling.return_routed_experts and part.token_ids and part.routed_experts is None:
+        raise GenerationError(f"request {request.request_id!r} asked for routed experts and got none")
+
+
+class _FruitlessAttempts:
+    """Backoff between attempts that are aborted one after the other without a token, to avoid a busy loop."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -267,10 +248,10 @@ class _TurnedAway:
         self._in_a_row = 0
 
     async def wait(self, got_tokens: bool, *, since: float) -> bool:
-        """Wait until the next attempt may be made, and return whether it may.
+        """Wait until the next attempt may be made. Returns False if the time limit has passed.
 
         Args:
-            since: when the last attempt began; what has passed since need not be waited for.
+            since: Start of the last attempt; the interval is counted from there.
         """
         if got_tokens:
             self._in_a_row, self._waited_s = 0, 0.0
@@ -284,14 +265,3 @@ class _TurnedAway:
         with stopwatch.paused():
             await asyncio.sleep(seconds)
         return True
-
-
-async def _resumed(wait: Callable[[], Awaitable[object]] | None, timeout_s: float) -> bool:
-    if wait is None:
-        return True
-    try:
-        with stopwatch.paused():
-            await bounded(wait(), timeout_s, "wait_until_resumed")
-    except OutOfTimeError:
-        return False
-    return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -11,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from titan_rl.generation.request import EngineRequest, OnChunk, Partial, tokens_between
-from titan_rl.generation.resume import listening, resume_on_abort, told_whole
+from titan_rl.generation.resume import Resume
 from titan_rl.serving.http.errors import UNSUPPORTED_VALUE, ApiError
 from titan_rl.serving.http.exchange import ServerMetrics
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams, TokenChunk
@@ -35,33 +36,13 @@ def in_one_piece(generate: GenerateFn) -> StreamFn:
     return stream
 
 
-def listened_to(generate: GenerateFn) -> StreamFn:
-    """A `GenerateFn` as a `StreamFn` that tells of what comes from the router behind it, as it comes."""
-
-    async def stream(request: EngineRequest, on_chunk: OnChunk) -> Completion:
-        with listening(on_chunk):
-            return await request.sent_to(generate)
-
-    return stream
-
-
 def unbroken(stream: StreamFn, *, wait_until_resumed: Callable[[], Awaitable[object]] | None = None) -> StreamFn:
-    """Wrap `stream` so that its callers see whole completions, as with `resume_on_abort`, and are told of every token.
+    """Wrap `stream` so that its callers get whole completions, and every token in chunks; see `Resume`.
 
     Raises:
-        GenerationError: an answer has other tokens than were told of it.
+        GenerationError: an answer has other tokens than it had streamed.
     """
-
-    async def whole(request: EngineRequest, on_chunk: OnChunk) -> Completion:
-        async def attempt(
-            prompt_token_ids: Sequence[int], *, request_id: str, session_id: str | None = None, sampling: SamplingParams
-        ) -> Completion:
-            asked = EngineRequest(request_id, prompt_token_ids, sampling, session_id)
-            return await told_whole(lambda tell: stream(asked, tell), on_chunk)
-
-        return await request.sent_to(resume_on_abort(attempt, wait_until_resumed=wait_until_resumed))
-
-    return whole
+    return functools.partial(Resume(wait_until_resumed).whole, stream)
 
 
 OnTokens = Callable[[int, TokenChunk], int | None]
@@ -179,8 +160,7 @@ class ServedPolicy:
         began = time.monotonic()
         if on_tokens is None:
             return self._done(began, await stream(request, self._first_told(began)), request.sampling)
-        partial = Partial(request)
-        keep, num_tokens, is_cut = partial.begin(), 0, False
+        partial, num_tokens, is_cut = Partial(request), 0, False
         failure: Exception | None = None
 
         def tell(chunk: TokenChunk) -> None:
@@ -200,17 +180,17 @@ class ServedPolicy:
             num_tokens += len(chunk.token_ids)
             keep(chunk)
 
-        task = asyncio.create_task(stream(request, tell))
-        try:
-            completion = await task
-        except asyncio.CancelledError:
-            if not is_cut or _is_cancelled():
-                raise
-            completion = None
+        with partial.attempt() as keep:
+            task = asyncio.create_task(stream(request, tell))
+            try:
+                completion = await task
+            except asyncio.CancelledError:
+                if not is_cut or _is_cancelled():
+                    raise
+                completion = None
         if failure is not None:
             raise failure
         if completion is None or is_cut:
-            partial.keep_chunks()
             completion = replace(partial.so_far, finish_reason=FinishReason.STOP)
         return self._done(began, completion, request.sampling)
 

@@ -4,55 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from titan_rl.core.calls.bounded import limited
-from titan_rl.core.errors import EngineDeadError, StateDictError, UnavailableWeightsError
-from titan_rl.generation.router.health import Health
+from titan_rl.core.errors import StateDictError, UnavailableWeightsError
 from titan_rl.generation.router.pool import Pool, PooledReplica
-from titan_rl.generation.router.replica import Limits
 from titan_rl.generation.router.requests import NotResumedError, RequestsInFlight
 from titan_rl.generation.types import PauseMode
-
-
-class ControlCalls:
-    """Control calls in progress: pulls, pauses, aborts."""
-
-    def __init__(self) -> None:
-        self._ended: EngineDeadError | None = None
-        self._under_way: set[asyncio.Timeout] = set()
-
-    @asynccontextmanager
-    async def one(self) -> AsyncGenerator[None]:
-        """The block is a call.
-
-        Raises:
-            EngineDeadError: by the block, that of `end`, before it or while it runs.
-        """
-        if self._ended is not None:
-            raise self._ended
-        async with asyncio.timeout(None) as scope:
-            self._under_way.add(scope)
-            try:
-                yield
-            except asyncio.CancelledError:
-                if scope.expired() and self._ended is not None:
-                    raise self._ended from None
-                raise
-            finally:
-                self._under_way.discard(scope)
-
-    def end(self, reason: EngineDeadError) -> bool:
-        """From now on calls fail with `reason`. False where they do already: the first one stands."""
-        if self._ended is not None:
-            return False
-        self._ended = reason
-        for scope in self._under_way:
-            scope.reschedule(asyncio.get_running_loop().time())
-        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,38 +21,31 @@ class PauseReport:
 
     mode: PauseMode
     seconds: float
-    aborted: tuple[str, ...]  # ids of requests it ended early
-    cancelled: tuple[str, ...]  # those of them that did not return, and lost their tokens
+    aborted: tuple[str, ...]  # ids of requests that were ended early
+    cancelled: tuple[str, ...]  # the part of them that did not return, and lost their tokens
     failed: Mapping[str, Exception]  # replicas that did not pause, by name; they are out of service
 
 
 class Pause:
-    """The pause state that every replica is brought to, and the gate that requests wait at.
+    """Pauses and resumes all replicas. Requests wait while `open` is not set.
 
-    `mode` is what is wanted from the moment of the call; `open` is set again when a resume has reached all.
+    The mode changes as soon as a call begins; `open` is set again when a resume has reached all replicas.
     """
 
-    def __init__(
-        self,
-        pool: Pool,
-        requests: RequestsInFlight,
-        limits: Limits,
-        quarantine: Callable[[PooledReplica, Exception], None],
-    ) -> None:
-        self.mode: PauseMode | None = None
+    def __init__(self, pool: Pool, requests: RequestsInFlight) -> None:
         self.open = asyncio.Event()
         self.open.set()
         self._pool = pool
+        self._target = pool.target
         self._requests = requests
-        self._limits = limits
-        self._quarantine = quarantine
+        self._limits = pool.limits
         self._changing = asyncio.Lock()
 
     async def pause(self, mode: PauseMode) -> PauseReport:
-        if self.mode is not None:
-            raise RuntimeError(f"the router is paused already, in mode '{self.mode}'; resume it first")
+        if self._target.mode is not None:
+            raise RuntimeError(f"the router is paused already, in mode '{self._target.mode}'; resume it first")
         started = asyncio.get_running_loop().time()
-        self.mode = mode  # before any engine is told, so that nothing arrives behind its back
+        self._target.mode = mode  # before any engine pauses, so that no request is sent meanwhile
         self.open.clear()
         aborted = list(self._requests) if mode.ends_requests else []
         for request in aborted:
@@ -109,13 +61,13 @@ class Pause:
         return PauseReport(mode, seconds, tuple(request.request_id for request in aborted), cancelled, failed)
 
     async def resume(self) -> None:
-        async with self._changing:  # a pause under way ends first
-            if self.mode is None:
+        async with self._changing:  # a pause in progress ends first
+            if self._target.mode is None:
                 raise RuntimeError("the router is not paused; there is nothing to resume")
-            self.mode = None
+            self._target.mode = None
             try:
                 await self._apply_to_all()
-            finally:  # a replica that was not told is told when it is used again; who waits here must go on
+            finally:  # a replica that missed the resume is resumed before its next use; the waiting requests continue
                 self._open_gate()
 
     async def wait_open(self) -> None:
@@ -128,48 +80,27 @@ class Pause:
     def not_resumed(self) -> NotResumedError:
         return NotResumedError(f"the router was not resumed within {self._limits.paused_s:g} s")
 
-    def applied(self, replica: PooledReplica) -> bool:
-        return replica.paused == self.mode
-
-    async def apply(self, replica: PooledReplica) -> None:
-        """Bring one replica to the wanted pause state.
-
-        Raises:
-            OutOfTimeError: it takes longer than `call_s`.
-            Exception: whatever the replica fails with.
-        """
-        async with replica.pausing:
-            while not self.applied(replica):
-                wanted, before = self.mode, replica.paused
-                replica.paused = "unknown"
-                change = "the resume" if wanted is None else f'the pause in mode "{wanted}"'
-                async with limited(self._limits.call_s, change):
-                    if before is not None:
-                        await replica.calls.resume()
-                    if wanted is not None:
-                        await replica.calls.pause(wanted)
-                replica.paused = wanted
-
     def _open_gate(self) -> None:
-        if self.mode is not None:  # paused again while the replicas were resuming
+        if self._target.mode is not None:  # paused again while the replicas were resuming
             return
         self._requests.thaw()
         self.open.set()
         self._pool.has_room()
 
     async def _apply_to_all(self) -> dict[str, Exception]:
-        """Members out of service are left to their recovery, which ends in the wanted state too."""
+        """Bring the replicas to the pause mode. Replicas out of service get it with their recovery."""
         replicas = [replica for replica in self._pool if replica.serving or replica.draining]
-        results = await asyncio.gather(*(self.apply(replica) for replica in replicas), return_exceptions=True)
+        pauses = [self._target.pause(replica) for replica in replicas]
+        results = await asyncio.gather(*pauses, return_exceptions=True)
         failed: dict[str, Exception] = {}
         for replica, result in zip(replicas, results, strict=True):
             if isinstance(result, Exception):
                 failed[replica.name] = result
-                self._quarantine(replica, result)
+                self._pool.quarantine(replica, result)
         return failed
 
     async def _all_idle(self) -> bool:
-        """Wait until no replica runs a request; the closed gate keeps those idle that are."""
+        """Wait until no replica runs a request. Idle replicas stay idle, because requests wait for `open`."""
         try:
             async with asyncio.timeout(self._limits.finish_s):
                 for replica in self._pool:
@@ -196,88 +127,78 @@ class PullReport:
 
 
 class Puller:
-    """Holds the version that every replica is brought to. Only ever the newest is pulled; older calls ride along."""
+    """Pulls the newest version on all replicas. Calls for an older version return with the newest one."""
 
-    def __init__(self, pool: Pool, requests: RequestsInFlight, limits: Limits, health: Health) -> None:
-        self.target: int | None = None
-        self._loaded: int | None = None  # the newest that a replica has pulled
+    def __init__(self, pool: Pool, requests: RequestsInFlight) -> None:
         self._pool = pool
+        self._target = pool.target
         self._requests = requests
-        self._limits = limits
-        self._health = health
         self._draining = asyncio.Lock()
-
-    def applied(self, replica: PooledReplica) -> bool:
-        return self.target is None or (replica.version is not None and replica.version >= self.target)
-
-    async def apply(self, replica: PooledReplica) -> None:
-        """Bring one replica to the newest version.
-
-        Raises:
-            OutOfTimeError: it takes longer than `pull_s`.
-            Exception: whatever the replica fails with.
-        """
-        async with replica.pulling:
-            while self.target is not None and not self.applied(replica):
-                version = self.target
-                async with limited(self._limits.pull_s, f"the pull of version {version}"):
-                    replica.version = await replica.calls.pull(version)
-                self._loaded = max(version, self._loaded or 0)
-                replica.hear()
 
     async def pull(self, version: int, mode: PullMode) -> PullReport:
         if mode not in get_args(PullMode):
             raise ValueError(f"pull mode is {mode!r}; it must be one of {', '.join(get_args(PullMode))}")
-        if self.target is None or version > self.target:
-            self.target = version
+        target = self._target
+        if target.version is None or version > target.version:
+            target.version = version
         failed: dict[str, Exception] = {}
         aborted: list[str] = []
         if mode == "hot_swap":
-            await asyncio.gather(
-                *(self._update(replica, self.apply, failed) for replica in self._pool if replica.serving)
-            )
+            await asyncio.gather(*(self._update(replica, failed) for replica in self._pool if replica.serving))
         else:
             async with self._draining:  # rolling: one replica at a time, the least busy first
                 while stale := self._stale(failed):
                     replica = min(stale, key=lambda replica: replica.load)
-                    await self._update(replica, lambda replica: self._drain(replica, aborted), failed)
-        self._settle(version, failed)
-        if not any(replica.serving and self.applied(replica) for replica in self._pool):
+                    await self._update(replica, failed, drained=aborted)
+        self._handle_unavailable(version, failed)
+        if not self._pulled():
             await self._wait_for_one(version, failed)
-        pulled = tuple(replica.name for replica in self._pool if replica.serving and self.applied(replica))
-        return PullReport(version, pulled, failed, tuple(aborted))
+        return PullReport(version, self._pulled(), failed, tuple(aborted))
+
+    def _pulled(self) -> tuple[str, ...]:
+        return tuple(replica.name for replica in self._pool if replica.serving and self._target.has_version(replica))
 
     def _stale(self, failed: Mapping[str, Exception]) -> list[PooledReplica]:
         return [
             replica
             for replica in self._pool
-            if replica.serving and not self.applied(replica) and replica.name not in failed
+            if replica.serving and not self._target.has_version(replica) and replica.name not in failed
         ]
 
     async def _update(
-        self, replica: PooledReplica, update: Callable[[PooledReplica], Awaitable[None]], failed: dict[str, Exception]
+        self, replica: PooledReplica, failed: dict[str, Exception], *, drained: list[str] | None = None
     ) -> None:
+        """Pull on one replica, and note its failure.
+
+        Args:
+            drained: Pull in mode "drain", and append the ids of requests that had to be aborted.
+        """
         try:
-            await update(replica)
+            if drained is None:
+                await self._target.pull(replica)
+            else:
+                drained += await self._drain(replica)
+                await self._pool.bring_up(replica)
         except UnavailableWeightsError as error:
-            failed[replica.name] = error  # it is as it was; whether it may stay so, `_settle` says
+            failed[replica.name] = error  # its weights are untouched; `_handle_unavailable` decides whether it serves
         except Exception as error:
             failed[replica.name] = error
-            self._health.quarantine(replica, error)
+            self._pool.quarantine(replica, error)
         except asyncio.CancelledError:
-            self._health.take_out(replica)  # it may hold either version
+            self._pool.take_out(replica)  # it may have either version
             raise
 
-    def _settle(self, version: int, failed: Mapping[str, Exception]) -> None:
-        """Decide about replicas that could not get the version: if no replica has it, they go on serving the old one.
+    def _handle_unavailable(self, version: int, failed: Mapping[str, Exception]) -> None:
+        """Quarantine the replicas that could not get the version. If no replica has it, all continue with the old one.
 
         Raises:
-            UnavailableWeightsError: none has it, and it is not waited for.
+            UnavailableWeightsError: no replica has it, and the pull is given up.
         """
         without = {
             replica: error
             for replica in self._pool
-            if isinstance(error := failed.get(replica.name), UnavailableWeightsError) and not self.applied(replica)
+            if isinstance(error := failed.get(replica.name), UnavailableWeightsError)
+            and not self._target.has_version(replica)
         }
         if without and self._give_up(version):
             for replica in without:
@@ -285,32 +206,35 @@ class Puller:
             cause = next(iter(without.values()))
             raise UnavailableWeightsError(f"no replica could get version {version}: {cause}") from cause
         for replica, error in without.items():
-            self._health.quarantine(replica, error)
+            self._pool.quarantine(replica, error)
 
     def _give_up(self, version: int) -> bool:
-        """Expect the version from before again, unless a replica has this one, or a newer one is asked for."""
-        if self.target != version or (self._loaded is not None and self._loaded >= version):
+        """Return to the version before, unless a replica has loaded this one or a newer one was asked for."""
+        target = self._target
+        if target.version != version or (target.loaded is not None and target.loaded >= version):
             return False
-        self.target = self._loaded
+        target.version = target.loaded
         return True
 
-    async def _drain(self, replica: PooledReplica, aborted: list[str]) -> None:
+    async def _drain(self, replica: PooledReplica) -> list[str]:
+        """Take a replica out of service until its requests have finished. Returns the ids of requests that had to be
+        aborted."""
         self._pool.withdraw(replica, draining=True)
         try:
-            await self._requests.wait(self._limits.drain_s, replica.idle.wait())
+            await self._requests.wait_idle(replica, self._pool.limits.drain_s)
         except TimeoutError:
             late = self._requests.on(replica)
             logger.warning("replica %s did not drain; aborting %d requests", replica.name, len(late))
-            aborted += [request.request_id for request in late]
             await self._requests.abort(late)
-        await self._health.bring_up(replica)
+            return [request.request_id for request in late]
+        return []
 
     async def _wait_for_one(self, version: int, failed: Mapping[str, Exception]) -> None:
-        """Replicas that recover or join enter service with the version; weights nobody can load are not waited for."""
+        """Wait for a replica that recovers or joins, which then has the version. Wrong weights are not waited for."""
         cause = next((error for error in failed.values() if isinstance(error, StateDictError)), None)
         if cause is None:
             try:
-                async with asyncio.timeout(self._limits.no_replica_s):
+                async with asyncio.timeout(self._pool.limits.no_replica_s):
                     await self._pool.serving.wait()
                 return
             except TimeoutError:

@@ -1,10 +1,11 @@
-"""The replicas of a router: which there are, which serve, and what is reserved on each."""
+"""Replicas of a router: their state, service and load, and their recovery after a failure."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
@@ -12,15 +13,17 @@ from typing import Literal
 from titan_rl.core.calls.bounded import limited
 from titan_rl.core.calls.user_code import reason
 from titan_rl.generation.request import EngineRequest
-from titan_rl.generation.router.replica import GaugedReplica, Replica, ReplicaCalls
+from titan_rl.generation.router.replica import BackgroundTasks, GaugedReplica, Limits, Replica, ReplicaCalls
 from titan_rl.generation.router.strategies import Strategy
 from titan_rl.generation.types import GaugeSummary, PauseMode
 
 logger = logging.getLogger(__name__)
 
+OnReplicaFailed = Callable[[Replica, Exception], None]
+
 
 class PooledReplica:
-    """One replica as the router sees it. Only the router and its parts change it.
+    """State of one replica. Only the router and its parts change it.
 
     `load` is an estimate in tokens: prompt and token budget of every request sent and not yet answered.
     """
@@ -36,14 +39,14 @@ class PooledReplica:
         self.serving = False  # the strategy may choose it
         self.draining = False  # out of service for a pull, healthy
         self.removed = False  # for good
-        self.version: int | None = None  # pulled through this router; None where that is not known
+        self.version: int | None = None  # pulled through this router; None if unknown
         self.paused: PauseMode | Literal["unknown"] | None = None  # "unknown" after a call that failed
         self.epoch = 0  # admissions so far: tells a late failure from a new one
         self.failures = 0  # in a row, without an answered request between them
         self.last_error: Exception | None = None
-        self.num_served = 0  # answers and messages of tokens so far
-        self.heard_at = 0.0  # when the last sign of life came, by the event loop's clock
-        self.takes_aborts = True  # so far as the last one told
+        self.num_served = 0  # answers and chunks of tokens so far
+        self.heard_at = 0.0  # time of the last sign of life, by the event loop's clock
+        self.takes_aborts = True  # whether the last abort succeeded
         self.pulling = asyncio.Lock()
         self.pausing = asyncio.Lock()
 
@@ -51,45 +54,208 @@ class PooledReplica:
         return f"PooledReplica({self.name!r}, load={self.load}, serving={self.serving}, version={self.version})"
 
     def hear(self, *, served: bool = False) -> None:
-        """A sign of life has come, or more than that: tokens or an answer."""
+        """Note a sign of life.
+
+        Args:
+            served: It brought tokens or an answer.
+        """
         self.num_served += served
         self.heard_at = asyncio.get_running_loop().time()
 
-    def reserve(self, cost: int) -> None:
-        """Charge a request. `Reservation` is the only caller, so that each is released once."""
-        if not self.num_requests:
-            self.idle.clear()
-        self.num_requests += 1
-        self.load += cost
 
-    def release(self, cost: int) -> None:
-        self.num_requests -= 1
-        self.load -= cost
-        assert self.load >= 0
-        assert self.num_requests >= 0
-        if not self.num_requests:
-            self.idle.set()
+class Reservation:
+    """Tokens reserved on a replica, from construction to the end of the `with` block or to `give_back`."""
+
+    __slots__ = ("_cost", "_pool", "replica")
+
+    def __init__(self, replica: PooledReplica, cost: int, pool: Pool) -> None:
+        self.replica = replica
+        self._cost = cost
+        self._pool = pool
+        replica.idle.clear()
+        replica.num_requests += 1
+        replica.load += cost
+
+    def __enter__(self) -> PooledReplica:
+        return self.replica
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Release the tokens. Called once."""
+        replica = self.replica
+        replica.num_requests -= 1
+        replica.load -= self._cost
+        assert replica.load >= 0
+        assert replica.num_requests >= 0
+        if not replica.num_requests:
+            replica.idle.set()
+        self._pool.strategy.released(replica)
+        self._pool.has_room()
+
+
+class Aborts:
+    """Sends aborts to replicas. A failed abort does not quarantine the replica. It is logged once, until an abort
+    succeeds again."""
+
+    def __init__(self, tasks: BackgroundTasks, call_s: float) -> None:
+        self._tasks = tasks
+        self._call_s = call_s
+        self._orphans: dict[PooledReplica, list[str]] = {}  # of this turn of the event loop
+        self._untaken: dict[PooledReplica, list[str]] = {}  # of aborts that failed
+        self._unheard = Counter[str]()  # all orphans that their replica may still run
+
+    async def send(self, replica: PooledReplica, engine_ids: Sequence[str]) -> bool:
+        """Ask a replica to end requests. Returns whether it answered in time."""
+        try:
+            async with limited(self._call_s, "the abort"):
+                await replica.calls.abort(engine_ids)
+        except Exception as error:
+            if replica.takes_aborts:
+                count = len(engine_ids)
+                logger.warning("replica %s did not take an abort of %d requests: %r", replica.name, count, error)
+            replica.takes_aborts = False
+            return False
+        replica.takes_aborts = True
+        return True
+
+    def send_soon(self, replica: PooledReplica, engine_id: str) -> None:
+        """Abort a request that has no caller any more, because its engine may still run it. Requests of one turn of the
+        event loop share one call: losing a replica orphans many at once."""
+        if not self._orphans:
+            asyncio.get_running_loop().call_soon(self._send_orphans)
+        self._orphans.setdefault(replica, []).append(engine_id)
+        self._unheard[engine_id] += 1
+
+    def may_run(self, engine_id: str) -> bool:
+        """Whether an engine may still run an orphaned request with this id, so that the id must not be reused."""
+        return engine_id in self._unheard
+
+    def send_again(self, replica: PooledReplica) -> None:
+        """Repeat the aborts that the replica did not take."""
+        self._start(replica, ())
+
+    def forget(self, replica: PooledReplica) -> None:
+        """Drop the aborts of a removed replica."""
+        self._heard(self._untaken.pop(replica, ()))
+
+    def _send_orphans(self) -> None:
+        orphans, self._orphans = self._orphans, {}
+        for replica, engine_ids in orphans.items():
+            self._start(replica, engine_ids)
+
+    def _start(self, replica: PooledReplica, engine_ids: Sequence[str]) -> None:
+        if engine_ids := [*self._untaken.pop(replica, ()), *engine_ids]:
+            self._tasks.start(self._end_orphans(replica, engine_ids), f"abort {len(engine_ids)} on {replica.name}")
+
+    async def _end_orphans(self, replica: PooledReplica, engine_ids: Sequence[str]) -> None:
+        if await self.send(replica, engine_ids) or replica.removed:
+            self._heard(engine_ids)
+        else:  # the engine may still run them
+            self._untaken.setdefault(replica, []).extend(engine_ids)
+
+    def _heard(self, engine_ids: Sequence[str]) -> None:
+        """No engine runs these any more."""
+        for engine_id in engine_ids:
+            self._unheard[engine_id] -= 1
+            if not self._unheard[engine_id]:
+                del self._unheard[engine_id]
+
+
+class TargetState:
+    """State that every replica is brought to: the newest version of the weights, and the pause mode.
+
+    Attributes:
+        version: Newest version asked for, except versions that no replica could load. None before the first pull.
+        loaded: Newest version that a replica has loaded.
+        mode: Mode of the present pause.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.version: int | None = None
+        self.loaded: int | None = None
+        self.mode: PauseMode | None = None
+        self._limits = limits
+
+    def has_version(self, replica: PooledReplica) -> bool:
+        """Whether the replica has this version or a newer one."""
+        return self.version is None or (replica.version is not None and replica.version >= self.version)
+
+    def has_mode(self, replica: PooledReplica) -> bool:
+        return replica.paused == self.mode
+
+    async def pull(self, replica: PooledReplica) -> None:
+        """Bring one replica to the newest version.
+
+        Raises:
+            OutOfTimeError: it took longer than `pull_s`.
+            Exception: whatever the replica fails with.
+        """
+        async with replica.pulling:
+            while self.version is not None and not self.has_version(replica):
+                version = self.version
+                async with limited(self._limits.pull_s, f"the pull of version {version}"):
+                    replica.version = await replica.calls.pull(version)
+                self.loaded = max(version, self.loaded or 0)
+                replica.hear()
+
+    async def pause(self, replica: PooledReplica) -> None:
+        """Bring one replica to the pause mode, or resume it.
+
+        Raises:
+            OutOfTimeError: it took longer than `call_s`.
+            Exception: whatever the replica fails with.
+        """
+        async with replica.pausing:
+            while not self.has_mode(replica):
+                mode, before = self.mode, replica.paused
+                replica.paused = "unknown"
+                change = "the resume" if mode is None else f'the pause in mode "{mode}"'
+                async with limited(self._limits.call_s, change):
+                    if before is not None:
+                        await replica.calls.resume()
+                    if mode is not None:
+                        await replica.calls.pause(mode)
+                replica.paused = mode
 
 
 class Pool:
-    """Members by name, kept in step with the strategy that chooses among those in service.
+    """Replicas by name, kept in step with the strategy that chooses among those in service.
+
+    A replica is quarantined at its first infrastructure failure and recovered in the background. One that fails again
+    before it has answered a request waits twice as long, so that a replica that fails fast draws few requests.
 
     Args:
-        least: fewer in service are not enough. One that drains for a pull counts: it comes back.
+        on_failed: Called at each quarantine, so that a supervisor can replace the replica.
+        least: Fewer replicas in service are not enough. One that drains for a pull counts, because it comes back.
     """
 
-    def __init__(self, handles: Iterable[Replica], strategy: Strategy, cancel_s: float, least: int = 1) -> None:
+    def __init__(
+        self,
+        handles: Iterable[Replica],
+        strategy: Strategy,
+        limits: Limits,
+        tasks: BackgroundTasks,
+        on_failed: OnReplicaFailed | None = None,
+        least: int = 1,
+    ) -> None:
         if least < 1:
             raise ValueError(f"the least number of replicas is {least!r}; it must be at least 1")
         strategy.belong_to(self)
-        self.least = least
         self.strategy = strategy
-        self._cancel_s = cancel_s
+        self.limits = limits
+        self.tasks = tasks
+        self.least = least
+        self.aborts = Aborts(tasks, limits.call_s)
+        self.target = TargetState(limits)
         self.serving = asyncio.Event()  # set while at least one replica serves
-        self.enough = asyncio.Event()  # set while so many do that requests are sent
-        self.last_error: Exception | None = None  # of the replica withdrawn last
-        self.on_room: Callable[[], None] | None = None  # told when a replica comes into service, or has a request less
+        self.enough = asyncio.Event()  # set while enough replicas serve for requests to be sent
+        self.last_error: Exception | None = None  # of the replica that failed last
+        self.on_room: Callable[[], None] | None = None  # called when a replica enters service, or has a request less
+        self._on_failed = on_failed
         self._replicas: dict[str, PooledReplica] = {}
+        self._recovering: set[PooledReplica] = set()
         self._num_serving = 0
         for handle in handles:
             self.admit(self.add(handle))
@@ -101,14 +267,14 @@ class Pool:
         return name in self._replicas
 
     def add(self, handle: Replica) -> PooledReplica:
-        """A new replica, not yet in service.
+        """Add a replica, not yet in service.
 
         Raises:
             ValueError: the name is taken.
         """
         if handle.name in self._replicas:
             raise ValueError(f"replica name {handle.name!r} is taken; remove that replica first, or choose another")
-        replica = self._replicas[handle.name] = PooledReplica(handle, self._cancel_s)
+        replica = self._replicas[handle.name] = PooledReplica(handle, self.limits.cancel_s)
         return replica
 
     def remove(self, name: str) -> PooledReplica:
@@ -121,6 +287,7 @@ class Pool:
         self.withdraw(replica)
         del self._replicas[name]
         replica.removed = True
+        self.aborts.forget(replica)
         return replica
 
     def find(self, name: str) -> PooledReplica:
@@ -132,31 +299,81 @@ class Pool:
             raise ValueError(f"no replica {name!r}; there are {sorted(self._replicas)}")
         return self._replicas[name]
 
+    def choose(self, request: EngineRequest) -> Reservation:
+        """Reserve the request's maximum of tokens on the replica that the strategy prefers. At least one serves."""
+        replica = self.strategy.choose(request.session_id, request.cost)
+        assert isinstance(replica, PooledReplica)
+        assert replica.serving
+        return Reservation(replica, request.cost, self)
+
+    def has_room(self) -> None:
+        if self.on_room is not None:
+            self.on_room()
+
     def admit(self, replica: PooledReplica) -> None:
-        """Into service. Does nothing for one that serves already or was removed."""
+        """Put a replica into service. Does nothing if it serves already or was removed."""
         if replica.serving or replica.removed:
             return
         replica.serving, replica.draining = True, False
         replica.epoch += 1
         self._num_serving += 1
         self.strategy.admit(replica)
-        self._note()
+        self._update_events()
         self.has_room()
 
     def withdraw(self, replica: PooledReplica, *, draining: bool = False) -> None:
-        """Out of service; its running requests are not touched.
+        """Take a replica out of service; its running requests are not touched.
 
         Args:
-            draining: it is healthy, and they finish.
+            draining: The replica is healthy, and its requests finish.
         """
         was_serving, replica.serving, replica.draining = replica.serving, False, draining
         if was_serving:
             self._num_serving -= 1
             self.strategy.withdraw(replica)
-        self._note()
+        self._update_events()
+
+    def quarantine(self, replica: PooledReplica, error: Exception, epoch: int | None = None) -> None:
+        """Take a replica out of service because of `error`, and recover it in the background.
+
+        Args:
+            epoch: Epoch of the replica when the failed call began; a failure from before its last admission is ignored.
+        """
+        is_out = replica in self._recovering and not replica.serving
+        if replica.removed or is_out or (epoch is not None and epoch != replica.epoch):
+            return
+        self._note_failure(replica, error)
+        logger.warning("replica %s is out of service: %r", replica.name, error)
+        self.take_out(replica)
+        if self._on_failed is not None:
+            try:
+                self._on_failed(replica.handle, error)
+            except Exception:
+                logger.exception("on_replica_failed raised for replica %s", replica.name)
+
+    def take_out(self, replica: PooledReplica) -> None:
+        """Take a healthy replica out of service until it has pulled the current version."""
+        self.withdraw(replica)
+        replica.version = None
+        if replica not in self._recovering and not replica.removed:
+            self._recovering.add(replica)
+            self.tasks.start(self._recover(replica), f"recover {replica.name}")
+
+    async def bring_up(self, replica: PooledReplica) -> None:
+        """Put a replica into service with the current weights and pause mode.
+
+        Raises:
+            Exception: whatever the replica fails with.
+        """
+        target = self.target
+        while not (target.has_version(replica) and target.has_mode(replica)):
+            self.aborts.send_again(replica)
+            await target.pull(replica)
+            await target.pause(replica)
+        self.admit(replica)  # no await since the check
 
     def trouble(self) -> str | None:
-        """Why there are not enough replicas; None where there are."""
+        """Explain why not enough replicas serve; None if enough do."""
         if self.enough.is_set():
             return None
         count, serving = len(self._replicas), self._num_serving
@@ -165,36 +382,40 @@ class Pool:
             return f"{serving} {are}, and {self.least} are the least"
         return f"none of {count} generators is in service" if count else "there is no generator"
 
-    def _note(self) -> None:
+    async def close(self) -> None:
+        """Remove and close all replicas. Errors are logged, and a call past its limit is left behind."""
+        await asyncio.gather(*(self._close(self.remove(replica.name)) for replica in self))
+
+    async def _close(self, replica: PooledReplica) -> None:
+        try:
+            async with limited(self.limits.call_s, "the close"):
+                await replica.calls.close()
+        except Exception as error:
+            logger.warning("replica %s did not close: %r", replica.name, error)
+
+    async def _recover(self, replica: PooledReplica) -> None:
+        try:
+            while not (replica.serving or replica.removed):
+                doubled = self.limits.quarantine_s * 2 ** min(max(replica.failures - 1, 0), 30)
+                await asyncio.sleep(min(doubled, self.limits.max_quarantine_s))
+                try:
+                    await self.bring_up(replica)
+                except Exception as error:
+                    self._note_failure(replica, error)
+                    logger.warning("replica %s stays out of service: %r", replica.name, error)
+                else:
+                    logger.info("replica %s serves again", replica.name)
+        finally:
+            self._recovering.discard(replica)
+
+    def _note_failure(self, replica: PooledReplica, error: Exception) -> None:
+        replica.failures += 1
+        replica.last_error = self.last_error = error
+
+    def _update_events(self) -> None:
         num_draining = sum(replica.draining for replica in self)
         _set(self.serving, self._num_serving > 0)
         _set(self.enough, self._num_serving > 0 and self._num_serving + num_draining >= self.least)
-
-    def choose(self, request: EngineRequest) -> Reservation:
-        """A reservation of what the request may come to, on the replica the strategy prefers. At least one serves."""
-        replica = self.strategy.choose(request.session_id, request.cost)
-        assert isinstance(replica, PooledReplica)
-        assert replica.serving
-        return self.reserve(replica, request)
-
-    def reserve(self, replica: PooledReplica, request: EngineRequest) -> Reservation:
-        return Reservation(replica, request.cost, self)
-
-    def has_room(self) -> None:
-        if self.on_room is not None:
-            self.on_room()
-
-    async def close(self, limit_s: float) -> None:
-        """Take all replicas out for good and close them. What one raises is logged; one that takes longer is left."""
-        await asyncio.gather(*(_close(self.remove(replica.name), limit_s) for replica in self))
-
-
-async def _close(replica: PooledReplica, limit_s: float) -> None:
-    try:
-        async with limited(limit_s, "the close"):
-            await replica.calls.close()
-    except Exception as error:
-        logger.warning("replica %s did not close: %r", replica.name, error)
 
 
 def _set(event: asyncio.Event, is_set: bool) -> None:
@@ -204,33 +425,9 @@ def _set(event: asyncio.Event, is_set: bool) -> None:
         event.clear()
 
 
-class Reservation:
-    """Tokens reserved on a replica from the choice on; leaving the `with` block gives them back, or `give_back` where
-    none is entered."""
-
-    __slots__ = ("_cost", "_pool", "replica")
-
-    def __init__(self, replica: PooledReplica, cost: int, pool: Pool) -> None:
-        self.replica = replica
-        self._cost = cost
-        self._pool = pool
-        replica.reserve(cost)
-
-    def __enter__(self) -> PooledReplica:
-        return self.replica
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.give_back()
-
-    def give_back(self) -> None:
-        self.replica.release(self._cost)
-        self._pool.strategy.released(self.replica)
-        self._pool.has_room()
-
-
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """A snapshot for metrics: `ReplicaStatus("generator_0", True, 3, 1200, 4, None)`."""
+    """Snapshot of a replica for metrics: `ReplicaStatus("generator_0", True, 3, 1200, 4, None)`."""
 
     name: str
     serving: bool

@@ -1,13 +1,17 @@
-"""Contract of a replica with the router, and the router's bounded calls to it."""
+"""Contract of a replica with the router, and the router's calls: to replicas, of its users, and in the background."""
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Sequence
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from titan_rl.core.calls.bounded import bounded
-from titan_rl.core.errors import GenerationError, StateDictError
+from titan_rl.core.calls.cancellation import asked_to_cancel
+from titan_rl.core.errors import EngineDeadError, GenerationError, StateDictError, StrayCancellationError
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.types import GaugeSummary, PauseMode
 from titan_rl.types import Completion, SamplingParams
@@ -21,16 +25,16 @@ class Limits:
         ValueError: names the field that is not positive.
     """
 
-    no_replica_s: float = 300.0  # a request waits for enough replicas in service, or a pull for one
+    no_replica_s: float = 300.0  # a request waits for enough replicas in service, or a pull for one replica
     paused_s: float = 3600.0  # a request waits for `resume`
     pull_s: float = 120.0  # one replica loads one version
-    drain_s: float = 300.0  # a replica's requests finish before a pull; what is left is aborted
-    finish_s: float = 300.0  # pause("wait"): requests finish; what is left is aborted
-    abort_s: float = 30.0  # aborted requests return; what is left is cancelled
-    reabort_interval_s: float = 2.0  # an abort is repeated for requests that reached their engine after it
-    cancel_s: float = 5.0  # cancelled calls and tasks end; what is left is logged and let go
+    drain_s: float = 300.0  # a replica's requests finish before a pull; the rest is aborted
+    finish_s: float = 300.0  # pause("wait"): requests finish; the rest is aborted
+    abort_s: float = 30.0  # aborted requests return; the rest is cancelled
+    reabort_interval_s: float = 2.0  # until an abort is repeated, for requests that reached their engine after it
+    cancel_s: float = 5.0  # cancelled calls and tasks end; the rest is logged and left behind
     call_s: float = 10.0  # one pause, resume, abort or close call to a replica
-    blame_s: float = 2.0  # replicas that failed a request go on to serve others, if it is the request's fault
+    blame_s: float = 2.0  # replicas that failed a request prove that they serve others, and the request is at fault
     quarantine_s: float = 1.0  # before a failed replica is tried again; doubles with each failure in a row
     max_quarantine_s: float = 60.0
 
@@ -42,24 +46,60 @@ class Limits:
 
 @runtime_checkable
 class Replica(Protocol):
-    """A handle of one generator: an actor, an HTTP client, an engine loop in this process.
+    """A handle of one generator: an actor, an HTTP client, an engine loop in this process. It also has `generate`, see
+    `GeneratingReplica`, or `stream`, see `StreamingReplica`.
 
     The router does not know how weights travel: `pull` takes a version, and the handle finds its manifest.
-    A `RequestError` is the fault of the request; any other exception, a cancellation that nobody asked for, and any
-    call past its time limit, is the fault of the replica, which is then out of service until it has pulled the current
-    version again. What several replicas fail a request with that go on to serve others is its own fault after all.
 
-    A replica is heard of by its answers, and by what it streams if it does. One that has requests and is not heard of
-    for the router's `stall_timeout_s` has failed, so a replica that does not stream has to answer one in that time.
+    A `RequestError` is the request's fault. Any other exception, a cancellation that nobody requested, and any call
+    past its time limit are the replica's fault: it is out of service until it has pulled the current version again. If
+    several replicas fail a request in the same way and continue to serve others, the request is at fault after all.
 
-    Every call but `generate` is idempotent, because the router repeats one whose answer was lost.
-    A cancelled `generate` may go on inside the generator; the router follows it with `abort`.
+    A replica's signs of life are its answers, and what it streams. One that has requests and gives no sign of life for
+    the router's `stall_timeout_s` has failed, so a replica that does not stream has to answer a request in that time.
+
+    Every call but `generate` and `stream` is idempotent, because the router repeats one whose answer was lost.
+    A cancelled request may continue inside the generator; the router follows it with `abort`.
     """
 
     @property
     def name(self) -> str:
         """Unique among the replicas of a router."""
         ...
+
+    async def pull(self, version: int) -> int | None:
+        """Load the weights of `version`, with requests running or not. Loaded weights never go back: a replica keeps
+        newer ones, which it has if an earlier pull ended after the router had given up on it.
+
+        Returns:
+            The version that is loaded then. None stands for `version`.
+
+        Raises:
+            UnavailableWeightsError: the weights cannot be had. The loaded ones are untouched and serve on.
+            StateDictError: the weights are wrong. It is unknown which are loaded; requests fail until a pull succeeds.
+        """
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop generating. For "abort" and "wait" the router calls this when none of its requests is running."""
+        ...
+
+    async def resume(self) -> None:
+        """Continue to generate, frozen requests included."""
+        ...
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End these requests with the tokens they have. Unknown and finished ids are ignored."""
+        ...
+
+    async def close(self) -> None:
+        """Release everything; running requests fail."""
+        ...
+
+
+@runtime_checkable
+class GeneratingReplica(Replica, Protocol):
+    """A replica that returns each completion as a whole."""
 
     async def generate(
         self,
@@ -69,7 +109,7 @@ class Replica(Protocol):
         session_id: str | None = None,
         sampling: SamplingParams,
     ) -> Completion:
-        """Continue the prompt. An aborted request returns what it has, with `FinishReason.ABORT`.
+        """Continue the prompt. An aborted request returns the tokens it has, with `FinishReason.ABORT`.
 
         Raises:
             RequestError: this request can never succeed.
@@ -77,57 +117,28 @@ class Replica(Protocol):
         """
         ...
 
-    async def pull(self, version: int) -> int | None:
-        """Load the weights of `version`, with requests running or not. Loaded weights never go back: a replica that has
-        newer ones, because a pull that was given up on came through, keeps them.
-
-        Returns:
-            The version that it has then. None says that it is the one asked for.
-
-        Raises:
-            UnavailableWeightsError: they cannot be had. Those that were loaded are as before, and go on serving.
-            StateDictError: they are not right. Nobody knows which are loaded, and requests fail until a pull succeeds.
-        """
-        ...
-
-    async def pause(self, mode: PauseMode) -> None:
-        """Stop generating. For "abort" and "wait" the router calls this once nothing of its own is running."""
-        ...
-
-    async def resume(self) -> None:
-        """Go on generating, frozen requests included."""
-        ...
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests with the tokens they have. Unknown and finished ids are ignored."""
-        ...
-
-    async def close(self) -> None:
-        """Give everything back; running requests fail."""
-        ...
-
 
 @runtime_checkable
 class StreamingReplica(Replica, Protocol):
-    """A replica that streams tokens ahead of the completion. Should it die, the router goes on from those.
+    """A replica that streams tokens ahead of the completion. If it dies, the router continues from these.
 
-    While requests wait and no token comes of any, as in prefills of long prompts, it sends a chunk without tokens now
-    and then, if and only if its engine steps: that is how the router knows a busy engine from one that hangs.
+    While requests wait without tokens, as during prefills of long prompts, it sends a chunk without tokens now and
+    then, if and only if its engine steps. This tells a busy engine from a hanging one.
     """
 
     async def stream(self, request: EngineRequest, on_chunk: OnChunk) -> Completion:
-        """Continue the prompt like `generate`, which the router then does not call. The completion holds all tokens,
-        streamed or not."""
+        """Continue the prompt like `GeneratingReplica.generate`, which is then not called. The completion holds all
+        tokens, streamed or not."""
         ...
 
 
 @runtime_checkable
 class GaugedReplica(Replica, Protocol):
-    """A replica that knows what its engine says of itself."""
+    """A replica that knows the gauges of its engine."""
 
     @property
     def gauges(self) -> GaugeSummary | None:
-        """Gauges of the engine's steps between its last two pulls, or up to the first. None before that."""
+        """Gauges of the engine's steps between its last two pulls, or until the first one. None before that."""
         ...
 
 
@@ -137,36 +148,31 @@ T = TypeVar("T")
 class ReplicaCalls:
     """A replica whose calls fail by an `Exception` if they fail, and end soon after they are cancelled.
 
-    Each call but `generate` is a task of its own: one that is slow to end, once it is cancelled, is left behind.
+    Each call but `generate` is a task of its own, which is left behind if it does not end after its cancellation.
 
     Args:
-        cancel_s: a cancelled call has so long to end.
+        cancel_s: Time for a cancelled call to end.
 
     Raises:
-        StrayCancellationError: by any call that was cancelled, though nobody had asked for that.
-        GenerationError: by any call, for what is no `Exception`, as a panic of native code.
+        StrayCancellationError: by any call that was cancelled though nobody had requested it.
+        GenerationError: by any call, instead of anything but an `Exception`, such as a panic of native code.
         Exception: whatever the replica fails with.
     """
 
     def __init__(self, replica: Replica, cancel_s: float) -> None:
-        self._replica = replica
+        self._replica: Any = replica
         self._cancel_s = cancel_s
-        self._streaming = replica if isinstance(replica, StreamingReplica) else None
-
-    @property
-    def streams(self) -> bool:
-        """`generate` calls its `on_chunk`."""
-        return self._streaming is not None
+        self.streams = isinstance(replica, StreamingReplica)
 
     async def generate(self, request: EngineRequest, on_chunk: OnChunk) -> Completion:
-        """By `stream` where the replica has it; else `on_chunk` is never called. In the caller's task, which sees to
-        its end: see `Waiter.within`."""
-        if self._streaming is None:
-            return await request.sent_to(self._replica.generate)
-        return await self._streaming.stream(request, on_chunk)
+        """Use `stream` if the replica has it; otherwise `on_chunk` is never called. Runs in the caller's task, which
+        bounds it: see `Waiter.within`."""
+        if self.streams:
+            return await self._replica.stream(request, on_chunk)
+        return await request.sent_to(self._replica.generate)
 
     async def pull(self, version: int) -> int:
-        """The version that the replica has then: this or a newer one.
+        """Returns the version that the replica has then: this or a newer one.
 
         Raises:
             StateDictError: it has an older one.
@@ -193,3 +199,89 @@ class ReplicaCalls:
     async def _call(self, work: Coroutine[Any, Any, T], what: str) -> T:
         what = f"{what} on replica {self._replica.name}"
         return await bounded(work, None, what, cleanup_s=self._cancel_s, error_type=GenerationError)
+
+
+logger = logging.getLogger(__name__)
+
+
+class OpenCalls:
+    """Calls of a router's users in progress, requests included. `end` fails them and all later ones.
+
+    Attributes:
+        ended: The reason that `end` was called with; None while the router is open.
+    """
+
+    def __init__(self) -> None:
+        self.ended: EngineDeadError | None = None
+        self._scopes: set[asyncio.Timeout] = set()
+
+    @asynccontextmanager
+    async def one(self) -> AsyncGenerator[None]:
+        """One call, for the length of the block.
+
+        Raises:
+            EngineDeadError: the reason of `end`, which was called before the block or within it.
+        """
+        if self.ended is not None:
+            raise self.ended
+        async with asyncio.timeout(None) as scope:
+            self._scopes.add(scope)
+            try:
+                yield
+            except asyncio.CancelledError:
+                if scope.expired() and self.ended is not None:
+                    raise self.ended from None
+                raise
+            finally:
+                self._scopes.discard(scope)
+
+    def end(self, reason: EngineDeadError) -> None:
+        """Fail all calls with `reason`. Does nothing the second time."""
+        if self.ended is None:
+            self.ended = reason
+            for scope in self._scopes:
+                scope.reschedule(asyncio.get_running_loop().time())
+
+
+class BackgroundTasks:
+    """Tasks that run until they are done or the set is closed. An exception in one fails all calls of the router."""
+
+    def __init__(self, calls: OpenCalls) -> None:
+        self._calls = calls
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._closed = False
+
+    def start(self, coroutine: Coroutine[Any, Any, object], name: str) -> None:
+        """Run `coroutine`. After `close` it is dropped before it starts."""
+        if self._closed:
+            coroutine.close()
+            return
+        task = asyncio.get_running_loop().create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    async def close(self, timeout_s: float) -> None:
+        """Cancel all tasks and wait until they have ended, or with a warning until the time has passed."""
+        self._closed = True
+        if not self._tasks:
+            return
+        for task in self._tasks:
+            task.cancel()
+        _, left = await asyncio.wait(self._tasks, timeout=timeout_s)
+        if left:
+            names = [task.get_name() for task in left]
+            logger.warning("gave up on %d tasks after %g s: %s", len(left), timeout_s, names)
+
+    def _done(self, task: asyncio.Task[object]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            error = task.exception()
+        elif not asked_to_cancel(task):
+            error = StrayCancellationError(f"{task.get_name()!r} was cancelled, though nobody had asked for that")
+        else:
+            return
+        if error is not None:
+            logger.error("the router failed", exc_info=error)
+            reason = EngineDeadError(f"the router failed: {error!r}")
+            reason.__cause__ = error
+            self._calls.end(reason)

@@ -7,11 +7,11 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 
 from titan_rl.core.errors import RequestError
-from titan_rl.generation.request import OnChunk, Partial
+from titan_rl.generation.request import Partial
 from titan_rl.generation.resume import Attempt
 from titan_rl.rollout.copies import completion_of
 from titan_rl.run.journal.records import CompletionRecord, digest
-from titan_rl.types import Completion, SamplingParams, TokenChunk
+from titan_rl.types import Completion, SamplingParams
 
 Known = Callable[[str, bytes, SamplingParams], Completion | None]
 """Looks up a recorded answer by request id, digest of the prompt, and sampling parameters."""
@@ -54,10 +54,12 @@ class Recorder:
             yield
             return
         self._asked[request_id] = (index, prompt_digest, sampling)
-        heard = Partial(request)
-        attempt.on_chunk = _both(attempt.on_chunk, heard.begin())
+        heard = Partial(request, attempt.on_chunk)
         try:
-            yield
+            with heard.attempt() as keep:
+                if attempt.on_chunk is not None:  # else the engines stream nothing
+                    attempt.on_chunk = keep
+                yield
         except asyncio.CancelledError:  # who listens may have heard enough
             if (so_far := heard.so_far).token_ids:
                 self._on_completion(CompletionRecord(index, prompt_digest, sampling, so_far))
@@ -79,15 +81,3 @@ class Recorder:
             so_far = tokens.get(request_id)
             if so_far is not None and so_far.token_ids and self._asked.get(request_id) is asked:
                 yield CompletionRecord(*asked, so_far)
-
-
-def _both(listener: OnChunk | None, keep: OnChunk) -> OnChunk | None:
-    """Nothing is kept of what nobody listens to."""
-    if listener is None:
-        return None
-
-    def tell(chunk: TokenChunk) -> None:
-        keep(chunk)
-        listener(chunk)
-
-    return tell

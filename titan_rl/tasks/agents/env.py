@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Sequence, Set
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,16 @@ from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.calls.user_code import Failure
 from titan_rl.core.errors import EpisodeEndedError, RequestError
 from titan_rl.core.tracing.spans import span
+from titan_rl.generation.request import EngineRequest, OnChunk
+from titan_rl.generation.resume import request_fn
 from titan_rl.rollout.environment.types import RolloutPolicy
 from titan_rl.rollout.types import Rollout, RolloutStatus
 from titan_rl.serving.episode import Episode
-from titan_rl.serving.policy import StreamFn, listened_to, unbroken
+from titan_rl.serving.policy import StreamFn, unbroken
 from titan_rl.tasks.agents.host import AgentHost
 from titan_rl.tasks.agents.program import agent_environment, make_folder
 from titan_rl.tasks.agents.settings import fields_of, filled_in
-from titan_rl.types import Completion, FinishReason, SamplingParams
+from titan_rl.types import Completion, FinishReason
 
 SAMPLE = "sample.json"
 """In the folder of a rollout."""
@@ -125,16 +128,11 @@ def _unrewarded(missing: Sequence[str], reported: Set[str]) -> str:
 def _stream_of(policy: RolloutPolicy, episode: Episode) -> StreamFn:
     """Stream of the rollout's requests. A failed or aborted request ends the episode with the matching status."""
 
-    async def ask(
-        prompt_token_ids: Sequence[int], *, request_id: str, session_id: str | None = None, sampling: SamplingParams
-    ) -> Completion:
+    generate = request_fn(policy.generate)
+
+    async def ask(request: EngineRequest, on_chunk: OnChunk | None) -> Completion:
         try:
-            completion = await policy.generate(
-                prompt_token_ids,
-                request_id=request_id,
-                session_id=policy.rollout_id,
-                sampling=sampling,
-            )
+            completion = await generate(replace(request, session_id=policy.rollout_id), on_chunk)
         except RequestError:
             raise
         except TimeoutError as error:
@@ -151,7 +149,7 @@ def _stream_of(policy: RolloutPolicy, episode: Episode) -> StreamFn:
             raise EpisodeEndedError(f"the episode is over: {episode.status}")
         return completion
 
-    return unbroken(listened_to(ask))
+    return unbroken(ask)
 
 
 async def _end_in_time(policy: RolloutPolicy, episode: Episode) -> None:
