@@ -200,7 +200,7 @@ class SimulatedProcesses(GeneratorProcesses):
 
     async def _start_generator(self, process: ProcessId) -> ActorReplica:
         phase_s = (process.index % CHUNK + 1) * STEP_S
-        remote = RemoteProcess(process, self._note_end)
+        remote = RemoteProcess(process, self)
         self._remotes[remote.id], self._places_of[remote.id] = remote, frozenset()
         generator = self.generators[str(process)] = SimulatedGenerator(self.traffic, self.length_of, phase_s)
         with patch.object(request_stream, "Channel", Pipe):

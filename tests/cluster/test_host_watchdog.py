@@ -1,4 +1,4 @@
-"""Lookouts of real processes of this host, and a controller that hears of them over a socket, or no more."""
+"""Health checks and watchdogs of real processes of this host, and a controller that they report to over a socket."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from titan_rl.cluster.liveness.health_check import HELLO, HealthChecks
+from titan_rl.cluster.liveness import health_check, heartbeat
+from titan_rl.cluster.liveness.health_check import HELLO, HealthChecks, ProcessHealth
 from titan_rl.cluster.liveness.heartbeat import DISMISSED, HostWatchdog, Report, WatchdogSettings, send
 from titan_rl.cluster.liveness.host_monitor import HostMonitor, RemoteWatcher
 from titan_rl.cluster.liveness.local_processes import TreeUse
@@ -27,7 +28,7 @@ LOCALHOST = "127.0.0.1"
 
 @asynccontextmanager
 async def process(socket: Path) -> AsyncGenerator[asyncio.subprocess.Process]:
-    """One that has begun its pulse."""
+    """A process that answers pings."""
     program = Path(__file__).with_name("pulsing.py")
     started = await asyncio.create_subprocess_exec(
         sys.executable, str(program), str(socket), stdout=asyncio.subprocess.PIPE
@@ -48,8 +49,9 @@ async def until(condition) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_a_process_that_was_stopped_is_silent_until_it_goes_on(tmp_path: Path):
-    watch = HealthChecks(tmp_path / "s", lambda pid, how: None, ManualClock(tick_s=1.0), lambda pid: TreeUse({}, False))
+async def test_a_process_that_was_stopped_is_silent_until_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(health_check, "use_of", lambda pid: TreeUse({}, False))
+    watch = HealthChecks(tmp_path / "s", clock=ManualClock(tick_s=1.0))
     running = asyncio.ensure_future(watch.run())
     async with process(tmp_path / "s") as pulsing:
 
@@ -64,15 +66,25 @@ async def test_a_process_that_was_stopped_is_silent_until_it_goes_on(tmp_path: P
     running.cancel()
 
 
+class Ends:
+    """The ends of processes."""
+
+    def __init__(self) -> None:
+        self.queue = asyncio.Queue[str]()
+
+    def process_ended(self, pid: int, how: str) -> None:
+        self.queue.put_nowait(f"{pid}: {how}")
+
+
 async def test_the_end_of_a_process_that_was_gone_before_it_was_known_is_told(tmp_path: Path):
     gone = await asyncio.create_subprocess_exec("true")
     await gone.wait()
-    ended = asyncio.Queue[str]()
-    watch = HealthChecks(tmp_path / "s", lambda pid, how: ended.put_nowait(f"{pid}: {how}"))
+    ends = Ends()
+    watch = HealthChecks(tmp_path / "s", ends)
     running = asyncio.ensure_future(watch.run())
     _, writer = await asyncio.open_unix_connection(str(tmp_path / "s"))
     writer.write(HELLO.pack(gone.pid))
-    assert await told(ended) == f"{gone.pid}: process {gone.pid} ended"
+    assert await told(ends.queue) == f"{gone.pid}: process {gone.pid} ended"
     running.cancel()
     writer.close()
 
@@ -85,13 +97,13 @@ def test_a_thread_whose_loop_cannot_begin_keeps_nobody_waiting(monkeypatch: pyte
         raise OSError("too many open files")
 
     monkeypatch.setattr(asyncio, "run", run)
-    entered = ThreadPoolExecutor(1).submit(LoopThread("watching", main, print).__enter__)
+    entered = ThreadPoolExecutor(1).submit(LoopThread("watching", main()).__enter__)
     with pytest.raises(OSError, match="too many open files"):
         entered.result(LIMIT_S)
 
 
 async def test_a_process_ends_when_nobody_watches_it_any_more(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    watch = HealthChecks(tmp_path / "s", lambda pid, how: None)
+    watch = HealthChecks(tmp_path / "s")
     running = asyncio.ensure_future(watch.run())
     async with process(tmp_path / "s") as pulsing:
         await until(watch.look)  # it is known
@@ -101,12 +113,12 @@ async def test_a_process_ends_when_nobody_watches_it_any_more(tmp_path: Path, ca
 
 
 class Controller:
-    """What a controller is told, as the owner of a host."""
+    """The controller as the owner of a host and the observer of a process there."""
 
     def __init__(self, monitor: HostMonitor) -> None:
         self.lost = asyncio.Queue[str]()
         self.leaving = asyncio.Queue[str]()
-        self.ended = asyncio.Queue[str]()
+        self.ends = asyncio.Queue[str]()
         self.watcher: RemoteWatcher = monitor.expect("h1", self)
 
     def host_lost(self, name: str, reason: str) -> None:
@@ -116,7 +128,12 @@ class Controller:
         self.leaving.put_nowait(reason)
 
     async def watch(self, pid: int) -> None:
-        self.handle = self.watcher.watch(pid, self.ended.put_nowait, lambda signs: None)
+        self.handle = self.watcher.watch(pid, self)
+
+    def ended(self, how: str) -> None:
+        self.ends.put_nowait(how)
+
+    def checked(self, health: ProcessHealth) -> None: ...
 
 
 async def told(queue: asyncio.Queue[str]) -> str:
@@ -130,10 +147,10 @@ async def test_a_death_on_another_host_is_told_with_its_signal(tmp_path: Path):
         async with process(tmp_path / "s") as first, process(tmp_path / "s") as second:
             await controller.watch(first.pid)
             first.kill()
-            assert "SIGKILL" in await told(controller.ended) or first.returncode is not None
+            assert "SIGKILL" in await told(controller.ends) or first.returncode is not None
             await controller.watch(second.pid)
             controller.handle.kill()
-            await told(controller.ended)
+            await told(controller.ends)
             assert await asyncio.wait_for(second.wait(), LIMIT_S) == -signal.SIGKILL
         controller.watcher.dismiss()
         assert await asyncio.wait_for(watchdog, LIMIT_S) == DISMISSED
@@ -149,18 +166,19 @@ async def test_a_silent_host_is_lost_with_all_its_processes_and_told_so_when_it_
             watchdog.cancel()  # as if its packets were lost
             clock.tick_s = 1.0
             assert await told(controller.lost) == "nothing has been heard of it for 3 s"
-            assert await told(controller.ended) == "host h1 is lost: nothing has been heard of it for 3 s"
+            assert await told(controller.ends) == "host h1 is lost: nothing has been heard of it for 3 s"
         again = HostWatchdog(controller.watcher.settings, tmp_path / "again")
         assert await asyncio.wait_for(again.run(), LIMIT_S) == "nothing has been heard of host h1 for 3 s"
 
 
-async def test_a_host_where_nothing_can_be_started_any_more_ends_its_processes(tmp_path: Path):
+async def test_a_host_where_nothing_can_be_started_any_more_ends_its_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     clock = ManualClock()
+    monkeypatch.setattr(heartbeat, "is_stopped", lambda pid: clock.tick_s > 0)
     with HostMonitor(LOCALHOST, silence_s=LIMIT_S, lease_s=10) as monitor:
         controller = Controller(monitor)
-        watchdog = HostWatchdog(
-            controller.watcher.settings, tmp_path / "s", stands_still=lambda: clock.tick_s > 0, clock=clock
-        )
+        watchdog = HostWatchdog(controller.watcher.settings, tmp_path / "s", clock=clock)
         looking = asyncio.ensure_future(watchdog.run())
         async with process(tmp_path / "s") as pulsing:
             await asyncio.wait_for(controller.watcher.heard.wait(), LIMIT_S)
@@ -191,8 +209,9 @@ async def test_a_host_whose_controller_has_ended_ends_at_once(tmp_path: Path):
 async def test_a_host_that_is_about_to_go_says_so_once(tmp_path: Path):
     with HostMonitor(LOCALHOST, silence_s=LIMIT_S, lease_s=LIMIT_S) as monitor:
         controller = Controller(monitor)
-        watchdog = HostWatchdog(controller.watcher.settings, tmp_path / "s", leaving=lambda: "SIGTERM")
-        running = asyncio.ensure_future(watchdog.run())
+        leaving = tmp_path / "leaving"
+        running = asyncio.ensure_future(HostWatchdog(controller.watcher.settings, tmp_path / "s", leaving).run())
+        leaving.write_text("SIGTERM")
         assert await told(controller.leaving) == "SIGTERM"
         controller.watcher.dismiss()
         assert await asyncio.wait_for(running, LIMIT_S) == DISMISSED
@@ -214,7 +233,7 @@ if not hasattr(os, "pidfd_open"):
     pytestmark = pytest.mark.skip("the kernel tells nothing of processes here")
 
 
-async def test_a_lookout_that_is_connected_as_the_run_ends_is_no_failure(caplog: pytest.LogCaptureFixture):
+async def test_a_watchdog_that_is_connected_as_the_run_ends_is_no_failure(caplog: pytest.LogCaptureFixture):
     with HostMonitor(LOCALHOST, silence_s=LIMIT_S, lease_s=LIMIT_S) as monitor:
         settings = Controller(monitor).watcher.settings
         reader, writer = await asyncio.open_connection(settings.address, settings.port)

@@ -174,7 +174,10 @@ async def test_groups_outlive_any_number_of_hosts_and_not_of_deaths() -> None:
 
     class Dies:
         def __init__(self) -> None:
-            self.remote = RemoteProcess("rollout-worker-0", lambda remote: begin())
+            self.remote = RemoteProcess("rollout-worker-0", self)
+
+        def process_ended(self, remote: RemoteProcess) -> None:
+            begin()
 
         @property
         def run_group(self) -> Any:

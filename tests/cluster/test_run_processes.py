@@ -49,7 +49,7 @@ class Replica(ActorReplica):
 class Nobody:
     """Can tell of no process."""
 
-    def watch(self, pid: int, on_end: Any, on_health: Any) -> None: ...
+    def watch(self, pid: int, observer: Any) -> None: ...
 
 
 class Endpoint:

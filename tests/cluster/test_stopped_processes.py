@@ -1,4 +1,4 @@
-"""SIGSTOP to a rank of the trainer, and to a rollout worker: real processes, looked at in virtual time."""
+"""SIGSTOP to a rank of the trainer, and to a rollout worker: real processes, checked in virtual time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 from test_worker_pool import answer
 
 from titan_rl import Rollout, RolloutGroup, SamplingParams
-from titan_rl.cluster.liveness.health_check import HealthChecks, OnEnd, OnHealth
+from titan_rl.cluster.liveness import health_check
+from titan_rl.cluster.liveness.health_check import HealthChecks, ProcessObserver
 from titan_rl.cluster.liveness.local_processes import CAN_WATCH, TreeUse, WatchedProcess
 from titan_rl.cluster.processes.remote_process import RemoteProcess
 from titan_rl.cluster.rollout_workers import WorkerPool
@@ -34,26 +35,29 @@ STOPPED = "it has been stopped by a signal for 3 s"
 pytestmark = pytest.mark.skipif(not CAN_WATCH, reason="the kernel tells nothing of processes here")
 
 
+@pytest.fixture(autouse=True)
+def no_process_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health_check, "use_of", lambda pid: TreeUse({}, False))
+
+
 class Looker:
-    """A `Watcher` of processes that begin their pulse, at which a second passes with every look."""
+    """A `Watcher` of processes that answer pings; a second passes with every look."""
 
     def __init__(self, socket: Path) -> None:
         self.socket = socket
-        self._watch = HealthChecks(
-            socket, lambda pid, how: None, ManualClock(tick_s=1.0), lambda pid: TreeUse({}, False)
-        )
-        self._on_health: dict[int, OnHealth] = {}
+        self._watch = HealthChecks(socket, clock=ManualClock(tick_s=1.0))
+        self._observers: dict[int, ProcessObserver] = {}
         self.run = self._watch.run
 
-    def watch(self, pid: int, on_end: OnEnd, on_health: OnHealth) -> WatchedProcess:
-        self._on_health[pid] = on_health
-        return WatchedProcess(pid, on_end)
+    def watch(self, pid: int, observer: ProcessObserver) -> WatchedProcess:
+        self._observers[pid] = observer
+        return WatchedProcess(pid, observer)
 
     async def until(self, condition: Any) -> None:
         async with asyncio.timeout(LIMIT_S):
             while not condition():
                 for pid, signs in self._watch.look().items():
-                    self._on_health[pid](signs)
+                    self._observers[pid].checked(signs)
                 await asyncio.sleep(0.005)  # those that live answer
 
 

@@ -120,10 +120,11 @@ async def test_what_a_dead_worker_had_asked_for_is_no_request_of_the_group_that_
 async def test_a_worker_whose_calls_fail_as_those_of_a_dead_one_is_ended_so_that_another_takes_its_place() -> None:
     pool, ended = WorkerPool(), list[str]()
 
-    def replace_it(remote: RemoteProcess) -> None:
-        ended.append(f"{remote.name}: {remote.reason}")
-        worker: Any = Worker()
-        pool.add(worker, worker)
+    class Replacing:
+        def process_ended(self, remote: RemoteProcess) -> None:
+            ended.append(f"{remote.name}: {remote.reason}")
+            worker: Any = Worker()
+            pool.add(worker, worker)
 
     class Deaf:
         class run_group:
@@ -131,7 +132,7 @@ async def test_a_worker_whose_calls_fail_as_those_of_a_dead_one_is_ended_so_that
             async def call_one(*args: Any) -> None:
                 raise ActorError(ActorDiedError("controller died: connection reset"))
 
-    pool.add(RemoteProcess("rollout-worker-0", replace_it), Deaf)
+    pool.add(RemoteProcess("rollout-worker-0", Replacing()), Deaf)
     sampling = SamplingParams(max_tokens=1)
     group = await pool.of("sums").run_group(answer, {}, group_id="g", group_size=1, sampling=sampling)
     assert [rollout.rollout_id for rollout in group.rollouts] == ["g/0"]

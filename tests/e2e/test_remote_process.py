@@ -28,6 +28,16 @@ class Silent:
         await asyncio.Event().wait()
 
 
+class Owner:
+    """Records the processes that ended."""
+
+    def __init__(self) -> None:
+        self.ended: list[RemoteProcess] = []
+
+    def process_ended(self, remote: RemoteProcess) -> None:
+        self.ended.append(remote)
+
+
 @pytest.fixture
 def process() -> Iterator[subprocess.Popen[bytes]]:
     """Runs until it is killed or reads a line."""
@@ -37,8 +47,8 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 
 
 async def test_the_kernel_ends_calls_in_flight_and_later_ones(process) -> None:
-    ended: list[RemoteProcess] = []
-    remote, endpoint = RemoteProcess("trainer", ended.append), Silent()
+    owner = Owner()
+    remote, endpoint = RemoteProcess("trainer", owner), Silent()
     remote.watch([process.pid])
     calls = [asyncio.ensure_future(remote.call(endpoint)) for _ in range(3)]
     await endpoint.called.wait()
@@ -47,7 +57,7 @@ async def test_the_kernel_ends_calls_in_flight_and_later_ones(process) -> None:
         with pytest.raises(ActorDiedError, match=rf"trainer died: process {process.pid} was killed by SIGKILL"):
             await asyncio.wait_for(call, LIMIT_S)
     remote.end("again")
-    assert ended == [remote]
+    assert owner.ended == [remote]
 
 
 async def test_the_status_of_a_process_that_exits_is_told(process) -> None:
@@ -81,15 +91,15 @@ async def test_those_of_no_use_without_the_one_that_ended_are_killed(process) ->
 
 
 async def test_what_ends_after_close_was_told_to(process) -> None:
-    ended: list[RemoteProcess] = []
-    remote = RemoteProcess("trainer", ended.append)
+    owner = Owner()
+    remote = RemoteProcess("trainer", owner)
     open_before = len(os.listdir("/proc/self/fd"))
     remote.watch([process.pid])
     remote.close()
     process.kill()
     process.wait()
     await asyncio.sleep(0)
-    assert (ended, remote.reason) == ([], None)
+    assert (owner.ended, remote.reason) == ([], None)
     assert len(os.listdir("/proc/self/fd")) == open_before
 
 

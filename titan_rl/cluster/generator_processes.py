@@ -325,8 +325,8 @@ class GeneratorProcesses(SupervisedProcesses):
         await replica.connect()
         return replica
 
-    def _note_end(self, remote: RemoteProcess) -> None:
-        super()._note_end(remote)
+    def process_ended(self, remote: RemoteProcess) -> None:
+        super().process_ended(remote)
         if remote.process in self._joining and not remote.has_started:
             self._lost.add(remote.process)
         else:

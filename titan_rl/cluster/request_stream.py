@@ -212,7 +212,9 @@ class RequestClient:
         reason = f"nobody listens to {self._remote.name} any more"
         try:
             while True:
-                for packed in await self._remote.until_end(self._receiver.recv):
+                async with self._remote.alive():
+                    messages = await self._receiver.recv()
+                for packed in messages:
                     self._receive(unpack(packed))
         except ActorDiedError as error:
             reason = str(error)

@@ -109,11 +109,11 @@ class RunProcesses(GeneratorProcesses):
     def _first_generators(self) -> Sequence[ProcessId]:
         return super()._first_generators() if self._generates else ()
 
-    def _note_end(self, remote: RemoteProcess) -> None:
+    def process_ended(self, remote: RemoteProcess) -> None:
         if remote.process == TRAINER:  # its owner starts another, see `TrainerProcesses.restart`
-            SupervisedProcesses._note_end(self, remote)
+            SupervisedProcesses.process_ended(self, remote)
         else:
-            super()._note_end(remote)
+            super().process_ended(remote)
 
     def _forget(self, remote: RemoteProcess, router: GeneratorRouter) -> None:
         self.workers.remove(remote)

@@ -194,7 +194,7 @@ class SupervisedProcesses(HostListener):
             ActorDiedError: one did not start in time, or for a reason that is none of titan_rl's.
             TitanRLError: why one did not start. However that was, the process has ended.
         """
-        remote = RemoteProcess(process, self._note_end, self._hang_timeout_s)
+        remote = RemoteProcess(process, self, self._hang_timeout_s)
         self._places_of[remote.id] = frozenset(place.host for place in places)
         self._remotes[remote.id] = remote
         self._spawned.append(remote.id)
@@ -296,7 +296,7 @@ class SupervisedProcesses(HostListener):
     def _disconnect(self) -> None:
         """Release the connections to the processes before they are ended."""
 
-    def _note_end(self, remote: RemoteProcess) -> None:
+    def process_ended(self, remote: RemoteProcess) -> None:
         del self._remotes[remote.id]
         self._places_of.pop(remote.id, None)
 

@@ -148,8 +148,7 @@ class ActorTrainer:
 
     async def ended(self) -> str:
         """Wait for the end of one of its processes, and return the reason."""
-        with contextlib.suppress(ActorDiedError):
-            await self.remote.until_end(asyncio.Event().wait)
+        await self.remote.ended.wait()
         return f"{self.remote.name} {'leaves its host' if self.is_leaving else 'died'}: {self.remote.reason}"
 
     def end(self, reason: str) -> None:

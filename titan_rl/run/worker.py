@@ -104,11 +104,14 @@ def run_worker(listen: str, tell: Callable[[str], object], drain_s: float) -> No
         point = WorkerServer(listen_on(host, port), tell)
         reaper = ProcessReaper(lambda: clean_up_after_dead_runs(scratch_root()))
 
-        def failed(error: BaseException) -> None:
-            logger.error("no run is taken any more", exc_info=error)
-            terminated.set()
+        async def serve() -> None:
+            try:
+                await point.serve()
+            except Exception:
+                logger.exception("no further run is accepted")
+                terminated.set()
 
-        with LoopThread("meeting-point", point.serve, failed):
+        with LoopThread("worker-server", serve()):
             tell(f"listening on {address}")
             _wait(terminated, reaper)
             if point.is_in_use:

@@ -16,14 +16,13 @@ from monarch.actor import concurrent_endpoint
 
 from titan_rl.cluster.hosts.folders import (
     clean_up_after_dead_runs,
-    leaving,
+    leaving_file,
     make_scratch,
     remove_monarch_logs,
     scratch_root,
 )
 from titan_rl.cluster.hosts.preflight import Clocks, HostFacts, Question, look
 from titan_rl.cluster.liveness.heartbeat import DISMISSED, HostWatchdog, WatchdogSettings
-from titan_rl.cluster.liveness.local_processes import is_stopped
 from titan_rl.cluster.liveness.loop_thread import LoopThread
 from titan_rl.cluster.processes.answers import AnsweringActor
 from titan_rl.cluster.processes.process import enter_actor_process
@@ -160,15 +159,19 @@ class HostAgent(AnsweringActor):
         """
         assert self._scratch is not None
         path = self._scratch.path / "pulse"
-        watchdog = HostWatchdog(settings, path, leaving, lambda: is_stopped(os.getppid()))
-        LoopThread("watchdog", lambda: self._look_out(watchdog), _exit).__enter__()  # as long as the process
+        watchdog = HostWatchdog(settings, path, leaving_file())
+        LoopThread("watchdog", self._run_watchdog(watchdog)).__enter__()  # as long as the process
         return path
 
-    async def _look_out(self, watchdog: HostWatchdog) -> None:
-        if (reason := await watchdog.run()) != DISMISSED:
+    async def _run_watchdog(self, watchdog: HostWatchdog) -> None:
+        try:
+            if (reason := await watchdog.run()) == DISMISSED:
+                return
             logger.warning("the processes of this host are ended: %s", reason)
             self._give_back()
-            _exit()
+        except Exception:
+            logger.exception("the watchdog failed")
+        os._exit(1)  # and all processes that it watched end with this one
 
     @concurrent_endpoint
     async def receive(self, number: int, name: str, data: bytes) -> Path:
@@ -219,13 +222,6 @@ class HostAgent(AnsweringActor):
             self._scratch.remove()
             self._scratch = None
         clean_up_after_dead_runs(scratch_root())
-
-
-def _exit(error: BaseException | None = None) -> None:
-    """End this process, and with it all processes that it watched."""
-    if error is not None:
-        logger.error("the watchdog failed", exc_info=error)
-    os._exit(1)
 
 
 def _interface_of(address: str) -> str | None:

@@ -73,15 +73,10 @@ def say_leaving(folder: Path, reason: str) -> None:
     fresh.replace(folder / _LEAVING)
 
 
-def leaving() -> str:
-    """Reason why the host is about to go; "" while it stays. Called by agents."""
+def leaving_file() -> Path | None:
+    """File with the reason why the host is about to go, which is there once it is. None outside of a worker."""
     folder = os.environ.get(FOLDER)
-    if folder is None:
-        return ""
-    try:
-        return (Path(folder) / _LEAVING).read_text()
-    except OSError:
-        return ""
+    return None if folder is None else Path(folder) / _LEAVING
 
 
 NAME = ".hosts"

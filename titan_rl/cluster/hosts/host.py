@@ -110,8 +110,7 @@ class WorkerConnection:
         self.has_begun = False
         self.id = ""
         self._is_busy = False
-        self.link = RemoteProcess(f"host at {worker}", lambda remote: self._ended.set())
-        self._ended = asyncio.Event()
+        self.link = RemoteProcess(f"host at {worker}")
         self._reader, self._writer = streams
         send(self._writer, {"run": run, "name": name, "worker": worker})
         self._silence_s = silence_s
@@ -127,7 +126,8 @@ class WorkerConnection:
             ConfigError: the run has this worker already under another address.
         """
         try:
-            return await self.link.until_end(lambda: self._monarch, MONARCH_TIMEOUT_S)
+            async with self.link.alive(MONARCH_TIMEOUT_S):
+                return await self._monarch
         except ActorDiedError:
             if self._is_busy and self.link.reason is None:
                 raise ActorDiedError(
@@ -145,7 +145,7 @@ class WorkerConnection:
         """Whether the host is gone. May take a moment to find out."""
         try:
             async with asyncio.timeout(self._silence_s + REACH_TIMEOUT_S):
-                await self._ended.wait()
+                await self.link.ended.wait()
         except TimeoutError:
             return False
         return True
@@ -374,7 +374,8 @@ class JoiningHost:
         host.watcher = watcher
         begin = self._agent.start_watchdog
         host.ping_socket = await host.link.call(begin, watcher.settings, timeout_s=ATTACH_TIMEOUT_S)
-        await host.link.until_end(watcher.heard.wait, GREETING_S)
+        async with host.link.alive(GREETING_S):
+            await watcher.heard.wait()
         self._end_meeting()
 
     @property

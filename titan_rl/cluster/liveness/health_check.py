@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import socket
 import struct
 import threading
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Protocol
 
 from titan_rl.cluster.liveness.local_processes import (
     CAN_WATCH,
+    EndObserver,
     TreeUse,
     WatchedProcess,
     computed_between,
     is_stopped,
     use_of,
 )
-from titan_rl.cluster.liveness.loop_thread import LoopThread
+from titan_rl.cluster.liveness.loop_thread import LoopThread, call_in
 from titan_rl.core.clock import CLOCK, Clock
 
 
@@ -43,6 +42,8 @@ class ProcessHealth:
     still_s: float | None = None
     stopped_s: float = 0.0
 
+
+HEALTHY = ProcessHealth()
 
 STOPPED_LIMIT_S = 3.0
 """Longest time that a process may be stopped by a signal. A busy or waiting process is never in that state, so the
@@ -169,8 +170,12 @@ def _answer(connection: socket.socket, work: WorkProgress) -> None:
     os._exit(1)
 
 
-OnEnd = Callable[[str], None]
-OnHealth = Callable[[ProcessHealth], None]
+class ProcessObserver(EndObserver, Protocol):
+    """Receiver of the end and the health of one process, in the event loop in which the watch began."""
+
+    def checked(self, health: ProcessHealth) -> None:
+        """The health of the process was checked. Called from time to time, at least while it gives no sign of life."""
+        ...
 
 
 class Watched(Protocol):
@@ -186,12 +191,8 @@ class Watched(Protocol):
 class Watcher(Protocol):
     """Reports the ends and the health of processes of one host."""
 
-    def watch(self, pid: int, on_end: OnEnd, on_health: OnHealth) -> Watched | None:
+    def watch(self, pid: int, observer: ProcessObserver) -> Watched | None:
         """Watch a process.
-
-        Args:
-            on_end: called once in the running event loop with a description of its end.
-            on_health: called there with its health from time to time, at least while it gives no sign of life.
 
         Returns:
             a handle; None if the kernel cannot report ends, so that only Monarch notices them.
@@ -205,12 +206,18 @@ class Watcher(Protocol):
 class KernelWatcher:
     """Reports the ends of processes of this host."""
 
-    def watch(self, pid: int, on_end: OnEnd, on_health: OnHealth) -> Watched | None:
-        return WatchedProcess(pid, on_end) if CAN_WATCH else None
+    def watch(self, pid: int, observer: ProcessObserver) -> Watched | None:
+        return WatchedProcess(pid, observer) if CAN_WATCH else None
 
 
 LOOK_S = 1.0
 LONGEST_CHECK_S = 2 * LOOK_S
+
+
+class ProcessesOwner(Protocol):
+    """Receiver of the ends of all processes that are checked."""
+
+    def process_ended(self, pid: int, how: str) -> None: ...
 
 
 class HealthChecks:
@@ -219,23 +226,15 @@ class HealthChecks:
 
     Args:
         path: of the socket; the permissions of its folder decide who may connect.
-        on_end: called with the pid of each process that ended, and a description of its end.
-        use: measures the CPU use of a process and its descendants.
+        owner: called with the pid of each process that ended, and a description of its end.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        on_end: Callable[[int, str], None],
-        clock: Clock = CLOCK,
-        use: Callable[[int], TreeUse] = use_of,
-    ) -> None:
+    def __init__(self, path: Path, owner: ProcessesOwner | None = None, clock: Clock = CLOCK) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.bind(str(path))
         self._socket.listen()  # connections wait from now on instead of being refused
-        self._on_end = on_end
+        self._owner = owner
         self.clock = clock
-        self.use = use
         self._processes: dict[int, _CheckedProcess] = {}  # by pid
         self._answering: set[asyncio.Task[None]] = set()
 
@@ -270,11 +269,11 @@ class HealthChecks:
         try:
             (pid,) = HELLO.unpack(await reader.readexactly(HELLO.size))
             try:
-                watched = WatchedProcess(pid, lambda how: self._ended(pid, how))
+                process = _CheckedProcess(pid, writer, self)
             except ProcessLookupError:
-                self._on_end(pid, f"process {pid} ended")
+                self.note_end(pid, f"process {pid} ended")
                 return
-            self._processes[pid] = process = _CheckedProcess(watched, writer, self)
+            self._processes[pid] = process
             while True:
                 process.answered(await reader.readexactly(ANSWER.size))
         except (asyncio.IncompleteReadError, OSError):  # it ends, which the kernel reports
@@ -285,28 +284,28 @@ class HealthChecks:
             self._answering.discard(task)
             writer.close()
 
-    def _ended(self, pid: int, how: str) -> None:
-        del self._processes[pid]
-        self._on_end(pid, how)
+    def note_end(self, pid: int, how: str) -> None:
+        self._processes.pop(pid, None)
+        if self._owner is not None:
+            self._owner.process_ended(pid, how)
 
 
 class _CheckedProcess:
     """Health of one process, and its connection."""
 
-    def __init__(
-        self,
-        watched: WatchedProcess,
-        writer: asyncio.StreamWriter,
-        checks: HealthChecks,
-    ) -> None:
-        self.watched = watched
+    def __init__(self, pid: int, writer: asyncio.StreamWriter, checks: HealthChecks) -> None:
+        self.watched = WatchedProcess(pid, self)
         self._writer = writer
-        self._clock, self._use = checks.clock, checks.use
+        self._checks = checks
+        self._clock = checks.clock
         self._health = HealthTracker(LONGEST_CHECK_S, self._clock.now())
         self._looked_at = self._clock.now()
         self._used: TreeUse | None = None  # at the last look if it was quiet then
         self._asked = False
         self._ask()
+
+    def ended(self, how: str) -> None:
+        self._checks.note_end(self.watched.pid, how)
 
     def answered(self, answer: bytes) -> None:
         self._asked = False
@@ -315,7 +314,7 @@ class _CheckedProcess:
 
     def look(self) -> ProcessHealth:
         now, before = self._clock.now(), self._used
-        self._used = self._use(self.watched.pid) if self._health.is_quiet else None
+        self._used = use_of(self.watched.pid) if self._health.is_quiet else None
         computed = (
             before is not None
             and self._used is not None
@@ -335,9 +334,6 @@ class _CheckedProcess:
                 self._asked = True
 
 
-logger = logging.getLogger(__name__)
-
-
 class LocalHealthChecks:
     """`Watcher` of the processes of this host, as a context manager. The kernel reports their ends to the event loop in
     which it is entered; a thread pings them even while that loop is blocked.
@@ -348,7 +344,7 @@ class LocalHealthChecks:
 
     def __init__(self) -> None:
         self.path: Path | None = None
-        self._on_health: dict[int, OnHealth] = {}  # by pid
+        self.watches: dict[int, _LocalWatch] = {}  # by pid
         self._opened = contextlib.ExitStack()
 
     def __enter__(self) -> LocalHealthChecks:
@@ -357,51 +353,47 @@ class LocalHealthChecks:
         self._loop = asyncio.get_running_loop()
         with contextlib.ExitStack() as opened:
             self.path = Path(opened.enter_context(TemporaryDirectory(prefix="pings"))) / "s"
-            self._watch = HealthChecks(self.path, lambda pid, how: None)
-            failed = partial(logger.error, "the health checks of this host ended: %r")
-            opened.enter_context(LoopThread("health-checks", self._run, failed))
+            self._checks = HealthChecks(self.path)
+            opened.enter_context(LoopThread("health-checks", self._run()))
             self._opened = opened.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._opened.close()
 
-    def watch(self, pid: int, on_end: OnEnd, on_health: OnHealth) -> Watched | None:
-        if not CAN_WATCH:
-            return None
-
-        def ended(how: str) -> None:
-            self.forget(pid)
-            on_end(how)
-
-        watched = WatchedProcess(pid, ended)
-        self._on_health[pid] = on_health
-        return _LocalWatch(watched, self)
-
-    def forget(self, pid: int) -> None:
-        self._on_health.pop(pid, None)
+    def watch(self, pid: int, observer: ProcessObserver) -> Watched | None:
+        return _LocalWatch(pid, observer, self) if CAN_WATCH else None
 
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._watch.run())
+            tasks.create_task(self._checks.run())
             while True:
                 await asyncio.sleep(LOOK_S)
-                if health := self._watch.look():
-                    with contextlib.suppress(RuntimeError):  # the loop is closed
-                        self._loop.call_soon_threadsafe(self._tell, health)
+                if health := self._checks.look():
+                    call_in(self._loop, self._report, health)
 
-    def _tell(self, health: dict[int, ProcessHealth]) -> None:
+    def _report(self, health: dict[int, ProcessHealth]) -> None:
         for pid, of_one in health.items():
-            if (on_health := self._on_health.get(pid)) is not None:
-                on_health(of_one)
+            if (watch := self.watches.get(pid)) is not None:
+                watch.observer.checked(of_one)
 
 
 class _LocalWatch:
-    def __init__(self, watched: WatchedProcess, checks: LocalHealthChecks) -> None:
-        self._watched = watched
+    """Watch on one process, which passes its end and its health on to the observer."""
+
+    def __init__(self, pid: int, observer: ProcessObserver, checks: LocalHealthChecks) -> None:
+        self.observer = observer
+        self._watched = WatchedProcess(pid, self)
         self._checks = checks
-        self.kill = watched.kill
+        checks.watches[pid] = self
+
+    def ended(self, how: str) -> None:
+        self._checks.watches.pop(self._watched.pid, None)
+        self.observer.ended(how)
+
+    def kill(self) -> None:
+        self._watched.kill()
 
     def close(self) -> None:
-        self._checks.forget(self._watched.pid)
+        self._checks.watches.pop(self._watched.pid, None)
         self._watched.close()

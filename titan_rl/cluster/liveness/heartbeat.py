@@ -6,14 +6,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
+import os
 from asyncio import StreamReader, StreamWriter
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from titan_rl.cluster.liveness.health_check import LOOK_S, HealthChecks, ProcessHealth
+from titan_rl.cluster.liveness.local_processes import is_stopped
 from titan_rl.core.clock import CLOCK, Clock
 
 
@@ -111,8 +111,6 @@ async def receive(reader: StreamReader) -> dict[str, Any]:
     return message
 
 
-logger = logging.getLogger(__name__)
-
 BEAT_S = 0.25
 DISMISSED = "the run goes on without this host"
 UNANSWERED_S = 4 * BEAT_S
@@ -143,24 +141,20 @@ class HostWatchdog:
 
     Args:
         path: of the socket for `answer_pings` on this host.
-        leaving: gives the reason why the host is about to go; empty while it stays.
-        stands_still: whether the parent that starts processes here is stopped. The host is given up after `lease_s` of
-            that, which nobody else would notice.
+        leaving: file with the reason why the host is about to go, which is there once it is.
     """
 
     def __init__(
         self,
         settings: WatchdogSettings,
         path: Path,
-        leaving: Callable[[], str] = str,
-        stands_still: Callable[[], bool] = bool,
+        leaving: Path | None = None,
         clock: Clock = CLOCK,
     ) -> None:
         self._settings = settings
         self._leaving = leaving
-        self._stands_still = stands_still
         self._clock = clock
-        self._watch = HealthChecks(path, self._ended)
+        self._watch = HealthChecks(path, self)
         self._ends: dict[int, tuple[int, str]] = {}  # pid -> number of the first report with it, how it ended
         self._health: dict[int, ProcessHealth] = {}
         self._number = 0
@@ -184,7 +178,7 @@ class HostWatchdog:
                 part.cancel()
         return reason
 
-    def _ended(self, pid: int, how: str) -> None:
+    def process_ended(self, pid: int, how: str) -> None:
         self._ends[pid] = self._number + 1, how
         self._hurry.set()
 
@@ -197,7 +191,7 @@ class HostWatchdog:
                 looked_at, self._health = now, self._watch.look()
             if self._silence.look(now):
                 self._end(f"nothing has been heard of the controller for {self._settings.lease_s:g} s")
-            if not self._stands_still():
+            if not is_stopped(os.getppid()):  # nobody else would notice that it starts nothing
                 self._starter.heard()
             if self._starter.look(now):
                 self._end(f"what starts processes here has been stopped for {self._settings.lease_s:g} s")
@@ -255,10 +249,16 @@ class HostWatchdog:
             self._number += 1
             ended = {pid: how for pid, (_, how) in self._ends.items()}
             quiet = {pid: health for pid, health in self._health.items() if health != ProcessHealth()}
-            send(writer, Report(self._number, ended, quiet, self._leaving()).message())
+            send(writer, Report(self._number, ended, quiet, self._reason_to_leave()).message())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(BEAT_S):
                     await self._hurry.wait()
+
+    def _reason_to_leave(self) -> str:
+        try:
+            return "" if self._leaving is None else self._leaving.read_text()
+        except OSError:  # it is not there
+            return ""
 
     def _take(self, message: dict[str, Any]) -> None:
         self._silence.heard()

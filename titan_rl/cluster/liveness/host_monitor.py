@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import secrets
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
-from titan_rl.cluster.liveness.health_check import OnEnd, OnHealth, ProcessHealth
+from titan_rl.cluster.liveness.health_check import HEALTHY, ProcessObserver
 from titan_rl.cluster.liveness.heartbeat import (
     BEAT_S,
     DISMISSED,
@@ -23,10 +19,8 @@ from titan_rl.cluster.liveness.heartbeat import (
     receive,
     send,
 )
-from titan_rl.cluster.liveness.loop_thread import LoopThread
+from titan_rl.cluster.liveness.loop_thread import LoopThread, call_in
 from titan_rl.core.clock import CLOCK, Clock
-
-logger = logging.getLogger(__name__)
 
 HELLO_S = 5.0
 GREETING_S = 30.0
@@ -78,7 +72,7 @@ class HostMonitor:
 
     def __enter__(self) -> HostMonitor:
         self._socket = socket.create_server((self._address, 0), family=_family(self._address))
-        self._thread = LoopThread("host-monitor", self._serve, partial(logger.error, "the monitor ended: %r"))
+        self._thread = LoopThread("host-monitor", self._serve())
         self._thread.__enter__()
         return self
 
@@ -97,12 +91,12 @@ class HostMonitor:
         silence.silent_s = self._silence_s - GREETING_S
         watcher = RemoteWatcher(name, settings, owner, self, silence)
         host = _Host(name, silence, watcher, asyncio.get_running_loop())
-        self._thread.soon(self._hosts.__setitem__, token, host)
+        call_in(self._thread.loop, self._hosts.__setitem__, token, host)
         return watcher
 
     def command(self, token: str, pids: set[int], over: str) -> None:
         """Have a host kill processes, or end all of them with the reason `over`. Called in any thread."""
-        self._thread.soon(self._command, token, pids, over)
+        call_in(self._thread.loop, self._command, token, pids, over)
 
     # In the thread.
 
@@ -117,7 +111,7 @@ class HostMonitor:
         for host in self._hosts.values():
             if not host.over and host.silence.look(now):
                 host.over = f"nothing has been heard of host {host.name} for {self._silence_s:g} s"
-                _in_loop(host.loop, host.watcher.lose, f"nothing has been heard of it for {self._silence_s:g} s")
+                call_in(host.loop, host.watcher.lose, f"nothing has been heard of it for {self._silence_s:g} s")
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -136,7 +130,7 @@ class HostMonitor:
                 host.kill -= report.ended.keys()
                 if not host.over:
                     host.silence.heard()
-                    _in_loop(host.loop, host.watcher.receive, report)
+                    call_in(host.loop, host.watcher.receive, report)
         except (ConnectionError, TimeoutError, KeyError, TypeError, ValueError):
             pass  # the watchdog connects again
         except asyncio.CancelledError:
@@ -180,10 +174,10 @@ class RemoteWatcher:
         """The longest time, in seconds, without a heartbeat of the host since this was last called."""
         return self._silence.take_longest()
 
-    def watch(self, pid: int, on_end: OnEnd, on_health: OnHealth) -> _RemoteProcessWatch:
+    def watch(self, pid: int, observer: ProcessObserver) -> _RemoteProcessWatch:
         if self.reason is not None or pid in self._ended:
             raise ProcessLookupError(self._ended.pop(pid, self.reason))
-        watched = self._watched[pid] = _RemoteProcessWatch(self, pid, on_end, on_health)
+        watched = self._watched[pid] = _RemoteProcessWatch(self, pid, observer)
         return watched
 
     def dismiss(self) -> None:
@@ -198,9 +192,9 @@ class RemoteWatcher:
             if watched is None:
                 self._ended[pid] = how
             else:
-                watched.on_end(f"{how} on host {self.name}")
+                watched.observer.ended(f"{how} on host {self.name}")
         for pid, watched in list(self._watched.items()):
-            watched.on_health(report.health.get(pid, _HEALTHY))
+            watched.observer.checked(report.health.get(pid, HEALTHY))
         if report.leaving and not self._has_announced:
             self._has_announced = True
             self._owner.host_leaving(self.name, report.leaving)
@@ -211,7 +205,7 @@ class RemoteWatcher:
             watched, self._watched = self._watched, {}
             self._owner.host_lost(self.name, reason)  # first, so that these ends are excused
             for one in watched.values():
-                one.on_end(f"host {self.name} is lost: {reason}")
+                one.observer.ended(f"host {self.name} is lost: {reason}")
 
     def kill(self, pid: int) -> None:
         self._monitor.command(self.settings.token, {pid}, "")
@@ -224,22 +218,13 @@ class RemoteWatcher:
 class _RemoteProcessWatch:
     watcher: RemoteWatcher
     pid: int
-    on_end: OnEnd
-    on_health: OnHealth
+    observer: ProcessObserver
 
     def kill(self) -> None:
         self.watcher.kill(self.pid)
 
     def close(self) -> None:
         self.watcher.forget(self.pid)
-
-
-_HEALTHY = ProcessHealth()
-
-
-def _in_loop(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: Any) -> None:
-    with contextlib.suppress(RuntimeError):  # it is closed
-        loop.call_soon_threadsafe(function, *args)
 
 
 def _family(address: str) -> socket.AddressFamily:

@@ -8,9 +8,9 @@ import fcntl
 import os
 import signal
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PROC = Path("/proc")
@@ -137,20 +137,28 @@ def _name(number: int) -> str:
         return f"signal {number}"
 
 
+class EndObserver(Protocol):
+    """Receiver of the end of one process."""
+
+    def ended(self, how: str) -> None:
+        """The process has ended. Called once, for example with "process 7 was killed by SIGKILL"."""
+        ...
+
+
 class WatchedProcess:
     """Watch on one process of this host until it ends or `close` is called. Its descriptor is never that of a later
     process with the same pid.
 
     Args:
-        on_end: called once in the running event loop, for example with "process 7 was killed by SIGKILL".
+        observer: called in the running event loop.
 
     Raises:
         ProcessLookupError: there is no such process.
     """
 
-    def __init__(self, pid: int, on_end: Callable[[str], None]) -> None:
+    def __init__(self, pid: int, observer: EndObserver) -> None:
         self.pid = pid
-        self._on_end = on_end
+        self._observer = observer
         self._descriptor: int | None = os.pidfd_open(pid)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._descriptor, self._ended)
@@ -171,7 +179,7 @@ class WatchedProcess:
         assert self._descriptor is not None
         how = how_it_ended(self._descriptor)
         self.close()
-        self._on_end(f"process {self.pid} {how}")
+        self._observer.ended(f"process {self.pid} {how}")
 
 
 CAN_WATCH = hasattr(os, "pidfd_open")

@@ -1,18 +1,19 @@
-"""Remote process as its callers see it: calls are answered while it lives, and all fail once it ends."""
+"""Handle of a remote process: its calls fail once the process ends."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
-from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError
 
-from titan_rl.cluster.liveness.health_check import KernelWatcher, ProcessHealth, Watched, Watcher, hang_reason
+from titan_rl.cluster.liveness.health_check import HEALTHY, KernelWatcher, ProcessHealth, Watched, Watcher, hang_reason
 from titan_rl.cluster.processes.roles import ProcessId
 from titan_rl.core.errors import ActorDiedError
 
@@ -23,29 +24,54 @@ class NoAnswerError(ActorDiedError):
     """An actor did not answer within the time limit of the call; its process may live."""
 
 
-class RemoteProcess:
-    """A process, or several that are of no use without each other.
+class ProcessOwner(Protocol):
+    """Receiver of the ends of remote processes."""
 
-    Monarch tells of a process that died after some seconds, or half a minute if it was asking just then; the kernel
-    tells at once of those on this host. Either way `end` settles it.
+    def process_ended(self, remote: RemoteProcess) -> None:
+        """A process has ended. Called once, from within `RemoteProcess.end`."""
+        ...
+
+
+@dataclass(slots=True)
+class _Rank:
+    """One of the watched processes of a `RemoteProcess`, as the observer of its watch."""
+
+    remote: RemoteProcess
+    watched: Watched | None = None
+    health: ProcessHealth = HEALTHY
+
+    def ended(self, how: str) -> None:
+        self.remote.end(how)
+
+    def checked(self, health: ProcessHealth) -> None:
+        self.health = health
+        self.remote.end_if_hanging()
+
+
+class RemoteProcess:
+    """A process, or a group of processes that cannot work without each other.
+
+    Monarch reports the death of a process after several seconds, or half a minute if it had just polled; the kernel
+    reports deaths on this host at once. The first report calls `end`.
 
     Attributes:
-        id: unlike the name it is never another's: that of a process which replaces this one differs.
-        has_started: it was there, whatever became of it.
+        id: unique, also among processes of the same name that replace each other.
+        has_started: whether its start succeeded.
         reason: why it ended; None while it lives.
-        excused: it ended because its host went, and not by what it was at.
-        pids: on their hosts, of those that are watched.
+        ended: set at its end.
+        excused: it ended because its host is drained or lost, and not by a fault of its own.
+        pids: of the watched processes, on their hosts.
 
     Args:
-        name: for messages; the id of a process that has a role in a run.
-        on_end: called once, from within `end`.
-        hang_timeout_s: it ends when it gives no sign of life for so long.
+        name: for messages, or the id of a process that has a role in a run.
+        owner: notified of its end.
+        hang_timeout_s: time without a sign of life after which it is ended.
     """
 
     def __init__(
         self,
         name: str | ProcessId,
-        on_end: Callable[[RemoteProcess], None] | None = None,
+        owner: ProcessOwner | None = None,
         hang_timeout_s: float = math.inf,
     ) -> None:
         self.name = str(name)
@@ -54,12 +80,12 @@ class RemoteProcess:
         self.has_started = False
         self.reason: str | None = None
         self.excused = False
-        self._on_end = on_end
+        self.ended = asyncio.Event()
+        self._owner = owner
         self._calls: set[asyncio.Timeout] = set()
         self._hang_timeout_s = hang_timeout_s
         self.pids: tuple[int, ...] = ()
-        self._watched: list[Watched] = []
-        self._health: dict[int, ProcessHealth] = {}  # those of each of the processes, by its place among them
+        self._ranks: list[_Rank] = []
 
     @property
     def process(self) -> ProcessId:
@@ -68,79 +94,86 @@ class RemoteProcess:
         return self._process
 
     def watch(self, pids: Sequence[int], watcher: Watcher | None = None) -> None:
-        """Watch for the end of these processes, and for hangs. Without a watcher that can report them, Monarch has to.
+        """Watch these processes for their end and for hangs. Without a watcher that can report ends, Monarch does.
 
         Args:
-            watcher: of the host that they are on; by default this one's kernel, which tells of ends alone.
+            watcher: of their host; by default the kernel of this host, which reports only ends.
         """
         self.pids += tuple(pids)
         for pid in pids:
+            rank = _Rank(self)
             try:
-                watched = (watcher or KernelWatcher()).watch(pid, self.end, partial(self._note, len(self._watched)))
+                rank.watched = (watcher or KernelWatcher()).watch(pid, rank)
             except ProcessLookupError:
                 self.end(f"process {pid} ended")
                 return
-            if watched is not None:
-                self._watched.append(watched)
+            self._ranks.append(rank)
 
-    def _note(self, place: int, health: ProcessHealth) -> None:
-        self._health[place] = health
-        if (reason := hang_reason(self._health.values(), self._hang_timeout_s)) is not None:
+    def end_if_hanging(self) -> None:
+        """End the process if the health of its ranks shows that it hangs."""
+        if (reason := hang_reason([rank.health for rank in self._ranks], self._hang_timeout_s)) is not None:
             self.end(reason)
 
     def end(self, reason: str, *, excused: bool = False) -> None:
-        """Fail the calls in flight and all to come, and kill what is left of the watched processes. Doing it again does
-        nothing.
+        """Fail the calls in flight and all later ones, and kill the watched processes that still run. Does nothing if
+        the process has ended before.
 
         Args:
-            reason: may be the text of an error that names the process already, which is told once.
-            excused: its host goes, or is gone.
+            reason: may be the text of an error that begins with the name of the process.
+            excused: its host is drained or lost.
         """
         if self.reason is not None:
             return
         self.reason, self.excused = reason.replace(f"{self.name} died: ", ""), excused
-        for watched in self._watched:
-            watched.kill()
+        for rank in self._ranks:
+            if rank.watched is not None:
+                rank.watched.kill()
         self.close()
+        self.ended.set()
         for limit in self._calls:
             if not limit.expired():
                 limit.reschedule(asyncio.get_running_loop().time())
-        if self._on_end is not None:
-            self._on_end(self)
+        if self._owner is not None:
+            self._owner.process_ended(self)
 
     def close(self) -> None:
-        """Watch no longer: whatever ends now was told to."""
-        while self._watched:
-            self._watched.pop().close()
+        """Stop watching: ends from now on are intended."""
+        while self._ranks:
+            if (watched := self._ranks.pop().watched) is not None:
+                watched.close()
 
     async def call(self, endpoint: Any, *args: Any, timeout_s: float | None = None) -> Any:
-        """Call an actor's endpoint and raise what the actor raised, rather than Monarch's wrapping of it.
+        """Call an actor's endpoint. Raises the actor's own error instead of Monarch's wrapper of it.
 
         Raises:
             ActorDiedError: the process ended, or did not answer within `timeout_s` seconds.
         """
-        return await self.until_end(lambda: endpoint.call_one(*args), timeout_s)
+        async with self.alive(timeout_s):
+            return await endpoint.call_one(*args)
 
     async def call_all(self, endpoints: Sequence[Any], *args: Any, timeout_s: float | None = None) -> list[Any]:
-        """Call an endpoint of every rank at once, and return what each has answered.
+        """Call an endpoint of every rank at once, and return the answers.
 
         Raises:
-            ActorDiedError: as `call`, of any of them.
+            ActorDiedError: see `call`.
         """
         return await asyncio.gather(*[self.call(endpoint, *args, timeout_s=timeout_s) for endpoint in endpoints])
 
-    async def until_end(self, begin: Callable[[], Awaitable[Any]], timeout_s: float | None = None) -> Any:
-        """Wait for an awaitable, or for the end of the process if that comes first.
+    @contextlib.asynccontextmanager
+    async def alive(self, timeout_s: float | None = None) -> AsyncGenerator[None]:
+        """Context manager whose block is interrupted at the end of the process. It is not entered after that.
 
         Raises:
-            ActorDiedError: as `call`.
+            ActorDiedError: see `call`.
         """
+        if self.reason is not None:
+            raise self._died(self.reason)
         limit = asyncio.timeout(timeout_s)
         self._calls.add(limit)
         try:
             async with limit:
-                if self.reason is None:
-                    return await begin()
+                yield
+            return
         except ActorError as error:
             raise error.exception from None
         except SupervisionError as error:
@@ -157,10 +190,10 @@ class RemoteProcess:
 
 
 async def call(endpoint: Any, *args: Any, who: str, timeout_s: float | None = None) -> Any:
-    """Call an endpoint of a process that is not watched; see `RemoteProcess.call`."""
+    """Call an endpoint of a process that has no handle; see `RemoteProcess.call`."""
     return await RemoteProcess(who).call(endpoint, *args, timeout_s=timeout_s)
 
 
 def last_line(report: str) -> str:
-    """The line of a Monarch failure report that says what happened."""
+    """Last line of a Monarch failure report, which has the cause."""
     return next((line.strip() for line in reversed(report.splitlines()) if line.strip()), "no reason given")
