@@ -16,6 +16,7 @@ import os
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -270,7 +271,8 @@ async def measure_stalls(engines: Engines, folder: Path, rounds: int, tensors: d
 
         async def stall(crowd: int) -> float:
             version = next(versions)
-            published.announce(transport.publish(version, tensors.items(), probes=probes, tolerance=1e9))
+            manifest = transport.publish(version, tensors.items())
+            published.announce(replace(manifest, probes=probes, tolerance=1e9))
             async with Crowd(replica, crowd):
                 await replica.pull(version)
             return published.worst()["stall_s"]

@@ -37,9 +37,9 @@ shared = {}
 
 class Transport:
     def __init__(self, spec): self.versions = shared.setdefault(spec.run_id, {})
-    def publish(self, version, named_tensors, *, probes=(), tolerance=1e-5):
+    def publish(self, version, named_tensors):
         self.versions[version] = dict(named_tensors)
-        return Manifest(version, (), tuple(probes), tolerance)
+        return Manifest(version, ())
     def pull(self, manifest): return iter(self.versions[manifest.version].items())
     def release(self, version): self.versions.pop(version, None)
     def close(self): self.versions.clear()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from titan_rl.core.errors import StateDictError
 from titan_rl.weights.shard_files import checksum
 from titan_rl.weights.shards import assemble, fill, lay_out, size_of
 from titan_rl.weights.transports.registry import TransportSpec
-from titan_rl.weights.types import Manifest, Probe, Shard
+from titan_rl.weights.types import Manifest, Shard
 
 
 class FileTransport:
@@ -28,14 +28,7 @@ class FileTransport:
         self._published: set[int] = set()
         self._is_writer = self._closed = False
 
-    def publish(
-        self,
-        version: int,
-        named_tensors: Iterable[tuple[str, Any]],
-        *,
-        probes: Sequence[Probe] = (),
-        tolerance: float = 1e-5,
-    ) -> Manifest:
+    def publish(self, version: int, named_tensors: Iterable[tuple[str, Any]]) -> Manifest:
         if self._closed or version in self._published:
             raise StateDictError(f"version {version} is published already, or the transport is closed")
         named = list(named_tensors)
@@ -51,7 +44,7 @@ class FileTransport:
             path.unlink(missing_ok=True)
             raise StateDictError(f"no room for version {version} in {self._folder}: {error}") from error
         self._published.add(version)
-        return Manifest(version, (Shard(str(path), len(data), checksum(data), entries),), tuple(probes), tolerance)
+        return Manifest(version, (Shard(str(path), len(data), checksum(data), entries),))
 
     def pull(self, manifest: Manifest) -> Iterator[tuple[str, Any]]:
         return assemble(manifest, self._open)

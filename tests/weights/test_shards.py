@@ -193,7 +193,7 @@ def test_joining_keeps_the_first_ones_probes_and_refuses_other_versions() -> Non
     probe = Probe((1, 2), (-0.5,))
     with SharedMemoryTransport("shards") as one, SharedMemoryTransport("shards") as two:
         manifests = [
-            one.publish(1, [("a", rows(WHOLE, 0, 3))], probes=[probe], tolerance=0.25),
+            replace(one.publish(1, [("a", rows(WHOLE, 0, 3))]), probes=(probe,), tolerance=0.25),
             two.publish(1, [("a", rows(WHOLE, 3, 6))]),
         ]
         joined = join(manifests)

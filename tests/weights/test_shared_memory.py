@@ -25,7 +25,7 @@ from weights.racing import race
 from titan_rl.core.errors import StateDictError
 from titan_rl.weights.shard_files import clean_dead_shards, shard_folder
 from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
-from titan_rl.weights.types import Manifest, Probe
+from titan_rl.weights.types import Manifest
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
 
@@ -81,9 +81,8 @@ def test_a_reader_that_stays_maps_a_file_once(
 
 
 def test_manifest_describes_the_segment(transport: SharedMemoryTransport) -> None:
-    probe = Probe((1, 2), (-0.5,))
-    manifest = transport.publish(3, weights(3).items(), probes=[probe], tolerance=0.25)
-    assert (manifest.version, manifest.probes, manifest.tolerance) == (3, (probe,), 0.25)
+    manifest = transport.publish(3, weights(3).items())
+    assert manifest.version == 3
     assert [(entry.name, entry.dtype, entry.shape) for entry in manifest.shards[0].entries] == [
         ("a", "float32", (1000,)),
         ("b", "float32", (2, 3)),

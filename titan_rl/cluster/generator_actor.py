@@ -31,7 +31,7 @@ from titan_rl.generation.types import GaugeSummary, KVPolicy, PauseMode, PullRes
 from titan_rl.training.settings import ModelConfig
 from titan_rl.weights.manifest import KnownLayouts, PackedManifest
 from titan_rl.weights.types import Manifest, MeasuredTransport, StateDictTransport
-from titan_rl.weights.verification import NOTICED, ProbeFigures, SwapCheck
+from titan_rl.weights.verification import MAX_MARGIN, ProbeFigures, SwapCheck
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,12 +212,12 @@ class GeneratorActor(ProcessActor):
         """Share of the weights that no check has verified: 0 if all were read back, or if the probes could tell this
         version from the one before."""
         share = 1.0 if result.readback is None else result.readback.unread_share
-        if share and not probes.margin <= NOTICED:
+        if share and not probes.margin <= MAX_MARGIN:
             why = "the engine cannot be read back" if result.readback is None else describe(result.readback)
             logger.warning(
                 "version %d is unverified: %s, and the probes' margin is %.2g, where %g or less would tell it from the "
                 "version before",
-                *(result.version, why, probes.margin, NOTICED),
+                *(result.version, why, probes.margin, MAX_MARGIN),
             )
             return share
         return 0.0

@@ -116,10 +116,8 @@ class WeightPublisher:
         try:
             with snapshot.side_stream, span("publish copy", "sync", lane="publish", version=snapshot.version):
                 named = list(self._as_published(snapshot))
-                manifest = self._transport.publish(
-                    snapshot.version, named, probes=snapshot.probes, tolerance=self._tolerance
-                )
-                return with_checksums(manifest, named)
+                manifest = with_checksums(self._transport.publish(snapshot.version, named), named)
+                return replace(manifest, probes=snapshot.probes, tolerance=self._tolerance)
         except Exception as error:
             return error
 

@@ -20,8 +20,8 @@ _decoder = msgspec.msgpack.Decoder(tuple[TensorEntry, ...])
 
 
 class ShardLayout(tuple[TensorEntry, ...]):
-    """The entries of a shard, with the bytes that stand for them in messages: an eighth of their pickle's, in a tenth
-    of its time. Equal to the tuple of the entries."""
+    """The entries of a shard, with their encoding for messages, which takes an eighth of the bytes and a tenth of the
+    time of a pickle. Equal to the tuple of the entries."""
 
     encoded: bytes
     digest: str
@@ -42,15 +42,15 @@ class ShardLayout(tuple[TensorEntry, ...]):
         return decoded, (self.encoded,)
 
 
-@lru_cache(8)  # a process that is told of a version again and again makes its entries once
+@lru_cache(8)  # a process that receives a version repeatedly makes its entries once
 def decoded(encoded: bytes) -> ShardLayout:
-    """The layout of its `encoded`."""
+    """Layout from its encoding."""
     return ShardLayout(_decoder.decode(zlib.decompress(encoded)))._name(encoded)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedManifest:
-    """A manifest without what its receiver has already."""
+    """A manifest without the layouts that its receiver has already."""
 
     manifest: Manifest  # its shards have no entries
     digests: tuple[str, ...]  # of the shards' layouts
@@ -58,7 +58,7 @@ class PackedManifest:
 
 
 def pack(manifest: Manifest, known: Collection[str] = ()) -> PackedManifest:
-    """The manifest for a receiver that has the layouts of these digests."""
+    """Pack the manifest for a receiver that has the layouts with these digests."""
     layouts = [ShardLayout.of(shard.entries) for shard in manifest.shards]
     lacking = {layout.digest: layout for layout in layouts if layout.digest not in known}
     bare = replace(manifest, shards=tuple(replace(shard, entries=()) for shard in manifest.shards))
@@ -66,7 +66,7 @@ def pack(manifest: Manifest, known: Collection[str] = ()) -> PackedManifest:
 
 
 class KnownLayouts:
-    """Cache of the other end's layouts: those of its most recent manifests.
+    """Cache of the layouts of the other end's most recent manifests.
 
     Example:
 
@@ -81,10 +81,10 @@ class KnownLayouts:
         return frozenset(self._layouts)
 
     def unpack(self, packed: Iterable[PackedManifest]) -> list[Manifest]:
-        """The manifests whole, which may be of several shards of one version.
+        """Unpack manifests, which may be those of several shards of one version.
 
         Raises:
-            StateDictError: a layout is neither known nor there; all that were known before are so still.
+            StateDictError: a layout is neither known nor sent. The cache is unchanged.
         """
         packed = list(packed)
         layouts = self._layouts | {layout.digest: layout for one in packed for layout in one.layouts}
@@ -105,12 +105,12 @@ class KnownLayouts:
 
 
 def join(manifests: Sequence[Manifest]) -> Manifest:
-    """One version of what several processes published. Probes and tolerance are the first one's.
+    """Join the manifests of the processes that published a version. Probes and tolerance are those of the first.
 
-    The first one names every tensor, also those that it has nothing of: by that a reader misses a shard.
+    The first one names every tensor, even if it has no part of it, so that readers notice a missing shard.
 
     Raises:
-        StateDictError: there is none, or they are not of one version.
+        StateDictError: there is no manifest, or they have different versions.
     """
     versions = sorted({manifest.version for manifest in manifests})
     if len(versions) != 1:
@@ -119,7 +119,7 @@ def join(manifests: Sequence[Manifest]) -> Manifest:
 
 
 def slices_by_name(manifest: Manifest) -> dict[str, list[tuple[int, TensorEntry]]]:
-    """The slices that make up each tensor, with the index of the shard that has them; tensors in the order named.
+    """The slices of each tensor, with the indices of their shards. Tensors are in the order of the manifest.
 
     Example: `{"model.norm.weight": [(0, TensorEntry(...)), (1, TensorEntry(...))]}`
 
@@ -137,12 +137,12 @@ def slices_by_name(manifest: Manifest) -> dict[str, list[tuple[int, TensorEntry]
 
 
 def position_of(entry: TensorEntry) -> SlicePosition:
-    """The slice's position, also where it is the whole tensor."""
+    """Position of an entry's slice; also of a whole tensor."""
     return entry.position or SlicePosition((0,) * len(entry.shape), entry.shape)
 
 
 def _check(slices: list[tuple[int, TensorEntry]], tensor: str) -> list[tuple[int, TensorEntry]]:
-    """The slices that have elements, after it is clear that they cover the tensor exactly once."""
+    """Check that the slices cover the tensor exactly once, and return those that have elements."""
     _, first = slices[0]
     dtype, shape = first.dtype, position_of(first).whole_shape
     for shard, entry in slices:

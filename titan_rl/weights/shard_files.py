@@ -1,14 +1,14 @@
-"""Shards as files in shared memory, in a folder of their writer, which dies with it.
+"""Shards as files in shared memory, in a folder of their writer, which is cleaned up once the writer is dead.
 
 An owner holds an exclusive `flock` on its folder. The kernel drops the lock with the process, however it ends, so
 whoever gets the lock knows that the owner is gone. Unlike a process id it is never reused, and it means the same in
 every container that shares the file system.
 
 Writing into pages that were written before is four times as fast as writing into new ones, so the file of a released
-version is used again. `flock` on the file keeps that safe:
+version is reused. `flock` on the file keeps that safe:
 
-- a reader holds a shared lock from before it looks at the bytes until the last tensor that views them is gone;
-- a writer takes the exclusive lock before it touches a used file, and where it cannot, it makes a new file.
+- a reader holds a shared lock from before it reads the bytes until the last tensor that views them is gone;
+- a writer takes the exclusive lock before it writes to a used file. If a reader still holds it, it makes a new file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import tempfile
 import threading
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Generator
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -45,14 +46,14 @@ class OwnedFolder:
             try:
                 self._lock = os.open(self.path, os.O_RDONLY)
             except FileNotFoundError:
-                continue  # another process cleaned up before it was locked; take another folder
+                continue  # another process removed it before it was locked
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             if self.path.exists():
                 return
             os.close(self._lock)
 
     def remove(self) -> None:
-        """Delete the folder with all it holds, then let the lock go."""
+        """Delete the folder and its contents, then release the lock."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
@@ -60,14 +61,13 @@ class OwnedFolder:
 def clean_dead_folders(prefix: str, root: Path) -> list[Path]:
     """Remove the folders `<prefix>*` in `root` whose owners are dead, and return them.
 
-    Files that a living process has open or mapped stay readable to it. Folders of living owners, and of other users,
-    are left alone.
+    A process that has a file open or mapped can still read it. Folders of living owners and of other users are kept.
     """
     removed: list[Path] = []
     for path in root.glob(f"{prefix}*"):
         try:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError:  # gone meanwhile, another user's, or no folder
+        except OSError:  # it was removed, belongs to another user, or is not a folder
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -90,7 +90,7 @@ def shard_root() -> Path:
 
 
 def shard_folder(run_id: str, root: Path | None = None) -> OwnedFolder:
-    """A new folder for one writer's shards; the names are for people who look.
+    """Make a folder for one writer's shards. Run and process id in its name only help people who look at it.
 
     Raises:
         OSError: it cannot be made.
@@ -108,17 +108,17 @@ def clean_dead_shards(root: Path | None = None) -> list[Path]:
     return clean_dead_folders(PREFIX, root or shard_root())
 
 
-ALIGNMENT = 64  # bytes: a cache line, and what vector loads like best
+ALIGNMENT = 64  # bytes: a cache line, and the best alignment for vector loads
 BLOCK_WORDS = 131072  # 1 MiB: long enough for NumPy to run at full speed, short enough to stay in the cache
 
 
 class RunningChecksum:
     """CRC-32 over the 64-bit sums of the blocks of 1 MiB.
 
-    Summing words runs at the speed of memory, seven times as fast as a CRC of every byte, and faster yet right after
-    the bytes were written, while they are in the cache. Every change inside one word is found, and so is every mixture
-    of two versions unless all their blocks have equal sums; the CRC finds blocks that changed places. It protects
-    against accidents, not against an adversary.
+    Summing words runs at the speed of memory, seven times as fast as a CRC of every byte, and faster still right after
+    the bytes were written, while they are in the cache. It detects every change within one word, every mixture of two
+    versions unless all their blocks have equal sums, and, by the CRC, swapped blocks. It protects against accidents,
+    not against an adversary.
 
     Args:
         data: [num_bytes], a multiple of 8.
@@ -142,12 +142,12 @@ class RunningChecksum:
 
 
 def checksum(data: NDArray[np.uint8]) -> int:
-    """The `RunningChecksum` of bytes that are there."""
+    """`RunningChecksum` of bytes that are all written."""
     return RunningChecksum(data).value()
 
 
 class ShardFile:
-    """A writer's. `path` is where it is now; renaming it is what publishes and withdraws it.
+    """A shard's file as its writer sees it. Renaming the file, from and to `path`, publishes and withdraws it.
 
     The writer owns the exclusive lock from creation until `publish`, and again after `reclaim`.
 
@@ -166,12 +166,12 @@ class ShardFile:
             raise
 
     def resize(self, num_bytes: int) -> None:
-        """Make `data` a [num_bytes] array over the file. The bytes are there: writing to them cannot fail."""
+        """Make `data` a [num_bytes] array over the file. Its memory is allocated, so writing to it cannot fail."""
         size = max(num_bytes, ALIGNMENT)  # an empty file cannot be mapped
         if size == os.fstat(self._file).st_size:
             return
         os.ftruncate(self._file, size)
-        if hasattr(os, "posix_fallocate"):  # a full tmpfs would else kill the process with SIGBUS at the first write
+        if hasattr(os, "posix_fallocate"):  # otherwise a full tmpfs kills the process with SIGBUS at the first write
             try:
                 os.posix_fallocate(self._file, 0, size)
             except OSError as error:
@@ -182,7 +182,7 @@ class ShardFile:
         self.data: NDArray[np.uint8] = np.frombuffer(mmap.mmap(self._file, size), np.uint8)[:num_bytes]
 
     def publish(self, path: Path) -> None:
-        """Let readers in, under this name."""
+        """Let readers open the file under this name."""
         fcntl.flock(self._file, fcntl.LOCK_UN)
         self.rename(path)
 
@@ -191,7 +191,7 @@ class ShardFile:
         self.path = path
 
     def reclaim(self) -> bool:
-        """Take the file for writing again. False where a reader has it mapped."""
+        """Lock the file for writing again. False if a reader has it mapped."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -199,13 +199,13 @@ class ShardFile:
         return True
 
     def unlink(self) -> None:
-        """Remove the name. The memory goes when the last reader's mapping does."""
+        """Remove the name. The memory is freed with the last reader's mapping."""
         self.path.unlink(missing_ok=True)
         os.close(self._file)
 
 
 def lock_published(path: Path) -> int:
-    """A descriptor of a published shard with a reader's lock: it is not written again before that is closed.
+    """Open a published shard with a reader's lock: it is not written to again before the descriptor is closed.
 
     Raises:
         StateDictError: it is gone.
@@ -227,66 +227,63 @@ def lock_published(path: Path) -> int:
 
 
 S = TypeVar("S", bound=ShardFile)
-T = TypeVar("T")
 
 
 class ShardStore(Generic[S]):
-    """Segments of the versions kept, in a folder of the writer's own that is made for the first one.
+    """Shards of the versions that a writer keeps, in a folder of its own that is made for the first one.
 
-    Writing happens under a hidden name and a rename publishes, so a version is whole or absent. All methods may be
-    called from any thread.
+    A shard is written under a hidden name and published by renaming it, so a version is whole or absent. All methods
+    may be called from any thread. Subclasses make the shards.
 
     Args:
         run_id: part of the folder's name.
-        make: a new shard of that many bytes.
-        keep: most versions at a time, the one being written included; one more releases the oldest. With 2 the memory
+        keep: most versions at a time, including the one being written; one more releases the oldest. With 2 the memory
             is double-buffered: readers have the last version while the next is written over the one before.
-        root: where the folder is made; by default /dev/shm, or the temporary folder where there is none.
+        root: where the folder is made; by default /dev/shm, or the temporary folder if there is none.
 
     Raises:
         ValueError: `run_id` is no plain file name, or `keep` is below 1.
     """
 
-    def __init__(self, run_id: str, make: Callable[[Path, int], S], *, keep: int, root: Path | None) -> None:
+    def __init__(self, run_id: str, *, keep: int, root: Path | None) -> None:
         if not run_id or "/" in run_id or "\0" in run_id:
             raise ValueError(f"run_id is {run_id!r}; it becomes part of a folder's name and must be a plain file name")
         if keep < 1:
             raise ValueError(f"keep is {keep}; at least 1 version must be kept")
         self._run_id = run_id
-        self._make = make
         self._keep = keep
         self._root = root
         self._folder: OwnedFolder | None = None
         self._published: dict[int, S] = {}  # oldest first
-        self._spares: list[S] = []  # released, to be written again
+        self._spares: list[S] = []  # released, for reuse
         self._names = count()
-        self._lock = threading.Lock()  # of the fields above; not held while bytes are copied
+        self._lock = threading.Lock()  # guards the fields above; not held while bytes are copied
         self._closed = False
 
-    def write(self, version: int, num_bytes: int, fill: Callable[[S], T]) -> tuple[Path, T]:
-        """Have a shard filled and publish it.
+    def _make(self, path: Path, num_bytes: int) -> S:
+        """Make a shard of that many bytes."""
+        raise NotImplementedError
 
-        Returns:
-            where it is, and what `fill` returned.
+    @contextmanager
+    def writing(self, version: int, num_bytes: int) -> Generator[S]:
+        """Give the block a shard to fill, and publish it at the end of the block.
 
         Raises:
             StateDictError: the version is published already, there is no room, or the store is closed. Nothing of the
-                version is left then, nor if `fill` raises.
+                version is left then, nor if the block raises.
         """
         try:
             shard = self._take(version, num_bytes)
         except OSError as error:
             raise StateDictError(f"no room for version {version}, {num_bytes / 1e6:.1f} MB: {error}") from error
         try:
-            filled = fill(shard)
+            yield shard
             with self._lock:
-                path = self._folder_for(version).path / str(version)
-                shard.publish(path)
+                shard.publish(self._folder_for(version).path / str(version))
                 self._published[version] = shard
         except BaseException:
             shard.unlink()
             raise
-        return path, filled
 
     @property
     def versions(self) -> set[int]:
@@ -310,12 +307,12 @@ class ShardStore(Generic[S]):
             return self._published[version]
 
     def release(self, version: int) -> None:
-        """Withdraw a version. Its memory serves the next one, or is freed once its readers are done."""
+        """Withdraw a version. Its memory is reused for the next one, or freed once its readers are done."""
         with self._lock:
             self._retire(version)
 
     def close(self) -> None:
-        """Free everything. What readers hold stays valid; later calls of `write` fail."""
+        """Free everything. Mappings of readers stay valid; later calls of `writing` fail."""
         with self._lock:
             self._closed = True
             for shard in [*self._published.values(), *self._spares]:
@@ -337,7 +334,7 @@ class ShardStore(Generic[S]):
         return self._folder
 
     def _take(self, version: int, num_bytes: int) -> S:
-        """A shard to write, that no reader has: a spare one or else a new one."""
+        """A shard for writing that no reader has mapped: a spare one if possible, otherwise a new one."""
         with self._lock:
             folder = self._folder_for(version)
             while len(self._published) >= self._keep:
@@ -369,15 +366,22 @@ class ShardStore(Generic[S]):
         return folder.path / f".{next(self._names)}"
 
 
-_POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # all page-table entries at once, twice as fast as one fault at a time
+class FileShardStore(ShardStore[ShardFile]):
+    """Store of shards in shared memory."""
+
+    def _make(self, path: Path, num_bytes: int) -> ShardFile:
+        return ShardFile(path, num_bytes)
+
+
+_POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # all page-table entries at once: twice as fast as one fault at a time
 
 
 class ShardReader:
-    """Maps shards, each file once: a writer uses the files of released versions again, and making the page-table
-    entries takes as long as copying the bytes.
+    """Maps shards, each file once: a writer reuses the files of released versions, and making the page-table entries
+    takes as long as copying the bytes.
 
-    A mapping alone keeps nobody from writing to the file. The lock that does is taken for each version anew, and held
-    as long as anything views the bytes. All methods may be called from any thread.
+    A mapping alone does not keep the writer from writing to the file. A lock does; it is taken for each version, and
+    held as long as anything views the bytes. All methods may be called from any thread.
     """
 
     def __init__(self) -> None:
@@ -385,7 +389,7 @@ class ShardReader:
         self._lock = threading.RLock()  # the garbage collector may call `_let_go` anywhere
 
     def open(self, path: Path, num_bytes: int, expected_checksum: int) -> NDArray[np.uint8]:
-        """The verified bytes of a published shard. They cannot change as long as anything views them.
+        """Map a published shard and verify it. Its bytes cannot change as long as anything views them.
 
         The mapping is read-only: the system ends a process that writes to it.
 
@@ -420,7 +424,7 @@ class ShardReader:
             return file.mapping
 
     def _let_go(self, locked: int) -> None:
-        """Nothing views the version any more: give its lock back."""
+        """Release the lock of a version that nothing views."""
         os.close(locked)
         with self._lock:
             self._drop_nameless()

@@ -12,21 +12,21 @@ from numpy.typing import NDArray
 
 from titan_rl.core.errors import StateDictError
 from titan_rl.weights.manifest import position_of, slices_by_name
-from titan_rl.weights.shard_files import ALIGNMENT
+from titan_rl.weights.shard_files import ALIGNMENT, RunningChecksum
 from titan_rl.weights.types import Manifest, Shard, TensorEntry, TensorSlice
 
-PIECE = 1 << 20  # bytes copied before `fill` tells of them: few enough to be in the cache still
+PIECE = 1 << 20  # bytes that `fill` copies before it sums them: few enough to be in the cache still
 
 Buffer = NDArray[np.uint8] | torch.Tensor
 Named = Sequence[tuple[str, torch.Tensor | TensorSlice]]
 
-with warnings.catch_warnings():  # torch says once a process that it cannot guard read-only memory, which is understood
+with warnings.catch_warnings():  # torch warns once in a process that it cannot guard read-only memory
     warnings.simplefilter("ignore")
     torch.frombuffer(b"\0", dtype=torch.uint8)
 
 
 def lay_out(named: Named) -> tuple[TensorEntry, ...]:
-    """The tensors one after the other, each at a multiple of `ALIGNMENT`.
+    """Lay the tensors out one after the other, each at a multiple of `ALIGNMENT`.
 
     Raises:
         StateDictError: a tensor or a slice of it appears twice.
@@ -59,12 +59,12 @@ def fill(
     buffer: NDArray[np.uint8] | torch.Tensor,
     named: Named,
     entries: Sequence[TensorEntry],
-    written: Callable[[int], None] = lambda num_bytes: None,
+    sums: RunningChecksum | None = None,
 ) -> None:
-    """Copy the tensors, from whatever device, to their places, each in its entry's dtype. Every byte is written.
+    """Copy the tensors, from any device, to their places, each in its entry's dtype. Every byte is written.
 
     Args:
-        written: told now and then how many bytes from the start are written.
+        sums: checksum of the buffer, which sums the bytes as they are written.
     """
     for (_, value), entry in zip(named, entries, strict=True):
         tensor = value.tensor if isinstance(value, TensorSlice) else value
@@ -77,11 +77,13 @@ def fill(
                 for to, source in zip(place.view(-1).split(parts), tensor.view(-1).split(parts), strict=True):
                     to.copy_(source)
                     at += to.nbytes
-                    written(at)
+                    if sums is not None:
+                        sums.written(at)
             else:
                 place.copy_(tensor)
-        buffer[end : _align(end)] = 0  # a used shard has old bytes there, which the checksum would see
-        written(_align(end))
+        buffer[end : _align(end)] = 0  # a reused shard has old bytes there, which would change the checksum
+        if sums is not None:
+            sums.written(_align(end))
 
 
 def view(buffer: Buffer, entry: TensorEntry) -> torch.Tensor:
@@ -102,12 +104,12 @@ def _align(offset: int) -> int:
 def assemble(
     manifest: Manifest, open_shard: Callable[[Shard], Buffer], *, copy: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) pairs of a version. All checks are done when this returns; tensors are copied together one at a
-    time, as they are asked for.
+    """(name, tensor) pairs of a version. All checks are done when this returns. Tensors in several slices are copied
+    together one at a time, as the iterator reaches them.
 
     Args:
-        open_shard: gives a shard's verified bytes.  # [num_bytes] or more
-        copy: also of tensors that one shard has whole, of which views are given otherwise.
+        open_shard: returns a shard's verified bytes.  # [num_bytes] or more
+        copy: also copy tensors that one shard has whole, instead of giving views of it.
 
     Raises:
         StateDictError: the manifest describes slices that do not make up the tensors or do not fit the bytes, or what

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -25,11 +25,11 @@ class SlicePosition:
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """A tensor to publish that is a box cut out of a larger one. An empty one only names it: others have its slices."""
+    """A box of a larger tensor, to publish. An empty one only names the tensor, whose slices other processes have."""
 
     tensor: Any
     position: SlicePosition
-    dtype: str | None = None  # to publish it as, "bfloat16"; by default the tensor's own. Nobody has a converted copy.
+    dtype: str | None = None  # to publish it as: "bfloat16"; by default the tensor's. Copying converts it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class TensorEntry:
     shape: tuple[int, ...]
     offset: int  # bytes from the shard's start
     num_bytes: int
-    position: SlicePosition | None = None  # None where it is the whole tensor
+    position: SlicePosition | None = None  # None for a whole tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,8 @@ class Shard:
     num_bytes: int
     checksum: int
     entries: tuple[TensorEntry, ...]
-    host: str = ""  # of the writer, where other hosts can read it, too
-    remote: Any = None  # by what they read it
+    host: str = ""  # of the writer, if other hosts can read it
+    remote: Any = None  # the address at which they read it, as the transport defines it
     box_checksums: bytes = b""  # of each entry, 8 bytes little-endian; see `titan_rl.core.tensor_checksum`
 
 
@@ -69,7 +69,7 @@ class Shard:
 class Manifest:
     """Everything a reader needs to find and check one published version. Small and picklable.
 
-    What one process publishes has one shard; `titan_rl.weights.manifest.join` makes one version of what several do.
+    The manifest of one process has one shard; `titan_rl.weights.manifest.join` joins those of several.
     """
 
     version: int
@@ -80,21 +80,16 @@ class Manifest:
 
 @runtime_checkable
 class StateDictTransport(Protocol):
-    """Versioned publish and pull. The only thing generation and training share. What holds of every transport is in
-    `titan_rl.testing.transport_contract`, as tests."""
+    """Versioned publish and pull of weights, the only connection between training and generation.
 
-    def publish(
-        self,
-        version: int,
-        named_tensors: Iterable[tuple[str, Any]],
-        *,
-        probes: Sequence[Probe] = (),
-        tolerance: float = 1e-5,
-    ) -> Manifest:
+    `titan_rl.testing.transport_contract` tests the properties of every transport.
+    """
+
+    def publish(self, version: int, named_tensors: Iterable[tuple[str, Any]]) -> Manifest:
         """Write one version where readers can find it. A reader never sees it half written.
 
         Args:
-            named_tensors: (name, tensor), or (name, `TensorSlice`) where this process has a slice of it.
+            named_tensors: (name, tensor), or (name, `TensorSlice`) if this process has only a slice of it.
 
         Raises:
             StateDictError: the version was published already, or there is no room for it.
@@ -113,17 +108,17 @@ class StateDictTransport(Protocol):
         ...
 
     def release(self, version: int) -> None:
-        """Give a version's memory back. Readers that have it mapped keep reading; unknown versions are ignored."""
+        """Free a version's memory. Readers that have it mapped can still read it; unknown versions are ignored."""
         ...
 
     def close(self) -> None:
-        """Give back all that this end has published or holds. It publishes nothing more; closing again does nothing."""
+        """Free all that this end has published or holds. It can publish nothing more; a second call does nothing."""
         ...
 
 
 @runtime_checkable
 class MeasuredTransport(Protocol):
-    """A transport whose readers measure more than their time. `metrics.jsonl` has it, the largest of all readers'."""
+    """A transport whose readers measure more than their time. `metrics.jsonl` has the largest value of all readers."""
 
     def pull_figures(self) -> Mapping[str, float]:
         """Figures of the last pull; their metric names are prefixed with `sync/`."""
@@ -131,12 +126,12 @@ class MeasuredTransport(Protocol):
 
 
 class PublishedWeights:
-    """The newest manifest, and what each reader measured when it last pulled.
+    """The newest manifest, and the measurements of each reader's last pull.
 
     Example:
 
         published.announce(manifest)                      # version 7
-        published.manifest_of(7)                          # found by the replica that is told to pull version 7
+        published.manifest_of(7)                          # for a replica that pulls version 7
         published.note_pull("generator-0", {"stall_s": 0.02, "probe_diff": 3e-7})
         published.worst()                                 # {"stall_s": 0.02, "probe_diff": 3e-7}
     """
@@ -146,7 +141,7 @@ class PublishedWeights:
         self._figures: dict[str, Mapping[str, float]] = {}
 
     def announce(self, manifest: Manifest) -> None:
-        """A version is published, and the one before is not to be pulled any more.
+        """Replace the version that readers pull.
 
         Raises:
             StateDictError: it is older than one that was announced. Versions never go back.
@@ -158,7 +153,7 @@ class PublishedWeights:
         self._manifest = manifest
 
     def manifest_of(self, version: int) -> Manifest:
-        """The manifest of a version that is still to be had.
+        """The manifest of the newest version.
 
         Raises:
             UnavailableWeightsError: the version is not the newest.

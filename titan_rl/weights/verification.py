@@ -26,8 +26,8 @@ PIECE = {"cpu": 1 << 18, "cuda": 1 << 26}  # elements converted at a time
 def with_checksums(manifest: Manifest, named: Iterable[tuple[str, torch.Tensor | TensorSlice]]) -> Manifest:
     """The manifest of what one process has published, with the checksums of what it was given to publish.
 
-    They are taken of the trainer's own tensors rather than of what a transport has copied, so a transport is verified,
-    too. A transport whose manifest does not list its tensors stays without.
+    They are computed from the trainer's own tensors rather than from the transport's copy, so the transport is verified
+    too. If a transport's manifest does not list its tensors, it is returned as it is.
     """
     if len(manifest.shards) != 1:
         return manifest
@@ -41,7 +41,7 @@ def with_checksums(manifest: Manifest, named: Iterable[tuple[str, torch.Tensor |
 
 
 def published_checksums(manifest: Manifest) -> dict[str, TensorChecksum]:
-    """The checksum of each tensor by its Hugging Face name. Empty where a shard comes without.
+    """Checksum of each tensor by its Hugging Face name. Empty if a shard has no checksums.
 
     Raises:
         StateDictError: the slices of a tensor do not make it up, or a shard has more or fewer checksums than tensors.
@@ -91,20 +91,20 @@ def _sum(value: torch.Tensor | TensorSlice) -> torch.Tensor:
     return torch.stack(sums).sum()
 
 
-SIGMAS = 5.0  # of rounding, by which a right swap may miss
+SIGMAS = 5.0  # standard errors of rounding by which a correct swap may be off
 LEAST_MARGIN = 0.02
-NOTICED = 0.5  # with a wider margin the old weights would pass for the new ones
-ANCHOR_MARGIN = 0.1  # a part of the change that is this large and missing in every version is noticed in the end
-RESOLUTION = 1e-6  # nats: what a logprob in float32 is off by at least
+MAX_MARGIN = 0.5  # with a wider margin the old weights would pass for the new ones
+ANCHOR_MARGIN = 0.1  # smallest part of the change whose absence in every version is detected in the end
+RESOLUTION = 1e-6  # nats: smallest error of a logprob in float32
 
 Score = Callable[[Sequence[Sequence[int]]], Sequence[Sequence[float]]]
 """Sequences of [num_tokens] to their logprobs at temperature 1, of the tokens after the first: [num_tokens - 1]."""
 
 
 def make_probes(score: Score, sequences: Sequence[Sequence[int]]) -> tuple[Probe, ...]:
-    """The sequences with the trainer's logprobs.
+    """Make probes of the sequences, with the trainer's logprobs.
 
-    Sequences that the policy finds likely are the most exact probes: rounding grows with the size of a logprob.
+    Sequences that are likely under the policy are the most exact probes: rounding grows with the size of a logprob.
 
     Example: `make_probes(score, [[444, 27, 301]])` may give `(Probe((444, 27, 301), (-1.1, -0.4)),)`.
 
@@ -130,32 +130,34 @@ class ProbeFigures:
     """Result of a probe check. `margin` and `missed` refer to the version before; NaN without one."""
 
     diff: float  # nats: see `verify`
-    margin: float = math.nan  # part of the change that may be missed, because rounding hides it
-    missed: float = math.nan  # part of the change that is missing, or too much
+    margin: float = math.nan  # part of the change that may be missing because rounding hides it
+    missed: float = math.nan  # part of the change that is missing or in excess
 
 
 class SwapCheck:
-    """Checks the versions that one reader loads, each against the trainer's logprobs, and by its change from those
-    before.
+    """Checks the versions that one reader loads: their logprobs, and the change of these from earlier versions, against
+    the trainer's.
 
-    Rounding in bfloat16 moves the logprobs of a probe further than a step with a small learning rate does, so being
-    near to the trainer's tells no version from the one before. But rounding has no direction. Over the scored tokens of
-    all probes let c be the trainer's logprobs of this version less those of an earlier one, and f the reader's. Then
+    Rounding in bfloat16 moves the logprobs of a probe further than a step with a small learning rate does, so closeness
+    to the trainer's logprobs does not distinguish a version from the one before. But rounding has no direction. Over
+    the scored tokens of all probes let c be the trainer's logprobs of this version minus those of an earlier one, and f
+    the same difference of the reader's. Then
 
         p = (f . c) / (c . c)
 
-    is 1 where everything was loaded, 0 where nothing was, and in between where a layer was left out; p > 1/2 says that
-    the reader is nearer to this version than to the earlier one. With an error of s for a token in each of the reader's
-    logprobs p has a standard error of sqrt(2) |s c| / |c|^2. A swap is refused where p is off 1 by more than 5 of them,
-    the margin.
+    is 1 if everything was loaded, 0 if nothing was, and in between if a layer was left out; p > 1/2 means that the
+    reader is nearer to this version than to the earlier one. If each of the reader's logprobs has an error of s, p has
+    a standard error of sqrt(2) |s c| / |c|^2. A swap is refused if p differs from 1 by more than 5 standard errors, the
+    margin.
 
-    Of s the earlier version tells: it is what that token was off by, or what a token of that probability usually was,
-    whichever is more. An error of a logit moves the logprob of a token of probability q by 1 - q of it, and so does an
-    update: the tokens that move most are those with the largest errors, and few of them make most of |c|.
+    s is estimated from the earlier version: the error of that token there, or the usual error of a token of that
+    probability, whichever is larger. An error of a logit moves the logprob of a token of probability q by 1 - q times
+    as much, and so does an update: the tokens that move most have the largest errors, and few of them make up most of
+    |c|.
 
-    Where the margin is above 1/2 nothing is said. It shrinks with the root of the number of tokens and with the size of
-    the change, so there is a second comparison with a version further back, the anchor: as old as it has to be for a
-    margin of 0.1. An engine that keeps its old weights is found out when the policy has moved far enough.
+    With a margin above 1/2 a swap is not refused. The margin shrinks with the root of the number of tokens and with the
+    size of the change, so there is a second comparison with an older version, the anchor, which is as old as a margin
+    of 0.1 requires. So an engine that keeps its old weights is detected once the policy has moved far enough.
 
     Example:
 
@@ -174,16 +176,11 @@ class SwapCheck:
         """Score the probes with the weights just loaded.
 
         Raises:
-            VerificationError: they are not near enough to the trainer's, or have not moved with them.
+            VerificationError: the logprobs are too far from the trainer's, or have not changed with them.
             StateDictError: `score` gave too few or too many logprobs.
         """
-        rows: list[Sequence[float]] = []
-
-        def noting(sequences: Sequence[Sequence[int]]) -> Sequence[Sequence[float]]:
-            rows.extend(score(sequences))
-            return rows
-
-        diff = verify(probes, noting, tolerance, version=version)
+        rows = _scored(probes, score)
+        diff = _check_distance(probes, rows, tolerance, version)
         scored = _Scored.of(probes, rows)
         before, anchor = (each if each and each.is_of(scored) else None for each in (self._before, self._anchor))
         compared = None if before is None else _compare(scored, before, version)
@@ -222,14 +219,14 @@ class _Scored:
 
 
 def _compare(now: _Scored, before: _Scored, version: int | None) -> tuple[float, float] | None:
-    """The margin, and what was missed. None where the trainer's logprobs are the same."""
+    """The margin and the missing part of the change. None if the trainer's logprobs did not change."""
     change, found = now.theirs - before.theirs, now.mine - before.mine
     size = float(np.linalg.norm(change))
     if not size:
         return None
     margin = max(SIGMAS * math.sqrt(2) * float(np.linalg.norm(before.errors(now) * change)) / size**2, LEAST_MARGIN)
     part = float(found @ change) / size**2
-    if margin <= NOTICED and not abs(part - 1) <= margin:
+    if margin <= MAX_MARGIN and not abs(part - 1) <= margin:
         weights = "the loaded weights" if version is None else f"the weights loaded as version {version}"
         raise VerificationError(
             f"{weights} move the probes' logprobs by {part:.3f} of what they should since an earlier version; "
@@ -239,26 +236,39 @@ def _compare(now: _Scored, before: _Scored, version: int | None) -> tuple[float,
 
 
 def verify(probes: Sequence[Probe], score: Score, tolerance: float, *, version: int | None = None) -> float:
-    """Score the probes with the weights just loaded; return how far they are from the trainer's logprobs.
+    """Score the probes with the weights just loaded, and return their distance from the trainer's logprobs.
 
-    The figure is the mean absolute difference over the tokens of a probe, of the worst probe. A wrong weight moves
-    most tokens; rounding moves a few, where the policy is undecided, and some ten times further than the mean.
+    The distance is the mean absolute difference over the tokens of a probe, of the worst probe; 0.0 without probes. A
+    wrong weight moves most tokens. Rounding moves a few, where the policy is undecided, some ten times further than the
+    mean.
 
-    0.0 where there are no probes. `version` is for the message.
+    Args:
+        version: for the message.
 
     Raises:
-        VerificationError: the figure is above the tolerance, or not a number.
+        VerificationError: the distance is above the tolerance, or not a number.
         StateDictError: `score` gave too few or too many logprobs.
     """
+    return _check_distance(probes, _scored(probes, score), tolerance, version)
+
+
+def _scored(probes: Sequence[Probe], score: Score) -> Sequence[Sequence[float]]:
+    sequences = [probe.token_ids for probe in probes]
+    scored = score(sequences) if probes else []
+    _check_lengths(sequences, scored)
+    return scored
+
+
+def _check_distance(
+    probes: Sequence[Probe], scored: Sequence[Sequence[float]], tolerance: float, version: int | None
+) -> float:
     if not probes:
         return 0.0
-    scored = score([probe.token_ids for probe in probes])
-    _check_lengths([probe.token_ids for probe in probes], scored)
     means = [
         fmean(abs(mine - theirs) for mine, theirs in zip(logprobs, probe.logprobs, strict=True))
         for probe, logprobs in zip(probes, scored, strict=True)
     ]
-    # `max` depends on the order where there is a NaN, and every comparison with it is false.
+    # With a NaN the result of `max` depends on the order, and every comparison is false.
     worst = math.nan if any(map(math.isnan, means)) else max(means)
     if not worst <= tolerance:
         weights = "the loaded weights" if version is None else f"the weights loaded as version {version}"

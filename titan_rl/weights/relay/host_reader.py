@@ -12,15 +12,18 @@ import logging
 import os
 import secrets
 import shutil
+import socket
 import threading
 import time
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from titan_rl.core.errors import StateDictError
 from titan_rl.weights.relay.origin import Sender
@@ -36,16 +39,16 @@ from titan_rl.weights.relay.server import (
     send,
 )
 from titan_rl.weights.relay.shard_copy import ChunkDelta, ShardCopy, apply_delta
-from titan_rl.weights.shard_files import PREFIX, ShardFile, ShardStore, checksum, shard_root
+from titan_rl.weights.shard_files import PREFIX, FileShardStore, checksum, shard_root
 from titan_rl.weights.types import NUM_KEPT
 
-TRIAL_S = 1.0  # from one look to the next, for who reads from a host that reads from the trainer
+TRIAL_S = 1.0  # between two comparisons of a sender one hop from the trainer with the trainer itself
 MUCH_FASTER = 3.0
 TELLING_BYTES = 1 << 18
 
 
 class SlowError(Exception):
-    """The sender is slow, or it is not known what fast is: one chunk from the trainer shows it."""
+    """The sender is slow, or the rate of the trainer is unknown: reading one chunk from the trainer will tell."""
 
 
 class Pace:
@@ -55,8 +58,8 @@ class Pace:
         self.of_trainer: float | None = None
 
     def compare(self, bytes_per_s: float, trial_bytes: int, trial_s: float) -> bool:
-        """Whether the trainer, which sent so many bytes in that time, is much faster. A small delta says little of a
-        link, and is not remembered."""
+        """Whether the trainer, which sent `trial_bytes` in `trial_s`, is much faster. The rate of a small delta says
+        little about the link and is not kept."""
         if trial_bytes >= TELLING_BYTES:
             self.of_trainer = trial_bytes / trial_s
         return bytes_per_s * MUCH_FASTER < trial_bytes / trial_s
@@ -66,11 +69,11 @@ class Pace:
 
 
 class PaceWatch:
-    """Looks at what comes from one sender, now and then.
+    """Measures the rate of one sender at intervals.
 
     Args:
-        hops: of the sender from the trainer. Who is nearer to the trainer looks earlier, since its sender may be what
-            makes the others slow.
+        hops: distance of the sender from the trainer. Readers nearer to the trainer compare earlier, since their sender
+            may be the cause of the others' slowness.
     """
 
     def __init__(self, pace: Pace, hops: int) -> None:
@@ -100,62 +103,53 @@ class PaceWatch:
 
 logger = logging.getLogger(__name__)
 
-AGAIN_S = 0.2  # between two attempts to reach the trainer
+RETRY_S = 0.2  # between two attempts to reach the trainer
 ALL = 1 << 40  # chunks
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """Parameters of a download: reader, source and time limit.
+class Download:
+    """Fills a copy of a shard. If a sender is gone, silent or slow, the download continues at the same chunk from
+    another host, and as a last resort from the trainer.
 
     Args:
-        name: of the reader, which no other has.
-        address: where others can read from it.
+        remote: the shard on the trainer.
+        base: copy of an older version, to which deltas are applied; None reads everything whole.
+        name: of this reader, unique among the readers.
+        address: where others can read from this reader.
         timeout_s: longest time for a shard.
-        pace: of the trainer, known from the versions before.
+        pace: of the trainer, known from earlier versions.
     """
 
-    remote: RemoteShard
-    name: str
-    address: str
-    timeout_s: float
-    pace: Pace
-
-
-def _ignore(num_bytes: int) -> None:
-    pass
-
-
-class Download:
-    """Fills a copy. A sender that is gone, silent or slow is left for another one, from the chunk at which it stopped;
-    the last resort is the trainer."""
-
-    def __init__(self, reading: Reading, base: ShardCopy | None) -> None:
-        self._reading = reading
+    def __init__(
+        self, remote: RemoteShard, base: ShardCopy | None, *, name: str, address: str, timeout_s: float, pace: Pace
+    ) -> None:
+        self._remote = remote
         self._base = base
-        self._deadline = time.monotonic() + reading.timeout_s
-        self._trainer = Sender("", reading.remote.address, 0)
+        self._name = name
+        self._address = address
+        self._timeout_s = timeout_s
+        self._pace = pace
+        self._deadline = time.monotonic() + timeout_s
+        self._trainer = Sender("", remote.address, 0)
         self._avoid: list[str] = []
         self.received_bytes = 0
 
-    def run(self, copy: ShardCopy) -> None:
-        """By way of other hosts, and by deltas where there are any.
+    def run(self, copy: ShardCopy, *, from_trainer: bool = False) -> None:
+        """Fill the copy, through other hosts and by deltas where there are any.
+
+        Args:
+            from_trainer: read all bytes from the trainer.
 
         Raises:
-            StateDictError: the trainer has the version no more, or cannot be reached in time.
+            StateDictError: the trainer does not have the version any more, or cannot be reached in time.
         """
-        self._run(copy, self._place)
-
-    def run_whole(self, copy: ShardCopy) -> None:
-        """From the trainer alone, all bytes. Raises what `run` does."""
-        self._base = None
-        self._run(copy, lambda version: self._trainer)
-
-    def _run(self, copy: ShardCopy, place: Callable[[int], Sender]) -> None:
+        if from_trainer:
+            self._base = None
         while not copy.is_whole:
             sender = self._trainer
             try:
-                sender = place(copy.version)
+                if not from_trainer:
+                    sender = self._place(copy.version)
                 self._read_from(sender, copy)
             except ConnectionLostError as error:
                 self._lost(sender.name, copy.version, error)
@@ -165,11 +159,11 @@ class Download:
                 self._lost(sender.name, copy.version, error)
 
     def _read_from(self, sender: Sender, copy: ShardCopy) -> None:
-        """Until the copy is whole."""
+        """Read until the copy is whole."""
         while not copy.is_whole:
-            watch = PaceWatch(self._reading.pace, sender.hops) if sender.name else None
+            watch = PaceWatch(self._pace, sender.hops) if sender.name else None
             try:
-                self._read(copy, sender.address, came=_ignore if watch is None else watch.came)
+                self._read(copy, sender.address, watch=watch)
             except SlowError:
                 assert watch is not None
                 self._compare(watch.bytes_per_s, copy)
@@ -178,7 +172,7 @@ class Download:
         """Read the next chunk from the trainer, and leave the sender if that is much faster."""
         began, had = time.monotonic(), self.received_bytes
         self._read(copy, self._trainer.address, count=1)
-        if self._reading.pace.compare(bytes_per_s, self.received_bytes - had, time.monotonic() - began):
+        if self._pace.compare(bytes_per_s, self.received_bytes - had, time.monotonic() - began):
             raise ConnectionLostError("the trainer itself is much faster")
 
     def _lost(self, sender: str, version: int, error: Exception) -> None:
@@ -186,36 +180,35 @@ class Download:
         if left_s < 0 or (not sender and isinstance(error.__cause__, ConnectionRefusedError)):
             raise StateDictError(
                 f"version {version} could not be read from {sender or 'the trainer'} in "
-                f"{self._reading.timeout_s - left_s:.1f} s: {error}"
+                f"{self._timeout_s - left_s:.1f} s: {error}"
             ) from error
         logger.info("version %d is read from another host than %s: %s", version, sender or "the trainer", error)
         if sender:
             self._avoid.append(sender)
         else:
-            time.sleep(AGAIN_S)
+            time.sleep(RETRY_S)
 
     def _place(self, version: int) -> Sender:
-        reading = self._reading
         answer = ask(
-            reading.remote.address,
+            self._remote.address,
             {
                 "ask": "place",
-                "token": reading.remote.token,
+                "token": self._remote.token,
                 "version": version,
-                "host": reading.name,
-                "address": reading.address,
+                "host": self._name,
+                "address": self._address,
                 "avoid": self._avoid,
             },
         )
         return Sender(str(answer["host"]), str(answer["address"]), int(answer["hops"]))
 
-    def _read(self, copy: ShardCopy, address: str, *, count: int = ALL, came: Callable[[int], None] = _ignore) -> None:
-        """The next chunks, so many or all.
+    def _read(self, copy: ShardCopy, address: str, *, count: int = ALL, watch: PaceWatch | None = None) -> None:
+        """Read the next `count` chunks, by default all.
 
         Raises:
-            SlowError: as of `came`.
+            SlowError: see `PaceWatch.came`.
         """
-        remote = self._reading.remote
+        remote = self._remote
         with connect(address) as connection:
             message = {"ask": "read", "token": remote.token, "key": remote.key, "version": copy.version}
             base = None if self._base is None else self._base.version
@@ -224,7 +217,8 @@ class Download:
             steps: list[ChunkDelta] = []  # to the chunk that comes
             while copy.ready < last:
                 head = receive_head(connection)
-                came(0)
+                if watch is not None:
+                    watch.came(0)
                 if time.monotonic() > self._deadline:
                     raise ConnectionLostError(f"{copy.ready} of {copy.num_chunks} chunks are here")
                 if head.kind is Kind.WAIT:
@@ -235,12 +229,12 @@ class Download:
                 if head.index != copy.ready or not fits:
                     raise ConnectionLostError(f"chunk {head.index} of {head.num_bytes} bytes is not chunk {copy.ready}")
                 if head.kind is Kind.RAW:
-                    receive_into(connection, chunk.data, came)
+                    self._receive(connection, chunk.data, watch)
                     copy.add()
                     steps.clear()
                 else:
                     encoded = bytearray(head.num_bytes)
-                    receive_into(connection, memoryview(encoded), came)
+                    self._receive(connection, memoryview(encoded), watch)
                     step = ChunkDelta(head.base, bytes(encoded), head.crc)
                     self._apply(copy, step, is_first=not steps)
                     steps.append(step)
@@ -248,6 +242,11 @@ class Download:
                         copy.add(steps, self._base)
                         steps.clear()
                 self.received_bytes += head.num_bytes
+
+    def _receive(self, connection: socket.socket, memory: memoryview, watch: PaceWatch | None) -> None:
+        for num_bytes in receive_into(connection, memory):
+            if watch is not None:
+                watch.came(num_bytes)
 
     def _apply(self, copy: ShardCopy, step: ChunkDelta, *, is_first: bool) -> None:
         base = self._base
@@ -261,7 +260,7 @@ class Download:
                 raise StateDictError("a delta of weights has another checksum than its sender says")
             apply_delta(step.encoded, chunk)
         except StateDictError as error:
-            self._base = None  # the rest, and this chunk, whole
+            self._base = None  # read this chunk and the rest whole
             raise ConnectionLostError(str(error)) from error
 
 
@@ -272,15 +271,17 @@ def is_right(copy: ShardCopy, expected_checksum: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Leader:
-    """The process that reads for the others, and what it wants to hear from them."""
+    """Address of the process that reads for the others of its host, and the token that its requests need."""
 
     address: str
     token: str
 
 
 class Rendezvous:
-    """Args:
-    run_id, root: as of `ShardStore`.
+    """Election of the process that reads for its host, by a lock in a folder of the run.
+
+    Args:
+        run_id, root: see `ShardStore`.
     """
 
     def __init__(self, run_id: str, root: Path | None = None) -> None:
@@ -288,7 +289,7 @@ class Rendezvous:
         self._lock: int | None = None
 
     def lead(self) -> bool:
-        """Try to become the process that reads for its host; return whether it is.
+        """Try to become the process that reads for its host; return whether it succeeded.
 
         Raises:
             OSError: the folder cannot be made.
@@ -316,7 +317,7 @@ class Rendezvous:
         hidden.rename(self._folder / "leader")
 
     def leader(self) -> Leader | None:
-        """The process that reads for the others, if it has said so."""
+        """The process that reads for the others, if it has announced itself."""
         try:
             return Leader(**json.loads((self._folder / "leader").read_text()))
         except (OSError, ValueError, TypeError):
@@ -332,7 +333,7 @@ class Rendezvous:
 
 @dataclass(frozen=True, slots=True)
 class WantedShard:
-    """A shard, and where it is had. It travels as JSON."""
+    """A shard and its source, which one process of a host sends to another as JSON."""
 
     num_bytes: int
     checksum: int
@@ -361,8 +362,8 @@ class HostReader:
     """Reads each shard once, into shared memory, and lets other hosts read it meanwhile.
 
     Args:
-        run_id, root: as of `ShardStore`.
-        name: of this host, or another that no other reader has.
+        run_id, root: see `ShardStore`.
+        name: of this host, or another name that is unique among the readers.
         interface: the address at which other hosts reach this one.
         timeout_s: longest time for a shard.
 
@@ -371,9 +372,8 @@ class HostReader:
     """
 
     def __init__(self, run_id: str, root: Path | None, *, name: str, interface: str, timeout_s: float) -> None:
-        self._make_store: Callable[[], ShardStore[ShardFile]] = lambda: ShardStore(
-            run_id, ShardFile, keep=NUM_KEPT, root=root
-        )
+        self._run_id = run_id
+        self._root = root
         self._name = name
         self._timeout_s = timeout_s
         self._pace = Pace()
@@ -381,7 +381,7 @@ class HostReader:
         self.token = secrets.token_hex(16)
         self._server.admit(self.token)
         self._server.answer("fetch", self._fetch_for_another)
-        self._stores: dict[str, ShardStore[ShardFile]] = {}
+        self._stores: dict[str, FileShardStore] = {}
         self._found: dict[tuple[str, int], Future[ReadShard]] = {}
         self._lock = threading.Lock()
 
@@ -390,10 +390,10 @@ class HostReader:
         return self._server.address
 
     def fetch(self, wanted: WantedShard) -> ReadShard:
-        """The shard on this host. Whoever asks while it is on its way waits for the same transfer.
+        """The shard on this host. Callers that ask for a shard in transfer wait for the same transfer.
 
         Raises:
-            StateDictError: it could not be had, or is not what was published.
+            StateDictError: it could not be read, or is not what was published.
         """
         place = wanted.remote.key, wanted.remote.version
         with self._lock:
@@ -411,7 +411,7 @@ class HostReader:
         return found.result()
 
     def close(self) -> None:
-        """Remove what was read; who has it mapped keeps it."""
+        """Remove the shards. Processes that have one mapped can still read it."""
         self._server.close()
         with self._lock:
             stores, self._stores = self._stores, {}
@@ -428,32 +428,36 @@ class HostReader:
         self._server.admit(remote.token)
         self._forget_writers_but(wanted.keys)
         with self._lock:
-            store = self._stores.setdefault(remote.key, self._make_store())
+            store = self._stores.get(remote.key)
+            if store is None:
+                store = self._stores[remote.key] = FileShardStore(self._run_id, keep=NUM_KEPT, root=self._root)
         copies = self._server.copies(remote.key)
         fitting = [version for version, copy in copies.items() if len(copy.data) == wanted.num_bytes and copy.is_whole]
         base = copies[max(fitting)] if fitting else None
-        download = Download(Reading(remote, self._name, self.address, self._timeout_s, self._pace), base)
+        download = Download(
+            remote, base, name=self._name, address=self.address, timeout_s=self._timeout_s, pace=self._pace
+        )
         try:
-            fill = partial(self._fill, wanted, download)
-            path, _ = store.write(remote.version, wanted.num_bytes, fill)
+            with store.writing(remote.version, wanted.num_bytes) as shard:
+                self._fill(wanted, download, shard.data)
         except BaseException as error:
             self._server.withdraw(remote.key, remote.version, f"host {self._name} could not read it: {error}")
             raise
         finally:
             self._forget_released(remote.key, store, remote.version)
-        return ReadShard(path, download.received_bytes)
+        return ReadShard(shard.path, download.received_bytes)
 
-    def _fill(self, wanted: WantedShard, download: Download, shard: ShardFile) -> None:
+    def _fill(self, wanted: WantedShard, download: Download, data: NDArray[np.uint8]) -> None:
         key, version = wanted.remote.key, wanted.remote.version
-        copy = ShardCopy(version, shard.data)
+        copy = ShardCopy(version, data)
         self._server.offer(key, copy)
         download.run(copy)
         if is_right(copy, wanted.checksum):
             return
-        logger.warning("version %d arrived damaged, and is read whole from the trainer", version)
+        logger.warning("version %d arrived damaged; reading it whole from the trainer", version)
         self._server.withdraw(key, version, f"version {version} arrived damaged at {self._name}")
-        copy = ShardCopy(version, shard.data)
-        download.run_whole(copy)
+        copy = ShardCopy(version, data)
+        download.run(copy, from_trainer=True)
         if not is_right(copy, wanted.checksum):
             raise StateDictError(
                 f"version {version} from {wanted.remote.address} has another checksum than its manifest says: it was "
@@ -470,7 +474,7 @@ class HostReader:
                 self._server.withdraw(key, version)
             store.close()
 
-    def _forget_released(self, key: str, store: ShardStore[ShardFile], fetched: int) -> None:
+    def _forget_released(self, key: str, store: FileShardStore, fetched: int) -> None:
         kept = store.versions
         for version in self._server.copies(key).keys() - kept - {fetched}:
             self._server.withdraw(key, version)

@@ -1,4 +1,4 @@
-"""A trainer rank's end of the relay: its shards for other hosts, whole and as deltas, and the chain of hosts that read
+"""Trainer rank's end of the relay: its shards for other hosts, whole and as deltas, and the chain of hosts that read
 them."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from titan_rl.weights.relay.server import RelayServer, RemoteShard
 from titan_rl.weights.relay.shard_copy import ChunkDelta, ShardCopy, encode_delta
 
 KEPT = 4  # versions whose chains are known
-REMEMBERED = 8  # versions for which a host that was complained about has no readers
+REMEMBERED = 8  # versions for which a host that another one reported gets no readers
 
 
 class Sender(NamedTuple):
@@ -27,7 +27,7 @@ class Sender(NamedTuple):
 
     name: str
     address: str
-    hops: int  # it is from the trainer
+    hops: int  # distance from the trainer
 
 
 @dataclass(slots=True, eq=False)
@@ -45,11 +45,12 @@ class _Version:
 
 
 class Chain:
-    """Has each host read a version from one that has it or is getting it, so that the trainer sends it about once.
+    """Assigns each host another one to read a version from, which has it or is reading it, so that the trainer sends
+    it about once.
 
-    With `fanout` 1 the hosts are a chain, in the order in which they come; with more a tree. A host that another one
-    complains about gets no more readers for some versions, and does not count as one of its sender's: it may be as slow
-    as it likes.
+    With `fanout` 1 the hosts are a chain, in the order in which they ask; with more a tree. A host that another one
+    reports gets no readers for some versions, and does not count towards its sender's fanout, so its slowness affects
+    no other host.
 
     Example:
 
@@ -66,10 +67,10 @@ class Chain:
         self._lock = threading.Lock()
 
     def place(self, version: int, name: str, address: str, avoid: Collection[str] = ()) -> Sender | None:
-        """The host to read from, or None where that is the trainer.
+        """The host to read from; None for the trainer.
 
         Args:
-            name, address: of the host that asks, and where others can read from it.
+            name, address: of the host that asks.
             avoid: hosts that it could not read from, or found slow.
         """
         with self._lock:
@@ -84,7 +85,7 @@ class Chain:
             host.address = address
             parent = self._parent(hosts, host, avoid)
             host.parent = parent
-            hosts[name] = host  # behind those that were there, so that readers find it last
+            hosts[name] = host  # last, so that readers are assigned to it last
             self._count(host, 1)
             return None if parent is None else Sender(parent.name, parent.address, _hops(parent))
 
@@ -131,16 +132,16 @@ def _is_behind(host: _Host | None, other: _Host) -> bool:
     return False
 
 
-SAMPLED = 8  # chunks by which it is known whether a version is worth a delta
+SAMPLED = 8  # chunks that decide whether a version is worth a delta
 
 
 class ShardOrigin:
-    """Offer one rank's versions to other hosts, whole and as the chain of deltas since an older version.
+    """Offers one rank's versions to other hosts, whole and as the chain of deltas since an older version.
 
-    A version has a delta to the one before it as long as some host reads, or has a version from which the chain of
-    deltas is known, unless it is an anchor, or most of its numbers changed. It is made in threads of its own, chunk by
-    chunk, and sent meanwhile. A host that missed versions is sent the deltas of all of them, which are kept as long as
-    those of a chunk are fewer bytes than the chunk.
+    A version gets a delta to the one before it if some host has read since then, or has a version from which the chain
+    of deltas is known, unless the version is an anchor or most of its numbers changed. Threads encode it chunk by chunk
+    while it is sent. A host that missed versions receives the deltas of all of them; those of a chunk are kept as long
+    as they have fewer bytes than the chunk.
 
     Args:
         interface: the address at which other hosts reach this one.
@@ -165,11 +166,11 @@ class ShardOrigin:
 
     @property
     def sent_bytes(self) -> int:
-        """To all hosts, of all versions."""
+        """Bytes sent to all hosts, of all versions."""
         return self._server.sent_bytes
 
     def offer(self, version: int, data: NDArray[np.uint8], word: int) -> RemoteShard:
-        """Have a published shard read from other hosts.
+        """Let other hosts read a published shard.
 
         Args:
             data: its memory, which is not written to before `settle`.
@@ -192,7 +193,7 @@ class ShardOrigin:
         return RemoteShard(self._server.address, self._key, version, self._token)
 
     def settle(self) -> None:
-        """Let go of older versions' memory, which may be written to afterwards: what has no delta by now gets none."""
+        """Stop encoding, so that the memory of older versions may be written to. Chunks without a delta get none."""
         self._stop.set()
         if self._encoding is not None:
             self._encoding.join()
@@ -209,7 +210,7 @@ class ShardOrigin:
         self._server.close()
 
     def _is_wanted(self, base: ShardCopy) -> bool:
-        """Whether some host would be sent less of the next version if its deltas from `base` were known."""
+        """Whether deltas from `base` would save bytes for some host."""
         return self._is_read or (self._last_read is not None and base.follows(self._last_read))
 
     def _place(self, message: dict[str, Any]) -> dict[str, Any]:

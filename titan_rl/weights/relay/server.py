@@ -9,7 +9,8 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -25,7 +26,7 @@ _LENGTH = struct.Struct("<I")
 _HEAD = struct.Struct("<BIIIq")  # kind, index, bytes, CRC, base
 _MOST = 1 << 20  # bytes of a message
 SILENCE_S = 3.0
-"""Who says nothing for so long is gone. A sender that waits itself says so several times within it."""
+"""An end that is silent for so long counts as dead. A sender that waits itself sends WAIT several times meanwhile."""
 
 
 class Kind(IntEnum):
@@ -33,9 +34,9 @@ class Kind(IntEnum):
 
     RAW = 0
     DELTA = 1
-    WAIT = 2  # nothing: the sender waits, too
-    FAILED = 3  # what is wrong, as text
-    STEP = 4  # a delta to a version between, which another delta of the same chunk follows
+    WAIT = 2  # no data: the sender is waiting
+    FAILED = 3  # the reason, as text
+    STEP = 4  # a delta to an intermediate version; another delta of the same chunk follows
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class Head:
 
 
 class ConnectionLostError(Exception):
-    """The other end is gone, silent, or does not talk like one."""
+    """The other end is gone, is silent, or breaks the protocol."""
 
 
 def connect(address: str) -> socket.socket:
@@ -75,7 +76,7 @@ def receive(connection: socket.socket) -> dict[str, Any]:
     """The next message.
 
     Raises:
-        StateDictError: the other end says that it could not do what it was asked.
+        StateDictError: the other end reports that the request failed.
     """
     (length,) = _LENGTH.unpack(_receive(connection, _LENGTH.size))
     if length > _MOST:
@@ -92,11 +93,11 @@ def receive(connection: socket.socket) -> dict[str, Any]:
 
 
 def ask(address: str, message: dict[str, Any]) -> dict[str, Any]:
-    """Send one message and return the answer. Before it the other end may report that it is still working on it.
+    """Send one message and return the answer. The other end may first report that it is still working on it.
 
     Raises:
         ConnectionLostError: it did not answer.
-        StateDictError: as of `receive`.
+        StateDictError: see `receive`.
     """
     with connect(address) as connection:
         send(connection, message)
@@ -121,7 +122,7 @@ def send_chunk(
 def receive_head(connection: socket.socket) -> Head:
     """
     Raises:
-        StateDictError: the other end says that it could not.
+        StateDictError: the other end reports a failure.
     """
     kind, index, num_bytes, crc, base = _HEAD.unpack(_receive(connection, _HEAD.size))
     if kind == Kind.FAILED:
@@ -132,14 +133,8 @@ def receive_head(connection: socket.socket) -> Head:
         raise ConnectionLostError(f"no chunk: {error}") from error
 
 
-def receive_into(
-    connection: socket.socket, memory: memoryview, came: Callable[[int], None] = lambda num_bytes: None
-) -> None:
-    """Receive exactly enough bytes to fill the memory.
-
-    Args:
-        came: told of every piece how many bytes it has; what it raises ends this.
-    """
+def receive_into(connection: socket.socket, memory: memoryview) -> Iterator[int]:
+    """Receive exactly enough bytes to fill the memory, and yield the size of each piece as it arrives."""
     while len(memory):
         try:
             received = connection.recv_into(memory)
@@ -147,18 +142,18 @@ def receive_into(
             raise ConnectionLostError(f"nothing came for {SILENCE_S:g} s, or {error}") from error
         if not received:
             raise ConnectionLostError("the other end closed the connection")
-        came(received)
         memory = memory[received:]
+        yield received
 
 
 def _receive(connection: socket.socket, length: int) -> bytes:
     data = bytearray(length)
-    receive_into(connection, memoryview(data))
+    deque(receive_into(connection, memoryview(data)), maxlen=0)
     return bytes(data)
 
 
 def _send_all(connection: socket.socket, data: bytes | memoryview) -> None:
-    """In pieces: what counts as silence is a piece that does not go, not a whole chunk over a slow link."""
+    """Send in pieces, so that the time limit applies to each piece and a whole chunk may take longer on a slow link."""
     view = memoryview(data)
     try:
         while len(view):
@@ -172,9 +167,9 @@ class RemoteShard:
     """Address of one shard for other hosts. Part of the manifest."""
 
     address: str  # "10.0.0.1:4711"
-    key: str  # of all shards of that rank, on whatever host they are
+    key: str  # of all shards of that rank, on any host
     version: int
-    token: str  # who has it may read
+    token: str  # permits reading
 
 
 logger = logging.getLogger(__name__)
@@ -186,10 +181,10 @@ BEAT_S = SILENCE_S / 6
 
 
 class RelayServer:
-    """Sends copies of shards, and answers what it is asked.
+    """Server that sends copies of shards and answers requests.
 
     Args:
-        interface: the address at which others reach this process; it listens there alone.
+        interface: the address at which others reach this process, and the only one on which it listens.
 
     Raises:
         StateDictError: it cannot listen there.
@@ -257,7 +252,7 @@ class RelayServer:
                 if self._closed:
                     return
                 logger.exception("a reader of weights could not connect")
-                time.sleep(BEAT_S)  # no descriptors, say
+                time.sleep(BEAT_S)  # out of file descriptors, for example
                 continue
             with self._lock:
                 if self._closed:
@@ -288,7 +283,7 @@ class RelayServer:
                 self._connections.discard(connection)
 
     def _send_copy(self, connection: socket.socket, message: Message) -> None:
-        """Send the chunks of a copy as they become ready, each as the deltas since the asker's version if known."""
+        """Send the chunks of a copy as they become ready, each as the deltas since the reader's version if known."""
         key, version, base = str(message["key"]), int(message["version"]), message["base"]
         with self._lock:
             copy = self._copies.get((key, version))
@@ -305,7 +300,7 @@ class RelayServer:
                     send_chunk(connection, kind, index, delta.encoded, delta.crc, delta.base)
                 if not deltas:
                     send_chunk(connection, Kind.RAW, index, copy.chunk(index))
-                # A figure: one lost to another thread does not matter.
+                # A metric, so a lost update of another thread does not matter.
                 self.sent_bytes += sum(len(each.encoded) for each in deltas) or len(copy.chunk(index))
         except StateDictError as error:
             send_chunk(connection, Kind.FAILED, data=str(error).encode())

@@ -21,11 +21,11 @@ from titan_rl.core.errors import StateDictError
 _HEADER = struct.Struct("<BBI")  # bytes of a word, bytes of a gap, number of changed words
 _SIGNED = {2: np.int16, 4: np.int32}
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
-MOST_CHANGED = 0.5  # of the words; above that a delta is not worth its making
+MOST_CHANGED = 0.5  # share of changed words above which a delta does not pay
 
 
 def encode_delta(old: NDArray[np.uint8], new: NDArray[np.uint8], word: int) -> bytes | None:
-    """The delta by which `old` becomes `new`, or None where `new` itself is not much larger.
+    """Encode the difference of `new` from `old`; None if `new` itself is not much larger.
 
     Args:
         old, new: of the same size, a multiple of 4 bytes.
@@ -40,7 +40,7 @@ def encode_delta(old: NDArray[np.uint8], new: NDArray[np.uint8], word: int) -> b
     gaps = np.diff(at, prepend=-1) - 1
     largest = int(gaps.max())
     gap = 1 if largest < 1 << 8 else 2 if largest < 1 << 16 else 4
-    difference = after[at] - before[at]  # wraps, and so does adding it
+    difference = after[at] - before[at]  # wraps around, as its addition does
     zigzag = (difference << 1) ^ (difference >> (8 * word - 1))
     body = _planes(gaps.astype(_UNSIGNED[gap])) + _planes(zigzag)
     encoded = _HEADER.pack(word, gap, len(at)) + zstandard.ZstdCompressor(level=1).compress(body)
@@ -48,10 +48,10 @@ def encode_delta(old: NDArray[np.uint8], new: NDArray[np.uint8], word: int) -> b
 
 
 def apply_delta(encoded: bytes, data: NDArray[np.uint8]) -> None:
-    """Make the new chunk of the old one, in place.
+    """Turn the old chunk into the new one, in place.
 
     Raises:
-        StateDictError: it is no delta of such a chunk; `data` is as it was.
+        StateDictError: it is not a delta of such a chunk; `data` is unchanged.
     """
     try:
         word, gap, count = _HEADER.unpack_from(encoded)
@@ -75,7 +75,7 @@ def apply_delta(encoded: bytes, data: NDArray[np.uint8]) -> None:
 
 
 def _planes(words: NDArray[np.integer[Any]]) -> bytes:
-    """All low bytes, then all that are next: the high ones are nearly all 0."""
+    """All low bytes, then all next higher ones, and so on: the high ones are nearly all 0."""
     return words.view(np.uint8).reshape(len(words), -1).T.tobytes()
 
 
@@ -85,11 +85,11 @@ def _words(planes: bytes, dtype: type[np.integer[Any]]) -> NDArray[np.integer[An
 
 
 _SMALLEST, _LARGEST = 1 << 20, 16 << 20  # bytes of a chunk
-_CHUNKS = 512  # of a shard between the two: a chain of few hosts takes hardly longer than one
+_CHUNKS = 512  # of a shard between these sizes: a chain of few hosts takes hardly longer than one host
 
 
 def chunk_size(num_bytes: int) -> int:
-    """Bytes of every chunk of such a shard but the last; the same on all hosts."""
+    """Size of every chunk but the last of a shard of `num_bytes`; the same on all hosts."""
     return min(max(-(-num_bytes // _CHUNKS // 4096) * 4096, _SMALLEST), _LARGEST)
 
 
@@ -107,11 +107,11 @@ class ChunkDelta:
 
 
 class ShardCopy:
-    """The bytes of a shard, of which a number of chunks from the start are what they will be. One thread makes them
-    ready, any number waits for them.
+    """The bytes of a shard, of which the first `ready` chunks are final. One thread fills the chunks, any number of
+    threads wait for them.
 
     Args:
-        data: where they are, or will be.  # [num_bytes]
+        data: memory of the shard.  # [num_bytes]
     """
 
     def __init__(self, version: int, data: NDArray[np.uint8]) -> None:
@@ -126,7 +126,7 @@ class ShardCopy:
 
     @property
     def ready(self) -> int:
-        """Chunks from the start."""
+        """Number of final chunks, from the start."""
         return self._ready
 
     @property
@@ -141,9 +141,9 @@ class ShardCopy:
         """Mark the next chunk as ready, and keep the deltas by which readers of older versions get it.
 
         Args:
-            deltas: steps from the chunk of an older version to this one, in order; none where only the whole is known.
-            base: the copy of that older version. The steps that it was made by are kept, too, newest first, as long as
-                all together are fewer bytes than the chunk.
+            deltas: steps from the chunk of an older version to this one, in order; none if only the whole is known.
+            base: the copy of that older version. The steps that lead to it are kept too, newest first, as long as
+                all together have fewer bytes than the chunk.
         """
         with self._changed:
             if deltas:
@@ -182,7 +182,7 @@ class ShardCopy:
             return self._ready > index
 
     def deltas(self, index: int, base: int | None) -> tuple[ChunkDelta, ...]:
-        """The steps to a chunk that is ready from that of version `base`; none where they are not known."""
+        """Steps from the chunk of version `base` to this final chunk; none if they are not known."""
         chain = self._chains.get(index, ())
         return next((chain[at:] for at, delta in enumerate(chain) if delta.base == base), ())
 

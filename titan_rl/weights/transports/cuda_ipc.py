@@ -7,7 +7,7 @@ import fcntl
 import os
 import threading
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -18,9 +18,9 @@ import torch
 from titan_rl.core.errors import StateDictError
 from titan_rl.weights.shard_files import BLOCK_WORDS, ShardFile, ShardStore, lock_published
 from titan_rl.weights.shards import assemble, fill, lay_out, size_of
-from titan_rl.weights.types import NUM_KEPT, Manifest, Probe, Shard, TensorSlice
+from titan_rl.weights.types import NUM_KEPT, Manifest, Shard, TensorSlice
 
-DEVICE_INDEX = 6  # of the arguments by which torch rebuilds a tensor of another process
+DEVICE_INDEX = 6  # position of the device among the arguments from which torch rebuilds another process's tensor
 
 
 class SharedDeviceMemory(Protocol):
@@ -48,8 +48,8 @@ class SharedDeviceMemory(Protocol):
 
 
 class CudaMemory:
-    """`SharedDeviceMemory` of this process's current GPU, by the exports that vLLM's IPC weight transfer uses, too:
-    torch's, over cudaIpcGetMemHandle. The other process may see other GPUs than this one.
+    """`SharedDeviceMemory` of this process's current GPU, by torch's exports over cudaIpcGetMemHandle, which vLLM's IPC
+    weight transfer also uses. The other process may see other GPUs than this one.
 
     Raises:
         StateDictError: there is none.
@@ -81,23 +81,23 @@ class CudaMemory:
 
 @dataclass(frozen=True, slots=True)
 class ExportedBuffer:
-    """A writer's buffer as a manifest names it. A reader keeps it open for the versions that will be written to it."""
+    """A writer's buffer in a manifest. A reader keeps it open for later versions in the same buffer."""
 
-    writer: str  # unlike any other's, also of the same rank before or after
-    slot: int  # of its buffers
-    handle: Any  # by which the buffer is opened
-    slots: tuple[int, ...]  # that the writer has; readers give up all others of its
+    writer: str  # unique, also among restarts of the same rank
+    slot: int  # number of the buffer
+    handle: Any  # opens the buffer
+    slots: tuple[int, ...]  # all buffers of the writer; readers close any others that they have of it
 
 
 class Orphans:
-    """Buffers of shards that were given up while a reader had them. They go when it lets go."""
+    """Buffers of removed shards that a reader still has open. They are freed when it closes them."""
 
     def __init__(self) -> None:
         self._buffers: list[tuple[int, torch.Tensor]] = []
         self._lock = threading.Lock()
 
     def add(self, file: int, buffer: torch.Tensor) -> None:
-        """Takes over the descriptor, on which readers have their locks."""
+        """Keep a buffer until the readers' locks on the file are gone. The descriptor is closed then."""
         with self._lock:
             self._buffers.append((file, buffer))
 
@@ -116,10 +116,10 @@ class Orphans:
 
 
 class DeviceShard(ShardFile):
-    """A shard whose bytes lie on a device. Its file has the name and the locks.
+    """A shard in device memory. Its file is empty, and carries the name and the locks.
 
     Raises:
-        OSError: as `ShardFile`, or the device has no room.
+        OSError: see `ShardFile`; also if the device has no room.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class DeviceShard(ShardFile):
         if num_bytes == len(self.buffer):
             return
         self._orphans.collect()
-        self.buffer = torch.empty(0, dtype=torch.uint8)  # there may be no room for old and new
+        self.buffer = torch.empty(0, dtype=torch.uint8)  # there may be no room for both
         try:
             self.buffer = self._memory.allocate(num_bytes)
         except torch.OutOfMemoryError as error:
@@ -156,8 +156,21 @@ class DeviceShard(ShardFile):
         self._orphans.collect()
 
 
+class DeviceShardStore(ShardStore[DeviceShard]):
+    """Store of shards in device memory."""
+
+    def __init__(self, run_id: str, memory: SharedDeviceMemory, *, keep: int, root: Path | None) -> None:
+        super().__init__(run_id, keep=keep, root=root)
+        self._memory = memory
+        self._orphans = Orphans()
+        self._slots = count()
+
+    def _make(self, path: Path, num_bytes: int) -> DeviceShard:
+        return DeviceShard(path, num_bytes, self._memory, self._orphans, self._slots)
+
+
 class ReadLock:
-    """Keeps a published shard from being written, until it is closed or forgotten.
+    """Reader's lock on a published shard: it is not written to until the lock is closed or garbage-collected.
 
     Raises:
         StateDictError: it is gone.
@@ -182,35 +195,23 @@ class CudaIPCTransport:
     tensor at a time, from the writer's memory to its own GPU, and holds the version until it has the last one.
 
     Args:
-        run_id, keep, root: as of `ShardStore`.
-        memory: by default that of the GPU which is current when it is used.
+        run_id, keep, root: see `ShardStore`.
+        memory: by default that of the GPU that is current when it is used.
 
     Raises:
         StateDictError: this process has no GPU.
-        ValueError: as `ShardStore`.
+        ValueError: see `ShardStore`.
     """
 
     def __init__(
         self, run_id: str, *, keep: int = NUM_KEPT, root: Path | None = None, memory: SharedDeviceMemory | None = None
     ) -> None:
         self._memory = memory or CudaMemory()
-        orphans, slots = Orphans(), count()
         self._opened: dict[tuple[str, int], torch.Tensor] = {}  # other writers' buffers, by writer and slot
         self._lock = threading.Lock()
+        self._store = DeviceShardStore(run_id, self._memory, keep=keep, root=root)
 
-        def make(path: Path, num_bytes: int) -> DeviceShard:
-            return DeviceShard(path, num_bytes, self._memory, orphans, slots)
-
-        self._store = ShardStore(run_id, make, keep=keep, root=root)
-
-    def publish(
-        self,
-        version: int,
-        named_tensors: Iterable[tuple[str, torch.Tensor | TensorSlice]],
-        *,
-        probes: Sequence[Probe] = (),
-        tolerance: float = 1e-5,
-    ) -> Manifest:
+    def publish(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor | TensorSlice]]) -> Manifest:
         """Copy the tensors into a shard on the GPU and make it visible.
 
         Raises:
@@ -220,24 +221,18 @@ class CudaIPCTransport:
         named = list(named_tensors)
         entries = lay_out(named)
         num_bytes = size_of(entries)
-
-        def write(shard: DeviceShard) -> tuple[int, int, Any]:
+        with self._store.writing(version, num_bytes) as shard:
             fill(shard.buffer, named, entries)
             found = checksum(shard.buffer)  # has waited for the copies
-            return found, shard.slot, shard.handle
-
-        path, (found, slot, handle) = self._store.write(version, num_bytes, write)
-        slots = tuple(sorted({shard.slot for shard in self._store.shards} | {slot}))
-        exported = ExportedBuffer(str(path.parent), slot, handle, slots)
-        return Manifest(
-            version, (Shard(str(path), num_bytes, found, entries, remote=exported),), tuple(probes), tolerance
-        )
+        slots = tuple(sorted({each.slot for each in self._store.shards} | {shard.slot}))
+        exported = ExportedBuffer(str(shard.path.parent), shard.slot, shard.handle, slots)
+        return Manifest(version, (Shard(str(shard.path), num_bytes, found, entries, remote=exported),))
 
     def pull(self, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-        """Verify every shard, then give (name, tensor) pairs, each a copy on this process's GPU.
+        """Verify every shard, then yield (name, tensor) pairs, each a copy on this process's GPU.
 
-        The first pair may be read by another thread than the one that takes it, on any stream; each later one is
-        copied on the current stream of the thread that takes it.
+        The first tensor may be used at once by any thread, on any stream. Each later one is copied on the current
+        stream of the thread that takes it.
 
         Raises:
             StateDictError: a shard of the version is gone, its size, layout or checksum differ from the manifest's, or
@@ -255,7 +250,7 @@ class CudaIPCTransport:
         try:
             pairs = assemble(manifest, open_shard, copy=True)
         except BaseException:
-            _close(locks)  # who keeps the error would keep them
+            _close(locks)  # the traceback would keep them open
             raise
         return self._until_read(pairs, locks)
 
@@ -292,7 +287,7 @@ class CudaIPCTransport:
             return self._opened[key]
 
     def _give_up(self, manifest: Manifest) -> None:
-        """Close the buffers that no version from this one on will be in: an open one keeps its writer's memory."""
+        """Close the buffers that their writer has given up: an open one keeps the writer's memory allocated."""
         exported: list[ExportedBuffer] = [shard.remote for shard in manifest.shards]
         kept = {(each.writer, slot) for each in exported for slot in each.slots}
         with self._lock:
@@ -303,7 +298,7 @@ class CudaIPCTransport:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         try:
             for first in pairs:
-                self._memory.synchronize()  # it is read on the engine's stream, and was copied on another thread's
+                self._memory.synchronize()  # the engine reads it on another stream than the one that copied it
                 yield first
                 break
             yield from pairs

@@ -1,11 +1,11 @@
-"""Weights for readers on any host: shared memory where they are on the writer's, Monarch's RDMA where they are not."""
+"""Weights for readers on any host: through shared memory on the writer's host, and by Monarch's RDMA on others."""
 
 from __future__ import annotations
 
 import platform
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,16 @@ from titan_rl.core.errors import StateDictError
 from titan_rl.weights.shard_files import checksum
 from titan_rl.weights.shards import Buffer, assemble
 from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
-from titan_rl.weights.types import Manifest, Probe, Shard
+from titan_rl.weights.types import Manifest, Shard
 
 
 class RDMATransport:
     """`StateDictTransport` over a `SharedMemoryTransport`, whose shards it also lets other hosts read.
 
-    Nothing is copied to expose a shard. A remote reader copies it whole and verifies its checksum, so a version that
-    was overwritten meanwhile fails the pull, and the newest one is to be pulled. Of a version in several shards a
-    reader maps those on its host and copies the others. Without RDMA hardware Monarch falls back to TCP, at a
-    tenth of the speed of memory or less. Used inside Monarch actors.
+    Nothing is copied to expose a shard. A remote reader copies the whole shard and verifies its checksum. If the
+    version was overwritten meanwhile, the pull fails, and the reader must pull the newest one. A reader maps the shards
+    on its own host and copies the others. Without RDMA hardware Monarch falls back to TCP, at a tenth of the speed of
+    memory or less. Works only inside Monarch actors.
 
     Args:
         host: this host's name, by which readers tell whether they share memory with the writer.
@@ -41,20 +41,13 @@ class RDMATransport:
         self._buffers: dict[int, RDMABuffer] = {}
         self._lock = threading.Lock()
 
-    def publish(
-        self,
-        version: int,
-        named_tensors: Iterable[tuple[str, Any]],
-        *,
-        probes: Sequence[Probe] = (),
-        tolerance: float = 1e-5,
-    ) -> Manifest:
+    def publish(self, version: int, named_tensors: Iterable[tuple[str, Any]]) -> Manifest:
         """Publish a version; see `SharedMemoryTransport.publish`.
 
         Raises:
-            StateDictError: as there, or the memory cannot be exposed.
+            StateDictError: see there; also if the memory cannot be exposed.
         """
-        manifest = self._local.publish(version, named_tensors, probes=probes, tolerance=tolerance)
+        manifest = self._local.publish(version, named_tensors)
         self._drop_withdrawn()
         (shard,) = manifest.shards
         if not shard.num_bytes:
@@ -75,7 +68,7 @@ class RDMATransport:
         """(name, tensor) pairs, of the writer's memory on its host and of verified copies elsewhere.
 
         Raises:
-            StateDictError: as `SharedMemoryTransport.pull`, or the bytes did not arrive in time.
+            StateDictError: see `SharedMemoryTransport.pull`; also if the bytes did not arrive in time.
         """
         return assemble(manifest, lambda shard: self._open(shard, manifest.version))
 
@@ -105,7 +98,7 @@ class RDMATransport:
         self._drop_withdrawn()
 
     def _drop_withdrawn(self) -> None:
-        """Expose what is published and nothing else."""
+        """Stop exposing versions that are not published."""
         with self._lock:
             gone = self._buffers.keys() - self._local.versions
             buffers = [self._buffers.pop(version) for version in gone]

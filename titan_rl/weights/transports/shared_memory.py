@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -10,21 +10,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from titan_rl.weights.shard_files import RunningChecksum, ShardFile, ShardReader, ShardStore
+from titan_rl.weights.shard_files import FileShardStore, RunningChecksum, ShardReader
 from titan_rl.weights.shards import assemble, fill, lay_out, size_of
-from titan_rl.weights.types import NUM_KEPT, Manifest, Probe, Shard, TensorSlice
+from titan_rl.weights.types import NUM_KEPT, Manifest, Shard, TensorSlice
 
 
 class SharedMemoryTransport:
     """`StateDictTransport` for readers on the writer's host.
 
-    One memory-mapped file a version. A reader gets views of the mapping, not copies, of every tensor that one shard has
-    whole; they stay valid, and unchanged, after the version is released, and writing to one ends the process. All
-    methods may be called from any thread; a reader calls only `pull`, on an instance of its own, which it keeps: the
-    second time round a shard's file need not be mapped again.
+    Each version is one memory-mapped file. A reader gets views of the mapping, not copies, of every tensor that one
+    shard has whole. They stay valid and unchanged after the version is released; writing to one ends the process. All
+    methods may be called from any thread. A reader calls only `pull`, on an instance of its own, which it keeps so that
+    a reused file need not be mapped again.
 
     Args:
-        run_id, keep, root: as of `ShardStore`.
+        run_id, keep, root: see `ShardStore`.
 
     Example:
         with SharedMemoryTransport("run-7") as transport:
@@ -33,22 +33,15 @@ class SharedMemoryTransport:
             engine.load_state_dict(SharedMemoryTransport("run-7").pull(manifest), version=1)
 
     Raises:
-        ValueError: `run_id` is no plain file name, or `keep` is below 1.
+        ValueError: `run_id` is not a plain file name, or `keep` is below 1.
     """
 
     def __init__(self, run_id: str, *, keep: int = NUM_KEPT, root: Path | None = None) -> None:
-        self._store = ShardStore(run_id, ShardFile, keep=keep, root=root)
+        self._store = FileShardStore(run_id, keep=keep, root=root)
         self._reader = ShardReader()
 
-    def publish(
-        self,
-        version: int,
-        named_tensors: Iterable[tuple[str, torch.Tensor | TensorSlice]],
-        *,
-        probes: Sequence[Probe] = (),
-        tolerance: float = 1e-5,
-    ) -> Manifest:
-        """Copy the tensors, from whatever device, into a shard and make it visible.
+    def publish(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor | TensorSlice]]) -> Manifest:
+        """Copy the tensors, from any device, into a shard and make it visible.
 
         Raises:
             StateDictError: the version is published already, a tensor or a slice of it appears twice, there is no
@@ -57,17 +50,14 @@ class SharedMemoryTransport:
         named = list(named_tensors)
         entries = lay_out(named)
         num_bytes = size_of(entries)
-
-        def write(shard: ShardFile) -> int:
+        with self._store.writing(version, num_bytes) as shard:
             sums = RunningChecksum(shard.data)
-            fill(shard.data, named, entries, sums.written)
-            return sums.value()
-
-        path, found = self._store.write(version, num_bytes, write)
-        return Manifest(version, (Shard(str(path), num_bytes, found, entries),), tuple(probes), tolerance)
+            fill(shard.data, named, entries, sums)
+            checksum = sums.value()
+        return Manifest(version, (Shard(str(shard.path), num_bytes, checksum, entries),))
 
     def pull(self, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-        """Verify every shard, then give (name, tensor) pairs. The checks are done when this returns.
+        """Verify every shard, then yield (name, tensor) pairs. The checks are done when this returns.
 
         Raises:
             StateDictError: a shard of the version is gone, its size, layout or checksum differ from the manifest's, or
@@ -93,11 +83,11 @@ class SharedMemoryTransport:
         return self._store.shard_of(version).data
 
     def release(self, version: int) -> None:
-        """Withdraw a version. Its memory serves the next one, or is freed once its readers are done."""
+        """Withdraw a version. Its memory is reused for the next one, or freed once its readers are done."""
         self._store.release(version)
 
     def close(self) -> None:
-        """Free everything. Views that readers hold stay valid; later calls of `publish` fail."""
+        """Free everything. Views of readers stay valid; later calls of `publish` fail."""
         self._store.close()
 
     def __enter__(self) -> SharedMemoryTransport:

@@ -21,26 +21,26 @@ from titan_rl.weights.relay.origin import ShardOrigin
 from titan_rl.weights.relay.server import ConnectionLostError, ask
 from titan_rl.weights.shards import Buffer, assemble
 from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
-from titan_rl.weights.types import Manifest, Probe, Shard, TensorEntry
+from titan_rl.weights.types import Manifest, Shard, TensorEntry
 
-AGAIN_S = 0.02  # until a process has taken the place of the one that read
-PATIENCE = 2  # silences of the process that reads, until one reads for itself
+RETRY_S = 0.02  # between two attempts to find the process that reads for this host
+MAX_SILENCES = 2  # times that the reading process may not answer before this process reads for itself
 
 
 class TCPTransport:
     """`StateDictTransport` over a `SharedMemoryTransport`, whose shards hosts read from each other, too.
 
-    On the host of a trainer rank readers map what it wrote. On another host the first process that pulls is its
-    reader: it has each version sent once, keeps it in shared memory, where the others map it, and sends it on to the
-    next host while it arrives. If it ends, another takes its place. What differs little from the version before is
-    sent as the difference. Every process verifies the whole before it gives one tensor.
+    Readers on the host of a trainer rank map the file that it wrote. On another host the first process that pulls
+    becomes the reader of its host: it downloads each version once into shared memory, where the others map it, and
+    sends it on to the next host while it arrives. If it ends, another process takes over. A version that differs little
+    from the one before is sent as a delta. Every process verifies the whole version before it yields a tensor.
 
     Args:
-        run_id, root: as of `SharedMemoryTransport`.
-        host: this host's name, by which readers tell whether they share memory with the writer.
-        interface: the address at which other hosts reach this one; nothing listens before it has to.
+        run_id, root: see `SharedMemoryTransport`.
+        host: this host's name. Readers with an equal name share memory with the writer.
+        interface: the address at which other hosts reach this one. Nothing listens there before the first use.
         timeout_s: longest wait for the bytes of one shard.
-        fanout, anchor_interval: as of `ShardOrigin`.
+        fanout, anchor_interval: see `ShardOrigin`.
 
     Example:
 
@@ -51,7 +51,7 @@ class TCPTransport:
         engine.load_state_dict(transport.pull(manifest), version=1)
 
     Raises:
-        ValueError: `run_id` is no plain file name.
+        ValueError: `run_id` is not a plain file name.
     """
 
     def __init__(
@@ -74,26 +74,19 @@ class TCPTransport:
         self._make_origin = lambda: ShardOrigin(interface, fanout=fanout, anchor_interval=anchor_interval)
         self._origin: ShardOrigin | None = None
         self._rendezvous = Rendezvous(run_id, root)
-        self._reader: HostReader | None = None  # where this process reads for its host, or had to for itself
+        self._reader: HostReader | None = None  # if this process reads for its host, or had to read for itself
         self._lock = threading.Lock()
         self._figures: Mapping[str, float] = {}
 
-    def publish(
-        self,
-        version: int,
-        named_tensors: Iterable[tuple[str, Any]],
-        *,
-        probes: Sequence[Probe] = (),
-        tolerance: float = 1e-5,
-    ) -> Manifest:
+    def publish(self, version: int, named_tensors: Iterable[tuple[str, Any]]) -> Manifest:
         """Publish a version; see `SharedMemoryTransport.publish`.
 
         Raises:
-            StateDictError: as there, or `interface` is no address of this host.
+            StateDictError: see there; also if `interface` is not an address of this host.
         """
         if self._origin is not None:
             self._origin.settle()
-        manifest = self._local.publish(version, named_tensors, probes=probes, tolerance=tolerance)
+        manifest = self._local.publish(version, named_tensors)
         (shard,) = manifest.shards
         try:
             if self._origin is None:
@@ -106,10 +99,10 @@ class TCPTransport:
         return replace(manifest, shards=(replace(shard, host=self._host, remote=found),))
 
     def pull(self, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) pairs, of this host's memory.
+        """(name, tensor) pairs that view this host's shared memory.
 
         Raises:
-            StateDictError: as `SharedMemoryTransport.pull`, or the bytes did not arrive in time.
+            StateDictError: see `SharedMemoryTransport.pull`; also if the bytes did not arrive in time.
         """
         remote = [shard for shard in manifest.shards if not self._is_here(shard)]
         read: dict[str, ReadShard] = {}
@@ -135,11 +128,11 @@ class TCPTransport:
 
     @property
     def sent_bytes(self) -> int:
-        """To other hosts, of what this end has published."""
+        """Bytes of published versions that this end has sent to other hosts."""
         return 0 if self._origin is None else self._origin.sent_bytes
 
     def release(self, version: int) -> None:
-        """Its memory is not written to before the next `publish`, so that a delta that is being made is made."""
+        """Withdraw a version. Its memory, which a delta may still need, is not written to before the next `publish`."""
         self._local.release(version)
         if self._origin is not None:
             self._origin.keep(self._local.versions)
@@ -163,12 +156,12 @@ class TCPTransport:
         self._figures = {"received_bytes": received, "received_share": received / whole} if whole else {}
 
     def _fetch(self, shard: Shard, keys: tuple[str, ...]) -> ReadShard:
-        """Have the shard brought to this host, by whichever process does that here."""
+        """Have the process that reads for this host download the shard."""
         wanted = WantedShard(shard.num_bytes, shard.checksum, shard.remote, keys)
         deadline = time.monotonic() + self._timeout_s
         silences = 0
         while True:
-            if (reader := self._own_reader(silences >= PATIENCE)) is not None:
+            if (reader := self._own_reader(silences >= MAX_SILENCES)) is not None:
                 return reader.fetch(wanted)
             if (leader := self._rendezvous.leader()) is not None:
                 try:
@@ -179,7 +172,7 @@ class TCPTransport:
                 raise StateDictError(
                     f"no process of host {self._host} has read version {shard.remote.version} in {self._timeout_s:g} s"
                 )
-            time.sleep(AGAIN_S)
+            time.sleep(RETRY_S)
 
     def _own_reader(self, alone: bool) -> HostReader | None:
         with self._lock:
@@ -204,6 +197,6 @@ def _ask(leader: Leader, wanted: WantedShard) -> ReadShard:
 
 
 def _word(entries: Sequence[TensorEntry]) -> int:
-    """Bytes of most numbers."""
+    """Size in bytes of most of the numbers: 2 or 4."""
     small = sum(entry.num_bytes for entry in entries if entry.dtype in ("bfloat16", "float16"))
     return 2 if 2 * small > sum(entry.num_bytes for entry in entries) else 4
