@@ -1,13 +1,13 @@
-# make train   watch a policy learn: sets up .venv, then runs CONFIG with the overrides in ARGS
-# make test    lint, types, and every kind of test, those on the real stack included
-# make test-fast    what needs no engine: four minutes
-# make test-deep    with eight times as many random examples, and what of the real stack is left out above: half an hour
-# make docs    the docs as a site, build/docs/index.html; a warning fails it
-# make test-docs    the tutorial's commands, in their order: three minutes
-# make coverage    which lines and branches those tests run, subprocesses included; build/coverage/html has each file
-# make test-gpu    what only a GPU shows, in ten minutes, with the packages of GPU_PYTHON; says what it skips and why
-# make test-hosts    what needs several hosts, network namespaces of this machine, as root: a quarter of an hour
-# make test-clients    clients, agents, trainers and servers of others as they are published, from the package index
+# make train         watch a policy learn: creates .venv, then runs CONFIG with the overrides in ARGS
+# make test          lint, types, and every kind of test, including those on the real stack
+# make test-fast     all tests that need no engine: four minutes
+# make test-deep     with eight times as many random examples, and with the tests of the real stack that `test` omits: half an hour
+# make test-docs     runs the tutorial's commands in order: three minutes
+# make test-gpu      tests that need a GPU, in ten minutes, with the packages of GPU_PYTHON; reports what it skips and why
+# make test-hosts    tests with several hosts, as network namespaces of this machine, as root: a quarter of an hour
+# make test-clients  tests with published clients, agents, trainers and servers, which it installs from the package index
+# make coverage      lines and branches that the tests run, including subprocesses; build/coverage/html has each file
+# make docs          the docs as a site, build/docs/index.html; a warning fails the build
 #
 #   make train CONFIG=examples/alphabet_sort/cpu.toml ARGS="--training.steps 5"
 #   make train EXTRA=gpu CONFIG=examples/alphabet_sort/qwen3_0_6b.toml
@@ -17,17 +17,17 @@ ARGS ?=
 EXTRA ?= cpu
 
 BIN := .venv/bin
-# Two at a time, because much of a test of the real stack is waiting. What is in one file shares what it starts; the files
-# come in the order of tests/conftest.py, in which the longest are first.
+# Two workers, because tests of the real stack spend much of their time waiting. The tests of a file run in one worker, so that
+# they share what they start. tests/conftest.py orders the files by their duration, longest first.
 PYTEST = $(BIN)/pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder --max-worker-restart=0
 STAMP = .venv/installed-$(EXTRA)
 # The first Python that is new enough and can make a virtual environment.
 PYTHON = $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
-# Engines and trainers share the cores as processes; threads on top of that only get in each other's way.
+# Engines and trainers are processes that share the cores; additional threads would only compete for them.
 export OMP_NUM_THREADS ?= 1
-# Tests start many processes: what they import is compiled once.
+# Tests start many processes, so the modules that they import are compiled only once.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: docs train test test-all test-fast test-deep test-docs test-hosts test-gpu test-clients lint types format install clean distclean
@@ -35,7 +35,7 @@ unexport PYTHONDONTWRITEBYTECODE
 train: $(STAMP)
 	$(BIN)/titan-rl train $(CONFIG) $(ARGS)
 
-# Types are checked beside the first tests, which wait at times; a failure of either fails it all.
+# Types are checked at the same time as the first tests, which wait at times. A failure of either fails the target.
 test: lint
 	@$(MAKE) --no-print-directory --jobs=2 types test-all
 
@@ -52,9 +52,9 @@ test-hosts: $(STAMP)
 	TITAN_RL_TEST_HOSTS=1 $(BIN)/pytest tests/hosts
 
 test-clients: $(STAMP)
-	TITAN_RL_TEST_CLIENTS=1 $(BIN)/pytest tests/serving/test_clients.py tests/adapters/test_real_trl.py tests/adapters/test_real_openenv.py tests/sinks tests/test_wheel.py
+	TITAN_RL_TEST_CLIENTS=1 $(BIN)/pytest tests/serving/test_clients.py tests/adapters/test_real_trl.py tests/adapters/test_real_openenv.py tests/metrics/test_real_sinks.py tests/test_wheel.py
 
-# Of whatever Python has torch for CUDA: the tiers are those of what is installed there.
+# A Python that has torch for CUDA. The installed packages determine which tests run.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 test-gpu:
 	$(GPU_PYTHON) scripts/test_gpu.py

@@ -33,7 +33,7 @@ _creators: WeakKeyDictionary[asyncio.Task[Any], list[str]] = WeakKeyDictionary()
 
 @contextlib.contextmanager
 def tasks_noted() -> Generator[None]:
-    """Note the calls that create each task, for the length of the block."""
+    """Record the calls that create each asyncio task, during the block."""
     create_task = base_events.BaseEventLoop.create_task
 
     def noting(self: Any, *args: Any, **options: Any) -> asyncio.Task[Any]:
@@ -50,7 +50,7 @@ def tasks_noted() -> Generator[None]:
 
 
 def calls_to_here() -> list[str]:
-    """Functions of titan_rl that are being called, the outermost first; each is "module:function".
+    """Functions of titan_rl on the call stack, outermost first, each as "module:function".
 
     A task's path begins with the path of the call that created it.
     """

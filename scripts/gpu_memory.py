@@ -1,11 +1,11 @@
-"""Memory of a GPU by formula, for each setting of the examples that are meant for one. Needs no GPU.
+"""Estimate the GPU memory of the examples for GPUs, with several settings. Needs no GPU.
 
     python scripts/gpu_memory.py                                          # all of them
     python scripts/gpu_memory.py examples/gsm8k/qwen3_0_6b.toml
 
-Each line is a setting of [training] in the place of what the file says, with the bytes that the trainer's weights,
-gradients and moments, the passes of one micro-batch, and an engine take. The formulas hold for dense Qwen3, and for one
-of the ranks; tests/training/test_gpu_memory.py compares them with what a trainer holds on a CPU.
+Each line has one setting of [training] that differs from the file, and the memory of the trainer's weights, gradients
+and moments, of the passes of one micro-batch, and of an engine. The formulas are for dense Qwen3 and for one rank;
+tests/training/test_gpu_memory.py compares them with the memory of a trainer on a CPU.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ VARIANTS: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The numbers of config.json that memory depends on. By default those of Qwen3-0.6B."""
+    """Sizes in config.json that determine memory. The defaults are those of Qwen3-0.6B."""
 
     hidden_size: int = 1024
     num_hidden_layers: int = 28
@@ -52,7 +52,7 @@ class Sizes:
 
     @staticmethod
     def read(folder: Path) -> Sizes:
-        """Those of a model's folder."""
+        """Sizes of the model in a folder."""
         values: Mapping[str, Any] = json.loads((folder / "config.json").read_text())
         return Sizes(**{name: values[name] for name in Sizes.__dataclass_fields__})
 
@@ -72,7 +72,7 @@ class Sizes:
 
     @property
     def embeddings(self) -> int:
-        """Parameters of the embedding, and of the head where that has its own."""
+        """Parameters of the embedding, and of the output head if it is not tied."""
         return self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
 
     @property
@@ -81,7 +81,7 @@ class Sizes:
 
 
 def state_bytes(sizes: Sizes, training: TrainingConfig) -> dict[str, int]:
-    """Weights and moments, which stay on the device of a rank, and gradients, which are there within a step."""
+    """Bytes of weights and moments, which stay on a rank's device, and of gradients, which exist within a step."""
     if "parameters" in training.offload:
         return {"weights": 0, "moments": 0, "gradients": 0}
     master = BYTES[training.master_dtype]
@@ -91,16 +91,19 @@ def state_bytes(sizes: Sizes, training: TrainingConfig) -> dict[str, int]:
 
 
 def gathered_bytes(sizes: Sizes, itemsize: int) -> int:
-    """Weights that FSDP has gathered on each rank at a time: embedding and head, a layer, and the next one; and the
-    gradients of a layer in the same dtype. Offloaded parameters pass through nothing else."""
+    """Peak bytes that FSDP gathers on each rank.
+
+    These are the weights of embedding and head, of a layer and of the next one, and the gradients of a layer in the
+    same dtype. Offloaded parameters need no other memory on the device.
+    """
     return (sizes.embeddings + 3 * sizes.layer) * itemsize
 
 
 def kept_bytes(sizes: Sizes, training: TrainingConfig, tokens: int, itemsize: int) -> int:
-    """Kept of one micro-batch from the forward to the backward pass, without the head.
+    """Bytes of activations of one micro-batch that are kept for the backward pass, without the head.
 
-    A layer keeps its input, both normed inputs and the sum between; queries, keys and values as projected, normed,
-    rotated and gathered for attention, and what comes of it; and three vectors of the feed-forward part. Flex
+    A layer keeps its input, both normed inputs and the sum between them; queries, keys and values after projection,
+    norm, rotation and gathering, and the output of attention; and three vectors of the feed-forward part. Flex
     attention, which gathers nothing, keeps less.
     """
     if training.activation_checkpointing == "full":
@@ -114,18 +117,18 @@ def _layer(sizes: Sizes, tokens: int, itemsize: int) -> int:
 
 
 def head_bytes(sizes: Sizes, trained: int) -> int:
-    """Logits of one chunk and what is computed of them."""
+    """Bytes of the logits of one chunk, and of the values that are computed from them."""
     return 12 * min(CHUNK_LOGITS, trained * sizes.vocab_size)
 
 
 def math_kernel_bytes(sizes: Sizes, training: TrainingConfig) -> int:
-    """What torch's math kernel would keep: 12 bytes of each score of rows that one document fills."""
+    """Bytes that torch's math kernel would keep: 12 for each attention score of rows with a single document."""
     scores = training.rows_per_micro_batch * training.row_tokens**2 * sizes.num_attention_heads
     return 12 * scores * sizes.num_hidden_layers
 
 
 def estimate(sizes: Sizes, training: TrainingConfig, dtype: str, kv_cache_gib: float) -> dict[str, float]:
-    """GiB of each part, of a trainer and an engine that share a GPU."""
+    """GiB of each part of a trainer and an engine that share a GPU."""
     tokens = training.rows_per_micro_batch * training.row_tokens
     found: dict[str, float] = dict(state_bytes(sizes, training))
     if training.num_ranks > 1:

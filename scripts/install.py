@@ -1,9 +1,9 @@
-"""Make `.venv` with what titan_rl needs to run and to be tested.
+"""Create `.venv` with the packages that titan_rl and its tests need.
 
     python3.11 scripts/install.py [cpu|gpu] [FOLDER]      # default: cpu .venv
 
-On the cpu path torch is asked for by its CPU build, `torch==X+cpu`: from the package sources pip is configured with,
-then from PyTorch's own index of CPU wheels beside them. So a CUDA build of several GB is never even a candidate.
+With `cpu`, pip installs torch's CPU build, `torch==X+cpu`: from the configured package sources or else, in addition,
+from PyTorch's index of CPU wheels. So pip never downloads a CUDA build of several GB.
 """
 
 import contextlib
@@ -15,15 +15,15 @@ import time
 from collections.abc import Generator
 from pathlib import Path
 
-if sys.version_info < (3, 11):  # noqa: UP036, this script is what tells
+if sys.version_info < (3, 11):  # noqa: UP036, this script reports it
     sys.exit(f"titan_rl needs Python 3.11 or newer; {sys.executable} is {platform.python_version()}")
 
 import tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-# vLLM asks for them, text models do not. Where only CUDA builds are offered they fail to load beside a CPU torch,
-# and take down whatever imports them: transformers, for one.
+# vLLM requires them, but text models do not need them. CUDA builds of them fail to load with a CPU build of torch, and
+# then packages that import them, such as transformers, fail too.
 UNNEEDED = ("torchvision", "torchaudio", "torchcodec")
 SHOWN_AFTER_S, TOLD_EVERY_S = 2.0, 20.0
 
@@ -44,14 +44,14 @@ def main(extra: str = "cpu", folder: str = ".venv") -> None:
 
     index = install_cpu_torch(python) if extra == "cpu" else []
     say(f"installing titan_rl[{extra},dev]: some minutes, 4 GB on disk")
-    with going_on(f"installing titan_rl[{extra},dev]"):
+    with progress(f"installing titan_rl[{extra},dev]"):
         failed = pip_install(python, "--editable", f"{ROOT}[{extra},dev]", *index)
     if failed:
         sys.exit(f"{failed}\npip failed, see above; the versions it was asked for are in pyproject.toml")
     compile_packages(venv)
     if extra == "cpu":
         remove_broken(python)
-    with going_on("importing what was installed"):
+    with progress("importing what was installed"):
         works = runs(python, "import vllm, monarch.actor, torchtitan; from transformers import Qwen3ForCausalLM")
     if not works:
         sys.exit("the installed packages do not import together; remove .venv and try again")
@@ -60,20 +60,20 @@ def main(extra: str = "cpu", folder: str = ".venv") -> None:
 
 
 def stamp(venv: Path, extra: str) -> Path:
-    """The file that says that the installation was completed, and when."""
+    """File whose existence and time show that, and when, the installation was completed."""
     return venv / f"installed-{extra}"
 
 
 def install_cpu_torch(python: Path) -> list[str]:
-    """Install torch's CPU build; return the pip options for the index it needed."""
+    """Install torch's CPU build, and return the pip options for the index that was needed."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     requirement = next(line for line in extras["cpu"] if line.startswith("torch=="))
-    if platform.system() == "Linux":  # elsewhere no other build exists, and none is marked
+    if platform.system() == "Linux":  # other systems have only one build, without this suffix
         requirement += "+cpu"
     failed = ""
     for index in ([], ["--extra-index-url", TORCH_CPU_INDEX]):
         say(f"installing {requirement} from {index[-1] if index else 'the configured package sources'}")
-        with going_on(f"installing {requirement}"):
+        with progress(f"installing {requirement}"):
             failed = pip_install(python, requirement, *index)
         if not failed:
             return index
@@ -88,30 +88,29 @@ def remove_broken(python: Path) -> None:
 
 
 def compile_packages(venv: Path) -> None:
-    """On all cores, where pip would take one. What is no Python, as templates are, stays as it is."""
+    """Compile the installed modules on all cores; pip would use one. Templates, which are not Python, are skipped."""
     (packages,) = venv.glob("lib/python*/site-packages")
     say("compiling what was installed")
     command = [venv / "bin" / "python", "-m", "compileall", "-qq", "--workers", "0", "-x", "/tests/", packages]
-    with going_on("compiling"):
+    with progress("compiling"):
         subprocess.run(command)
 
 
 def pip_install(python: Path, *arguments: str) -> str:
-    """What pip says of its failure, empty when it succeeded."""
+    """Run `pip install`, and return its error message, which is empty on success."""
     command = [str(python), "-m", "pip", "install", "-qq", "--no-compile", "--disable-pip-version-check", *arguments]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     return (done.stderr or f"{' '.join(command)} failed") if done.returncode else ""
 
 
 def runs(python: Path, statement: str) -> bool:
-    """Whether `statement` runs without an error. A package that is not there does not."""
+    """Whether `statement` runs without an error; it does not if it imports a missing package."""
     return python.exists() and not subprocess.run([python, "-c", statement], capture_output=True).returncode
 
 
 @contextlib.contextmanager
-def going_on(what: str) -> Generator[None]:
-    """Show within the block that it goes on: on a terminal by a line that counts seconds, elsewhere by one now and
-    then."""
+def progress(what: str) -> Generator[None]:
+    """Show progress during the block: a line that counts seconds on a terminal, an occasional line elsewhere."""
     over, began, on_terminal = threading.Event(), time.monotonic(), sys.stdout.isatty()
 
     def show() -> None:

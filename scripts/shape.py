@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Measure the structure and the language of a package: shape.py [FOLDER] [--against COMMIT].
 
-Everything is read from the source; nothing of the package is imported, so any commit can be measured.
+The script only reads the source and imports nothing from the package, so it can measure any commit.
 
     python scripts/shape.py                       # the working tree
-    python scripts/shape.py --against 73a30ee     # that commit beside it, as a Markdown table
+    python scripts/shape.py --against 73a30ee     # compared with that commit, as a Markdown table
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 OPENINGS = ("What", "Who", "Whom", "Whose", "Which", "How", "Where", "When", "Those", "That", "Of", "So", "As")
-"""First words that make a docstring a riddle: a noun phrase or an imperative says more."""
+"""First words that a docstring should not have: it should start with a noun phrase or an imperative."""
 
 SETTINGS_ROOT = "RunConfig"
 """The class whose fields are the settings of a run."""
@@ -53,7 +53,7 @@ class Shape:
         callable_parameters: parameters of functions whose annotation mentions `Callable`.
         openings: docstrings that begin with one of `OPENINGS`, as "file:line first line".
         settings: keys of `SETTINGS_ROOT`, tables included.
-        longest_function: its number of lines, with the place.
+        longest_function: the number of lines of the longest function, and its place.
         packages: folders of the first level.
         arrows: pairs (package or module of the first level, another that it imports).
     """
@@ -95,7 +95,7 @@ class Shape:
 
 
 def measure(package: Path) -> Shape:
-    """Measure the Python files below `package`. The glossary is looked for beside it, in docs/."""
+    """Measure the Python files below `package`. The glossary is expected in docs/ next to it."""
     shape = Shape()
     classes: dict[str, ast.ClassDef] = {}
     for file in sorted(package.rglob("*.py")):
@@ -121,7 +121,7 @@ def measure(package: Path) -> Shape:
 
 
 def code_lines(source: str, tree: ast.Module) -> set[int]:
-    """Numbers of the lines that hold code; a string over several lines counts with all of them."""
+    """Numbers of the lines with code; all lines of a multi-line string count."""
     found: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in LAYOUT:
@@ -134,7 +134,7 @@ def code_lines(source: str, tree: ast.Module) -> set[int]:
 
 
 def setting_keys(classes: dict[str, ast.ClassDef], root: str, prefix: str = "") -> Iterator[str]:
-    """Dotted names of the keys of a class of settings, its tables and their keys included.
+    """Dotted names of the keys of a class of settings, including its tables and their keys.
 
     Example: `training` and `training.lr`
     """
@@ -183,7 +183,7 @@ def _note_function(shape: Shape, node: Function, relative: Path) -> None:
 
 
 def _fields(classes: dict[str, ast.ClassDef], name: str) -> dict[str, ast.expr]:
-    """Annotated public fields of a class, those of its base classes first."""
+    """Annotated public fields of a class, starting with its base classes."""
     if name not in classes:
         return {}
     found: dict[str, ast.expr] = {}
@@ -211,7 +211,7 @@ def _is_settings(classes: dict[str, ast.ClassDef], name: str) -> bool:
 
 
 def _plain(annotation: ast.expr) -> str:
-    """The class that an annotation names, without `Annotated`, `Optional` and `| None`; else the annotation itself."""
+    """The class in an annotation, without `Annotated`, `Optional` and `| None`; otherwise the annotation itself."""
     match annotation:
         case ast.Subscript(value=ast.Name(id="Annotated"), slice=ast.Tuple(elts=[first, *_])):
             return _plain(first)
@@ -225,7 +225,7 @@ def _plain(annotation: ast.expr) -> str:
 
 
 def measure_commit(package: Path, commit: str) -> Shape:
-    """Measure `package` as it was at a commit of the repository that it lies in.
+    """Measure `package` at a commit of its repository.
 
     Raises:
         SystemExit: git does not know the commit, or the commit lacks the package.
@@ -244,7 +244,7 @@ def measure_commit(package: Path, commit: str) -> Shape:
 
 
 def table(columns: dict[str, Shape]) -> Iterable[str]:
-    """Lines of a Markdown table with one column of figures for each shape."""
+    """Lines of a Markdown table with one column per shape."""
     figures = {head: shape.rows() for head, shape in columns.items()}
     yield f"| | {' | '.join(figures)} |"
     yield f"|---|{'---|' * len(figures)}"

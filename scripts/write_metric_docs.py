@@ -1,4 +1,4 @@
-"""Writes docs/metrics.md from the table of metrics."""
+"""Write docs/metrics.md from the table of metrics."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 HEAD = """\
 # Metrics
 
-The meaning of each metric, its normal range, and what to do if it is outside. A run writes its metrics to
-`metrics.jsonl` of its folder, one line per step: `{"step": 3, "time_s": 12.5, "rollout/reward_mean": 0.41, ...}`.
+This page lists the meaning of each metric, its normal range, and what to do if it is outside. A run writes its
+metrics to `metrics.jsonl` in its folder, one line per step:
+`{"step": 3, "time_s": 12.5, "rollout/reward_mean": 0.41, ...}`.
 
 A part in angle brackets stands for a name of your run: a task, a reward, a filter's reason. Each metric of `rollout/`
 and `completion/` is also computed on held-out samples: `validation/turns_mean` with one suite, and

@@ -1,4 +1,4 @@
-"""Public names in Markdown: signatures and docstrings, which are Markdown but for their lists of arguments."""
+"""Reference of the public names in Markdown: their signatures and docstrings."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _named(name: str, value: Any) -> Iterator[str]:
 
 
 def _own_doc(value: Any) -> str:
-    """Without what dataclasses and pydantic make of none."""
+    """Docstring of a class or function, without the ones that dataclasses and pydantic generate."""
     doc = value.__doc__ or ""
     made = dataclasses.is_dataclass(value) and doc.startswith(f"{getattr(value, '__name__', '')}(")
     return "" if made else inspect.cleandoc(doc)
@@ -88,7 +88,7 @@ def _annotation(annotation: Any) -> str:
 
 
 def prose(doc: str) -> str:
-    """A docstring as Markdown: `Args:` and its like become lists."""
+    """A docstring as Markdown: sections such as `Args:` become lists."""
     made: list[str] = []
     in_list = False
     for line in doc.splitlines():

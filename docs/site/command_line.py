@@ -1,4 +1,4 @@
-"""The command line in Markdown, of its parser: what `titan-rl COMMAND --help` has, but for the settings."""
+"""Reference of the command line in Markdown: the output of `titan-rl COMMAND --help` without the settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def markdown() -> str:
 
 
 def commands() -> Iterator[tuple[str, argparse.ArgumentParser, str]]:
-    """Each command with its parser, and what is said of it in a line."""
+    """Each command with its parser and its one-line description."""
     (group,) = [action for action in command_line()._actions if isinstance(action, argparse._SubParsersAction)]
     about = {action.dest: action.help or "" for action in group._choices_actions}
     for name, parser in group.choices.items():

@@ -1,4 +1,4 @@
-"""How Sphinx makes a site of docs/: `make docs`. Nothing in it is fetched from a network, and a warning fails it."""
+"""Configuration of Sphinx, which builds docs/ as a site (`make docs`) that fetches nothing from a network."""
 
 from __future__ import annotations
 

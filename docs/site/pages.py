@@ -1,7 +1,7 @@
-"""Makes of a page in docs/ what Sphinx reads: what is made from the code takes the place of its marker.
+"""Sphinx extension that inserts generated text into the pages of docs/.
 
-A marker is a comment, which a page that is read in the repository does not show: `<!-- made from: settings -->`.
-In the API's pages the line of names behind `<!-- described -->` is what is described.
+A marker in a page, `<!-- made from: settings -->`, is replaced by the generated text. It is a comment, so that it is
+invisible in the repository. In the API's pages the marker `<!-- described -->` precedes a line of names to describe.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ MADE = {"settings": settings.markdown, "command line": command_line.markdown}
 
 
 def setup(app: Any) -> None:
-    """Sphinx takes this module for an extension."""
+    """Register the extension with Sphinx."""
     app.connect("source-read", read)
     app.add_transform(IndexedSettings)
 
 
 def read(app: object, name: str, source: list[str]) -> None:
-    """Sphinx' event "source-read": `source` has the text of the page `name`, and is changed in place."""
+    """Handle Sphinx's event "source-read": change the text of the page `name`, `source[0]`, in place."""
     page = DOCS / f"{name}.md"
     text = inside(source[0], page.parent)
     text = re.sub(r"<!-- made from: ([\w. ]+) -->", lambda match: made(match[1]), text)
@@ -39,7 +39,7 @@ def read(app: object, name: str, source: list[str]) -> None:
 
 
 class IndexedSettings(SphinxTransform):
-    """Index entries of the settings, by their full and their last names, so that a search finds their rows first."""
+    """Add index entries for the settings, by their full and their last names, so that a search finds their rows first."""
 
     default_priority = 800  # before Sphinx collects the index
 
@@ -59,12 +59,12 @@ class IndexedSettings(SphinxTransform):
 
 
 def made(source: str) -> str:
-    """What stands for a marker: what the code has of that name, or a page beside docs/."""
+    """Text that replaces a marker: generated from the code, or a page outside docs/."""
     return inside((ROOT / source).read_text(), ROOT) if source.endswith(".md") else MADE[source]()
 
 
 def inside(text: str, folder: Path) -> str:
-    """The text of a page of `folder`, with links as the site has them: from docs/ on, and none to what is not in it."""
+    """Text of a page of `folder` with the links of the site: relative to docs/, and without links to other files."""
 
     def link(match: re.Match[str]) -> str:
         bang, label, target = match.groups()
