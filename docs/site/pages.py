@@ -39,7 +39,7 @@ def read(app: object, name: str, source: list[str]) -> None:
 
 
 class IndexedSettings(SphinxTransform):
-    """Add index entries for the settings, by their full and their last names, so that a search finds their rows first."""
+    """Add index entries for settings by full and last name, so that a search finds their rows first."""
 
     default_priority = 800  # before Sphinx collects the index
 
