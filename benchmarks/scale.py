@@ -117,7 +117,7 @@ class ScaledRun:
         processes = SimulatedProcesses(
             ModelConfig(path="unused", max_context=4096),
             GenerationConfig(num_generators=self.num_generators),
-            RoutingConfig(max_sessions=2 * self.num_requests * self.num_generators),
+            RoutingConfig(),
             StateDictConfig(),
             seed=0,
             max_running=self.num_requests,

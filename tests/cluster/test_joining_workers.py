@@ -48,7 +48,7 @@ class Cluster:
             names=["trains", "a", "b"],
             hosts=hosts,
             rollout=RolloutConfig(num_workers=num_workers),
-            generation=GenerationConfig(num_generators=1, most_generators=1),
+            generation=GenerationConfig(num_generators=1, num_generators_range=(1, 1)),
         )
         self.router = GeneratorRouter([Replica()])
 

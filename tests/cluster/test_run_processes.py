@@ -239,7 +239,7 @@ async def test_where_no_host_is_left_a_rollout_worker_waits_for_one_and_says_so(
         supervisor,
         told,
         rollout=RolloutConfig(num_workers=1),
-        generation=GenerationConfig(num_generators=1, most_generators=1),
+        generation=GenerationConfig(num_generators=1, num_generators_range=(1, 1)),
     )
     await processes._start_worker(worker(0))  # pyright: ignore[reportPrivateUsage]
     await supervisor.started.get()

@@ -89,10 +89,6 @@ def test_the_default_settings_throttle_nothing(project: Path):
             ["scheduling.max_running_rollouts = 100 is less than the 128 rollouts of one step"],
         ),
         (
-            {"routing__max_sessions": 255},
-            ["routing.max_sessions = 255 is less than the 256 rollouts in flight", "set it to 256"],
-        ),
-        (
             {"scheduling__groups_per_step": 3, "training__minibatches": 3, "training__data_parallel": 16},
             ["training.data_parallel = 16 ranks", "as few as 8 rollouts", "training.minibatches = 3", "lower it to 8"],
         ),
@@ -107,7 +103,6 @@ def test_what_throttles_is_warned_of_with_its_numbers(project: Path, settings: d
     ("key", "value", "advice"),
     [
         ("generation.max_running", 9, "set it to "),
-        ("routing.max_sessions", 9, "set it to "),
         ("generation.kv_cache_gib", 77 * HALF_CONTEXT_GIB, "raise it to "),
     ],
 )

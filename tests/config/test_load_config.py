@@ -91,7 +91,7 @@ def test_what_is_written_back_loads_to_an_equal_config(project: Path):
         ("rollout.num_generations", "5", "nearest: rollout.group_size"),
         ("lr", "5", "command line: lr = 5 is not a setting; nearest: training.lr"),
         ("trainin.lr", "5", "command line: [trainin] is not a table; nearest: training"),
-        ("routing.quux", "5", "routing.quux = 5 is not a setting; valid here: routing.strategy, routing.max_sessions"),
+        ("routing.quux", "5", "routing.quux = 5 is not a setting; valid here: routing.strategy, routing.move_below"),
         ("routing.move_below", "1", "routing.move_below = 1 must be less than 1"),
         ("task.lenght", "5", "command line: task.lenght = 5 is not a setting; nearest: task.length"),
         ("training.lr", "fast", "command line: training.lr = 'fast' must be a valid number"),

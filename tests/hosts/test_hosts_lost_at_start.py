@@ -54,12 +54,12 @@ def test_one_that_is_needed_is_named_at_once_and_nothing_is_left_on_the_others(
     hosts: Namespaces, workers: list[HostProcess], gate: Path, tmp_path: Path
 ) -> None:
     first, second, third = hosts
-    run = Run(tmp_path / "run", hosts, generation={**ENGINES, "least_generators": 3})
+    run = Run(tmp_path / "run", hosts, generation={**ENGINES, "num_generators_range": (3, 9)})
     until(lambda: (gate / second.name).exists(), "an engine starts on the second host")
     second.kill()
     killed = time.monotonic()
     (gate / "open").touch()
-    run.hears("failed: ", f"host {second.name}", "generation.least_generators is 3")
+    run.hears("failed: ", f"host {second.name}", "generation.num_generators_range begins with 3")
     assert run.end(END_S) == 0
     assert time.monotonic() - killed < 15
     until(lambda: not spawned(first) and not spawned(third), "what the run had on the others ends")

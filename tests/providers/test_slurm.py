@@ -12,7 +12,7 @@ from providers.fakes import Commands, worker_command
 
 from titan_rl.cluster.providers import slurm
 from titan_rl.cluster.providers.spec import ChangingWorkers, ProviderSpec, Submission
-from titan_rl.config.hosts import ProviderSettings, SlurmConfig
+from titan_rl.config.hosts import ProviderSettings
 from titan_rl.core.errors import ConfigError, ProviderError
 
 LIMIT_S = 60.0
@@ -201,12 +201,13 @@ def test_the_script_says_what_is_asked_of_slurm(tmp_path: Path, commands: Comman
     job = Job(
         tmp_path,
         commands,
-        slurm=SlurmConfig(setup=("module load a",), grace_s=9),
+        setup=("module load a",),
+        drain_s=90,
         count=3,
         options=("--partition=gpu", "--time=1:00:00"),
     )
     asked = re.findall(r"^#SBATCH (.*)$", job.script.read_text(), re.MULTILINE)
-    assert {"--nodes=3", "--time=1:00:00", "--partition=gpu", "--signal=B:USR1@9", "--requeue", "--no-kill"} <= set(
+    assert {"--nodes=3", "--time=1:00:00", "--partition=gpu", "--signal=B:USR1@150", "--requeue", "--no-kill"} <= set(
         asked
     )
     assert "\nmodule load a\n" in job.script.read_text()

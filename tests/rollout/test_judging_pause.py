@@ -12,11 +12,8 @@ from titan_rl.rollout.environment.types import TokenObservation, TokenStep
 from titan_rl.rollout.group.rollouter import Rollouter
 from titan_rl.rollout.rewards.reward import Reward
 from titan_rl.rollout.rewards.rubric import Rubric
-from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
-
-GRACE_S = 5.0
 
 
 class Env:
@@ -53,9 +50,7 @@ class Judge:
 
 def stage(judge: Judge) -> tuple[Rollouter, asyncio.Future[RolloutGroup]]:
     reward = Reward(judge, name="judge")
-    rollouter = Rollouter(
-        lambda _: Env(), Rubric([reward]), max_context=100, limits=RolloutConfig(judge_grace_s=GRACE_S)
-    )
+    rollouter = Rollouter(lambda _: Env(), Rubric([reward]), max_context=100)
     playing = rollouter.run_group(generate, None, group_id="g", group_size=2, sampling=SamplingParams(max_tokens=4))
     return rollouter, asyncio.ensure_future(playing)
 
@@ -63,7 +58,7 @@ def stage(judge: Judge) -> tuple[Rollouter, asyncio.Future[RolloutGroup]]:
 @pytest.mark.looptime
 @pytest.mark.parametrize(
     ("seconds", "began", "cancelled"),
-    [(4.0, [0.0, 0.0], 0), (8.0, [0.0, 0.0, 101.0, 101.0], 2)],
+    [(4.0, [0.0, 0.0], 0), (14.0, [0.0, 0.0, 101.0, 101.0], 2)],
     ids=["within the grace period", "longer"],
 )
 async def test_a_judge_finishes_in_the_grace_period_or_begins_anew(

@@ -18,7 +18,6 @@ from titan_rl.core.errors import RewardError
 from titan_rl.rollout.group.rollouter import Rollouter
 from titan_rl.rollout.rewards.reward import FailurePolicy, GroupReward, Reward
 from titan_rl.rollout.rewards.rubric import Rubric
-from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
 
 LIMIT_S = 30.0
@@ -54,7 +53,6 @@ class Storm:
                 [Reward(self.judge, on_failure=policy), GroupReward(self.rank)], error_reward=-1.0, timeout_s=LIMIT_S
             ),
             max_context=64,
-            limits=RolloutConfig(judge_grace_s=3.0),
         )
 
     class Env:

@@ -60,7 +60,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 "max_staleness": st.sampled_from([2, 1, 0]),
                 "oversample": st.sampled_from([2.0, 1.0, 0.0]),
                 "window": st.sampled_from([5, None, 1]),
-                "tail_age": st.integers(1, 2),
+                "drop_age": st.sampled_from(["drop", 2]),
                 "max_running_rollouts": st.sampled_from([3, 4, None]),
             }
         ),
@@ -71,7 +71,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def start(self, knobs: dict[str, Any], group_size: int, budget: int, dropped: set[int], ends: list[str]) -> None:
         self.loop = asyncio.new_event_loop()
-        self.config = SchedulingConfig(max_refills=100, tail=self.tail, **knobs)
+        drop_age = knobs.pop("drop_age")
+        tail = drop_age if self.tail == "drop" else self.tail
+        self.config = SchedulingConfig(max_refills=100, tail=tail, **knobs)
         self.group_size, self.budget, self.ends = group_size, budget, ends
         self.version = 0
         self.playing: dict[int, Played] = {}

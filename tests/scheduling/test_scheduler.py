@@ -131,8 +131,7 @@ KNOBS = st.fixed_dictionaries(
         "max_staleness": st.integers(0, 3),
         "oversample": st.sampled_from([0.0, 0.3, 1.0, 2.0]),
         "window": st.sampled_from([None, 1, 2, 5]),
-        "tail": st.sampled_from(["carry_over", "tail_batch", "drop"]),
-        "tail_age": st.integers(1, 3),
+        "tail": st.sampled_from(["carry_over", "tail_batch", "drop", 2, 3]),
         "max_running_rollouts": st.sampled_from([None, 2, 5]),
     }
 ).map(aged)
@@ -193,9 +192,9 @@ def test_bound_slots_and_capacity_hold_for_any_interleaving(knobs, steps, group_
         assert len(trained) == len(set(trained)) == steps * config.groups_per_step
         assert sorted([*trained, *journal.lost]) == list(range(scheduler.next_index))
         assert [index for batch in journal.batches for index in batch] == trained
-        if config.overtaking_window == 1 and config.max_group_age is None and knobs["tail"] != "drop":
+        if config.overtaking_window == 1 and config.max_group_age is None and config.drop_age is None:
             assert trained == sorted(trained)
-        if knobs["tail"] != "drop":
+        if config.drop_age is None:
             assert set(journal.lost) <= dropped
 
     asyncio.run(scenario())
@@ -320,8 +319,7 @@ async def test_an_unfinished_group_is_dropped_at_the_age_that_tail_allows():
         max_staleness=0,
         oversample=1,
         window=5,
-        tail="drop",
-        tail_age=2,
+        tail=2,
         observer=journal,
     )
     async with running(scheduler):
@@ -766,7 +764,7 @@ async def test_a_reward_that_always_fails_ends_a_run_of_any_groups_a_step_with_i
 
 async def test_a_release_that_drops_too_many_groups_is_told_to_who_waits_for_a_batch():
     stage = Stage()
-    knobs = {"max_staleness": 1, "oversample": 2.0, "tail": "drop", "tail_age": 1, "max_refills": 1}
+    knobs = {"max_staleness": 1, "oversample": 2.0, "tail": "drop", "max_refills": 1}
     scheduler = scheduler_of(stage.run_group, groups_per_step=1, **knobs)
     async with running(scheduler):
         stage.end(0)

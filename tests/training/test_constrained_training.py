@@ -156,7 +156,7 @@ def test_masked_tokens_contribute_exactly_zero_and_free_ones_what_they_did() -> 
 @pytest.mark.parametrize("constrained", MODES)
 def test_ratios_compare_the_policy_with_itself_whatever_the_constraint_left_out(constrained: Any) -> None:
     """No token is clipped on policy, and none looks off policy."""
-    logits, settings = policy(), TrainingConfig(loss="grpo", clip_low=0.01, clip_high=0.01)
+    logits, settings = policy(), TrainingConfig(loss="grpo", clip=(0.01, 0.01))
     objective = Algorithm(settings, CorrectionConfig(constrained=constrained)).objective(CONTEXT)
     text = (1, 2, 0)
     with torch.no_grad():

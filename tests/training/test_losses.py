@@ -86,7 +86,7 @@ def reference(rows: list[Row], training: TrainingConfig, correction: CorrectionC
 def policy_loss(
     training: TrainingConfig, row: Row, ratio: float, sequence_ratio: float, inside: bool
 ) -> tuple[float, float]:
-    a, low, high = row["advantage"], 1 - training.clip_low, 1 + training.clip_high
+    a, low, high = row["advantage"], 1 - training.clip[0], 1 + training.clip[1]
     match training.loss:
         case "reinforce":
             return -a * row["policy"], -a
@@ -186,8 +186,7 @@ trainings = st.builds(
     average=st.sampled_from(["token", "sequence", "constant"]),
     kl_coef=st.sampled_from([0.0, 0.3]),
     kl=st.sampled_from(["k2", "k3"]),
-    clip_low=st.sampled_from([0.2, 1.0]),
-    clip_high=st.sampled_from([0.28, 5.0]),
+    clip=st.tuples(st.sampled_from([0.2, 1.0]), st.sampled_from([0.28, 5.0])),
 )
 corrections = st.builds(
     CorrectionConfig,

@@ -61,7 +61,7 @@ class StartLosses:
         """
         Args:
             num_generators: that have started.
-            least: as `generation.least_generators`.
+            least: as `GenerationConfig.least_generators`.
 
         Raises:
             ActorDiedError: these are too few, of which some were to be on hosts that are lost.
@@ -69,7 +69,8 @@ class StartLosses:
         if self._reasons and num_generators < least:
             reasons = "; ".join(self._reasons.values())
             raise ActorDiedError(
-                f"{reasons}; of the generators {num_generators} came up, and generation.least_generators is {least}"
+                f"{reasons}; of the generators {num_generators} came up, and generation.num_generators_range begins "
+                f"with {least}"
             )
         for host, why in self._reasons.items():
             self._hosts.tell(f"the run starts without host {host}: {why}")
@@ -167,7 +168,7 @@ class GeneratorProcesses(SupervisedProcesses):
         """
         return GeneratorRouter(
             self.replicas if replicas is None else replicas,
-            strategy or make_strategy(self._routing.strategy, self._routing.max_sessions),
+            strategy or make_strategy(self._routing.strategy),
             stall_timeout_s=self._generation.stall_timeout_s,
             on_replica_failed=self.on_replica_failed,
             limits=Limits(pull_s=self._statedict.pull_timeout_s, no_replica_s=self.hosts.config.wait_s),

@@ -31,7 +31,6 @@ RESUMABLE = (
     "rollout.env_in_thread",
     "rollout.env_timeout_s",
     "rollout.generate_timeout_s",
-    "rollout.judge_grace_s",
     "rollout.max_retries",
     "rollout.num_workers",
     "scheduling.max_failed_groups",

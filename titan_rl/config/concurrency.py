@@ -16,9 +16,6 @@ from titan_rl.config.sections import GenerationConfig
 from titan_rl.generation.gpu_share import planned_kv_gib
 from titan_rl.training.settings import ModelConfig
 
-REMEMBER_SESSIONS = ("sticky", "group_affinity")
-"""Strategies of the router that forget sessions beyond `routing.max_sessions`."""
-
 STEP = 8
 """Places are a multiple of this; engines prepare their kernels for such batches."""
 
@@ -133,13 +130,6 @@ def throttles(config: RunConfig) -> Iterator[str]:
             f"generation.max_running = {generation.max_running} on {generation.num_generators} generators takes "
             f"{places} of {sized.in_flight} rollouts in flight ({sized.num_slots} slots x rollout.group_size = "
             f"{sized.group_size}), and the others wait in the engines; set it to {sized.wanted}, or leave it out"
-        )
-    routing = config.routing
-    if routing.strategy in REMEMBER_SESSIONS and routing.max_sessions < sized.in_flight:
-        yield (
-            f"routing.max_sessions = {routing.max_sessions} is less than the {sized.in_flight} rollouts in flight, "
-            "some of which go on at other generators than those that have the KV cache of their turns; set it to "
-            f"{sized.in_flight}, or lower scheduling.max_running_rollouts"
         )
     taken = sized.wanted if generation.max_running is None else min(sized.max_running, sized.wanted)
     if sized.held is not None and sized.held < taken:

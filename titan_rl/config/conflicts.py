@@ -139,15 +139,6 @@ def of_interruptions(
         )
 
 
-def of_generators(generation: GenerationConfig) -> Iterator[str]:
-    least, number, most = generation.least_generators, generation.num_generators, generation.most_generators
-    if least > number or (most is not None and most < number):
-        yield (
-            f"generation.num_generators = {number} is not between least_generators = {least} and most_generators = "
-            f"{most or 'any number'}; the run begins with num_generators"
-        )
-
-
 def of_suites(validation: ValidationConfig, tasks: Sequence[TaskSource]) -> Iterator[str]:
     names = [source.name for source in tasks]
     for name, count in Counter(suite.name for suite in validation.suites).items():

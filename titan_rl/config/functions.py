@@ -109,7 +109,7 @@ def check_functions(config: Section, generation: GenerationConfig, routing: Rout
         except ConfigError as error:
             raise ConfigError(f"{origins.of(key)}: {error}") from error.__cause__
     try:
-        make_strategy(routing.strategy, routing.max_sessions)
+        make_strategy(routing.strategy)
     except ConfigError as error:
         raise ConfigError(f"{origins.of('routing.strategy')}: {error}") from error.__cause__
     _check_engine(generation, origins)

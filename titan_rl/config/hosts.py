@@ -76,7 +76,7 @@ def _seconds(time_limit: str) -> float:
 SAID_BY_SETTINGS = {
     "--nodes": "count",
     "-N": "count",
-    "--signal": "slurm.grace_s",
+    "--signal": "drain_s",
     "--output": "run_dir",
     "-o": "run_dir",
 }
@@ -141,15 +141,6 @@ def _volume(text: str) -> str:
 Quantity = Annotated[str, AfterValidator(_quantity)]
 
 
-class SlurmConfig(Section):
-    """Settings of the job that `titan-rl launch` submits to Slurm."""
-
-    setup: tuple[Annotated[str, AfterValidator(_line)], ...] = Field(default=(), strict=False)
-    """Lines of shell before the run begins: ["module load cuda"]."""
-    grace_s: PositiveInt = 120
-    """Seconds before the end of its time in which the run ends in order."""
-
-
 class KubernetesConfig(Section):
     """Workers as a StatefulSet and the controller as a Job, which `titan-rl launch` makes where `hosts.provider` names
     kubernetes. Experimental."""
@@ -200,15 +191,21 @@ class ProviderSettings(Section):
     command: Annotated[Annotated[str, AfterValidator(_words)] | None, _WITH_PROVIDER] = None
     """What runs titan-rl there; by default what runs it here, and with kubernetes titan-rl."""
     drain_s: Annotated[NonNegativeFloat, ON_SEVERAL_HOSTS] = 60.0
-    """A host that is to go has so long to finish what it is at, and to have the trainer saved and another host found
-    for it; what is left then goes on elsewhere. A worker that a provider starts waits longer on SIGTERM; one that is
-    started by hand as long as its --drain-s says."""
-    slurm: Annotated[SlurmConfig, TakesEffect("hosts.provider", one_of=("slurm",))] = SlurmConfig()
+    """Seconds in which a host that leaves finishes its requests, has the trainer saved, and is replaced; the rest then
+    continues elsewhere. A provider's worker waits a minute longer on SIGTERM, and at least two; a job of Slurm begins
+    to end as long before its time is up. A worker that is started by hand waits as long as its --drain-s says."""
+    setup: Annotated[
+        tuple[Annotated[str, AfterValidator(_line)], ...],
+        Field(strict=False),
+        TakesEffect("hosts.provider", one_of=("slurm",)),
+    ] = ()
+    """Lines of shell that a job of Slurm runs first: ["module load cuda"]."""
     kubernetes: Annotated[KubernetesConfig, TakesEffect("hosts.provider", one_of=("kubernetes",))] = KubernetesConfig()
 
     @property
     def worker_drain_s(self) -> int:
-        """Seconds that a worker waits on SIGTERM for its runs to drain its host."""
+        """Seconds that a worker waits on SIGTERM for its runs to drain its host, and that a job of Slurm has to end in
+        order."""
         return max(WORKER_DRAIN_S, math.ceil(self.drain_s) + DETACH_S)
 
     @property
@@ -241,10 +238,11 @@ class ProviderSettings(Section):
                 raise ValueError(f"options has {option!r}, which the job's script says itself; set {setting} instead")
             if problem := AGAINST_THE_SCRIPT.get(name):
                 raise ValueError(f"options has {option!r}, and {problem}")
-            if name in ("--time", "-t") and self.slurm.grace_s >= _seconds(value):
+            if name in ("--time", "-t") and self.worker_drain_s >= _seconds(value):
                 raise ValueError(
-                    f"slurm.grace_s = {self.slurm.grace_s} s and options has {option!r}: the job would end as it "
-                    "begins; give it more time, or a smaller grace_s"
+                    f"options has {option!r}, and a job ends in order from {self.worker_drain_s} s before its time is "
+                    f"up, {DETACH_S} s more than drain_s and at least {WORKER_DRAIN_S}: it would end as it begins; "
+                    "give it more time, or lower drain_s"
                 )
         return self
 
@@ -423,8 +421,8 @@ class HostsConfig(ProviderSettings):
     """A process that for so long neither answers nor computes is killed, and so is one whose step does not get on. At
     least 2: processes are looked at once a second."""
     wait_s: PositiveFloat = 3600.0
-    """Longest wait for hosts, where fewer generators serve than generation.least_generators, or none can train or play
-    rollouts."""
+    """Longest wait for hosts, where fewer generators serve than generation.num_generators_range says, or none can train
+    or play rollouts."""
 
     sync: Annotated[bool, ON_SEVERAL_HOSTS] = False
     """Copy the model's folder, and those of `pythonpath` and PYTHONPATH, to hosts that lack what is in them. The copies

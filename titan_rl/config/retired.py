@@ -28,6 +28,8 @@ RETIRED: Mapping[str, Retired] = {
     "training.offload_parameters": Retired(False, OFFLOAD),
     "training.offload_activations": Retired(False, OFFLOAD),
     "training.offload_reference": Retired(False, OFFLOAD),
+    "generation.least_generators": Retired(1, "set generation.num_generators_range = [LEAST, MOST]"),
+    "generation.most_generators": Retired(None, "set generation.num_generators_range = [LEAST, MOST]"),
     "generation.running_kv": Retired("keep", 'for "recompute" set generation.pull_mode = "recompute"'),
     "generation.reset_prefix_cache": Retired(True, 'for false set generation.prefix_cache = "keep"'),
     "generation.speculative.prompt_lookup_min": Retired(2, "set generation.speculative.prompt_lookup = [MIN, MAX]"),
@@ -36,19 +38,27 @@ RETIRED: Mapping[str, Retired] = {
     "hosts.kubernetes.kubectl": Retired("kubectl", "set hosts.options, the options of kubectl"),
     "hosts.kubernetes.namespace": Retired("default", 'set hosts.options = ["--namespace=NAME"]'),
     "hosts.kubernetes.workers": Retired(1, "set hosts.count"),
-    "hosts.slurm.nodes": Retired(1, "set hosts.count"),
-    "hosts.slurm.options": Retired([], "set hosts.options"),
-    "hosts.slurm.requeue": Retired(True, 'for false set hosts.options = ["--no-requeue"]'),
-    "hosts.slurm.time_limit": Retired(None, 'set hosts.options = ["--time=LIMIT"]'),
+    "hosts.slurm": Retired(
+        {"nodes": 1, "options": [], "setup": [], "requeue": True, "grace_s": 120},
+        'set hosts.count, hosts.setup and hosts.options = ["--time=LIMIT", "--no-requeue"]; a job ends in order for '
+        "hosts.drain_s and a minute",
+    ),
     "hosts.ssh": Retired(
         {"hosts": [], "options": [], "addresses": {}}, 'set hosts.names = ["HOST", "HOST=ADDRESS"] and hosts.options'
     ),
     "hosts.lease_s": Retired(15.0, "set hosts.silence_s: the lease is five times as long"),
     "logging.tensorboard": Retired({"flush_s": 10.0}, "leave it out: events are written every 10 s"),
     "logging.trace_mib": Retired(32, "leave it out: a process's trace has at most 32 MiB"),
+    "rollout.judge_grace_s": Retired(10.0, "leave it out: rewards in progress have 10 s when generation is paused"),
+    "routing.max_sessions": Retired(65536, "leave it out: the router remembers 262,144 sessions"),
     "scheduling.suspend_timeout_s": Retired(3600.0, "leave it out: it is an hour"),
+    "scheduling.tail_age": Retired(1, "set scheduling.tail to the number of versions"),
+    "sft.lr_decay": Retired("cosine", 'for "constant" set sft.min_lr_ratio = 1; it is a cosine else'),
     "sft.warmup_ratio": Retired(0.05, "leave it out: the learning rate rises over 5% of the steps"),
     "statedict.fanout": Retired(1, "leave it out: each host sends a version to one other"),
+    "training.clip_high": Retired(0.28, "set training.clip = [LOW, HIGH]"),
+    "training.clip_low": Retired(0.2, "set training.clip = [LOW, HIGH]"),
+    "training.eps": Retired(1e-8, "leave it out, or set training.optimizer to a function of yours, which chooses it"),
 }
 """By dotted name; `*` stands for the name of a task."""
 

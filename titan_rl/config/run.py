@@ -88,7 +88,6 @@ class RunConfig(Section):
         yield from conflicts.of_interruptions(
             generation, scheduling, self.statedict, self.routing, are_seeded=self.seeds_requests
         )
-        yield from conflicts.of_generators(generation)
         yield from self.hosts.too_few()
         yield from of_effects(self)
         yield from conflicts.of_suites(self.validation, self.tasks)

@@ -20,12 +20,11 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from titan_rl.config.hosts import ON_SEVERAL_HOSTS
 from titan_rl.config.tasks import ValidationSuite
 from titan_rl.core.settings import FilePath, FunctionName, PathText, Section, TakesEffect
 from titan_rl.generation.registry import BY_NAME as ENGINES
 from titan_rl.generation.router.strategies import BY_NAME as STRATEGIES
-from titan_rl.training.choices import LearningRateDecay, Level
+from titan_rl.training.choices import Level
 from titan_rl.weights.transports.registry import BY_NAME as TRANSPORTS
 
 MOST_GUESSED = 128
@@ -116,10 +115,10 @@ class GenerationConfig(Section):
     """What continues prompts in each of them."""
     num_generators: PositiveInt = 2
     """Generator actors, one engine each."""
-    least_generators: PositiveInt = 1
-    """While fewer are in service the run waits for more, hosts.wait_s at most."""
-    most_generators: Annotated[PositiveInt | None, ON_SEVERAL_HOSTS] = None
-    """As hosts join a run, it gets no more than these. By default each host brings as many as the others have."""
+    num_generators_range: tuple[PositiveInt, PositiveInt] | None = Field(default=None, strict=False)
+    """Fewest and most generators: [2, 8]. While fewer are in service the run waits for more, for at most hosts.wait_s;
+    hosts that join bring no more. By default the fewest is 1, and each host that joins brings as many as the others
+    have."""
     tensor_parallel_size: PositiveInt = 1
     """Processes that share the model of one generator; it divides the model's attention heads."""
     max_running: Annotated[PositiveInt | Literal["auto"], WrapValidator(_number_or_auto)] | None = None
@@ -155,16 +154,31 @@ class GenerationConfig(Section):
     """Options for vLLM, by the names of its EngineArgs: {max_num_batched_tokens = 16384}. What other settings say, and
     what titan_rl sets itself, is refused."""
 
+    @property
+    def least_generators(self) -> int:
+        return self.num_generators_range[0] if self.num_generators_range else 1
+
+    @property
+    def most_generators(self) -> int | None:
+        return self.num_generators_range[1] if self.num_generators_range else None
+
+    @model_validator(mode="after")
+    def _begins_within_the_range(self) -> Self:
+        if self.num_generators_range is not None:
+            least, most = self.num_generators_range
+            if not least <= self.num_generators <= most:
+                raise ValueError(
+                    f"num_generators = {self.num_generators} is not in num_generators_range = [{least}, {most}]; the "
+                    "run begins with num_generators"
+                )
+        return self
+
 
 class RoutingConfig(Section):
     """Settings of the router, which assigns requests to replicas."""
 
     strategy: Annotated[str, FunctionName(tuple(STRATEGIES), ("max_sessions",))] = "sticky"
     """sticky keeps a rollout on the replica that holds its KV cache; group_affinity also starts its siblings there."""
-    max_sessions: Annotated[
-        PositiveInt, TakesEffect("routing.strategy", none_of=("consistent_hash", "least_loaded", "round_robin"))
-    ] = 65536
-    """Sessions remembered; the one longest unused is forgotten first. At least as many as rollouts in flight."""
     move_below: Annotated[float, Field(gt=0, lt=1)] | None = None
     """A generator with at most this part of the requests of the fullest takes some over, with their tokens, which are
     computed anew there. By default none move; not with requests that are seeded."""
@@ -288,10 +302,8 @@ class SFTConfig(Section):
     """Each epoch has an order of its own. Else it is that of the source."""
     lr: PositiveFloat = 2e-3
     """Highest learning rate. The default is for tiny models."""
-    lr_decay: LearningRateDecay = "cosine"
-    """Shape of the learning rate after that."""
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1), TakesEffect("sft.lr_decay", none_of=("constant",))] = 0.1
-    """Learning rate at the last step relative to `lr`."""
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Learning rate at the last step relative to `lr`, to which it falls as a cosine; 1 keeps it constant."""
     weight_decay: NonNegativeFloat = 0.01
     """Weight decay of the optimizer."""
     interval: Annotated[NonNegativeInt, TakesEffect("sft.held_out", none_of=(0,), fix="set that above 0")] = 50

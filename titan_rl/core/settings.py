@@ -70,7 +70,7 @@ class TakesEffect:
         without: says what is lacking, where the other's value does not say it to a user: "without hosts.provider".
         fix: what to do; by default made of the values.
 
-    Example: `tail_age: Annotated[PositiveInt, TakesEffect("scheduling.tail", one_of=("drop",))] = 1`
+    Example: `kl: Annotated[KLEstimate, TakesEffect("training.kl_coef", none_of=(0.0,))] = "k3"`
     """
 
     setting: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from titan_rl.core.settings import Section
 
@@ -24,8 +24,6 @@ class RolloutConfig(Section):
     env_in_thread: bool = False
     """Run each environment entirely in its own thread. For coroutines that block, and objects bound to a thread: time
     limits then apply to them. Plain methods run in a thread anyway."""
-    judge_grace_s: NonNegativeFloat = 10.0
-    """Time that rewards in progress have when generation is paused; then they are cancelled and restarted later."""
     num_workers: NonNegativeInt = 0
     """Processes that run groups, for environments or rewards that compute much; 0 runs groups in the controller."""
     max_retries: NonNegativeInt = 0

@@ -146,7 +146,7 @@ async def _in_this_process(
     routing = config.routing
     router = GeneratorRouter(
         parts.replicas,
-        parts.strategy or make_strategy(routing.strategy, routing.max_sessions),
+        parts.strategy or make_strategy(routing.strategy),
         stall_timeout_s=config.generation.stall_timeout_s,
         limits=Limits(pull_s=config.statedict.pull_timeout_s, no_replica_s=config.hosts.wait_s),
         on_replica_failed=lambda replica, error: tell(f"{replica.name} is out of service: {error}"),

@@ -137,8 +137,7 @@ def problem_of_loss(config: RunConfig) -> str | None:
     Raises:
         ConfigError: there is none of that name.
     """
-    clip = ClipRange(config.training.clip_low, config.training.clip_high)
-    return loss_problem(config.training.loss, clip)
+    return loss_problem(config.training.loss, ClipRange(*config.training.clip))
 
 
 async def _rehearse(config: RunConfig, folder: Path, tell: Callable[[str], object]) -> list[Rehearsal]:

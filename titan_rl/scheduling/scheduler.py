@@ -405,10 +405,11 @@ class GroupScheduler:
                     lease.let_resume()
 
     def _drop_old_tail(self) -> None:
-        """With `tail = "drop"`, drop running groups that were admitted `tail_age` versions ago or earlier."""
-        if self._settings.tail != "drop":
+        """Drop running groups that were admitted `drop_age` versions ago or earlier."""
+        age = self._settings.drop_age
+        if age is None:
             return
         for lease in self._waiting:
-            if lease.state is GroupState.RUNNING and self._pulled_version - lease.version >= self._settings.tail_age:
+            if lease.state is GroupState.RUNNING and self._pulled_version - lease.version >= age:
                 self._tasks.cancel(self._group_tasks[lease.index])
                 self._drop(lease, "too_old")

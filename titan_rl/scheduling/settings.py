@@ -12,8 +12,12 @@ from pydantic import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from titan_rl.core.settings import FunctionName, Section, TakesEffect
 from titan_rl.scheduling.filters import BY_NAME
@@ -27,6 +31,14 @@ MODES: Mapping[Mode, Mapping[str, Any]] = {
     "async": {"max_staleness": 3, "oversample": 1.0, "max_group_age": 7},
 }
 """Presets of `scheduling.mode`: the settings that each sets where they are not given."""
+
+
+def _tail(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    try:
+        return check(value)
+    except ValidationError as error:
+        message = 'must be "carry_over", "tail_batch", "drop" or a number above 0'
+        raise PydanticCustomError("tail", message) from error
 
 
 class SchedulingConfig(Section):
@@ -52,10 +64,9 @@ class SchedulingConfig(Section):
     """While a batch is trained and pulled, generation goes on, is frozen with its KV cache, leaves the engines, or
     leaves them while they give the memory of weights and KV cache to a trainer on the same GPUs, until the pull.
     "sleep" is experimental."""
-    tail: Literal["carry_over", "tail_batch", "drop"] = "carry_over"
-    """Unfinished groups that a batch overtook run on, wait until groups_per_step of them do, or are dropped by age."""
-    tail_age: Annotated[PositiveInt, TakesEffect("scheduling.tail", one_of=("drop",))] = 1
-    """With tail = "drop": versions pulled since its admission at which an unfinished group is dropped."""
+    tail: Annotated[Literal["carry_over", "tail_batch", "drop"] | PositiveInt, WrapValidator(_tail)] = "carry_over"
+    """Unfinished groups that a batch overtook run on, wait until groups_per_step of them do, or are dropped: with a
+    number once so many versions were pulled since their admission, with "drop" after one."""
     max_token_age: NonNegativeInt | None = None
     """Tokens older than this many versions are context and not trained. By default all are trained."""
     stale_groups: Literal["drop", "mask"] = "drop"
@@ -124,6 +135,11 @@ class SchedulingConfig(Section):
     def num_slots(self) -> int:
         """Groups admitted and not yet trained on, at most: (S+1)P and the oversampled."""
         return (self.max_staleness + 1) * self.groups_per_step + self.num_oversampled
+
+    @property
+    def drop_age(self) -> int | None:
+        """Versions pulled since its admission at which an unfinished group is dropped; None where none is."""
+        return 1 if self.tail == "drop" else self.tail if isinstance(self.tail, int) else None
 
     @property
     def overtaking_window(self) -> int:

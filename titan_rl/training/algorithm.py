@@ -101,7 +101,7 @@ class Algorithm:
         training, correction = self.training, self.correction
         return Objective(
             find_loss(training.loss),
-            ClipRange(training.clip_low, training.clip_high),
+            ClipRange(*training.clip),
             max_context=max_context,
             average=training.average,
             proximal=correction.proximal,

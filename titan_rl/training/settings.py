@@ -90,8 +90,6 @@ class TrainingConfig(Section):
     weights of the model that kl_coef holds the policy to, between its passes."""
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False)  # TOML has lists, no tuples
     """Decay rates of the first and second moment; for sgd and muon the first is the momentum."""
-    eps: Annotated[PositiveFloat, TakesEffect("training.optimizer", none_of=("sgd",))] = 1e-8
-    """Added to the root of the second moment in adamw and adam."""
     weight_decay: NonNegativeFloat = 0.0
     """Weight decay, decoupled in adamw and muon, and added to the gradient in adam and sgd."""
     max_grad_norm: PositiveFloat = 1.0
@@ -106,10 +104,10 @@ class TrainingConfig(Section):
     """Weight of the KL to the model as loaded, which is then kept beside the policy; 0 leaves both out."""
     kl: Annotated[KLEstimate, TakesEffect("training.kl_coef", none_of=(0.0,))] = "k3"
     """Estimate of that KL."""
-    clip_low: Annotated[float, _CLIPS] = Field(default=0.2, gt=0, le=1)
-    """The policy ratio is clipped below 1 - clip_low."""
-    clip_high: Annotated[PositiveFloat, _CLIPS] = 0.28
-    """The policy ratio is clipped above 1 + clip_high."""
+    clip: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], PositiveFloat], _CLIPS] = Field(
+        default=(0.2, 0.28), strict=False
+    )
+    """[low, high]: the policy ratio is clipped below 1 - low and above 1 + high."""
     advantage: Annotated[str, FunctionName(tuple(ADVANTAGES), ("rewards",), may_be_class=False)] = "standardized"
     """Function from the rewards of a group to their advantages."""
     share_prompts: bool = True

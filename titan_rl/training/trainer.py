@@ -420,7 +420,6 @@ def _make_optimizers(policy: Policy, training: TrainingConfig) -> Optimizers:
     spec = OptimizerSpec(
         training.lr,
         betas=training.betas,
-        eps=training.eps,
         weight_decay=training.weight_decay,
         state_dtype=training.optimizer_dtype,
         offload=bool({"optimizer", "parameters"} & {*training.offload}),

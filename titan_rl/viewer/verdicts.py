@@ -303,7 +303,7 @@ def _reasons(columns: MetricColumns) -> Iterator[Verdict]:
     entropies, gradients = columns.values("train/entropy"), columns.values("train/grad_norm")
     if len(entropies) > RECENT and fmean(entropies[-RECENT:]) < 0.05 * entropies[0]:
         title = f"The entropy has collapsed: {entropies[0]:.3g} at first, {fmean(entropies[-RECENT:]):.2g} now"
-        text = "Siblings write the same. Try a lower training.lr, or a larger training.clip_high."
+        text = "Siblings write the same. Try a lower training.lr, or a larger high of training.clip."
         yield _verdict("warn", title, text, _curves("train/entropy", "the curve"))
     if skipped := num_skipped(columns.values("train/skipped_steps")):
         title = f"{skipped:.0f} step{'' if skipped == 1 else 's'} had no finite loss or gradient, and changed nothing"

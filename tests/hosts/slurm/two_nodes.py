@@ -75,7 +75,7 @@ def is_drained(cluster: SlurmCluster, job: str, runs: Path, node: str) -> None:
 
 def is_requeued_and_cancelled(cluster: SlurmCluster, config: str, runs: Path) -> None:
     """Slurm counts a job's time in minutes, and signals up to one before it is asked to."""
-    settings = {"training.steps": 500, "hosts.options": '["--time=3"]', "hosts.slurm.grace_s": 60}
+    settings = {"training.steps": 500, "hosts.options": '["--time=4"]'}
     job = launched(cluster, config, runs, settings)
     cluster.wait_until(lambda: cluster.job(job)["Restarts"] == "1", "its time is up, and it is requeued", LIMIT_S)
     before = steps(runs)

@@ -177,9 +177,7 @@ def render(submission: Submission) -> str:
     name = submission.name[:LONGEST_NAME]
     return rendered(
         "slurm.sh.jinja",
-        slurm=settings.slurm,
-        nodes=settings.count,
-        options=settings.options,
+        hosts=settings,
         name=name,
         run_dir=submission.run_dir,
         log=Path(submission.run_dir) / f"{name}-%j.log",

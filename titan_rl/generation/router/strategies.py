@@ -17,6 +17,9 @@ from titan_rl.core.calls.imports import find_function
 from titan_rl.core.calls.user_code import describe
 from titan_rl.core.errors import ConfigError
 
+MAX_SESSIONS = 1 << 18
+"""Sessions that a strategy remembers; more than the rollouts in flight of any run, or those lose their KV cache."""
+
 
 class Candidate(Protocol):
     """A replica as a strategy sees it. Compared by identity."""
@@ -188,7 +191,7 @@ class StickySession(WithFallback):
         ValueError: `max_sessions` is less than 1.
     """
 
-    def __init__(self, fallback: Strategy | None = None, max_sessions: int = 65536) -> None:
+    def __init__(self, fallback: Strategy | None = None, max_sessions: int = MAX_SESSIONS) -> None:
         if max_sessions < 1:
             raise ValueError(f"StickySession.max_sessions is {max_sessions}; it must be at least 1")
         super().__init__(fallback)
@@ -334,7 +337,7 @@ def find_strategy(name: str) -> StrategyFn:
     return find_function("routing.strategy", name, BY_NAME)
 
 
-def make_strategy(name: str, max_sessions: int) -> Strategy:
+def make_strategy(name: str) -> Strategy:
     """The strategy that `routing.strategy` names, for one router.
 
     Raises:
@@ -342,7 +345,7 @@ def make_strategy(name: str, max_sessions: int) -> Strategy:
     """
     make = find_strategy(name)
     try:
-        strategy: Any = make(max_sessions)
+        strategy: Any = make(MAX_SESSIONS)
     except Exception as error:
         raise ConfigError(f"routing.strategy = {name!r} failed: {describe(error)}") from error
     if not isinstance(strategy, Strategy):

@@ -114,10 +114,10 @@ class Rollouter:
         self.seed = seed
         self.finish_session = finish_session
         self.callbacks = Callbacks()
-        self.judging_pause = JudgingPause(self.limits.judge_grace_s, self.limits.generate_timeout_s)
+        self.judging_pause = JudgingPause(self.limits.generate_timeout_s)
 
     def pause_judging(self) -> None:
-        """Suspend judging while generation is paused. Rewards in progress have `limits.judge_grace_s`; those that need
+        """Suspend judging while generation is paused. Rewards in progress have `JUDGE_GRACE_S`; those that need
         longer are cancelled, and computed again after the pause."""
         self.judging_pause.begin()
 
@@ -308,17 +308,18 @@ def _timed(rollouts: Sequence[Rollout]) -> Generator[None]:
         rollout.metrics["reward_seconds"] = before + (clock() - began) / len(rollouts)
 
 
+JUDGE_GRACE_S = 10.0
+
+
 class JudgingPause:
-    """Pause of judging. Judges in progress may finish within a grace period; then they are cancelled, and restart
+    """Pause of judging. Judges in progress may finish within `JUDGE_GRACE_S`; then they are cancelled, and restart
     after the pause. Judges that start during the pause wait for its end.
 
     Args:
-        grace_s: length of the grace period.
         limit_s: longest time that a judge waits for the end; then it continues regardless.
     """
 
-    def __init__(self, grace_s: float, limit_s: float) -> None:
-        self._grace_s = grace_s
+    def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._over = asyncio.Event()
         self._over.set()
@@ -329,7 +330,7 @@ class JudgingPause:
         """Begin the grace period; no effect if a pause has begun already."""
         if self._over.is_set():
             self._over.clear()
-            self._grace = asyncio.get_running_loop().call_later(self._grace_s, self._cancel_all)
+            self._grace = asyncio.get_running_loop().call_later(JUDGE_GRACE_S, self._cancel_all)
 
     def end(self) -> None:
         if self._grace is not None:
@@ -359,7 +360,7 @@ class JudgingPause:
             scope.reschedule(asyncio.get_running_loop().time())
         if self._at_work:
             count = len(self._at_work)
-            logger.warning("cancelled %d rewards %g s into a pause; they restart after it", count, self._grace_s)
+            logger.warning("cancelled %d rewards %g s into a pause; they restart after it", count, JUDGE_GRACE_S)
 
     async def _wait(self) -> None:
         try:

@@ -196,7 +196,7 @@ def supervised(config: RunConfig, model: ModelConfig, steps: int) -> RunConfig:
             "share_prompts": False,
             "lr": sft.lr,
             "warmup_steps": round(WARMUP_SHARE * steps),
-            "lr_decay": sft.lr_decay,
+            "lr_decay": "cosine",
             "min_lr_ratio": sft.min_lr_ratio,
             "weight_decay": sft.weight_decay,
         }

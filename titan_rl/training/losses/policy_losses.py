@@ -55,7 +55,7 @@ def cispo_loss(tokens: LossTokens, clip: ClipRange) -> TokenLoss:
 
         loss = -sg[clip(r_t, 1 - low, 1 + high)] * A_t * log pi_theta(t)
 
-    MiniMax-M1, 2025, arXiv:2506.13585, eq. 4 and 5. The paper bounds only from above: `training.clip_low = 1`.
+    MiniMax-M1, 2025, arXiv:2506.13585, eq. 4 and 5. The paper bounds only from above: `training.clip = [1, HIGH]`.
     `clipped_N` marks the tokens whose weight was bounded; they keep a gradient.
     """
     with torch.no_grad():
