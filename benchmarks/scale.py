@@ -50,6 +50,7 @@ from titan_rl.cluster.processes.garbage import settled_heap
 from titan_rl.cluster.processes.process import LOOPBACK
 from titan_rl.config.hosts import HostsConfig
 from titan_rl.config.sections import GenerationConfig, RoutingConfig, StateDictConfig
+from titan_rl.core.console import LOG
 from titan_rl.generation.request import EngineRequest
 from titan_rl.scheduling.curriculum import InOrder
 from titan_rl.scheduling.lease import Lease
@@ -226,9 +227,7 @@ class ScaledRun:
 
 
 def _one_host() -> Hosts:
-    hosts = Hosts(
-        SimulatedSupervisor(), HostsConfig(max_respawns=1 << 20), HostNeeds(Path(), Path()), lambda text: None
-    )
+    hosts = Hosts(SimulatedSupervisor(), HostsConfig(max_respawns=1 << 20), HostNeeds(Path(), Path()), LOG)
     hosts.add(Host("here", LOOPBACK, None))
     return hosts
 

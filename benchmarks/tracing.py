@@ -24,6 +24,7 @@ from benchmarks.paired import Spread, report
 from titan_rl import Reward, Rollouter, Rubric, SamplingParams
 from titan_rl.cluster.processes.garbage import settled_heap
 from titan_rl.config.load import load_config
+from titan_rl.core.console import LOG
 from titan_rl.core.tracing import spans
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.run.directory import read_jsonl
@@ -54,7 +55,7 @@ async def per_rollout(rounds: int, folder: Path) -> None:
         return time.process_time() - began
 
     async def recorded() -> float:
-        with spans.recording(folder, "controller", MOST_BYTES, print):
+        with spans.recording(folder, "controller", MOST_BYTES, LOG):
             began = time.process_time()
             await step()
             spans.flush()

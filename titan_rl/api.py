@@ -42,7 +42,7 @@ from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.summary import RunSummary, show_summary
 from titan_rl.run.parts import Parts
 from titan_rl.run.session import SessionFiles
-from titan_rl.run.terminal.standard_streams import tell
+from titan_rl.run.terminal.standard_streams import StderrConsole
 from titan_rl.scheduling.filters import GroupFilter
 from titan_rl.training.protocol import Trainer
 from titan_rl.types import GenerateFn
@@ -205,7 +205,7 @@ async def evaluate_async(
         logs = Path(out) / "logs" if out else Path(resources.enter_context(tempfile.TemporaryDirectory())) / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         files = SessionFiles(f"eval-{time.time_ns():x}", logs.absolute())
-        opened = await resources.enter_async_context(open_policy(str(policy), made, settings, files, tell))
+        opened = await resources.enter_async_context(open_policy(str(policy), made, settings, files, StderrConsole()))
         return await _evaluate(made, settings, opened, Path(out) / folder_name(opened.name, set()) if out else None)
 
 

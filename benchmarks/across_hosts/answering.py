@@ -38,6 +38,7 @@ from titan_rl.cluster.processes.roles import ProcessId
 from titan_rl.cluster.run_processes import start_processes
 from titan_rl.config.load import dump_config, load_config
 from titan_rl.config.run import RunConfig
+from titan_rl.core.console import Console
 from titan_rl.generation.engine import Engine, EngineSpec
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.router.router import GeneratorRouter
@@ -62,8 +63,14 @@ def tell(what: str, **figures: str) -> None:
     print(json.dumps({"at": time.monotonic(), "what": what, **figures}), flush=True)
 
 
-def say(text: str) -> None:
-    tell("said", text=text)
+class Said(Console):
+    """Console that prints lines as records."""
+
+    def message(self, text: str) -> None:
+        tell("said", text=text)
+
+    def warning(self, text: str) -> None:
+        tell("said", text=text)
 
 
 async def told_stream(replica: ActorReplica, request: EngineRequest, on_chunk: OnChunk) -> Completion:
@@ -106,14 +113,14 @@ async def ask(router: GeneratorRouter, place: int, in_flight: int, tokens: int) 
 
 async def answer(config: RunConfig, folder: Path, in_flight: int, tokens: int) -> None:
     """Until standard input ends."""
-    generating = start_processes(config, RunDirectory(folder), PublishedWeights(), say, trains=False)
+    generating = start_processes(config, RunDirectory(folder), PublishedWeights(), Said(), trains=False)
     async with contextlib.AsyncExitStack() as opened:
         processes = await opened.enter_async_context(generating)
         router = processes.make_router()
         opened.push_async_callback(router.close)
         opened.enter_context(noted(folder, begins=True))
         tell("serving")
-        watch = watcher(config, HostFiles(folder), processes, router, say)
+        watch = watcher(config, HostFiles(folder), processes, router)
         async with asyncio.TaskGroup() as tasks:
             going_on = [tasks.create_task(watch())]
             going_on += [tasks.create_task(ask(router, place, in_flight, tokens)) for place in range(in_flight)]
@@ -139,7 +146,7 @@ def main() -> None:
         patched((ActorReplica, "stream", told_stream), (GeneratorProcesses, "spawn", told_spawn)),
     ):
         fcntl.flock(lock, fcntl.LOCK_EX)  # by which others see that the run goes on
-        use_monarch(config.hosts, say)
+        use_monarch(config.hosts, Said())
         asyncio.run(answer(config, run, int(in_flight), int(tokens)))
 
 

@@ -16,6 +16,7 @@ from serving.served import Engines
 from serving.talk import BASE, chat_template_renderer
 
 from titan_rl import load_config
+from titan_rl.core.console import LOG
 from titan_rl.rollout.group.rollouter import Rollouter
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.rollout.task import RunContext
@@ -65,7 +66,7 @@ async def playing(task: AgentTask, folder: Path) -> AsyncIterator[Callable[[], a
         begin = max(at for at in range(len(context)) if list(context[at : at + len(header)]) == header)
         return reply[len(context) - begin - len(header)]
 
-    run = RunContext(str(BASE), renderer, 256, folder, print)
+    run = RunContext(str(BASE), renderer, 256, folder, LOG)
     rollouter = Rollouter(lambda sample: task.make_env(sample, renderer), task.rubric(), max_context=256)
     async with Engines(1, vocab_size=len(tokenizer), script=script).router() as router, task.open(run):
         (sample,) = task.validation_samples(1)

@@ -15,6 +15,7 @@ import pytest
 from serving.served import CONTEXT, Engines, until
 from serving.talk import BASE, chat_template_renderer
 
+from titan_rl.core.console import ConsoleLines
 from titan_rl.core.errors import ConfigError
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.rollout.group.rollouter import Rollouter
@@ -36,7 +37,7 @@ SAMPLE = {"question": "b a", "worth": 0.5}
 
 class Stage:
     def __init__(
-        self, task: AgentTask, router: GeneratorRouter, told: list[str], seed: int | None, **limits: Any
+        self, task: AgentTask, router: GeneratorRouter, told: ConsoleLines, seed: int | None, **limits: Any
     ) -> None:
         self.router = router
         self.told = told
@@ -65,8 +66,8 @@ async def stage(
 ) -> AsyncIterator[Stage]:
     settings = {"command": ("{python}", "-I", TALKER, "{question}"), "keep": "all", **settings}
     task = kind(**settings)
-    told: list[str] = []
-    run = RunContext(str(BASE), chat_template_renderer(), CONTEXT, folder, told.append)
+    told = ConsoleLines()
+    run = RunContext(str(BASE), chat_template_renderer(), CONTEXT, folder, told)
     engines = engines or Engines(2, vocab_size=400, mean_tokens=6)
     async with engines.router() as router, task.open(run):
         yield Stage(task, router, told, seed, **(limits or {}))

@@ -21,9 +21,8 @@ from titan_rl.core.calls.plain import terminal_text
 from titan_rl.core.errors import RewardError
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.journal.state import RunState
-from titan_rl.run.machine.signals import tell_on_stderr
 from titan_rl.run.observability.progress import Progress
-from titan_rl.run.terminal.standard_streams import say, tell
+from titan_rl.run.terminal.standard_streams import say, tell, tell_on_stderr
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\x7f\rover\u202egnp\u2066"
 RAW = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")

@@ -21,7 +21,6 @@ from titan_rl.cluster.liveness.heartbeat import receive, send
 from titan_rl.cluster.liveness.host_monitor import HostMonitor
 from titan_rl.cluster.processes.remote_process import RemoteProcess
 from titan_rl.config.hosts import HostsConfig
-from titan_rl.core.calls.watchdog import logged
 from titan_rl.core.errors import ActorDiedError, ConfigError
 
 
@@ -41,7 +40,10 @@ class LeavingHosts:
             self.lifecycles.add(SimpleNamespace(name=name, worker=f"10.0.0.{number}:22222", worker_id="c81e"))
         self.may_end = asyncio.Event()
         self.told: list[str] = []
-        self.tell = logged(self.told.append, logging.getLogger("hosts"))
+
+    def tell(self, text: str) -> None:
+        logging.getLogger("hosts").warning("%s", text)
+        self.told.append(text)
 
     def is_about_to_go(self, name: str) -> None:
         self.lifecycles.announce_leaving(self.record(name), "its worker got SIGTERM")

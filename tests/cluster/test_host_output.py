@@ -13,6 +13,7 @@ pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 from titan_rl.cluster.hosts.agent import new_pieces
 from titan_rl.cluster.hosts.host import Host
 from titan_rl.cluster.hosts.hosts import REST_S, HostOutput
+from titan_rl.core.console import ConsoleLines
 from titan_rl.core.errors import ActorDiedError
 from titan_rl.core.tracing.recorder import TraceFile
 
@@ -44,15 +45,15 @@ def there(tmp_path: Path) -> Path:
     return tmp_path / "there"
 
 
-def output_of(there: Path, here: Path, told: list[str]) -> tuple[Agent, HostOutput]:
+def output_of(there: Path, here: Path, told: ConsoleLines) -> tuple[Agent, HostOutput]:
     agent = Agent(there)
     here.mkdir(exist_ok=True)
-    return agent, HostOutput(Host("far", "10.0.0.2", agent, key="far"), here, told.append)
+    return agent, HostOutput(Host("far", "10.0.0.2", agent, key="far"), here, told)
 
 
 @pytest.mark.looptime
 async def test_it_arrives_as_it_grows_and_the_rest_at_the_end(there: Path, tmp_path: Path) -> None:
-    _, output = output_of(there, tmp_path / "here", told := [])
+    _, output = output_of(there, tmp_path / "here", told := ConsoleLines())
     log, copy = there / "logs" / "a.log", tmp_path / "here" / "logs" / "a.log"
     log.write_bytes(b"0123")
     collecting = asyncio.ensure_future(output.collect())
@@ -69,7 +70,7 @@ async def test_it_arrives_as_it_grows_and_the_rest_at_the_end(there: Path, tmp_p
 async def test_a_disk_that_takes_nothing_is_told_of_once_and_what_is_lost_comes_when_there_is_room(
     there: Path, tmp_path: Path
 ) -> None:
-    _, output = output_of(there, tmp_path / "here", told := [])
+    _, output = output_of(there, tmp_path / "here", told := ConsoleLines())
     (there / "logs" / "a.log").write_bytes(b"0123456789")
     (tmp_path / "here" / "logs").write_text("in the way of a folder")
     collecting = asyncio.ensure_future(output.collect())
@@ -85,7 +86,7 @@ async def test_a_disk_that_takes_nothing_is_told_of_once_and_what_is_lost_comes_
 
 @pytest.mark.looptime
 async def test_a_host_that_is_gone_ends_the_wait_for_its_rest(there: Path, tmp_path: Path) -> None:
-    agent, output = output_of(there, tmp_path / "here", told := [])
+    agent, output = output_of(there, tmp_path / "here", told := ConsoleLines())
     agent.is_gone = True
     async with asyncio.timeout(5):
         await output.take_rest()
@@ -101,7 +102,7 @@ async def test_a_file_that_cannot_be_read_keeps_back_no_other(there: Path) -> No
 
 @pytest.mark.looptime
 async def test_a_host_that_cannot_say_what_it_wrote_is_asked_again(there: Path, tmp_path: Path) -> None:
-    agent, output = output_of(there, tmp_path / "here", told := [])
+    agent, output = output_of(there, tmp_path / "here", told := ConsoleLines())
     (there / "logs" / "a.log").write_bytes(b"0123")
     agent.problem = OSError("too many open files")
     collecting = asyncio.ensure_future(output.collect())
@@ -140,7 +141,7 @@ def test_what_is_written_behind_what_was_sent_is_sent(there: Path) -> None:
 @pytest.mark.looptime
 async def test_a_trace_that_is_replaced_by_a_shorter_one_is_here_as_it_is_there(there: Path, tmp_path: Path) -> None:
     """Behind what a process of the same name wrote on another host before."""
-    _, output = output_of(there, tmp_path / "here", told := [])
+    _, output = output_of(there, tmp_path / "here", told := ConsoleLines())
     copy = tmp_path / "here" / "trace" / "generator-0.jsonl"
     copy.parent.mkdir()
     copy.write_bytes(b"elsewhere\n")

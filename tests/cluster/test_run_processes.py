@@ -28,6 +28,7 @@ from titan_rl.config.hosts import HostsConfig
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import GenerationConfig
 from titan_rl.config.tasks import TaskSource
+from titan_rl.core.console import ConsoleLines
 from titan_rl.core.errors import ActorDiedError, GenerationError, NoReplicaError
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.rollout.settings import RolloutConfig
@@ -122,7 +123,7 @@ def host_of(name: str) -> Host:
 def cluster_of(
     folder: Path,
     supervisor: Any,
-    told: list[str],
+    told: ConsoleLines,
     *,
     names: Sequence[str] = ("there",),
     generates: bool = True,
@@ -135,7 +136,7 @@ def cluster_of(
         tasks=[TaskSource(task=Counting())],  # pyright: ignore[reportArgumentType]
         **settings,
     )
-    hosts = Hosts(supervisor, config.hosts, HostNeeds(folder, folder), told.append)
+    hosts = Hosts(supervisor, config.hosts, HostNeeds(folder, folder), told)
     for name in names:
         hosts.add(host_of(name))
     processes = RunProcesses(
@@ -156,14 +157,14 @@ def cluster_of(
     [(TimeoutError(), "TimeoutError"), (GenerationError(), "GenerationError"), (GenerationError("torn"), "torn")],
 )
 async def test_a_generator_out_of_service_is_told_of_with_a_reason(tmp_path: Path, error: Exception, reason: str):
-    told: list[str] = []
+    told = ConsoleLines()
     cluster_of(tmp_path, None, told).on_replica_failed(Replica(), error)
     assert told == [f"generator-0 is out of service until it has the current weights: {reason}"]
 
 
 @pytest.mark.parametrize("limit", [0, 2])
 async def test_a_death_past_the_limit_ends_the_run_with_setting_value_and_count(tmp_path: Path, limit: int):
-    told: list[str] = []
+    told = ConsoleLines()
     supervisor = Supervisor()
     processes = cluster_of(
         tmp_path,
@@ -206,7 +207,7 @@ async def worker_hosts(supervisor: Supervisor, count: int) -> list[str]:
 
 @pytest.mark.looptime
 async def test_rollout_workers_of_a_lost_host_start_at_once_where_few_are_and_count_as_no_deaths(tmp_path: Path):
-    told: list[str] = []
+    told = ConsoleLines()
     supervisor = Supervisor()
     processes = cluster_of(
         tmp_path,
@@ -232,7 +233,7 @@ async def test_rollout_workers_of_a_lost_host_start_at_once_where_few_are_and_co
 
 @pytest.mark.looptime
 async def test_where_no_host_is_left_a_rollout_worker_waits_for_one_and_says_so(tmp_path: Path):
-    told: list[str] = []
+    told = ConsoleLines()
     supervisor = Supervisor()
     processes = cluster_of(
         tmp_path,
@@ -258,7 +259,9 @@ async def test_where_no_host_is_left_a_rollout_worker_waits_for_one_and_says_so(
 @pytest.mark.looptime
 async def test_a_worker_that_dies_before_its_host_is_known_to_be_gone_starts_elsewhere_once_it_is(tmp_path: Path):
     supervisor = Supervisor()
-    processes = cluster_of(tmp_path, supervisor, [], names=["trains", "a", "b"], rollout=RolloutConfig(num_workers=2))
+    processes = cluster_of(
+        tmp_path, supervisor, ConsoleLines(), names=["trains", "a", "b"], rollout=RolloutConfig(num_workers=2)
+    )
     await processes._start_worker(worker(0))  # pyright: ignore[reportPrivateUsage]
     watching = asyncio.ensure_future(processes.watch(GeneratorRouter([Replica()])))
     supervisor.answers.clear()
@@ -284,7 +287,7 @@ async def start_and_lose(processes: RunProcesses, supervisor: Supervisor, name: 
 @pytest.mark.looptime
 async def test_a_run_whose_only_training_host_is_lost_as_it_starts_ends_at_once_and_names_it(tmp_path: Path):
     supervisor = Supervisor()
-    processes = cluster_of(tmp_path, supervisor, [], names=["trains", "a"], generates=False)
+    processes = cluster_of(tmp_path, supervisor, ConsoleLines(), names=["trains", "a"], generates=False)
     began = asyncio.get_running_loop().time()
     with pytest.raises(ExceptionGroup) as caught:
         await start_and_lose(processes, supervisor, "trains")
@@ -294,7 +297,7 @@ async def test_a_run_whose_only_training_host_is_lost_as_it_starts_ends_at_once_
 
 @pytest.mark.looptime
 async def test_a_run_starts_without_hosts_that_are_lost_meanwhile_if_others_can_do_what_they_were_for(tmp_path: Path):
-    told: list[str] = []
+    told = ConsoleLines()
     supervisor = Supervisor()
     processes = cluster_of(
         tmp_path,
@@ -356,7 +359,7 @@ async def test_a_process_has_the_time_to_start_that_its_weights_take_and_the_err
     supervisor.may_start.clear()
     model = ModelConfig(path=str(tmp_path), max_context=256)
     generation = GenerationConfig(start_timeout_s=setting)
-    processes = cluster_of(tmp_path, supervisor, [], model=model, generation=generation)
+    processes = cluster_of(tmp_path, supervisor, ConsoleLines(), model=model, generation=generation)
     began = asyncio.get_running_loop().time()
     late = rf"^generator-0 died: it did not start within generation\.start_timeout_s = {limit_s}; raise that"
     with pytest.raises(ActorDiedError, match=late):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 
 import pytest
 
@@ -14,6 +14,7 @@ pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 from titan_rl.cluster.hosts import host, worker_server
 from titan_rl.cluster.hosts.host import WorkerConnection, connect_to_worker, worker_id_at
 from titan_rl.cluster.hosts.worker_server import WorkerServer
+from titan_rl.core.console import LOG, Console
 from titan_rl.core.errors import ActorDiedError, ConfigError
 
 
@@ -51,10 +52,10 @@ def monarchs(monkeypatch: pytest.MonkeyPatch) -> Monarchs:
 
 
 @contextlib.asynccontextmanager
-async def worker(tell: Callable[[str], object] = print) -> AsyncGenerator[int]:
+async def worker(console: Console = LOG) -> AsyncGenerator[int]:
     """The port of one that takes runs."""
     listener = socket.create_server(("127.0.0.1", 0))
-    serving = asyncio.ensure_future(WorkerServer(listener, tell).serve())
+    serving = asyncio.ensure_future(WorkerServer(listener, console).serve())
     try:
         yield listener.getsockname()[1]
     finally:
@@ -119,7 +120,12 @@ async def test_a_worker_that_is_started_anew_is_another():
 
 async def test_a_worker_says_which_run_comes_and_goes(monarchs: Monarchs):
     told: asyncio.Queue[str] = asyncio.Queue()
-    async with worker(told.put_nowait) as port:
+
+    class Queued(Console):
+        def message(self, text: str) -> None:
+            told.put_nowait(text)
+
+    async with worker(Queued()) as port:
         one = await connect_to_worker("5f0c", f"127.0.0.1:{port}", 30.0, "alphabet")
         assert await told.get() == "run alphabet is here, from 127.0.0.1"
         await one.monarch()

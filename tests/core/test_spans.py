@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from titan_rl.core.console import LOG, ConsoleLines
 from titan_rl.core.tracing import spans
 from titan_rl.core.tracing.recorder import TraceFile
 from titan_rl.core.tracing.spans import Track, span
@@ -28,13 +29,13 @@ from titan_rl.viewer.trace import Traces
 
 
 @pytest.fixture
-def told() -> list[str]:
-    return []
+def told() -> ConsoleLines:
+    return ConsoleLines()
 
 
 @pytest.fixture
-def recorded(tmp_path: Path, told: list[str]) -> Iterator[Path]:
-    with spans.recording(tmp_path, "controller", 1 << 20, told.append):
+def recorded(tmp_path: Path, told: ConsoleLines) -> Iterator[Path]:
+    with spans.recording(tmp_path, "controller", 1 << 20, told):
         yield tmp_path / "controller.jsonl"
 
 
@@ -111,7 +112,7 @@ async def test_whatever_tasks_do_at_once_no_spans_of_a_lane_cross(tmp_path_facto
 
     folder = tmp_path_factory.mktemp("trace")
     tasks: list[asyncio.Task[None]] = []
-    with spans.recording(folder, "p", 1 << 20, print):
+    with spans.recording(folder, "p", 1 << 20, LOG):
         await asyncio.gather(*map(work, plan))
         await asyncio.gather(*tasks)
     found = lanes(folder / "p.jsonl")
@@ -170,9 +171,9 @@ def test_what_goes_on_for_long_is_written_in_parts_that_are_read_as_one(recorded
     assert len(lanes(recorded)["save"]) == 4
 
 
-def test_what_is_open_when_recording_ends_is_recorded_up_to_then(tmp_path: Path, told: list[str]):
+def test_what_is_open_when_recording_ends_is_recorded_up_to_then(tmp_path: Path, told: ConsoleLines):
     track = Track("steps", "trainer")
-    with spans.recording(tmp_path, "controller", 1 << 20, told.append):
+    with spans.recording(tmp_path, "controller", 1 << 20, told):
         track.enter("train step", step=3)
         save = span("save", "checkpoint", lane="save").__enter__()
         ended_us = time.time_ns() // 1000
@@ -199,7 +200,7 @@ def test_nothing_is_recorded_unless_somebody_does_and_time_is_measured_all_the_s
 
 def test_a_run_that_goes_on_adds_to_its_files(tmp_path: Path):
     for attempt in range(2):
-        with spans.recording(tmp_path, "trainer", 1 << 20, print), span("step", "trainer", lane="train", step=attempt):
+        with spans.recording(tmp_path, "trainer", 1 << 20, LOG), span("step", "trainer", lane="train", step=attempt):
             pass
     assert [event["args"]["step"] for event in lanes(tmp_path / "trainer.jsonl")["train"]] == [0, 1]
 
@@ -261,19 +262,21 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert len(lanes(path)["train"]) == 1
     with path.open("a") as file:
         file.write('{"ph":"X","na')
-    with spans.recording(tmp_path, "trainer", 1 << 20, print), span("step", "trainer", lane="train"):
+    with spans.recording(tmp_path, "trainer", 1 << 20, LOG), span("step", "trainer", lane="train"):
         pass
     lines = path.read_text().splitlines()
     assert sum('"step"' in line for line in lines) == 2
     assert sum(line.endswith("}") for line in lines) == len(lines) - 1
 
 
-def test_a_full_disk_costs_the_trace_and_not_the_run(tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch):
+def test_a_full_disk_costs_the_trace_and_not_the_run(
+    tmp_path: Path, told: ConsoleLines, monkeypatch: pytest.MonkeyPatch
+):
     def full(self: TraceFile, lines: object) -> None:
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr(TraceFile, "append", full)
-    with spans.recording(tmp_path, "controller", 1 << 20, told.append):
+    with spans.recording(tmp_path, "controller", 1 << 20, told):
         for _ in range(2):
             with span("step", "trainer", lane="train") as took:
                 pass

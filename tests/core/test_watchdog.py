@@ -8,18 +8,22 @@ from typing import Any
 import pytest
 
 from titan_rl.core.calls.watchdog import LoopWatchdog
+from titan_rl.core.console import Console
 
 
-class Listener:
+class Listener(Console):
     """Takes messages from the watching thread; one that comes frees what blocks."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
         self.heard = threading.Event()
+        self.went_on = threading.Event()
 
-    def __call__(self, text: str) -> None:
+    def warning(self, text: str) -> None:
         self.told.append(text)
         self.heard.set()
+        if "goes on" in text:
+            self.went_on.set()
 
 
 async def blocks(listener: Listener, watchdog: LoopWatchdog) -> str | None:
@@ -28,16 +32,10 @@ async def blocks(listener: Listener, watchdog: LoopWatchdog) -> str | None:
 
 
 async def test_the_call_that_blocks_is_named_while_it_does(caplog: pytest.LogCaptureFixture) -> None:
-    listener, went_on = Listener(), threading.Event()
-
-    def tell(text: str) -> None:
-        listener(text)
-        if "goes on" in text:
-            went_on.set()
-
-    with caplog.at_level(logging.WARNING), LoopWatchdog(tell, blocked_after_s=0.05) as watchdog:
+    listener = Listener()
+    with caplog.at_level(logging.WARNING), LoopWatchdog(listener, blocked_after_s=0.05) as watchdog:
         blocker = await blocks(listener, watchdog)
-        assert await asyncio.to_thread(went_on.wait, 30)
+        assert await asyncio.to_thread(listener.went_on.wait, 30)
         assert watchdog.blocker is None
     assert blocker is not None
     assert "in blocks" in blocker
@@ -68,13 +66,14 @@ async def test_a_message_that_cannot_be_shown_does_not_end_the_watch(error: Base
     heard: list[str] = []
     second = threading.Event()
 
-    def tell(text: str) -> None:
-        heard.append(text)
-        if len(heard) == 2:
-            second.set()
-        raise error
+    class Broken(Console):
+        def warning(self, text: str) -> None:
+            heard.append(text)
+            if len(heard) == 2:
+                second.set()
+            raise error
 
-    with LoopWatchdog(tell, blocked_after_s=0.05):
+    with LoopWatchdog(Broken(), blocked_after_s=0.05):
         assert second.wait(30)
     assert heard[0].startswith("the event loop has stood still for 0 s")
 

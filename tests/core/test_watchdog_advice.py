@@ -26,6 +26,7 @@ from titan_rl import (
 from titan_rl.config.load import load_config
 from titan_rl.config.tasks import TaskSource
 from titan_rl.core.calls.watchdog import LoopWatchdog
+from titan_rl.core.console import Console
 from titan_rl.rollout.group.rollouter import Rollouter
 from titan_rl.rollout.task import drop_reason
 from titan_rl.run.stages.rollout_stage import RolloutStage
@@ -39,7 +40,7 @@ IN_THREADS = {
 IN_THREADS |= {"advantage": "only to compute", "generate": "asyncio.to_thread", "on_finished": "asyncio.to_thread"}
 
 
-class Blocker:
+class Blocker(Console):
     """Blocks in one place until the watchdog has spoken."""
 
     def __init__(self, where: str) -> None:
@@ -47,7 +48,7 @@ class Blocker:
         self._where = where
         self._heard = threading.Event()
 
-    def tell(self, text: str) -> None:
+    def warning(self, text: str) -> None:
         self.told.append(text)
         self._heard.set()
 
@@ -116,7 +117,7 @@ async def play(block: Blocker) -> None:
 )
 async def test_of_what_a_rollout_calls(where: str, kind: str) -> None:
     block = Blocker(where)
-    with LoopWatchdog(block.tell, blocked_after_s=0.05):
+    with LoopWatchdog(block, blocked_after_s=0.05):
         await play(block)
     assert block.told[0].count("test_watchdog_advice.py:") == 1
     assert [name for name, advice in IN_THREADS.items() if advice in block.told[0]] == [
@@ -161,7 +162,7 @@ async def test_of_a_tasks_own_functions(where: str) -> None:
         on_ended=unused,
         on_lost=unused,
     )
-    with LoopWatchdog(block.tell, blocked_after_s=0.05):
+    with LoopWatchdog(block, blocked_after_s=0.05):
         groups.train_sample("data", 3)
         groups.validation_samples(config.suites[0])
         drop_reason(task, RolloutGroup("g", None, []))
@@ -177,6 +178,6 @@ async def test_of_a_filter(monkeypatch: pytest.MonkeyPatch) -> None:
         block("filter")
 
     monkeypatch.setitem(sys.modules, "own_filters", cast("Any", SimpleNamespace(slow=slow)))
-    with LoopWatchdog(block.tell, blocked_after_s=0.05):
+    with LoopWatchdog(block, blocked_after_s=0.05):
         first_reason([find_filter("own_filters:slow")], RolloutGroup("g", None, []))
     assert "only to look at its group" in block.told[0]

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from titan_rl import SamplingParams, TokenPlayer
+from titan_rl.core.console import LOG
 from titan_rl.core.errors import GenerationError
 from titan_rl.rollout.task import RunContext
 from titan_rl.serving.client import HttpGenerateFn
@@ -37,7 +38,7 @@ async def test_it_answers_in_tokens_while_the_task_is_open_and_is_gone_after_tha
     make_tiny_model(tmp_path / "model", texts=["pass or bet"], level="byte", parameters=150_000, max_context=64)
     settings = {"generation.engine": "own_engine:make", "generation.num_generators": "1"}
     frozen = FrozenPolicy(policy=str(tmp_path / "model"), settings=settings, temperature=0.5)
-    run = RunContext("model", None, 48, tmp_path / "run", print)  # pyright: ignore[reportArgumentType]
+    run = RunContext("model", None, 48, tmp_path / "run", LOG)  # pyright: ignore[reportArgumentType]
     async with open_players({"first": "policy", "second": frozen, "third": frozen}, run) as players:
         assert players["first"] == "policy"
         player = players["second"]
@@ -56,7 +57,7 @@ async def test_it_answers_in_tokens_while_the_task_is_open_and_is_gone_after_tha
 
 
 async def test_one_that_cannot_be_served_says_what_its_server_said(tmp_path: Path) -> None:
-    run = RunContext("model", None, 48, tmp_path / "run", print)  # pyright: ignore[reportArgumentType]
+    run = RunContext("model", None, 48, tmp_path / "run", LOG)  # pyright: ignore[reportArgumentType]
     nothing = FrozenPolicy(policy=str(tmp_path / "nothing"))
     with pytest.raises(GenerationError, match=r"nothing ended: .*nothing"):
         async with open_players({"second": nothing}, run):

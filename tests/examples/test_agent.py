@@ -23,6 +23,7 @@ from examples.agent.task import CompanyQuestions
 from titan_rl import Demonstration, Message
 from titan_rl.config.build import open_rollouters
 from titan_rl.config.load import load_config
+from titan_rl.core.console import LOG
 from titan_rl.rollout.types import RolloutStatus
 from titan_rl.serving.server import serve
 from titan_rl.training.data.demonstrations import encode
@@ -127,7 +128,7 @@ async def test_its_rollouts_are_trained_in_one_piece(
     config = load_config(BASE.parent / "cpu.toml", overrides)
     sample = {"seed": QUESTION.seed, "question": QUESTION.text}
     engines = Engines(1, vocab_size=len(tokenizer), script=script(tokenizer, right_answer))
-    async with engines.router() as router, open_rollouters(config, tmp_path, print) as rollouters:
+    async with engines.router() as router, open_rollouters(config, tmp_path, LOG) as rollouters:
         group = await rollouters[config.tasks[0].name].run_group(
             router.generate, sample, group_id="train-0", group_size=group_size, sampling=SamplingParams(max_tokens=32)
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from titan_rl.config.load import load_config
+from titan_rl.core.console import LOG
 from titan_rl.run.rehearsal import rehearse
 from titan_rl.training.tiny_model import make_tiny_model
 
@@ -19,4 +20,4 @@ def test_its_settings_can_be_rehearsed(name: str, tmp_path: Path) -> None:
     path = Path("examples", name, "cpu.toml")
     context = load_config(path, check_files=False).model.max_context
     make_tiny_model(tmp_path / "base", texts=(), level="byte", parameters=100_000, max_context=context)
-    assert rehearse(load_config(path, [("model.path", str(tmp_path / "base"))]), print)
+    assert rehearse(load_config(path, [("model.path", str(tmp_path / "base"))]), LOG)

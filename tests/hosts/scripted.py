@@ -19,6 +19,7 @@ from titan_rl.config.hosts import HostsConfig
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import GenerationConfig
 from titan_rl.config.tasks import TaskSource
+from titan_rl.core.console import Console
 from titan_rl.generation.engine import Engine, EngineSpec
 from titan_rl.generation.scripted_engine import CostModel, ScriptedEngine
 from titan_rl.run.directory import RunDirectory
@@ -68,6 +69,16 @@ def config(addresses: Sequence[str], **sections: Any) -> RunConfig:
     return RunConfig.model_validate({"model": model, "tasks": [task], **given, **sections})
 
 
+class Printed(Console):
+    """Console of a program whose output a test reads."""
+
+    def message(self, text: str) -> None:
+        print(text, flush=True)
+
+    def warning(self, text: str) -> None:
+        print(text, flush=True)
+
+
 @contextlib.asynccontextmanager
 async def generators(config: RunConfig, folder: Path) -> AsyncGenerator[tuple[Any, Any]]:
     """The processes and a router of the generators that settings describe."""
@@ -77,8 +88,10 @@ async def generators(config: RunConfig, folder: Path) -> AsyncGenerator[tuple[An
     from titan_rl.weights.types import PublishedWeights
 
     with run_environment((str(TESTS), *config.pythonpath)):
-        use_monarch(config.hosts, print)
-        async with start_processes(config, RunDirectory(folder), PublishedWeights(), print, trains=False) as processes:
+        use_monarch(config.hosts, Printed())
+        async with start_processes(
+            config, RunDirectory(folder), PublishedWeights(), Printed(), trains=False
+        ) as processes:
             yield processes, processes.make_router()
 
 

@@ -28,13 +28,14 @@ if socket.gethostname() == {name!r}:
 """What each Python runs first: on one host its clocks are ahead."""
 
 PROGRAM = """
+from titan_rl.core.console import LOG
 from titan_rl.core.tracing import spans
 
 async def main():
     folder, addresses = Path(sys.argv[1]), sys.argv[3:]
     os.environ["PYTHONPATH"] = sys.argv[2] + os.pathsep + os.environ["PYTHONPATH"]
     (folder / "config.toml").write_text("")
-    with spans.recording(folder / "trace", "controller", 1 << 20, print):
+    with spans.recording(folder / "trace", "controller", 1 << 20, LOG):
         settings = config(addresses, generation=GenerationConfig(engine="hosts.scripted:make", num_generators=2))
         async with generators(settings, folder) as (_, router):
             with spans.span("asking", "run", lane="asking"):

@@ -30,13 +30,14 @@ PROGRAM = """
 import asyncio, sys
 from pathlib import Path
 from titan_rl.config.hosts import ProviderSettings
+from titan_rl.core.console import LOG
 from titan_rl.cluster.providers.spec import ProviderSpec
 from titan_rl.cluster.providers.ssh import workers
 
 async def main():
     soon = [f"-o{name}=1" for name in ("ConnectTimeout", "ServerAliveInterval", "ServerAliveCountMax")]
     settings = ProviderSettings(provider="ssh", names=sys.argv[3:], options=["-F", sys.argv[2], *soon])
-    async with workers(ProviderSpec(settings, Path(sys.argv[1]), print, 30)) as there:
+    async with workers(ProviderSpec(settings, Path(sys.argv[1]), LOG, 30)) as there:
         print("begins", *there, flush=True)
         while await asyncio.to_thread(sys.stdin.readline):
             print("now", *await there.current(), flush=True)

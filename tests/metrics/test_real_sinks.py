@@ -19,6 +19,7 @@ import pytest
 from own_venv import asked_for, python_with
 from prometheus_client.parser import text_string_to_metric_families
 
+from titan_rl.core.console import LOG, ConsoleLines
 from titan_rl.core.errors import MissingExtraError
 from titan_rl.metrics.sinks.registry import BY_NAME, find_sink, sample
 from titan_rl.metrics.sinks.settings import NAMES, LoggingConfig
@@ -38,7 +39,7 @@ def test_a_sink_that_is_not_installed_is_told_before_the_run_begins(tmp_path: Pa
     monkeypatch.setitem(sys.modules, "trackio", None)
     with (
         pytest.raises(MissingExtraError, match=r"titan-rl\[trackio\]"),
-        open_sinks(LoggingConfig(sinks=("trackio",)), RunDirectory(tmp_path), print),
+        open_sinks(LoggingConfig(sinks=("trackio",)), RunDirectory(tmp_path), LOG),
     ):
         pytest.fail("the run begins")
 
@@ -46,11 +47,11 @@ def test_a_sink_that_is_not_installed_is_told_before_the_run_begins(tmp_path: Pa
 def test_tensorboard_has_every_step_once_also_where_some_were_run_again(tmp_path: Path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    told: list[str] = []
+    told = ConsoleLines()
     run_dir = RunDirectory(tmp_path)
     run_dir.config.write_text("seed = 3\n")
     for begins, steps in ((0, (1, 2, 3)), (2, (3, 4))):
-        with open_sinks(LoggingConfig(sinks=("tensorboard",)), run_dir, told.append, step=begins) as sinks:
+        with open_sinks(LoggingConfig(sinks=("tensorboard",)), run_dir, told, step=begins) as sinks:
             for step in steps:
                 sinks.log(step, {"train/loss": step + begins / 10})
     events = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -69,7 +70,7 @@ def test_wandb_offline_writes_a_run_with_its_steps_and_options(tmp_path: Path, m
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     options = {"project": "sums", "group": "first", "tags": ["small"], "mode": "offline"}
-    told: list[str] = []
+    told = ConsoleLines()
     with open_sinks(
         LoggingConfig(sinks=("wandb",), wandb=options), RunDirectory(tmp_path / "r1"), told.append
     ) as sinks:
@@ -121,9 +122,9 @@ def scraped(url: str) -> dict[str, dict[str, float]]:
 
 
 def test_prometheus_scrapes_the_newest_value_of_each_metric_with_tasks_as_labels(tmp_path: Path):
-    told: list[str] = []
+    told = ConsoleLines()
     settings = LoggingConfig(prometheus="127.0.0.1:0")
-    sink = find_sink("prometheus").make(SinkSpec("a-run", tmp_path, settings, 0, told.append))
+    sink = find_sink("prometheus").make(SinkSpec("a-run", tmp_path, settings, 0, told))
     (line,) = told
     url = line.removeprefix("Prometheus: ")
     assert url.startswith("http://127.0.0.1:")
@@ -158,12 +159,12 @@ def test_two_metrics_with_one_name_in_prometheus_are_two_samples_of_a_family():
 
 
 def test_a_taken_port_is_told_and_the_run_goes_on(tmp_path: Path):
-    told: list[str] = []
+    told = ConsoleLines()
     settings = LoggingConfig(prometheus="127.0.0.1:0")
-    first = find_sink("prometheus").make(SinkSpec("a-run", tmp_path, settings, 0, told.append))
+    first = find_sink("prometheus").make(SinkSpec("a-run", tmp_path, settings, 0, told))
     port = int(told.pop().split(":")[-1].partition("/")[0])
     same = LoggingConfig(sinks=("prometheus",), prometheus=f"127.0.0.1:{port}")
-    with open_sinks(same, RunDirectory(tmp_path / "r"), told.append) as sinks:
+    with open_sinks(same, RunDirectory(tmp_path / "r"), told) as sinks:
         sinks.log(1, {"train/loss": 0.5})
     first.close()
     assert len(told) == 1
@@ -184,9 +185,9 @@ KEPT: list[object] = []
 
 
 def test_a_function_of_the_users_is_a_sink(tmp_path: Path):
-    told: list[str] = []
+    told = ConsoleLines()
     settings = LoggingConfig(sinks=(f"{__name__}:open_list", f"{__name__}:open_nothing"))
-    with open_sinks(settings, RunDirectory(tmp_path), told.append, step=4) as sinks:
+    with open_sinks(settings, RunDirectory(tmp_path), told, step=4) as sinks:
         sinks.log(5, {"train/loss": 0.5})
     assert KEPT == [4, (5, {"train/loss": 0.5}), "closed"]
     assert len(told) == 1

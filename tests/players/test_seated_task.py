@@ -20,6 +20,7 @@ from titan_rl import (
     env_reward,
     load_config,
 )
+from titan_rl.core.console import LOG
 from titan_rl.rollout.task import RunContext
 from titan_rl.tasks.players.settings import Endpoint, FrozenPolicy
 
@@ -128,7 +129,7 @@ async def test_endpoints_answer_while_the_task_is_open(tmp_path: Path) -> None:
     task = task_of(seats={"b": {"url": "http://x/v1", "model": "m", "timeout_s": 9.0}})
     with pytest.raises(RuntimeError, match="answers while the task is open"):
         players_of(task)
-    run = RunContext("model", None, 64, tmp_path, print)  # pyright: ignore[reportArgumentType]
+    run = RunContext("model", None, 64, tmp_path, LOG)  # pyright: ignore[reportArgumentType]
     async with task.open(run):
         player = players_of(task)["b"]
         assert isinstance(player, MessagePlayer)
@@ -137,7 +138,7 @@ async def test_endpoints_answer_while_the_task_is_open(tmp_path: Path) -> None:
 
 async def test_a_dry_run_asks_no_endpoint_and_serves_no_checkpoint(tmp_path: Path) -> None:
     task = task_of(seats={"a": ECHO, "b": {"url": "http://x/v1", "model": "m"}, "c": {"policy": str(tmp_path)}})
-    run = RunContext("model", None, 64, tmp_path, print, dry=True)  # pyright: ignore[reportArgumentType]
+    run = RunContext("model", None, 64, tmp_path, LOG, dry=True)  # pyright: ignore[reportArgumentType]
     async with task.open(run):
         players = players_of(task)
     assert isinstance(players["a"], MessagePlayer)

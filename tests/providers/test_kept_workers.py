@@ -14,6 +14,7 @@ from providers.fakes import worker_command
 
 from titan_rl.cluster.providers.spec import ChangingWorkers
 from titan_rl.cluster.providers.workers import KeptWorkers, kept_workers, tethered
+from titan_rl.core.console import LOG, Console, ConsoleLines
 from titan_rl.core.errors import ProviderError
 
 LIMIT_S = 60.0
@@ -39,9 +40,9 @@ def on_a_host_that_comes(tmp_path: Path) -> tuple[str, list[str]]:
 
 
 async def test_workers_listen_for_as_long_as_the_block(tmp_path: Path) -> None:
-    told = list[str]()
+    told = ConsoleLines()
     commands = listening(tmp_path, "10.0.0.1:5", "10.0.0.2:6")
-    async with kept_workers(commands, tmp_path, told.append, LIMIT_S) as workers:
+    async with kept_workers(commands, tmp_path, told, LIMIT_S) as workers:
         assert isinstance(workers, ChangingWorkers)
         assert list(workers) == await workers.current() == ["10.0.0.1:5", "10.0.0.2:6"]
     log = (tmp_path / "worker-host1.log").read_text().splitlines()
@@ -53,34 +54,34 @@ async def test_where_no_worker_comes_up_its_last_words_say_why(tmp_path: Path) -
     fails = "print('warming up')\nraise SystemExit('no such interface')"
     ill = [(name, [sys.executable, "-S", "-c", fails]) for name in ("host0", "host1")]
     with pytest.raises(ProviderError, match=r"host1 has ended with code 1: no such interface; its log: .*worker-host1"):
-        async with kept_workers(ill, tmp_path, print, LIMIT_S):
+        async with kept_workers(ill, tmp_path, LOG, LIMIT_S):
             pytest.fail("it began")
 
 
 async def test_one_that_never_listens_is_waited_for_in_vain_and_ended(tmp_path: Path) -> None:
     commands = listening(tmp_path, "10.0.0.1:5", program="import signal\nsignal.pause()\n")
     with pytest.raises(ProviderError, match=r"no worker listens on host0 after 0.1 s; see .*/worker-host0.log"):
-        async with kept_workers(commands, tmp_path, print, wait_s=0.1):
+        async with kept_workers(commands, tmp_path, LOG, wait_s=0.1):
             pytest.fail("it began")
 
 
 async def test_a_command_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ProviderError, match="no-such-ssh cannot be started: No such file"):
-        async with kept_workers([("host", ["no-such-ssh"])], tmp_path, print, LIMIT_S):
+        async with kept_workers([("host", ["no-such-ssh"])], tmp_path, LOG, LIMIT_S):
             pytest.fail("it began")
 
 
-class Kept:
+class Kept(Console):
     """Workers of a host that is there and of one that comes, and what is told of them."""
 
     def __init__(self, tmp_path: Path, *, first_wait_s: float = 0.02) -> None:
-        self.told = list[str]()
+        self.told = ConsoleLines()
         self._changed = asyncio.Event()
-        self.workers = KeptWorkers(tmp_path, self._tell, first_wait_s=first_wait_s, most_wait_s=0.05)
+        self.workers = KeptWorkers(tmp_path, self, first_wait_s=first_wait_s, most_wait_s=0.05)
         for host, words in (*listening(tmp_path, "10.0.0.1:5"), on_a_host_that_comes(tmp_path)):
             self.workers.keep(host, words)
 
-    def _tell(self, text: str) -> None:
+    def warning(self, text: str) -> None:
         self.told.append(text)
         self._changed.set()
 

@@ -8,6 +8,7 @@ from docs.pages import ROOT, blocks
 from titan_rl.cluster.providers.registry import find_provider
 from titan_rl.cluster.providers.spec import ChangingWorkers, ProviderSpec
 from titan_rl.config.hosts import ProviderSettings
+from titan_rl.core.console import ConsoleLines
 from titan_rl.core.errors import ConfigError
 
 
@@ -19,9 +20,9 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProviderSpec:
 
 
 async def test_its_workers_are_those_of_the_block(own: ProviderSpec):
-    told = list[str]()
+    told = ConsoleLines()
     provider = find_provider("my_cloud:rented")
-    async with provider.workers(ProviderSpec(own.settings, own.logs, told.append)) as addresses:
+    async with provider.workers(ProviderSpec(own.settings, own.logs, told)) as addresses:
         assert isinstance(addresses, ChangingWorkers)
         assert list(addresses) == await addresses.current() == ["10.0.0.2:700", "10.0.0.3:700"]
         assert told == []

@@ -143,7 +143,7 @@ def test_of_what_is_only_told_or_logged_it_is_told_of(kind: type[BaseException],
         raise kind("over")
 
     async def told() -> RolloutGroup:
-        Sinks({"odd": Sink()}, messages.append).log(1, {})
+        Sinks({"odd": Sink()}, messages).log(1, {})
         return await Stage().group(Generator(), on_finished=on_finished)
 
     messages: list[str] = []

@@ -12,6 +12,7 @@ import pytest
 
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import CheckpointConfig
+from titan_rl.core.console import ConsoleLines
 from titan_rl.core.errors import CheckpointError, ConfigError, NoSpaceError
 from titan_rl.run.checkpoints import saver
 from titan_rl.run.checkpoints.saver import CheckpointSaver
@@ -34,7 +35,7 @@ class Disk:
         self.failure: CheckpointError | None = None
         self.saved: list[tuple[int, float]] = []  # version, when it was whole
         self.forgotten: list[int] = []
-        self.said: list[str] = []
+        self.said = ConsoleLines()
         self._copied = 0
 
     def saver(self, version: int = 0, **settings: Any) -> CheckpointSaver:
@@ -45,7 +46,7 @@ class Disk:
             estimate=SIZE,
             copy=self._copy,
             forget_before=self.forgotten.append,
-            tell=self.said.append,
+            console=self.said,
             version=version,
         )
 

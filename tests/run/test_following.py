@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from serving.served import client_of, served, until
 
+from titan_rl.core.console import ConsoleLines
 from titan_rl.core.errors import CheckpointError, StateDictError
 from titan_rl.evaluation.policies import following
 from titan_rl.evaluation.policies.following import CheckpointPublisher, RunFollower
@@ -45,13 +46,13 @@ def save(run: Path, step: int) -> None:
 
 
 def follower_of(
-    run: Path, router: GeneratorRouter, publisher: Any, told: list[str], *, version: int = 0, every_s: float = 3600.0
+    run: Path, router: GeneratorRouter, publisher: Any, told: ConsoleLines, *, version: int = 0, every_s: float = 3600.0
 ) -> RunFollower:
-    return RunFollower(run, "runs/latest", publisher, router, version=version, every_s=every_s, tell=told.append)
+    return RunFollower(run, "runs/latest", publisher, router, version=version, every_s=every_s, console=told)
 
 
 async def test_a_running_request_goes_on_with_the_newer_version(tmp_path: Path) -> None:
-    told: list[str] = []
+    told = ConsoleLines()
     engines: list[ScriptedEngine] = []
 
     def next_token(context: Sequence[int]) -> int:
@@ -84,7 +85,7 @@ async def test_the_models_card_has_the_version() -> None:
 
 
 async def test_a_checkpoint_that_cannot_be_read_is_reported_and_the_older_version_serves(tmp_path: Path) -> None:
-    told: list[str] = []
+    told = ConsoleLines()
     router = GeneratorRouter([replica := FakeReplica("generator-0", step_s=0.0, version=3)])
     follower = follower_of(tmp_path, router, publisher := FakePublisher(damaged=[40]), told, version=3)
     save(tmp_path, 3)
@@ -107,7 +108,7 @@ async def test_a_checkpoint_that_cannot_be_read_is_reported_and_the_older_versio
 
 
 async def test_a_checkpoint_that_the_run_deletes_meanwhile_is_passed_over_for_the_next(tmp_path: Path) -> None:
-    told: list[str] = []
+    told = ConsoleLines()
     router = GeneratorRouter([FakeReplica("generator-0", step_s=0.0)])
 
     class Deleting(FakePublisher):
@@ -128,7 +129,7 @@ async def test_a_checkpoint_that_the_run_deletes_meanwhile_is_passed_over_for_th
 
 
 async def test_what_failed_is_tried_again_and_published_once(tmp_path: Path) -> None:
-    told: list[str] = []
+    told = ConsoleLines()
     router = GeneratorRouter([replica := FakeReplica("generator-0", step_s=0.0)])
     replica.pull_error = StateDictError("no room")
     follower = follower_of(tmp_path, router, publisher := FakePublisher(), told, every_s=1e-6)

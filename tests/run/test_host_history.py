@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_rl.cluster.hosts.lifecycle import BECOMES, MOST_EVENTS, HostHistory, HostStatus
+from titan_rl.core.console import LOG
 from titan_rl.core.tracing import spans
 from titan_rl.testing.clock import ManualClock
 from titan_rl.viewer.trace import Traces
@@ -113,7 +114,7 @@ def test_the_newest_events_are_kept() -> None:
 
 
 def test_each_host_has_a_lane_of_its_states(tmp_path: Path) -> None:
-    with spans.recording(tmp_path, "controller", 1 << 20, print):
+    with spans.recording(tmp_path, "controller", 1 << 20, LOG):
         history = HostHistory()
         with spans.span("around", "trainer", lane="loop"):
             history.note([host("h1"), host("h2")])

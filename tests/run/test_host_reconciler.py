@@ -16,7 +16,6 @@ import pytest
 from titan_rl.cluster.hosts.elastic import ASK_S, MISSES, RETRY_S, HostReconciler, ProvidedHosts
 from titan_rl.cluster.hosts.lifecycle import HostLifecycles, HostState, HostStatus
 from titan_rl.cluster.hosts.requests import HostFiles, HostRequest, HostStates, describe
-from titan_rl.core.calls.watchdog import logged
 from titan_rl.core.errors import ActorDiedError, ConfigError, TitanRLError
 from titan_rl.core.run_files import RunStatus
 from titan_rl.run.status import noted
@@ -32,7 +31,10 @@ class Hosts:
         self.started_anew: set[str] = set()  # those whose workers are others than before
         self.join_s = 0.0
         self.told: list[str] = []
-        self.tell = logged(self.told.append, logging.getLogger("hosts"))
+
+    def tell(self, text: str) -> None:
+        logging.getLogger("hosts").warning("%s", text)
+        self.told.append(text)
 
     @property
     def inside(self) -> dict[str, str]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from titan_rl.core.console import ConsoleLines
 from titan_rl.metrics.sinks.settings import LoggingConfig
 from titan_rl.run.directory import RunDirectory, read_jsonl
 from titan_rl.run.observability.sinks import BackgroundSink, Sinks, open_sinks
@@ -41,13 +42,8 @@ class Service:
         self.closed = True
 
 
-class Told(list[str]):
-    def __call__(self, text: str) -> None:
-        self.append(text)
-
-
 def test_a_sink_that_raises_is_told_of_once_and_again_when_it_works():
-    told, service, other = Told(), Service(), Service()
+    told, service, other = ConsoleLines(), Service(), Service()
     sinks = Sinks({"W&B": service, "other": other}, told)
     for step in range(6):
         service.down = 1 <= step <= 3
@@ -64,7 +60,7 @@ def test_a_sink_that_raises_is_told_of_once_and_again_when_it_works():
 
 
 def test_a_service_that_does_not_answer_holds_up_nothing_and_gets_its_records_later():
-    told, service = Told(), Service()
+    told, service = ConsoleLines(), Service()
     service.answers.clear()
     sink = BackgroundSink(lambda: service, "W&B", told)
     for step in range(3):
@@ -79,7 +75,7 @@ def test_a_service_that_does_not_answer_holds_up_nothing_and_gets_its_records_la
 
 
 def test_a_service_that_never_answers_does_not_keep_the_run_from_ending():
-    told, service = Told(), Service()
+    told, service = ConsoleLines(), Service()
     service.answers.clear()
     sink = BackgroundSink(lambda: service, "W&B", told, close_timeout_s=0.01, max_waiting=2)
     sink.log(0, {})
@@ -101,7 +97,7 @@ def test_a_service_that_is_down_from_the_start_is_left_out():
     def refuse() -> Service:
         raise ConnectionError("no route to host")
 
-    told = Told()
+    told = ConsoleLines()
     sink = BackgroundSink(refuse, "W&B", told)
     for step in range(3):
         sink.log(step, {})
@@ -136,7 +132,7 @@ class Leaves(Service):
 @pytest.mark.parametrize("error", WORSE_THAN_EXCEPTIONS)
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_sink_that_ends_more_than_itself_is_told_of(error: BaseException, in_background: bool):
-    told, service, other = Told(), Leaves(error), Service()
+    told, service, other = ConsoleLines(), Leaves(error), Service()
     sink = BackgroundSink(lambda: service, "W&B", told) if in_background else service
     sinks = Sinks({"W&B": sink, "other": other}, told)
     for step in range(4):
@@ -154,7 +150,7 @@ def test_a_service_whose_client_leaves_when_opened_is_left_out(error: BaseExcept
     def leave() -> Service:
         raise error
 
-    told = Told()
+    told = ConsoleLines()
     sink = BackgroundSink(leave, "W&B", told)
     sink.log(0, {})
     sink.close()
@@ -174,12 +170,12 @@ def test_a_sink_that_changes_its_record_changes_no_other():
 
     kept: list[dict[str, float]] = []
     metrics = {"loss": 0.5, "reward": 1.0}
-    Sinks({"changes": Changes(), "keeps": Keeps()}, Told()).log(1, metrics)
+    Sinks({"changes": Changes(), "keeps": Keeps()}, ConsoleLines()).log(1, metrics)
     assert kept == [metrics] == [{"loss": 0.5, "reward": 1.0}]
 
 
 def test_metrics_that_the_disk_does_not_take_are_counted_and_the_next_ones_written(tmp_path: Path):
-    told, run_dir = Told(), RunDirectory(tmp_path)
+    told, run_dir = ConsoleLines(), RunDirectory(tmp_path)
     run_dir.metrics.mkdir()
     with open_sinks(LoggingConfig(), run_dir, told) as sinks:
         sinks.log(1, {"loss": 0.5})

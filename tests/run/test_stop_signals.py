@@ -16,6 +16,7 @@ from user_project import project
 
 from titan_rl.cluster.liveness.local_processes import children_of
 from titan_rl.run.machine.signals import StopSignals
+from titan_rl.run.terminal.standard_streams import StderrConsole
 
 __all__ = ["project"]
 
@@ -220,7 +221,12 @@ def test_a_stop_while_a_run_is_set_up_does_not_speak_of_a_step_that_is_trained(p
 
 def test_what_a_stop_says_changes_with_what_the_program_is_at() -> None:
     told: list[str] = []
-    with StopSignals("at first", "ended", told.append, reaction_s=60) as signals:
+
+    class Listener(StderrConsole):
+        def end_with(self, text: str) -> None:
+            told.append(text)
+
+    with StopSignals("at first", "ended", Listener(), reaction_s=60) as signals:
         signals.stopping = "later"
         signal.raise_signal(signal.SIGTERM)
     assert told == ["SIGTERM: later"]

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from titan_rl.cluster.hosts.lifecycle import HostStatus
+from titan_rl.core.console import ConsoleLines
 from titan_rl.run.observability.progress import Operations, Progress, StepReport, Verbosity
 from titan_rl.run.observability.summary import RunSummary, show_summary
 from titan_rl.run.terminal.live import LiveLines
@@ -132,9 +133,9 @@ def test_items_flow_into_as_many_lines_as_they_need():
 
 
 def test_work_that_takes_long_is_told_of_now_and_then_and_at_its_end():
-    said: list[str] = []
+    said = ConsoleLines()
     clock = ManualClock()
-    operations = Operations(said.append, clock)
+    operations = Operations(said, clock)
     operations.tells = True
     with operations.begin("starting 2 generators"):
         for clock.seconds in (1.0, 9.0, 10.0, 12.0, 29.0, 31.0, 45.0, 61.0):
@@ -152,9 +153,9 @@ def test_work_that_takes_long_is_told_of_now_and_then_and_at_its_end():
 
 
 def test_several_at_a_time_are_each_told_of_with_their_notes():
-    said: list[str] = []
+    said = ConsoleLines()
     clock = ManualClock()
-    operations = Operations(said.append, clock)
+    operations = Operations(said, clock)
     operations.tells = True
     done = 0
     with operations.begin("validating", lambda: f"{done} of 64 groups"):
@@ -169,9 +170,9 @@ def test_several_at_a_time_are_each_told_of_with_their_notes():
 
 
 def test_work_that_fails_is_not_said_to_have_taken_its_time():
-    said: list[str] = []
+    said = ConsoleLines()
     clock = ManualClock()
-    operations = Operations(said.append, clock)
+    operations = Operations(said, clock)
     operations.tells = True
     with pytest.raises(ValueError, match="no"), operations.begin("starting"):  # noqa: PT012
         clock.seconds = 12.0

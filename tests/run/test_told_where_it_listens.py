@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from titan_rl.config.hosts import HostsConfig
+from titan_rl.core.console import ConsoleLines
 from titan_rl.run.hosts import use_monarch
 
 
@@ -17,9 +18,9 @@ def test_an_address_on_which_a_process_listens_for_several_policies_is_told_once
     monkeypatch.setitem(sys.modules, "titan_rl.cluster.processes.sockets", listening)
     monkeypatch.setattr("titan_rl.run.hosts.own_address", lambda hosts: hosts.listen)
     monkeypatch.setattr("titan_rl.run.hosts._announced", set[str]())
-    told: list[str] = []
+    told = ConsoleLines()
     for address in ("10.0.0.1", "10.0.0.1", "10.0.0.2", "127.0.0.1"):
-        use_monarch(HostsConfig(addresses=("10.0.0.9",), listen=address), told.append)
+        use_monarch(HostsConfig(addresses=("10.0.0.9",), listen=address), told)
     assert used == ["10.0.0.1", "10.0.0.1", "10.0.0.2", "127.0.0.1"]
     assert [line.partition(": ")[0] for line in told] == [
         "this run listens on 10.0.0.1",

@@ -12,6 +12,7 @@ import pytest
 from test_controller import Rig
 
 from titan_rl import EngineLoop, LocalReplica
+from titan_rl.core.console import LOG
 from titan_rl.core.tracing import spans
 from titan_rl.generation.scripted_engine import ScriptedEngine
 from titan_rl.run.json_lines import cut_traces
@@ -29,7 +30,7 @@ async def rig(tmp_path: Path) -> Rig:
     loop = EngineLoop(lambda: ScriptedEngine(script=lambda context: context[-1] - 1))
     await loop.start()
     rig = Rig(tmp_path, steps=6, replica=LocalReplica("engine", loop, lambda version: []))
-    with spans.recording(rig.run_dir.trace, "controller", 1 << 22, print):
+    with spans.recording(rig.run_dir.trace, "controller", 1 << 22, LOG):
         await rig.run()
         rig.controller.close()
     await loop.close()

@@ -69,7 +69,7 @@ def test_the_page_says_in_which_step(tmp_path: Path):
 def test_a_person_is_told_beside_the_steps():
     shown = io.StringIO()
     progress = Progress(5, shown)
-    reports = StepReports(lambda step, metrics: None, progress, RolloutLog(lambda record: None, 0, progress.message))
+    reports = StepReports(lambda step, metrics: None, progress, RolloutLog(lambda record: None, 0, progress))
     for step in range(1, 6):
         groups = [group([0.5, 0.5])]
         batch = GroupBatch(groups, step - 1, {}, lambda: None)

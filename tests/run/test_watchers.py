@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from titan_rl.core.console import Console, ConsoleLines
 from titan_rl.core.run_files import read_status
+from titan_rl.run.observability import watchers
 from titan_rl.run.observability.watchers import warn_of_shortage, warn_of_stalls
 from titan_rl.run.status import note_waiting, noted
 from titan_rl.viewer.summary import describe_run
@@ -37,16 +39,25 @@ class FakeResources:
         return self.trainer
 
 
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Everything that the run's status has said that the run waits for."""
+    noted: list[str] = []
+    monkeypatch.setattr(watchers, "note_waiting", lambda folder, waits_for: noted.append(waits_for))
+    return noted
+
+
 @pytest.mark.looptime
 async def test_a_stall_is_warned_of_ever_more_seldom_and_its_end_once():
     told: list[tuple[int, str]] = []
     loop = asyncio.get_running_loop()
     begin, run = loop.time(), FakeRun()
 
-    def tell(text: str) -> None:
-        told.append((round(loop.time() - begin), text))
+    class Timed(Console):
+        def warning(self, text: str) -> None:
+            told.append((round(loop.time() - begin), text))
 
-    watch = asyncio.ensure_future(warn_of_stalls(run, tell))
+    watch = asyncio.ensure_future(warn_of_stalls(run, Timed()))
     for _ in range(10):  # something now and then is no stall
         await asyncio.sleep(20)
         run.happened += 1
@@ -67,17 +78,16 @@ async def test_a_stall_is_warned_of_ever_more_seldom_and_its_end_once():
 
 
 @pytest.mark.looptime
-async def test_a_shortage_is_told_of_once_it_lasts_and_so_is_its_end():
+async def test_a_shortage_is_told_of_once_it_lasts_and_so_is_its_end(tmp_path: Path, waits: list[str]):
     resources = FakeResources()
-    told: list[str] = []
-    noted: list[str] = []
-    watch = asyncio.ensure_future(warn_of_shortage(resources, told.append, noted.append))
+    told = ConsoleLines()
+    watch = asyncio.ensure_future(warn_of_shortage(resources, told, tmp_path))
     await asyncio.sleep(100)
     resources.generators = "none of 2 generators is in service"
     await asyncio.sleep(1)
     resources.generators = None
     await asyncio.sleep(10.2)
-    assert told == noted == []
+    assert told == waits == []
     resources.generators = "1 generator serves, and 2 are the least"
     await asyncio.sleep(30)
     resources.generators = "there is no generator"
@@ -90,7 +100,7 @@ async def test_a_shortage_is_told_of_once_it_lasts_and_so_is_its_end():
         "the run waits for generators: there is no generator",
         "enough generators serve again, after 60 s",
     ]
-    assert noted == ["generators: 1 generator serves, and 2 are the least", "generators: there is no generator", ""]
+    assert waits == ["generators: 1 generator serves, and 2 are the least", "generators: there is no generator", ""]
 
 
 def test_what_a_run_waits_for_is_in_its_status_until_it_goes_on_or_ends(tmp_path: Path):
@@ -105,11 +115,10 @@ def test_what_a_run_waits_for_is_in_its_status_until_it_goes_on_or_ends(tmp_path
 
 
 @pytest.mark.looptime
-async def test_what_a_trainer_waits_for_is_noted_beside_what_generators_lack():
+async def test_what_a_trainer_waits_for_is_noted_beside_what_generators_lack(tmp_path: Path, waits: list[str]):
     resources = FakeResources()
-    told: list[str] = []
-    noted: list[str] = []
-    watch = asyncio.ensure_future(warn_of_shortage(resources, told.append, noted.append))
+    told = ConsoleLines()
+    watch = asyncio.ensure_future(warn_of_shortage(resources, told, tmp_path))
     resources.trainer = "it waits for hosts"
     await asyncio.sleep(1)
     resources.generators = "there is no generator"
@@ -120,5 +129,5 @@ async def test_what_a_trainer_waits_for_is_noted_beside_what_generators_lack():
     await asyncio.sleep(1)
     watch.cancel()
     alone = "trainer: it waits for hosts"
-    assert noted == [alone, f"generators: there is no generator; {alone}", alone, ""]
+    assert waits == [alone, f"generators: there is no generator; {alone}", alone, ""]
     assert not any("hosts" in line for line in told), "the trainer tells that itself"

@@ -9,7 +9,7 @@ from pathlib import Path
 from titan_rl.cli.options import Parser, file_path
 from titan_rl.evaluation.policies.source import export_policy
 from titan_rl.run.observability.progress import status
-from titan_rl.run.terminal.standard_streams import say, tell, tell_next
+from titan_rl.run.terminal.standard_streams import StderrConsole, say, tell, tell_next
 
 
 def set_up(parser: Parser) -> None:
@@ -28,7 +28,7 @@ def set_up(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     out = Path(arguments.out).absolute()
     with status(f"exporting {arguments.policy}"):
-        exporting = export_policy(arguments.policy, out, arguments.dtype, lambda text: tell(f"titan-rl: {text}"))
+        exporting = export_policy(arguments.policy, out, arguments.dtype, StderrConsole())
         name = asyncio.run(exporting)
     tell(f"titan-rl: {name} is written and verified")
     say(f"{out}\n")

@@ -12,7 +12,7 @@ from titan_rl.config.load import load_config
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import ConfigError
 from titan_rl.evaluation.play.command import Scene, play
-from titan_rl.run.terminal.standard_streams import say, tell, tell_next
+from titan_rl.run.terminal.standard_streams import StderrConsole, say, tell, tell_next
 
 
 def set_up(parser: Parser) -> None:
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
             settings,
             arguments.policy,
             say=show,
-            tell=lambda text: tell(f"titan-rl: {text}"),
+            console=StderrConsole(),
             lines=sys.stdin,
             is_terminal=is_terminal,
         )

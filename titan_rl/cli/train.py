@@ -18,7 +18,7 @@ from titan_rl.run.machine.requirements import check_needs, describe_transport, w
 from titan_rl.run.observability.progress import Verbosity
 from titan_rl.run.observability.summary import show_summary
 from titan_rl.run.rehearsal import describe, problem_of_loss, rehearse
-from titan_rl.run.terminal.standard_streams import say, tell, tell_next
+from titan_rl.run.terminal.standard_streams import StderrConsole, say, tell, tell_next
 
 
 def set_up(parser: Parser) -> None:
@@ -98,7 +98,7 @@ def _rehearse(config: RunConfig) -> int:
         exit code: 1 where something is wrong that would fail a run.
     """
     try:
-        rehearsals = rehearse(config, lambda text: tell(f"titan-rl: {text}"))
+        rehearsals = rehearse(config, StderrConsole())
     except MissingExtraError as error:
         tell(f"titan-rl: no group is played: {error}")
         return 0

@@ -11,7 +11,7 @@ import socket
 from titan_rl.cli.options import Parser
 from titan_rl.config.hosts import ONE_ADDRESS, WORKER_DRAIN_S, WORKER_PORT, is_broadcast, join_address, split_address
 from titan_rl.core.errors import ConfigError, MissingExtraError
-from titan_rl.run.terminal.standard_streams import tell
+from titan_rl.run.terminal.standard_streams import StderrConsole, tell
 
 
 def set_up(parser: Parser) -> None:
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     from titan_rl.run.worker import run_worker
 
     try:
-        run_worker(address, lambda text: tell(f"titan-rl: {text}"), arguments.drain_s)
+        run_worker(address, StderrConsole(), arguments.drain_s)
     except KeyboardInterrupt:
         tell("titan-rl: stopped at once, with what runs had here; SIGTERM has them move it first")
         return 128 + signal.SIGINT

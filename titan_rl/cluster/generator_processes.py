@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from titan_rl.config.model_folder import start_limit_s
 from titan_rl.config.sections import GenerationConfig, RoutingConfig, StateDictConfig
 from titan_rl.config.serve import ServeConfig
 from titan_rl.core.calls.user_code import reason
+from titan_rl.core.console import LOG, Console
 from titan_rl.core.errors import ActorDiedError, EngineDeadError, EngineStalledError, TitanRLError
 from titan_rl.generation.router.replica import Limits, Replica
 from titan_rl.generation.router.router import GeneratorRouter
@@ -370,7 +371,7 @@ async def start_generators(
     version: int,
     max_running: int,
     files: ProcessFiles,
-    tell: Callable[[str], object] = logger.info,
+    console: Console = LOG,
     published: PublishedWeights | None = None,
 ) -> AsyncGenerator[GeneratorProcesses]:
     """Start the generators of a server, which end with the block.
@@ -379,7 +380,7 @@ async def start_generators(
         version: of the policy that is served.
         max_running: most requests one engine advances at a time.
         files: what lies beside `logs` is a run's folder to other hosts.
-        tell: shows a person which of them die and are there again.
+        console: shows the user which of them die and have been replaced.
         published: where they find the manifests of what `open_transport` publishes; by default they keep the weights
             that they start with.
 
@@ -409,7 +410,7 @@ async def start_generators(
         generate_gpus=config.generation.tensor_parallel_size,
         trains=False,
     )
-    async with started(files, config.hosts.of_generators_alone, needs, tell, make) as processes:
+    async with started(files, config.hosts.of_generators_alone, needs, console, make) as processes:
         yield processes
 
 

@@ -25,6 +25,7 @@ from titan_rl.core.calls import stopwatch
 from titan_rl.core.calls.stopwatch import Stopwatch
 from titan_rl.core.calls.threads import UsersThreads
 from titan_rl.core.calls.watchdog import LoopWatchdog
+from titan_rl.core.console import Console
 from titan_rl.core.errors import ActorDiedError, RequestError
 from titan_rl.generation.request import EngineRequest
 from titan_rl.rollout.copies import portable
@@ -62,18 +63,13 @@ class RolloutWorkerActor(ProcessActor):
         from titan_rl.config.load import load_config
 
         asyncio.get_running_loop().set_default_executor(UsersThreads())  # the process ends without what hangs there
-        in_actor = contextvars.copy_context().run  # the watching thread sends for this actor
-        name = self._spec.name
-
-        def tell(text: str) -> None:
-            in_actor(self._service.say.broadcast, f"{name}: {text}")
-
+        console = _ControllerConsole(self._spec.name, self._service)
         config_path = self._settings.config_path
         config = load_config(config_path, [("model.path", str(self._settings.model_path))], check_files=False)
         # Both for as long as the process lives.
-        self._opened = open_rollouters(config, config_path.parent, tell)
+        self._opened = open_rollouters(config, config_path.parent, console)
         self._rollouters = await self._opened.__aenter__()
-        self._watchdog = LoopWatchdog(tell)
+        self._watchdog = LoopWatchdog(console)
         self._watchdog.__enter__()  # after the imports
 
     @concurrent_endpoint
@@ -235,17 +231,32 @@ def _unwanted(key: str) -> RequestError:
     return RequestError(f"group {key.rpartition('#')[0]!r} is no longer wanted of this worker")
 
 
-_listeners: list[Callable[[str], object]] = []
+_consoles: list[Console] = []
 
 
 @contextmanager
-def listening(listener: Callable[[str], object]) -> Generator[None]:
-    """Register `listener`, which is called within the block with messages of workers, from any thread."""
-    _listeners.append(listener)
+def shown_on(console: Console) -> Generator[None]:
+    """Show the lines of workers on this process's console, within the block."""
+    _consoles.append(console)
     try:
         yield
     finally:
-        _listeners.remove(listener)
+        _consoles.remove(console)
+
+
+class _ControllerConsole(Console):
+    """Console of a worker, whose lines are shown by the controller's."""
+
+    def __init__(self, worker: str, service: Any) -> None:
+        self._worker = worker
+        self._service = service
+        self._in_actor = contextvars.copy_context().run  # other threads send for this actor
+
+    def message(self, text: str) -> None:
+        self.warning(text)
+
+    def warning(self, text: str) -> None:
+        self._in_actor(self._service.say.broadcast, f"{self._worker}: {text}")
 
 
 class GenerateService(AnsweringActor):
@@ -258,9 +269,9 @@ class GenerateService(AnsweringActor):
 
     @concurrent_endpoint
     async def say(self, text: str) -> None:
-        """Pass on a message for people."""
-        for listener in _listeners:
-            listener(text)
+        """Show a line of a worker."""
+        for console in _consoles:
+            console.warning(text)
 
     @concurrent_endpoint
     async def finished(self, key: str, rollout: Rollout) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from titan_rl.cluster.trainer_processes import TRAINER, TrainerProcesses, may_tr
 from titan_rl.config.concurrency import Concurrency
 from titan_rl.config.hosts import Roles
 from titan_rl.config.run import RunConfig
+from titan_rl.core.console import LOG, Console
 from titan_rl.core.errors import ActorDiedError, ConfigError
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.weights.transports.registry import find_transport
@@ -221,7 +222,7 @@ async def start_processes(
     config: RunConfig,
     files: RunFiles,
     published: PublishedWeights,
-    tell: Callable[[str], object] = logger.info,
+    console: Console = LOG,
     *,
     trains: bool = True,
     generates: bool = True,
@@ -230,7 +231,7 @@ async def start_processes(
 
     Args:
         trains, generates: whether there is a trainer, and generators.
-        tell: shows a person which processes die and are there again.
+        console: shows the user which processes die and have been replaced.
 
     Raises:
         ActorDiedError: a process did not start in time.
@@ -241,6 +242,6 @@ async def start_processes(
         return RunProcesses(config, files, published, hosts, service, trains=trains, generates=generates)
 
     async with started(
-        files, config.hosts, needs_of(config, files, trains=trains, generates=generates), tell, make
+        files, config.hosts, needs_of(config, files, trains=trains, generates=generates), console, make
     ) as processes:
         yield processes

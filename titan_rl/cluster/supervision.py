@@ -34,6 +34,7 @@ from titan_rl.cluster.processes.remote_process import NoAnswerError, RemoteProce
 from titan_rl.cluster.processes.roles import ProcessId
 from titan_rl.config.hosts import HostsConfig
 from titan_rl.core.calls.user_code import reason
+from titan_rl.core.console import Console
 from titan_rl.core.errors import ActorDiedError, TitanRLError
 from titan_rl.core.tracing.spans import tracing_of_children
 
@@ -322,7 +323,7 @@ async def started(
     files: ProcessFiles,
     config: HostsConfig,
     needs: HostNeeds,
-    tell: Callable[[str], object],
+    console: Console,
     make: Callable[[Hosts], P],
 ) -> AsyncGenerator[P]:
     """Open the hosts, and start processes on them, which end with the block.
@@ -337,7 +338,7 @@ async def started(
     with stderr_into(files.logs / "monarch.log"):  # it greets its user there when it is first used
         supervisor = this_proc().spawn("supervisor", Supervisor)
     try:
-        async with open_hosts(config, supervisor, needs, tell) as hosts:
+        async with open_hosts(config, supervisor, needs, console) as hosts:
             processes = make(hosts)
             try:
                 await processes.start()

@@ -28,6 +28,7 @@ from titan_rl.config.run import RunConfig
 from titan_rl.config.task_tables import type_of
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.calls.user_code import summary
+from titan_rl.core.console import LOG, Console
 from titan_rl.core.errors import ActorDiedError, ConfigError, NoHostError, TitanRLError
 from titan_rl.core.tracing.spans import span
 from titan_rl.training.data.packing import StepPlan, plan_step
@@ -346,9 +347,7 @@ def may_train(host: Host, config: Path) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def start_trainer(
-    config: RunConfig, files: RunFiles, tell: Callable[[str], object] = logger.info
-) -> AsyncGenerator[TrainerAlone]:
+async def start_trainer(config: RunConfig, files: RunFiles, console: Console = LOG) -> AsyncGenerator[TrainerAlone]:
     """A trainer that publishes to nobody, whose processes end with the block.
 
     Raises:
@@ -357,5 +356,5 @@ async def start_trainer(
     """
     needs = needs_of(config, files, generates=False)
     make = partial(TrainerAlone, config, files)
-    async with started(files, config.hosts, needs, tell, make) as alone:
+    async with started(files, config.hosts, needs, console, make) as alone:
         yield alone

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing_extensions import get_protocol_members
 from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import TaskSource
 from titan_rl.core.calls.user_code import describe
+from titan_rl.core.console import Console
 from titan_rl.core.errors import ConfigError, MissingExtraError, ModelError
 from titan_rl.rollout.group.rollouter import Rollouter
 from titan_rl.rollout.renderer import Renderer
@@ -101,7 +102,7 @@ def make_rollouter(config: RunConfig, source: TaskSource, renderer: Renderer | N
 async def open_rollouters(
     config: RunConfig,
     folder: Path,
-    tell: Callable[[str], object],
+    console: Console,
     renderer: Renderer | None = None,
     *,
     dry: bool = False,
@@ -110,11 +111,11 @@ async def open_rollouters(
 
     Args:
         folder: of the run.
-        tell: takes what the tasks have to say to a person.
+        console: shows lines of the tasks.
         dry: the tasks start nothing.
     """
     renderer = renderer or make_renderer(config.model)
-    run = RunContext(config.model.path, renderer, config.model.max_context, folder, tell, dry)
+    run = RunContext(config.model.path, renderer, config.model.max_context, folder, console, dry)
     async with AsyncExitStack() as tasks:
         for source in config.sources:
             await tasks.enter_async_context(opened(source.task, run))

@@ -7,7 +7,7 @@ _evaluate_all     one policy after the other is opened, evaluated and closed
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from titan_rl.config.evaluation import EvalConfig
@@ -63,7 +63,7 @@ def run_evaluations(
             logging_to(files.logs / "evaluation.log"),
             process_session(files.run_id, config.pythonpath, stopping=STOPPING, ended=ended) as signals,
         ):
-            signals.tell = progress.end_with
+            signals.console = progress
             program = _evaluate_all(config, settings, policies, out, evaluations, files, progress)
             return run_until_signal(program, signals, lambda: f"logs and transcripts are in {out}")
 
@@ -80,8 +80,7 @@ async def _evaluate_all(
     taken: set[str] = set()
     for given in policies:
         async with contextlib.AsyncExitStack() as opened:
-            tell, warn = (_named(show) for show in (progress.message, progress.warning))
-            opening = open_policy(given, config, settings, files, tell, warn)
+            opening = open_policy(given, config, settings, files, progress)
             with progress.working(f"loading {given}"):
                 policy = await opened.enter_async_context(opening)
             run = EvaluationRun(config, settings, policy, out / folder_name(policy.name, taken), progress)
@@ -91,7 +90,3 @@ async def _evaluate_all(
             finally:
                 if (evaluation := run.evaluation()).tasks:  # else nothing of it could be opened
                     evaluations.append(evaluation)
-
-
-def _named(show: Callable[[str], object]) -> Callable[[str], object]:
-    return lambda text: show(f"titan-rl: {text}")

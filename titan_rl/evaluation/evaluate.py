@@ -155,16 +155,17 @@ class EvaluationRun:
             ConfigError: the folder has an evaluation with other settings.
             TitanRLError: what ended it.
         """
-        tell = self._progress.message
-        opening = open_suites(self._config, self._settings, self._policy, self._place, tell)
+        opening = open_suites(self._config, self._settings, self._policy, self._place, self._progress)
         async with opening as self._suites:
             if self._folder is not None:
                 self._lines = self._folder.begin(self._made_with(), self._suites)
             if self._lines:
-                tell(f"{self._policy.name}: {len(self._lines)} samples are there already, in {self._place}")
+                self._progress.message(
+                    f"{self._policy.name}: {len(self._lines)} samples are there already, in {self._place}"
+                )
             self._progress.count(sum(len(suite.prompts) * suite.samples_per_prompt for suite in self._suites))
             try:
-                with LoopWatchdog(self._progress.warning):
+                with LoopWatchdog(self._progress):
                     await play_suites(
                         self._suites,
                         self._policy.generate,

@@ -33,7 +33,7 @@ from titan_rl.run.machine.requirements import require_modules
 from titan_rl.run.machine.signals import run_until_signal
 from titan_rl.run.observability.progress import Verbosity, status
 from titan_rl.run.session import SessionFiles, process_session
-from titan_rl.run.terminal.standard_streams import OutputError, say, tell
+from titan_rl.run.terminal.standard_streams import OutputError, StderrConsole, say
 from titan_rl.serving.access import Keys
 from titan_rl.serving.app import make_app
 from titan_rl.serving.http.exchange import ServerLimits
@@ -111,9 +111,9 @@ async def _serve(
     from titan_rl.cluster.generator_processes import open_transport, start_generators
     from titan_rl.cluster.processes.garbage import settled_heap
 
-    model, server = config.model, config.server
+    model, server, console = config.model, config.server, StderrConsole()
     if source.checkpoint is not None:
-        tell(f"titan-rl: reading {source.name}")
+        console.message(f"reading {source.name}")
         model = await export(
             model, source.checkpoint, Path(tempfile.gettempdir()) / "policy", files.logs / "export.log"
         )
@@ -123,13 +123,13 @@ async def _serve(
     max_running = places_of(model, config.generation, MAX_RUNNING)
     num_generators = config.generation.num_generators
     if verbosity is not Verbosity.QUIET:
-        tell(f"titan-rl: starting {num_generators} generator{'' if num_generators == 1 else 's'}; logs: {files.logs}")
+        console.message(f"starting {num_generators} generator{'' if num_generators == 1 else 's'}; logs: {files.logs}")
     starting = start_generators(
         config.model_copy(update={"model": model, "generation": streaming(config.generation)}),
         version=source.version,
         max_running=max_running,
         files=files,
-        tell=_tell,
+        console=console,
         published=published,
     )
     async with contextlib.AsyncExitStack() as opened:
@@ -147,7 +147,7 @@ async def _serve(
                 router,
                 version=source.version,
                 every_s=server.follow_s,
-                tell=_tell,
+                console=console,
             )
         app = make_app(
             router.stream,
@@ -175,10 +175,6 @@ async def _serve(
                     await asyncio.Event().wait()  # for the end, by a signal or because no generator is left
 
 
-def _tell(text: str) -> None:
-    tell(f"titan-rl: {text}")
-
-
 def streaming(generation: GenerationConfig) -> GenerationConfig:
     """Settings of generators that stream each token as it is sampled, unless they say otherwise."""
     return generation.model_copy(update={"stream_interval": generation.stream_interval or 1})
@@ -191,7 +187,7 @@ def _renderer(config: ServeConfig) -> Renderer | None:
     except ModelError as error:
         if config.model.renderer not in ("auto", "chat_template"):
             raise
-        tell(f"titan-rl: warning: there is no chat, only completions: {reason(error)}; or set model.renderer")
+        StderrConsole().warning(f"warning: there is no chat, only completions: {reason(error)}; or set model.renderer")
         return None
 
 

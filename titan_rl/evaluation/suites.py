@@ -17,6 +17,7 @@ from titan_rl.config.evaluation import EvalConfig
 from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import ResolvedSuite, TaskSource
 from titan_rl.core.calls.plain import json_line
+from titan_rl.core.console import Console
 from titan_rl.core.errors import ConfigError, GenerationError, RewardError
 from titan_rl.evaluation.policies.opened import OpenedPolicy
 from titan_rl.evaluation.results import is_fault
@@ -180,7 +181,7 @@ USUAL_PROMPTS = 64
 
 @contextlib.asynccontextmanager
 async def open_suites(
-    config: RunConfig, settings: EvalConfig, policy: OpenedPolicy, folder: Path, tell: Callable[[str], object]
+    config: RunConfig, settings: EvalConfig, policy: OpenedPolicy, folder: Path, console: Console
 ) -> AsyncGenerator[list[Suite]]:
     """The prompts of each task that is asked for, with the tasks open for the length of the block.
 
@@ -199,7 +200,7 @@ async def open_suites(
             task = suite.source.task
             if suite.source.name not in opened_tasks:
                 opened_tasks.add(suite.source.name)
-                run = RunContext(config.model.path, renderer, config.model.max_context, folder, tell)
+                run = RunContext(config.model.path, renderer, config.model.max_context, folder, console)
                 await tasks.enter_async_context(opened(task, run))
             suites.append(_suite(config, settings, suite, policy, renderer))
         yield suites

@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from titan_rl.core.calls.cancellation import is_ctrl_c
 from titan_rl.core.calls.user_code import describe, place_of, reason, stood_at
+from titan_rl.core.console import Console
 from titan_rl.core.errors import DataError
 from titan_rl.rollout.environment.types import AgentEnv, SeatedEnv, TokenEnv
 from titan_rl.rollout.renderer.types import Renderer
@@ -114,7 +115,7 @@ class RunContext:
     Args:
         model: folder of the model.
         folder: folder of the run.
-        tell: shows a line to the user, or writes it to the log of the process.
+        console: shows lines to the user.
         dry: a dry run plays a group to check the task; the task must not start anything.
     """
 
@@ -122,8 +123,12 @@ class RunContext:
     renderer: Renderer
     max_context: int
     folder: Path
-    tell: Callable[[str], object]
+    console: Console
     dry: bool = False
+
+    def tell(self, text: str) -> None:
+        """Show the user one line."""
+        self.console.message(text)
 
 
 @runtime_checkable

@@ -92,13 +92,12 @@ class Controller(TrainingLoop):
         super().__init__(config, trainer, run_dir=run_dir, state=state, log=log, progress=progress)
         self._router = router
         self._journal = journal
-        self._tell = progress.message
         self._syncing: asyncio.Task[None] | None = None  # the newest version, until all generators have it
         tokens = TokenRecords(token_texts, config.scheduling.max_token_age)
         self._transcripts = RolloutLog(
             run_dir.write_rollout,
             config.logging.transcripts_per_step,
-            progress.warning,
+            progress,
             tokens if config.logging.transcript_tokens else None,
         )
         tasks = [source.name for source in config.tasks]
@@ -114,7 +113,7 @@ class Controller(TrainingLoop):
             on_ended=self._transcripts.ended,
             on_lost=self._transcripts.lost,
         )
-        self._records = GroupRecords(self._mix, journal, self._transcripts, self._tell)
+        self._records = GroupRecords(self._mix, journal, self._transcripts, progress)
         self._algorithm = make_algorithm(config, filters)
         self._scheduler = self._groups.make_scheduler(self._algorithm.filters, self._records, self.version)
         self._sync = WeightSync(
@@ -170,7 +169,7 @@ class Controller(TrainingLoop):
     async def _validate_first(self) -> None:
         """Run the first validation; a resumed run repeats one that was due when it was stopped."""
         if not self._validation.is_on:
-            self._tell("validation is off: validation.num_prompts = 0")
+            self._progress.message("validation is off: validation.num_prompts = 0")
         if self._state.reward_before is None:
             self._state = replace(self._state, reward_before=await self._validation.run(self.version))
         elif self._validation.is_due(self.version) and self.version < self._config.training.steps:

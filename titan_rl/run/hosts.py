@@ -21,10 +21,11 @@ from titan_rl.config.run import RunConfig
 from titan_rl.config.serve import ServeConfig
 from titan_rl.core.calls.parsing import names_this_machine
 from titan_rl.core.calls.user_code import reason, where
+from titan_rl.core.console import Console
 from titan_rl.core.errors import ConfigError, ProviderError, TitanRLError
 from titan_rl.run.machine.environment import process_scratch
-from titan_rl.run.machine.signals import tell_on_stderr
 from titan_rl.run.observability.progress import Verbosity, status
+from titan_rl.run.terminal.standard_streams import StderrConsole
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ async def workers_started(
     kind = find_provider(hosts.provider)
     async with contextlib.AsyncExitStack() as opened:
         with status("starting workers", verbosity):
-            started = await _begun(opened, hosts.provider, kind, ProviderSpec(hosts, logs, tell_on_stderr))
+            started = await _begun(opened, hosts.provider, kind, ProviderSpec(hosts, logs, StderrConsole()))
         addresses = _addresses_of(hosts.provider, started)
         by_address = hosts.model_copy(update={"provider": None, "addresses": addresses})
         if too_few := [*by_address.too_few_of(len(by_address.addresses))]:
@@ -102,7 +103,7 @@ async def _begun(opened: contextlib.AsyncExitStack, name: str, kind: ProviderKin
             failed = _problem(name, own)
             if error is None:
                 raise failed from own
-            tell_on_stderr(str(failed))  # what ended the run is to be told
+            StderrConsole().warning(str(failed))  # what ended the run is to be told
             return False
 
     with _of_provider(name):
@@ -161,7 +162,7 @@ _announced = set[str]()
 """Addresses that this process has announced: an evaluation of several policies announces each once."""
 
 
-def use_monarch(hosts: HostsConfig, tell: Callable[[str], object]) -> None:
+def use_monarch(hosts: HostsConfig, console: Console) -> None:
     """Have Monarch listen where the run's hosts reach it.
 
     Monarch writes to the terminal when it is first used, so call this while no display is drawn.
@@ -178,7 +179,7 @@ def use_monarch(hosts: HostsConfig, tell: Callable[[str], object]) -> None:
     listen_on(address, process_scratch())
     if not names_this_machine(address) and address not in _announced:
         _announced.add(address)
-        tell(f"this run listens on {address}: {OPEN}")
+        console.warning(f"this run listens on {address}: {OPEN}")
 
 
 @contextlib.asynccontextmanager
@@ -189,18 +190,18 @@ async def open_hosts(
     *,
     verbosity: Verbosity = Verbosity.NORMAL,
     stop: Callable[[], object] | None = None,
-    warn: Callable[[str], object] = tell_on_stderr,
+    console: Console | None = None,
 ) -> AsyncGenerator[StartedWorkers[C]]:
     """Start a provider's workers, import what starts processes on them, and have Monarch listen for them.
 
     Args:
         module: Module that starts the processes. Its import takes seconds.
         stop, logs: see `workers_started`.
-        warn: Receives a warning if Monarch's address is open to other machines.
+        console: Shows a warning if Monarch's address is open to other machines. Defaults to standard error.
     """
     async with workers_started(config, logs, verbosity, stop) as workers:
         with status("loading what runs models", verbosity):
             importlib.import_module(module)
         await asyncio.sleep(0)  # a signal that came during the imports stops the command here
-        use_monarch(workers.config.hosts, warn)
+        use_monarch(workers.config.hosts, console or StderrConsole())
         yield workers

@@ -7,7 +7,7 @@ _train         starts processes, opens tasks, journal and trainer, and runs the 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping
+from collections.abc import AsyncGenerator, Generator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from titan_rl.config.build import find_token_texts, make_renderer, open_rolloute
 from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.watchdog import LoopWatchdog
+from titan_rl.core.console import Console
 from titan_rl.rollout.group.rollouter import GroupRunner
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.run.controller import Controller
@@ -28,7 +29,6 @@ from titan_rl.run.observability.summary import RunSummary
 from titan_rl.run.observability.watchers import warn_of_shortage, warn_of_stalls
 from titan_rl.run.parts import Parts, Planes, describe_processes, open_planes
 from titan_rl.run.session import RunSession, open_run_dir
-from titan_rl.run.status import note_waiting
 from titan_rl.run.trainer_recovery import JournaledSteps, open_trainer
 
 
@@ -94,9 +94,9 @@ async def _train(session: RunSession[RunSummary], parts: Parts, resources: conte
     if parts.trainer is None and parts.renderer is None and (note := told_of_template(config.model)):
         progress.message(note)
     journal = resources.enter_context(_journal(session))
-    resources.enter_context(LoopWatchdog(progress.warning))  # after the imports of the renderer, which may take long
+    resources.enter_context(LoopWatchdog(progress))  # after the imports of the renderer, which may take long
     planes = await _start_planes(session, parts, resources)
-    opening = _group_runners(config, run_dir.path, planes, progress.message, renderer)
+    opening = _group_runners(config, run_dir.path, planes, progress, renderer)
     with progress.working("opening the tasks"):
         group_runners = await resources.enter_async_context(opening)
     resources.enter_context(settled_heap())
@@ -130,8 +130,8 @@ async def _train(session: RunSession[RunSummary], parts: Parts, resources: conte
     resources.callback(lambda: session.messages.stands_at(controller.version))
     watchers = {
         "watch": planes.watch(),
-        "shortage": warn_of_shortage(planes, progress.warning, partial(note_waiting, run_dir.path)),
-        "stalls": warn_of_stalls(controller, progress.warning),
+        "shortage": warn_of_shortage(planes, progress, run_dir.path),
+        "stalls": warn_of_stalls(controller, progress),
         "following": progress.follow(controller.look),
     }
     async with session.training(**watchers):
@@ -146,19 +146,19 @@ async def _start_planes(session: RunSession[RunSummary], parts: Parts, resources
     if described:
         progress.message(f"starting {described}")
     with progress.working(f"starting {described or 'generation and training'}"):
-        opening = open_planes(config, parts, session.run_dir, progress.warning)
+        opening = open_planes(config, parts, session.run_dir, progress)
         return await resources.enter_async_context(opening)
 
 
 @contextlib.asynccontextmanager
 async def _group_runners(
-    config: RunConfig, folder: Path, planes: Planes, tell: Callable[[str], object], renderer: Renderer
+    config: RunConfig, folder: Path, planes: Planes, console: Console, renderer: Renderer
 ) -> AsyncGenerator[Mapping[str, GroupRunner]]:
     """Group runners by task name: rollout workers, which open the tasks themselves, or rollouters in this process."""
     if planes.workers is not None:
         yield {source.name: planes.workers.of(source.name) for source in config.sources}
         return
-    async with open_rollouters(config, folder, tell, renderer) as rollouters:
+    async with open_rollouters(config, folder, console, renderer) as rollouters:
         yield rollouters
 
 

@@ -45,7 +45,7 @@ class TrainingLoop(ABC):
         self._log = log
         self._progress = progress
         self._calls = TrainerCalls(trainer)
-        self._skipped = SkippedSteps(config.training.max_skipped_steps, progress.warning)
+        self._skipped = SkippedSteps(config.training.max_skipped_steps, progress)
         self._stages = LoopStages()
         saver = CheckpointSaver(
             config.checkpoint,
@@ -54,7 +54,7 @@ class TrainingLoop(ABC):
             estimate=checkpoint_bytes(config),
             copy=self._copy,
             forget_before=self._forget_before,
-            tell=progress.message,
+            console=progress,
             version=state.step,
         )
         self._saving = RunSaving(saver, self._calls, progress, lambda: self.version)

@@ -13,6 +13,7 @@ from titan_rl.cluster.hosts.elastic import ProvidedHosts, hosts_watcher
 from titan_rl.cluster.hosts.lifecycle import HostHistory
 from titan_rl.cluster.hosts.requests import HostFiles
 from titan_rl.config.run import RunConfig
+from titan_rl.core.console import Console
 from titan_rl.core.errors import ConfigError
 from titan_rl.generation.registry import find_engine
 from titan_rl.generation.router.replica import Limits, Replica
@@ -124,7 +125,7 @@ class Planes:
 
 @contextlib.asynccontextmanager
 async def open_planes(
-    config: RunConfig, parts: Parts, run_dir: RunDirectory, tell: Callable[[str], None]
+    config: RunConfig, parts: Parts, run_dir: RunDirectory, console: Console
 ) -> AsyncGenerator[Planes]:
     """Open the planes of a run, with processes for the parts that were not given. They end with the block, except a
     given trainer.
@@ -133,13 +134,13 @@ async def open_planes(
         ActorDiedError: a process did not start in time.
     """
     opening = _with_processes if parts.needs_processes else _in_this_process
-    async with opening(config, parts, run_dir, tell) as planes:
+    async with opening(config, parts, run_dir, console) as planes:
         yield planes
 
 
 @contextlib.asynccontextmanager
 async def _in_this_process(
-    config: RunConfig, parts: Parts, run_dir: RunDirectory, tell: Callable[[str], None]
+    config: RunConfig, parts: Parts, run_dir: RunDirectory, console: Console
 ) -> AsyncGenerator[Planes]:
     assert parts.trainer is not None
     assert parts.replicas is not None
@@ -149,7 +150,7 @@ async def _in_this_process(
         parts.strategy or make_strategy(routing.strategy),
         stall_timeout_s=config.generation.stall_timeout_s,
         limits=Limits(pull_s=config.statedict.pull_timeout_s, no_replica_s=config.hosts.wait_s),
-        on_replica_failed=lambda replica, error: tell(f"{replica.name} is out of service: {error}"),
+        on_replica_failed=lambda replica, error: console.warning(f"{replica.name} is out of service: {error}"),
         move_below=routing.move_below,
     )
 
@@ -165,22 +166,22 @@ async def _in_this_process(
 
 @contextlib.asynccontextmanager
 async def _with_processes(
-    config: RunConfig, parts: Parts, run_dir: RunDirectory, tell: Callable[[str], None]
+    config: RunConfig, parts: Parts, run_dir: RunDirectory, console: Console
 ) -> AsyncGenerator[Planes]:
-    from titan_rl.cluster.rollout_workers import listening
+    from titan_rl.cluster.rollout_workers import shown_on
     from titan_rl.cluster.run_processes import start_processes
 
     (files := HostFiles(run_dir.path)).begin()
     starting = start_processes(
-        config, run_dir, parts.published, tell, trains=parts.trainer is None, generates=parts.replicas is None
+        config, run_dir, parts.published, console, trains=parts.trainer is None, generates=parts.replicas is None
     )
-    with listening(tell):
+    with shown_on(console):
         async with starting as processes:
             router = processes.make_router(parts.replicas, parts.strategy)
             workers = processes.workers if config.rollout.num_workers else None
             training = processes.training if parts.trainer is None else None
             history = HostHistory()
-            watch = watcher(config, files, processes, router, tell, history, parts.provided)
+            watch = watcher(config, files, processes, router, history, parts.provided)
             yield Planes(router, training, workers, watch, lambda: processes.waits_for(router), history)
             await router.close()
             if training is not None:
@@ -192,7 +193,6 @@ def watcher(
     files: HostFiles,
     processes: GeneratorProcesses,
     router: GeneratorRouter,
-    tell: Callable[[str], None],
     history: HostHistory | None = None,
     provided: ProvidedHosts | None = None,
 ) -> Callable[[], Coroutine[Any, Any, None]]:

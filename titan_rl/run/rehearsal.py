@@ -20,6 +20,7 @@ from titan_rl.core.calls.bounded import OutOfTimeError
 from titan_rl.core.calls.threads import UsersThreads, call_within, in_thread
 from titan_rl.core.calls.user_code import where
 from titan_rl.core.calls.watchdog import BLOCKED_AFTER_S, LoopWatchdog
+from titan_rl.core.console import LOG, Console
 from titan_rl.core.errors import ConfigError, DataError
 from titan_rl.generation.resume import resume_on_abort
 from titan_rl.rollout.environment.messages import MessageTokenEnv
@@ -101,12 +102,12 @@ class Rehearsal:
     problems: tuple[str, ...]
 
 
-def rehearse(config: RunConfig, tell: Callable[[str], object]) -> list[Rehearsal]:
+def rehearse(config: RunConfig, console: Console) -> list[Rehearsal]:
     """Play the first training sample of each task, as a run would. Tasks of agents are skipped, whose programs are not
     started.
 
     Args:
-        tell: takes which call stands still.
+        console: shows which call blocks the event loop.
 
     Raises:
         ConfigError, ModelError: the renderer cannot be made.
@@ -119,7 +120,7 @@ def rehearse(config: RunConfig, tell: Callable[[str], object]) -> list[Rehearsal
         DEMONSTRATED_CALL_S.set(min(config.rollout.env_timeout_s, ROLLOUT_LIMIT_S))
         with asyncio.Runner() as runner:
             runner.get_loop().set_default_executor(UsersThreads())  # the end waits for nothing that hangs there
-            return runner.run(_rehearse(config, Path(folder), tell))
+            return runner.run(_rehearse(config, Path(folder), console))
 
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         try:
@@ -140,18 +141,18 @@ def problem_of_loss(config: RunConfig) -> str | None:
     return loss_problem(config.training.loss, ClipRange(*config.training.clip))
 
 
-async def _rehearse(config: RunConfig, folder: Path, tell: Callable[[str], object]) -> list[Rehearsal]:
+async def _rehearse(config: RunConfig, folder: Path, console: Console) -> list[Rehearsal]:
     renderer = make_renderer(config.model)
     env_timeout_s = min(config.rollout.env_timeout_s, ROLLOUT_LIMIT_S)
     brief = {"max_retries": 0, "rollout_timeout_s": ROLLOUT_LIMIT_S, "env_timeout_s": env_timeout_s}
     limits = config.rollout.model_copy(update=brief)
     briefly = config.model_copy(update={"rollout": limits})
     try:
-        opened = open_rollouters(briefly, folder, _say_nothing, renderer, dry=True)
+        opened = open_rollouters(briefly, folder, LOG, renderer, dry=True)
         async with asyncio.timeout(LIMIT_S), opened as rollouters:
             for rollouter in rollouters.values():
                 rollouter.rubric.limit_calls(ROLLOUT_LIMIT_S)
-            with LoopWatchdog(tell, blocked_after_s=BLOCKED_AFTER_S):
+            with LoopWatchdog(console, blocked_after_s=BLOCKED_AFTER_S):
                 _check_held_out(config)
                 with contextlib.closing(RunJournal(folder / "journal")) as journal:
                     played = [
@@ -213,10 +214,6 @@ async def _play(
             *(_unread(group.rollouts[0].messages, renderer) if agents.speak else ()),
         ),
     )
-
-
-def _say_nothing(text: str) -> None:
-    """Discard a message: a task's messages are for runs that begin."""
 
 
 class _WithoutAgents:

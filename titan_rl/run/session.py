@@ -37,11 +37,12 @@ from titan_rl.run.journal.state import RunState, list_segments, read_segments
 from titan_rl.run.machine.environment import logging_to, run_environment
 from titan_rl.run.machine.guard import guarded
 from titan_rl.run.machine.requirements import check_room, size_of
-from titan_rl.run.machine.signals import StopSignals, run_until_signal, tell_on_stderr
+from titan_rl.run.machine.signals import StopSignals, run_until_signal
 from titan_rl.run.observability.progress import Progress, Verbosity
 from titan_rl.run.observability.sinks import Sinks, open_sinks
 from titan_rl.run.observability.watchers import background_tasks
 from titan_rl.run.status import noted, reported
+from titan_rl.run.terminal.standard_streams import tell_on_stderr
 from titan_rl.training.protocol import Trainer
 from titan_rl.training.state.checkpoint import latest, step_of
 from titan_rl.weights.shard_files import clean_dead_shards
@@ -217,12 +218,11 @@ class RunSession(Generic[S]):
     def _open_outputs(self, resources: contextlib.AsyncExitStack) -> None:
         logging, step = self.config.logging, self.start.state.step
         self.progress = resources.enter_context(Progress(self.config.training.steps, verbosity=self._verbosity))
-        warn = self.progress.warning
-        self.sinks = resources.enter_context(open_sinks(logging, self.run_dir, warn, self._others, step=step))
-        self.signals.tell = self.progress.end_with
+        self.sinks = resources.enter_context(open_sinks(logging, self.run_dir, self.progress, self._others, step=step))
+        self.signals.console = self.progress
         resources.callback(clean_dead_shards)  # of a trainer that was killed
         if logging.trace:
-            tracing = recording(self.run_dir.trace, "controller", TRACE_BYTES, self.progress.message)
+            tracing = recording(self.run_dir.trace, "controller", TRACE_BYTES, self.progress)
             resources.enter_context(tracing)
         self.progress.message(f"run directory: {self.run_dir.path}")
 

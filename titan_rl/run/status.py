@@ -13,7 +13,7 @@ from pathlib import Path
 
 from titan_rl.core.calls.user_code import reason, summary
 from titan_rl.core.run_files import LOCK, RunStatus, read_status, seen_from
-from titan_rl.run.machine.signals import tell_on_stderr
+from titan_rl.run.terminal.standard_streams import tell_on_stderr
 from titan_rl.viewer.report import write_report
 
 logger = logging.getLogger(__name__)

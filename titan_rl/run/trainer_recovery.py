@@ -25,7 +25,6 @@ from typing import Any, Protocol, TypeVar
 from titan_rl.cluster.processes.roles import RespawnLimit, Respawns, Role
 from titan_rl.config.build import make_algorithm
 from titan_rl.config.run import RunConfig
-from titan_rl.core.calls.watchdog import logged
 from titan_rl.core.errors import ActorDiedError, DamagedCheckpointError, StateDictError, TrainingError
 from titan_rl.core.tracing.spans import span
 from titan_rl.run.directory import RunDirectory
@@ -223,7 +222,6 @@ class RecoveringTrainer:
         self._published = published
         self._deaths = Deaths(max_respawns)
         self._progress = progress
-        self._tell = logged(progress.warning, logger)
         self._is_up = True
         self._lost: str | None = None  # why no other takes its place
         self._watching: asyncio.Task[Any] | None = None
@@ -298,6 +296,10 @@ class RecoveringTrainer:
         if self._watching is not None:
             self._watching.cancel()
 
+    def _warn(self, text: str) -> None:
+        logger.warning("%s", text)
+        self._progress.warning(text)
+
     def waits_for(self) -> str:
         """Event that calls wait for; "" while they wait for none."""
         if self._is_up:
@@ -354,7 +356,7 @@ class RecoveringTrainer:
             while True:
                 trainer: MortalTrainer | None = None
                 await self._until(lambda: not self._in_flight)  # then it is known at what it died
-                self._tell(self._deaths.note(why, excused=excused))
+                self._warn(self._deaths.note(why, excused=excused))
                 try:
                     with self._progress.working("starting the trainer again"):
                         trainer = await self._group.restart()
@@ -365,7 +367,7 @@ class RecoveringTrainer:
                     break
         self._trainer, self._is_up = trainer, True
         self._recovery_s += recovery.seconds
-        self._tell(f"trainer is there again after {recovery.seconds:.0f} s, {said}")
+        self._warn(f"trainer is there again after {recovery.seconds:.0f} s, {said}")
         self._notify()
 
     async def _bring_back(self, trainer: MortalTrainer) -> str:
@@ -393,7 +395,7 @@ class RecoveringTrainer:
                     with self._progress.working(f"loading {checkpoint}"):
                         await trainer.load(checkpoint)
                 except DamagedCheckpointError as error:
-                    self._tell(f"{error}; an older checkpoint takes its place")
+                    self._warn(f"{error}; an older checkpoint takes its place")
                 else:
                     return checkpoint
         return None
@@ -410,7 +412,7 @@ class RecoveringTrainer:
         try:
             self._published.announce(await trainer.finish_publish())
         except StateDictError as error:  # who serves has it
-            self._tell(f"version {self._begun} is not published again: {error}")
+            self._warn(f"version {self._begun} is not published again: {error}")
 
 
 @contextlib.asynccontextmanager

@@ -23,6 +23,7 @@ from titan_rl.cluster.liveness.loop_thread import LoopThread
 from titan_rl.config.hosts import OPEN, join_address, split_address
 from titan_rl.core.calls.parsing import names_this_machine
 from titan_rl.core.clock import CLOCK, Clock
+from titan_rl.core.console import Console
 
 LOOK_CHILDREN_S = 0.5
 CLEAN_FOR_S = 10.0
@@ -75,7 +76,7 @@ logger = logging.getLogger(__name__)
 LOOK_S = 0.1
 
 
-def run_worker(listen: str, tell: Callable[[str], object], drain_s: float) -> None:
+def run_worker(listen: str, console: Console, drain_s: float) -> None:
     """Accept runs, one after the other, until a signal. SIGTERM announces that this machine is about to go: runs are
     warned, and finish with it first.
 
@@ -91,7 +92,7 @@ def run_worker(listen: str, tell: Callable[[str], object], drain_s: float) -> No
     address = join_address(host, port)
     clean_up_after_dead_runs(scratch_root())
     if not names_this_machine(host):
-        tell(f"warning: {address} is open to other machines: {OPEN}")
+        console.warning(f"warning: {address} is open to other machines: {OPEN}")
     terminated = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda *_: terminated.set())
     with contextlib.ExitStack() as given_back:
@@ -101,7 +102,7 @@ def run_worker(listen: str, tell: Callable[[str], object], drain_s: float) -> No
         given_back.callback(folder.remove)
         os.environ[FOLDER] = str(folder.path)
         given_back.callback(os.environ.pop, FOLDER, None)
-        point = WorkerServer(listen_on(host, port), tell)
+        point = WorkerServer(listen_on(host, port), console)
         reaper = ProcessReaper(lambda: clean_up_after_dead_runs(scratch_root()))
 
         async def serve() -> None:
@@ -112,10 +113,12 @@ def run_worker(listen: str, tell: Callable[[str], object], drain_s: float) -> No
                 terminated.set()
 
         with LoopThread("worker-server", serve()):
-            tell(f"listening on {address}")
+            console.message(f"listening on {address}")
             _wait(terminated, reaper)
             if point.is_in_use:
-                tell(f"SIGTERM: runs here have {drain_s:g} s to move what they have; one more ends them at once")
+                console.message(
+                    f"SIGTERM: runs here have {drain_s:g} s to move what they have; one more ends them at once"
+                )
                 terminated.clear()
                 say_leaving(folder.path, "its worker got SIGTERM")
                 _wait(terminated, reaper, drain_s, lambda: not point.is_in_use)

@@ -19,11 +19,18 @@ from pathlib import Path
 from titan_rl.cluster.providers import slurm
 from titan_rl.config.hosts import ProviderSettings
 from titan_rl.cluster.providers.spec import ProviderSpec
+from titan_rl.core.console import Console
 
 slurm.LOOK_S = 1.0
 
+class Printed(Console):
+    def message(self, text):
+        print(text, flush=True)
+
+    warning = message
+
 async def main():
-    spec = ProviderSpec(ProviderSettings(provider="slurm"), Path(sys.argv[1]), lambda text: print(text, flush=True), 60)
+    spec = ProviderSpec(ProviderSettings(provider="slurm"), Path(sys.argv[1]), Printed(), 60)
     async with slurm.workers(spec) as there:
         said = ""
         while True:

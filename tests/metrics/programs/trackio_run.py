@@ -4,17 +4,18 @@ import json
 import sys
 from pathlib import Path
 
+from titan_rl.core.console import ConsoleLines
 from titan_rl.metrics.sinks.registry import find_sink
 from titan_rl.metrics.sinks.settings import LoggingConfig
 from titan_rl.metrics.sinks.types import SinkSpec
 
 folder = Path(sys.argv[1])
 settings = LoggingConfig(trackio={"project": "sums"})
-told: list[str] = []
+told = ConsoleLines()
 kind = find_sink("trackio")
 kind.check()
 for step, steps in ((0, (1, 2)), (2, (3,))):
-    sink = kind.make(SinkSpec("run", folder, settings, step, told.append))
+    sink = kind.make(SinkSpec("run", folder, settings, step, told))
     for number in steps:
         sink.log(number, {"rollout/reward_mean": number / 4, "train/loss": 0.5})
     sink.close()

@@ -17,6 +17,7 @@ from titan_rl.config.build import make_renderer
 from titan_rl.config.changes import settings_of
 from titan_rl.config.load import load_sft_config
 from titan_rl.config.run import RunConfig
+from titan_rl.core.console import LOG
 from titan_rl.core.errors import ActorDiedError, CheckpointError, ConfigError, DataError, ModelError, TrainingError
 from titan_rl.core.tracing import spans
 from titan_rl.run.checkpoints.resumption import resume_from_newest
@@ -288,7 +289,7 @@ async def test_of_a_step_that_the_run_is_stopped_in_the_trace_has_what_the_metri
             return await super().step(samples)
 
     begun, release, folder = asyncio.Event(), asyncio.Event(), toml.parent / "run"
-    with spans.recording(folder / "trace", "controller", 1 << 20, print):
+    with spans.recording(folder / "trace", "controller", 1 << 20, LOG):
         running = asyncio.ensure_future(make_loop(load_sft_config(toml), folder, Held()).run())
         await begun.wait()
         running.cancel()

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -22,6 +22,7 @@ from titan_rl.cluster.liveness.host_monitor import GREETING_S, RemoteWatcher
 from titan_rl.cluster.processes.remote_process import RemoteProcess, call
 from titan_rl.config.hosts import split_address
 from titan_rl.core.calls.threads import in_thread
+from titan_rl.core.console import Console
 from titan_rl.core.errors import ActorDiedError, ConfigError
 
 
@@ -343,7 +344,7 @@ class JoiningHost:
             host.folders = {run_dir: made.run_dir}
         host.environment = _environment(host, made)
 
-    async def bring(self, question: Question, expected: HostFacts, tell: Callable[[str], object]) -> None:
+    async def bring(self, question: Question, expected: HostFacts, console: Console) -> None:
         """Copy the model and the code there if it lacks them.
 
         Raises:
@@ -356,7 +357,7 @@ class JoiningHost:
             lacking += [(folder, await in_thread(code_files, folder)) for folder in folders if folder.is_dir()]
         for number, (folder, files) in enumerate(lacking):
             size = sum(path.stat().st_size for path in files)
-            tell(f"copying {folder}, {size / (1 << 20):.1f} MiB, to {host.name}")
+            console.message(f"copying {folder}, {size / (1 << 20):.1f} MiB, to {host.name}")
             chunks = chunks_of(folder, files)
             while (chunk := await in_thread(next, chunks, None)) is not None:
                 there = await host.link.call(self._agent.receive, number, *chunk, timeout_s=ATTACH_TIMEOUT_S)

@@ -29,7 +29,7 @@ from titan_rl.cluster.processes.roles import ProcessId, Role
 from titan_rl.config.hosts import HostsConfig, own_address
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.calls.user_code import summary
-from titan_rl.core.calls.watchdog import logged
+from titan_rl.core.console import LOG, Console
 from titan_rl.core.errors import ActorDiedError
 
 INTERVAL_S = 0.5
@@ -45,13 +45,13 @@ class HostOutput:
 
     Args:
         run_dir: of the run, on this machine.
-        tell: called once with the reason if output cannot be read there or written here.
+        console: shows the reason once if output cannot be read there or written here.
     """
 
-    def __init__(self, host: Host, run_dir: Path, tell: Callable[[str], object]) -> None:
+    def __init__(self, host: Host, run_dir: Path, console: Console) -> None:
         self._host = host
         self._run_dir = run_dir
-        self._tell = tell
+        self._console = console
         self._had: dict[str, tuple[int, int]] = {}  # inode and number of bytes of each file that arrived
         self._begins: dict[str, int] = {}  # offset of each file, behind earlier output of the same name
         self._failed = False
@@ -88,7 +88,7 @@ class HostOutput:
                 self._append(piece)
         except OSError as error:
             if not self._failed:
-                self._tell(f"what host {self._host.name} says is not written here for now: {error}")
+                self._console.warning(f"what host {self._host.name} says is not written here for now: {error}")
             self._failed = True
             return False
         return bool(pieces)
@@ -121,7 +121,6 @@ class Hosts:
     Attributes:
         lifecycles: states of all hosts that the run has, has had, or tries to have.
         config: the table [hosts].
-        tell: shows a person a line, and logs it as a warning.
 
     Args:
         monitor: watches the hosts that are attached.
@@ -132,7 +131,7 @@ class Hosts:
         supervisor: Any,
         config: HostsConfig,
         needs: HostNeeds,
-        tell: Callable[[str], object] = logger.info,
+        console: Console = LOG,
         monitor: HostMonitor | None = None,
     ) -> None:
         self.supervisor = supervisor
@@ -140,8 +139,7 @@ class Hosts:
         self.config = config
         self._monitor = monitor
         self._needs = needs
-        self.tell = logged(tell, logger)
-        self._show = tell
+        self.console = console
         self._token = RunToken(needs.run_dir)
         self._expected: HostFacts
         self._outputs: dict[str, HostOutput] = {}
@@ -303,6 +301,11 @@ class Hosts:
         if (record := self.lifecycles.named(name)) is not None:
             self.lifecycles.announce_leaving(record, reason)
 
+    def tell(self, text: str) -> None:
+        """Log a warning, and show it to the user."""
+        logger.warning("%s", text)
+        self.console.warning(text)
+
     def host_lost(self, name: str, reason: str) -> None:
         """For the monitor: a host does not respond. One that still joins fails to do so."""
         record = self.lifecycles.named(name)
@@ -341,18 +344,18 @@ class Hosts:
         if self._monitor is not None:
             await host_joining.watch(self._monitor.expect(host.name, self))
         if self.config.sync:
-            await host_joining.bring(self._question(), self._expected, self._show)
+            await host_joining.bring(self._question(), self._expected, self.console)
         self.lifecycles.joined(host_joining.record, state)
         if host_joining.lost:
             self.host_lost(host.name, host_joining.lost)
             raise ActorDiedError(f"host {host.name} was lost as it joined: {host_joining.lost}")
-        output = self._outputs[host.name] = HostOutput(host, run_dir, self._show)
+        output = self._outputs[host.name] = HostOutput(host, run_dir, self.console)
         output.start()
 
 
 @contextlib.asynccontextmanager
 async def open_hosts(
-    config: HostsConfig, supervisor: Any, needs: HostNeeds, tell: Callable[[str], object] = logger.info
+    config: HostsConfig, supervisor: Any, needs: HostNeeds, console: Console = LOG
 ) -> AsyncGenerator[Hosts]:
     """Open the hosts that the settings name, by default this machine. Everything that the run has there is removed at
     the end of the block.
@@ -363,7 +366,7 @@ async def open_hosts(
     """
     async with contextlib.AsyncExitStack() as opened:
         if not config.elsewhere:
-            hosts = Hosts(supervisor, config, needs, tell)
+            hosts = Hosts(supervisor, config, needs, console)
             agent = ActorHandle(this_proc().spawn("host_agent", HostAgent))
             checks = opened.enter_context(LocalHealthChecks())
             name, gpus = socket.gethostname(), visible_gpus()
@@ -371,7 +374,7 @@ async def open_hosts(
         else:
             address = own_address(config)
             monitor = HostMonitor(address, silence_s=config.silence_s, lease_s=config.lease_s)
-            hosts = Hosts(supervisor, config, needs, tell, opened.enter_context(monitor))
+            hosts = Hosts(supervisor, config, needs, console, opened.enter_context(monitor))
             opened.push_async_callback(hosts.close)
             await hosts.attach(config.addresses, begins=True)
         yield hosts

@@ -12,7 +12,7 @@ import socket
 import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from titan_rl.cluster.liveness.heartbeat import BEAT_S, receive, send
 from titan_rl.cluster.liveness.local_processes import CAN_LIST, children_of
 from titan_rl.config.hosts import join_address
 from titan_rl.core.calls.plain import printable
+from titan_rl.core.console import LOG, Console
 
 logger = logging.getLogger(__name__)
 
@@ -66,12 +67,12 @@ class WorkerServer:
 
     Args:
         listener: a socket, bound.
-        tell: shows a person which run comes and goes.
+        console: shows the user which run comes and goes.
     """
 
-    def __init__(self, listener: socket.socket, tell: Callable[[str], object] = logger.info) -> None:
+    def __init__(self, listener: socket.socket, console: Console = LOG) -> None:
         self._listener = listener
-        self._tell = tell
+        self._console = console
         self._id = secrets.token_hex(8)
         self._runs: dict[asyncio.Task[None], _Guest] = {}  # in the order in which they came
 
@@ -154,11 +155,11 @@ class WorkerServer:
 
     @contextlib.contextmanager
     def _announced(self, guest: _Guest, controller: str) -> Generator[None]:
-        self._tell(f"run {guest.name} is here, from {controller}")
+        self._console.message(f"run {guest.name} is here, from {controller}")
         try:
             yield
         finally:
-            self._tell(f"run {guest.name} is gone")
+            self._console.message(f"run {guest.name} is gone")
 
 
 async def _end_before(others: list[asyncio.Task[None]], reader: asyncio.StreamReader) -> bool:

@@ -110,7 +110,7 @@ async def workers(spec: ProviderSpec) -> AsyncGenerator[Iterable[str]]:
     nodes = await nodes_of_this_job()
     job = os.environ.get("SLURM_JOB_ID", "")
     starting = await _commands_of(spec.settings, nodes)
-    async with kept_workers(starting, spec.logs, spec.tell, spec.wait_s) as kept:
+    async with kept_workers(starting, spec.logs, spec.console, spec.wait_s) as kept:
         yield AllocatedWorkers(job, spec.settings, kept)
 
 

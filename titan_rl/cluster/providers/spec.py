@@ -5,12 +5,13 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from titan_rl.config.hosts import WORKER_DRAIN_S, ProviderSettings
+from titan_rl.core.console import LOG, Console
 
 
 @runtime_checkable
@@ -37,14 +38,18 @@ class ProviderSpec:
     Args:
         settings: what [hosts] says of it.
         logs: a folder that is there; what a worker says goes into a file of its own there.
-        tell: shows a person a line.
+        console: shows lines to the user.
         wait_s: longest wait for all workers.
     """
 
     settings: ProviderSettings
     logs: Path
-    tell: Callable[[str], object] = lambda text: None
+    console: Console = LOG
     wait_s: float = 180.0
+
+    def tell(self, text: str) -> None:
+        """Show the user one line."""
+        self.console.message(text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ FIX = 'fix DNS or /etc/hosts, or give the address at which its worker listens: h
 async def workers(spec: ProviderSpec) -> AsyncGenerator[Iterable[str]]:
     """A worker on each host of `hosts.names`, which ssh starts, now or once the host can be reached."""
     addresses = await _addresses(spec.settings.named_hosts, spec.settings.options)
-    async with kept_workers(commands(spec.settings, addresses), spec.logs, spec.tell, spec.wait_s) as kept:
+    async with kept_workers(commands(spec.settings, addresses), spec.logs, spec.console, spec.wait_s) as kept:
         yield kept
 
 

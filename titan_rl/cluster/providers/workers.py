@@ -8,10 +8,11 @@ import logging
 import re
 import shlex
 import signal
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from titan_rl.core.console import Console
 from titan_rl.core.errors import ProviderError
 
 LISTENS = re.compile(rb"listening on (\S+)\s")
@@ -43,14 +44,14 @@ class WorkerProcess:
     Args:
         host: for messages.
         log: a file for all that it says.
-        tell: shows a person that the worker does not end though it should.
+        console: shows the user that the worker does not end when it should.
     """
 
-    def __init__(self, host: str, words: Sequence[str], log: Path, tell: Callable[[str], object]) -> None:
+    def __init__(self, host: str, words: Sequence[str], log: Path, console: Console) -> None:
         self.host = host
         self._words = words
         self.log = log
-        self._tell = tell
+        self._console = console
         self._address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._process: asyncio.subprocess.Process
         self._following: asyncio.Task[str]
@@ -93,7 +94,7 @@ class WorkerProcess:
             async with asyncio.timeout(END_S):
                 await self._process.wait()
         except TimeoutError:
-            self._tell(f"the worker on {self.host} has not ended in {END_S:g} s; see {self.log}")
+            self._console.warning(f"the worker on {self.host} has not ended in {END_S:g} s; see {self.log}")
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
             await self._process.wait()
@@ -155,20 +156,20 @@ class KeptWorkers:
 
     Args:
         logs: a folder for what workers say, a file for each host.
-        tell: shows a person whose worker ends, and whose listens again.
+        console: shows the user whose worker ends, and whose listens again.
         first_wait_s, most_wait_s: from a failure to the next command, which doubles from the one to the other.
     """
 
     def __init__(
         self,
         logs: Path,
-        tell: Callable[[str], object],
+        console: Console,
         *,
         first_wait_s: float = FIRST_WAIT_S,
         most_wait_s: float = MOST_WAIT_S,
     ) -> None:
         self._logs = logs
-        self._tell = tell
+        self._console = console
         self._first_wait_s = first_wait_s
         self._most_wait_s = most_wait_s
         self._kept: dict[str, _Kept] = {}  # by host
@@ -228,7 +229,7 @@ class KeptWorkers:
         if not self._began_with:
             raise ProviderError("; ".join(problems.values()) or "there is no host")
         for host, problem in problems.items():
-            self._tell(f"the run begins without {host}, which is asked again: {problem}")
+            self._console.warning(f"the run begins without {host}, which is asked again: {problem}")
 
     async def _keep(self, host: str, kept: _Kept) -> None:
         clock, wait_s, told = asyncio.get_running_loop().time, self._first_wait_s, ""
@@ -236,7 +237,7 @@ class KeptWorkers:
             kept.listens_since = None
             ended = await self._run(host, kept)
             if ended is None:
-                self._tell(f"the worker on {host} has ended as it was told to, and is not started again")
+                self._console.warning(f"the worker on {host} has ended as it was told to, and is not started again")
                 return
             is_first, kept.problem = not kept.tried.is_set(), ended
             kept.tried.set()
@@ -244,14 +245,14 @@ class KeptWorkers:
                 wait_s, told = self._first_wait_s, ""
             logger.info("%s; another is started in %g s", ended, wait_s)
             if not is_first and told != ended:  # the first is told by `begin`
-                self._tell(f"{ended}; another is started as soon as that can be")
+                self._console.warning(f"{ended}; another is started as soon as that can be")
             told = ended
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, self._most_wait_s)
 
     async def _run(self, host: str, kept: _Kept) -> str | None:
         """Run a worker until it ends. Returns the reason of its failure; None if it was told to end."""
-        worker = WorkerProcess(host, kept.words, self._log_of(host), self._tell)
+        worker = WorkerProcess(host, kept.words, self._log_of(host), self._console)
         try:
             await worker.start()
         except ProviderError as error:
@@ -260,7 +261,7 @@ class KeptWorkers:
             kept.address = await worker.address()
             kept.listens_since = asyncio.get_running_loop().time()
             if kept.problem:
-                self._tell(f"a worker listens on {host} again")
+                self._console.warning(f"a worker listens on {host} again")
             kept.tried.set()
             ended = await worker.ended()
             return None if worker.was_told_to else ended
@@ -277,14 +278,14 @@ class KeptWorkers:
 
 @contextlib.asynccontextmanager
 async def kept_workers(
-    commands: Sequence[tuple[str, Sequence[str]]], logs: Path, tell: Callable[[str], object], wait_s: float
+    commands: Sequence[tuple[str, Sequence[str]]], logs: Path, console: Console, wait_s: float
 ) -> AsyncGenerator[KeptWorkers]:
     """Run (host, command) of each. All have ended behind the block.
 
     Raises:
         ProviderError: none listens in time.
     """
-    workers = KeptWorkers(logs, tell)
+    workers = KeptWorkers(logs, console)
     try:
         for host, words in commands:
             workers.keep(host, words)

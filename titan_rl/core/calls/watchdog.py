@@ -9,11 +9,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType, TracebackType
 
 from titan_rl.core.calls.user_code import callers, innermost
+from titan_rl.core.console import Console
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +41,6 @@ _CALLERS = {  # module and function of titan_rl that call code of each kind
     ("scheduling/filters.py", "_reason"): "filter",
 }
 
-Tell = Callable[[str], object]
-
 
 class LoopWatchdog:
     """A thread that watches the event loop which enters its block.
@@ -55,11 +53,11 @@ class LoopWatchdog:
         the event loop has stood still for 5 s: envs.py:17 in step blocks it. ...
 
     Args:
-        tell: called from the watching thread with each message, which is logged besides.
+        console: shows each message, which is logged besides. It is used from the watching thread.
     """
 
-    def __init__(self, tell: Tell | None = None, blocked_after_s: float = BLOCKED_AFTER_S) -> None:
-        self._tell = tell
+    def __init__(self, console: Console | None = None, blocked_after_s: float = BLOCKED_AFTER_S) -> None:
+        self._console = console
         if not (isinstance(blocked_after_s, int | float) and 0 < blocked_after_s < math.inf):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"LoopWatchdog blocked_after_s is {blocked_after_s!r}; it must be positive and finite")
         self._blocked_after_s = blocked_after_s
@@ -128,10 +126,10 @@ class LoopWatchdog:
 
     def _say(self, text: str) -> None:
         logger.warning("%s", text)
-        if self._tell is not None:
+        if self._console is not None:
             try:
-                self._tell(text)
-            except BaseException as error:  # the watch goes on, whatever the listener raises
+                self._console.warning(text)
+            except BaseException as error:  # the watch goes on, whatever the console raises
                 logger.warning("the message was not shown: %r", error)
 
 
@@ -145,13 +143,3 @@ def _callback(frame: FrameType) -> list[traceback.FrameSummary]:
     frames = traceback.extract_stack(frame)
     starts = [i for i, one in enumerate(frames) if one.name == "_run" and one.filename == asyncio.events.__file__]
     return frames[starts[-1] + 1 :] if starts else frames
-
-
-def logged(tell: Callable[[str], object], logger: logging.Logger) -> Callable[[str], None]:
-    """A function that logs each line, and passes it to `tell`."""
-
-    def both(text: str) -> None:
-        logger.warning("%s", text)
-        tell(text)
-
-    return both

@@ -11,11 +11,13 @@ import socket
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 from zlib import crc32
+
+from titan_rl.core.console import Console
 
 FINE = b'{"cat":"fine'
 """Prefix of lines of spans within a rollout: there are many, and the oldest are dropped first."""
@@ -194,12 +196,10 @@ class TraceRecorder:
     Args:
         process: its name, and that of its file.
         host: on which it runs; by default the name of this machine.
-        tell: called with why nothing is recorded any more: what a trace costs is never the run.
+        console: shows why the trace ends early, which is logged besides. It never ends the run.
     """
 
-    def __init__(
-        self, tracing: Tracing, process: str, tell: Callable[[str], object] = logger.warning, host: str = ""
-    ) -> None:
+    def __init__(self, tracing: Tracing, process: str, console: Console | None = None, host: str = "") -> None:
         self.tracing = tracing
         own = _offset_ns()
         is_same_clock = tracing.boot == _boot() and abs(own - tracing.offset_ns) < ONE_CLOCK_S * 1e9
@@ -207,7 +207,7 @@ class TraceRecorder:
         self._offset_ns = tracing.offset_ns if is_same_clock else elsewhere
         self._process = process
         self._pid = _number(process)
-        self._tell = tell
+        self._console = console
         self._path = Path(tracing.folder) / f"{process}.jsonl"
         self._file = TraceFile(self._path, tracing.most_bytes)
         self._events: deque[tuple[Any, ...]] = deque(maxlen=MOST_WAITING)
@@ -267,8 +267,8 @@ class TraceRecorder:
                 self._failed = True
                 reason = f"the trace of {self._process} ends here, and the run goes on without it: {error}"
                 logger.warning("%s", reason)
-                if self._tell is not logger.warning:
-                    self._tell(reason)
+                if self._console is not None:
+                    self._console.message(reason)
 
     def close(self) -> None:
         """Write the rest, and of what is open what there is."""

@@ -17,13 +17,14 @@ import contextlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextvars import ContextVar, Token
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from titan_rl.core.clock import CLOCK, Clock
+from titan_rl.core.console import Console
 from titan_rl.core.tracing.recorder import TraceRecorder, Tracing
 
 logger = logging.getLogger(__name__)
@@ -36,18 +37,16 @@ _around: ContextVar[Span | None] = ContextVar("span", default=None)
 
 
 @contextlib.contextmanager
-def recording(folder: Path, process: str, most_bytes: int, tell: Callable[[str], object]) -> Generator[None]:
+def recording(folder: Path, process: str, most_bytes: int, console: Console) -> Generator[None]:
     """Record what this process does within the block, and have the processes that it starts do likewise."""
-    begin_recording(Tracing.begin(folder, most_bytes), process, tell)
+    begin_recording(Tracing.begin(folder, most_bytes), process, console)
     try:
         yield
     finally:
         end_recording()
 
 
-def begin_recording(
-    tracing: Tracing | None, process: str, tell: Callable[[str], object] | None = None, host: str = ""
-) -> None:
+def begin_recording(tracing: Tracing | None, process: str, console: Console | None = None, host: str = "") -> None:
     """Record this process from now on; with None nothing is recorded.
 
     Args:
@@ -56,7 +55,7 @@ def begin_recording(
     global _recorder
     end_recording()
     if tracing is not None:
-        _recorder = TraceRecorder(tracing, process, tell or logger.warning, host)
+        _recorder = TraceRecorder(tracing, process, console, host)
 
 
 def end_recording() -> None:

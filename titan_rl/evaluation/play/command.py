@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -15,6 +15,7 @@ from titan_rl.config.model_folder import find_model_folder
 from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import TaskSource
 from titan_rl.core.calls.watchdog import LoopWatchdog
+from titan_rl.core.console import Console
 from titan_rl.core.errors import ConfigError
 from titan_rl.evaluation.play.person import HELP, Person
 from titan_rl.evaluation.play.screen import Say, Screen, ShownGame, ShownMessageEnv, ShownTokenEnv
@@ -64,7 +65,7 @@ async def play(
     policy: str | None,
     *,
     say: Say,
-    tell: Callable[[str], object],
+    console: Console,
     lines: TextIO,
     is_terminal: bool,
 ) -> None:
@@ -72,7 +73,7 @@ async def play(
     Args:
         policy: that is watched: a folder or a URL, as for `titan-rl eval`. None: a person types.
         say: takes what is shown.
-        tell: takes what is told about the command.
+        console: shows lines about the command.
         lines: what the person types.
         is_terminal: the person is to be asked.
 
@@ -82,13 +83,13 @@ async def play(
     source = _source(config, scene.task)
     async with contextlib.AsyncExitStack() as resources:
         if policy is None:
-            game = _played_by_person(config, source, say, tell, lines, is_terminal=is_terminal)
+            game = _played_by_person(config, source, say, console, lines, is_terminal=is_terminal)
         else:
-            watched = await resources.enter_async_context(_watched(policy, config, settings, tell))
+            watched = await resources.enter_async_context(_watched(policy, config, settings, console))
             game = _played_by_policy(config, source, say, watched)
-        resources.enter_context(LoopWatchdog(tell))
+        resources.enter_context(LoopWatchdog(console))
         folder = resources.enter_context(tempfile.TemporaryDirectory(prefix="titan_rl-play-"))
-        run = RunContext(config.model.path, game.renderer, config.model.max_context, Path(folder), tell)
+        run = RunContext(config.model.path, game.renderer, config.model.max_context, Path(folder), console)
         await resources.enter_async_context(opened(source.task, run))
         for place in range(scene.first, scene.first + scene.count):
             say(f"--- {'held-out' if scene.held_out else 'training'} sample {place} of {source.name}")
@@ -119,7 +120,7 @@ def _played_by_person(
     config: RunConfig,
     source: TaskSource,
     say: Say,
-    tell: Callable[[str], object],
+    console: Console,
     lines: TextIO,
     *,
     is_terminal: bool,
@@ -135,12 +136,12 @@ def _played_by_person(
         assert tokenizer is not None
         return tokenizer.encode(text, add_special_tokens=False)
 
-    tell(HELP)
-    player = Person(screen, lines, renderer, encode, tell, is_terminal=is_terminal)
+    console.message(HELP)
+    player = Person(screen, lines, renderer, encode, console, is_terminal=is_terminal)
     if has_model:
         _show(rollouter, screen, player)
         return Cast(rollouter, player.generate, renderer, screen, player)
-    tell(f"model.path = {config.model.path!r} is not there, so this is played in messages, without tokens")
+    console.message(f"model.path = {config.model.path!r} is not there, so this is played in messages, without tokens")
     play_by_chat(rollouter, player.chat, lambda env: ShownMessageEnv(env, screen))
     return Cast(rollouter, speaks_no_tokens, renderer, screen, player)
 
@@ -158,7 +159,7 @@ def _played_by_policy(config: RunConfig, source: TaskSource, say: Say, policy: O
 
 @contextlib.asynccontextmanager
 async def _watched(
-    policy: str, config: RunConfig, settings: EvalConfig, tell: Callable[[str], object]
+    policy: str, config: RunConfig, settings: EvalConfig, console: Console
 ) -> AsyncGenerator[OpenedPolicy]:
     """The policy, and what it needs of the machine."""
     with contextlib.ExitStack() as resources:
@@ -166,7 +167,7 @@ async def _watched(
             require_engine(config)
             resources.enter_context(run_environment(config.pythonpath))
         logs = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="titan_rl-play-")))
-        async with open_policy(policy, config, settings, SessionFiles(logs.name, logs), tell) as opened_policy:
+        async with open_policy(policy, config, settings, SessionFiles(logs.name, logs), console) as opened_policy:
             yield opened_policy
 
 

@@ -9,6 +9,7 @@ from typing import Any, TextIO
 from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.calls.plain import printable
 from titan_rl.core.calls.threads import in_thread
+from titan_rl.core.console import Console
 from titan_rl.evaluation.play.screen import Screen
 from titan_rl.rollout.chat_env import ChatReply
 from titan_rl.rollout.renderer import Renderer
@@ -46,7 +47,7 @@ class Person:
 
     Args:
         encode: the tokens of a text.
-        tell: takes what is told about the commands.
+        console: shows lines about the commands.
         is_terminal: ask for what is to be typed.
 
     Attributes:
@@ -60,7 +61,7 @@ class Person:
         lines: TextIO,
         renderer: Renderer,
         encode: Callable[[str], Sequence[int]],
-        tell: Callable[[str], object],
+        console: Console,
         *,
         is_terminal: bool,
     ) -> None:
@@ -70,7 +71,7 @@ class Person:
         self._lines = lines
         self._renderer = renderer
         self._encode = encode
-        self._tell = tell
+        self._console = console
         self._is_terminal = is_terminal
         self._last: Completion | None = None
 
@@ -97,7 +98,9 @@ class Person:
                 tokens = [*self._encode(typed), *self._stop()] if by_text else self._typed_tokens(typed)
         cut = tokens[: sampling.max_tokens]
         if len(tokens) > len(cut):
-            self._tell(f"the reply has {len(tokens)} tokens, and sampling.max_tokens is {sampling.max_tokens}")
+            self._console.message(
+                f"the reply has {len(tokens)} tokens, and sampling.max_tokens is {sampling.max_tokens}"
+            )
         ended = FinishReason.STOP if len(cut) == len(tokens) else FinishReason.LENGTH
         self._last = Completion(request_id, cut, [0.0] * len(cut), ended, (VersionSpan(0, len(cut)),))
         return self._last
@@ -130,13 +133,13 @@ class Person:
                 if (call := self._parsed_call(rest)) is not None:
                     return call
             elif command == "/help":
-                self._tell(HELP)
+                self._console.message(HELP)
             elif command == "/tokens" and prompt_token_ids is not None:
                 self._screen.tokens(prompt_token_ids, self._last)
             elif command == "/tokens":
-                self._tell("there are none without the model's tokenizer")
+                self._console.message("there are none without the model's tokenizer")
             elif command.startswith("/"):
-                self._tell(f"there is no {command}; /help says what there is")
+                self._console.message(f"there is no {command}; /help says what there is")
             else:
                 return text
 
@@ -145,7 +148,7 @@ class Person:
         try:
             arguments: Any = parse_json(given or "{}")
         except ValueError as error:
-            self._tell(f"{given!r} is no JSON: {error}")
+            self._console.message(f"{given!r} is no JSON: {error}")
             return None
         return ToolCall(name, arguments)
 
@@ -153,7 +156,7 @@ class Person:
         try:
             return [int(piece) for piece in text.replace(",", " ").split()]
         except ValueError:
-            self._tell("type token ids, such as: 5 9 2")
+            self._console.message("type token ids, such as: 5 9 2")
             return None
 
     def _call(self, call: ToolCall) -> list[int] | None:
@@ -167,7 +170,7 @@ class Person:
         written = whole[len(before) :]
         end = next((place for place, token in enumerate(written) if token in stops), None)
         if whole[: len(before)] != before or end is None:
-            self._tell("this renderer writes no calls; type the call as the model would")
+            self._console.message("this renderer writes no calls; type the call as the model would")
             return None
         return written[: end + 1]
 
@@ -183,7 +186,7 @@ class Person:
         while (line := await self._line("... ")) is not None and line.strip() != QUOTES:
             lines.append(line)
         if line is None:
-            self._tell(f"the input ends within {QUOTES}: that is no reply")
+            self._console.message(f"the input ends within {QUOTES}: that is no reply")
             return None
         return "\n".join(lines)
 

@@ -6,13 +6,13 @@ import asyncio
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.calls.user_code import reason
+from titan_rl.core.console import Console
 from titan_rl.core.errors import TitanRLError
 from titan_rl.evaluation.policies.source import PolicySource, export, newest_checkpoint
 from titan_rl.generation.router.router import GeneratorRouter
@@ -103,7 +103,7 @@ class RunFollower:
         name: of the run, for people.
         version: that the generators begin with.
         every_s: between looks at the folder.
-        tell: shows a person what is served, and what cannot be.
+        console: shows the user what is served, and what cannot be.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class RunFollower:
         *,
         version: int,
         every_s: float,
-        tell: Callable[[str], object],
+        console: Console,
     ) -> None:
         self.version = version
         self._run = run
@@ -123,7 +123,7 @@ class RunFollower:
         self._publisher = publisher
         self._router = router
         self._every_s = every_s
-        self._tell = tell
+        self._console = console
         self._published = version
         self._failed = version  # of the newest that could not be served
         self._wait_s = 0.0  # before that one is tried again
@@ -160,7 +160,7 @@ class RunFollower:
             self._wait_s = min(self._wait_s * 2, MAX_WAIT_S) if source.version == self._failed else self._every_s
             self._failed, self._again_at = source.version, clock() + self._wait_s
             instead = self._router.trouble() or f"version {self.version} is served on"
-            self._tell(
+            self._console.warning(
                 f"{source.name} cannot be served: {reason(error)}; {instead}; it is tried again in {self._wait_s:g} s"
             )
 
@@ -172,4 +172,4 @@ class RunFollower:
         self.version = source.version
         self._publisher.keep_only(source.version)
         late = f", but by {', '.join(sorted(report.failed))}, which try again" if report.failed else ""
-        self._tell(f"{source.name} is served{late}")
+        self._console.message(f"{source.name} is served{late}")

@@ -19,6 +19,7 @@ from titan_rl.config.evaluation import EvalConfig
 from titan_rl.config.model_folder import check_chat_template, check_model_folder
 from titan_rl.config.run import RunConfig
 from titan_rl.config.serve import ServeConfig, load_serve_config
+from titan_rl.core.console import Console
 from titan_rl.core.errors import ConfigError, GenerationError, RequestError
 from titan_rl.evaluation.policies.source import PolicySource, export, find_policy, with_copies
 from titan_rl.generation.registry import find_engine
@@ -82,23 +83,19 @@ async def open_policy(
     config: RunConfig,
     settings: EvalConfig,
     files: SessionFiles,
-    tell: Callable[[str], object],
-    warn: Callable[[str], object] | None = None,
+    console: Console,
 ) -> AsyncGenerator[OpenedPolicy]:
     """The policy that a folder or a URL names, for the length of the block.
 
     Args:
-        tell: shows a person what goes on.
-        warn: shows who can reach what is started, however little is said; by default `tell`.
+        console: shows what is started, and a warning if other machines can reach it.
 
     Raises:
         ConfigError: there is no such policy.
         CheckpointError: its checkpoint cannot be read.
         ActorDiedError: no generator could be started.
     """
-    opened = (
-        open_endpoint(given, config, settings) if is_url(given) else _started(given, config, files, tell, warn or tell)
-    )
+    opened = open_endpoint(given, config, settings) if is_url(given) else _started(given, config, files, console)
     async with opened as policy:
         yield policy
 
@@ -148,22 +145,18 @@ async def _only_model(url: str, key: str | None, transport: httpx.AsyncBaseTrans
 
 @contextlib.asynccontextmanager
 async def _started(
-    given: str,
-    config: RunConfig,
-    files: SessionFiles,
-    tell: Callable[[str], object],
-    warn: Callable[[str], object],
+    given: str, config: RunConfig, files: SessionFiles, console: Console
 ) -> AsyncGenerator[OpenedPolicy]:
     source = find_policy(given)
     model = _model_of(source, config)
     async with contextlib.AsyncExitStack() as resources:
         opening = open_hosts(
-            config, files.logs, "titan_rl.cluster.generator_processes", verbosity=Verbosity.QUIET, warn=warn
+            config, files.logs, "titan_rl.cluster.generator_processes", verbosity=Verbosity.QUIET, console=console
         )
         config = (await resources.enter_async_context(opening)).config
         folder, hosts = resources.enter_context(tempfile.TemporaryDirectory(prefix="policy-")), config.hosts
         if source.checkpoint is not None:
-            tell(f"reading {source.name}")
+            console.message(f"reading {source.name}")
             model = await export(model, source.checkpoint, Path(folder) / "policy", files.logs / "export.log")
             hosts = with_copies(hosts)
         check_model_folder(model, config.generation, [Path()])
@@ -172,7 +165,7 @@ async def _started(
         from titan_rl.cluster.generator_processes import start_generators
 
         count = config.generation.num_generators
-        tell(f"starting {count} generator{'' if count == 1 else 's'} for {source.name}; logs: {files.logs}")
+        console.message(f"starting {count} generator{'' if count == 1 else 's'} for {source.name}; logs: {files.logs}")
         serve = ServeConfig(
             seed=config.seed,
             pythonpath=config.pythonpath,
@@ -182,7 +175,7 @@ async def _started(
             hosts=hosts,
         )
         running = places_of(model, config.generation, MAX_RUNNING)
-        starting = start_generators(serve, version=source.version, max_running=running, files=files, tell=tell)
+        starting = start_generators(serve, version=source.version, max_running=running, files=files, console=console)
         async with starting as processes:
             router = processes.make_router()
             async with asyncio.TaskGroup() as tasks:

@@ -7,13 +7,13 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from titan_rl.config.build import told_of_template
 from titan_rl.config.hosts import HostsConfig
 from titan_rl.config.serve import load_serve_config
+from titan_rl.core.console import Console
 from titan_rl.core.errors import CheckpointError, ConfigError
 from titan_rl.run.machine.requirements import require_modules
 from titan_rl.training.choices import DType
@@ -143,7 +143,7 @@ def _last_line(log: Path) -> str:
     return log.read_text(errors="replace").strip().rpartition("\n")[2]
 
 
-async def export_policy(given: str, out: Path, dtype: DType | None, tell: Callable[[str], object]) -> str:
+async def export_policy(given: str, out: Path, dtype: DType | None, console: Console) -> str:
     """Write the newest checkpoint of a run, or the one that is named, as a Hugging Face folder, and verify it.
 
     Args:
@@ -164,11 +164,11 @@ async def export_policy(given: str, out: Path, dtype: DType | None, tell: Callab
     model = load_serve_config(source.toml, (), policy=None).model
     if dtype is not None:
         model = model.model_copy(update={"dtype": dtype})
-    tell(f"reading {source.name}")
+    console.message(f"reading {source.name}")
     logs = Path(tempfile.mkdtemp(prefix="titan_rl-export-"))  # it stays where this fails
     await export(model, source.checkpoint, out, logs / "export.log")
     if note := told_of_template(model):
-        tell(note)
+        console.message(note)
     shutil.rmtree(logs, ignore_errors=True)
     return source.name
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from titan_rl.core.console import LOG, Console
 from titan_rl.metrics.sinks.settings import LoggingConfig
 
 
@@ -35,14 +36,18 @@ class SinkSpec:
         folder: The run's folder, with its `config.toml`. A sink may write below it.
         settings: The table `[logging]`.
         step: Step from which the run resumes: later steps that the sink has are run again. 0 for a new run.
-        tell: Shows a person one line, for instance the URL of the metrics.
+        console: Shows lines to the user.
     """
 
     run: str
     folder: Path
     settings: LoggingConfig
     step: int = 0
-    tell: Callable[[str], None] = lambda text: None
+    console: Console = LOG
+
+    def tell(self, text: str) -> None:
+        """Show the user one line, for instance the URL of the metrics; also if the command is quiet."""
+        self.console.warning(text)
 
     @property
     def config(self) -> Path:

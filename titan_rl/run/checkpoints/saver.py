@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from titan_rl.config.sections import CheckpointConfig
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.calls.user_code import reason
+from titan_rl.core.console import Console
 from titan_rl.core.errors import NoSpaceError
 from titan_rl.core.tracing.spans import span
 from titan_rl.run.journal.state import FILE
@@ -87,7 +88,7 @@ class CheckpointSaver:
         copy: fix the state of a version, which training may change after. Gives the `run_state` that the trainer was
             given.
         forget_before: told of the oldest version that is kept.
-        tell: shows the user a message.
+        console: shows the user a message.
         version: that is saved already.
     """
 
@@ -100,7 +101,7 @@ class CheckpointSaver:
         estimate: int,
         copy: Callable[[int], Awaitable[Mapping[str, Any]]],
         forget_before: Callable[[int], None],
-        tell: Callable[[str], None],
+        console: Console,
         version: int,
     ) -> None:
         self._config = config
@@ -109,7 +110,7 @@ class CheckpointSaver:
         self._copy = copy
         self._trainer = trainer
         self._forget_before = forget_before
-        self._tell = tell
+        self._console = console
         self._begun = self._whole = version
         self._run_state: Mapping[str, Any] = {}  # of the version begun last
         self._wait_s = config.interval_s  # from the end of one checkpoint to the next by time
@@ -166,16 +167,16 @@ class CheckpointSaver:
             return
         path = step_directory(self._root, version)
         size = self._size()
-        self._tell(f"saving step {version}, {gigabytes(size)}, to {path}")
+        self._console.message(f"saving step {version}, {gigabytes(size)}, to {path}")
         writing = asyncio.ensure_future(self._begin_and_finish(version))
         try:
             while not (await asyncio.wait([writing], timeout=TELL_EVERY_S))[0]:
                 written = sum(map(size_of, being_written(self._root, path.name)))
-                self._tell(f"saving step {version}: {gigabytes(written)} of {gigabytes(size)} are written")
+                self._console.message(f"saving step {version}: {gigabytes(written)} of {gigabytes(size)} are written")
         finally:
             writing.cancel()
         await writing
-        self._tell(f"step {version} is saved")
+        self._console.message(f"step {version} is saved")
 
     async def _begin(self, version: int) -> None:
         require_room(self._root, self._size())
@@ -206,7 +207,7 @@ class CheckpointSaver:
     def _leave_out(self, version: int, error: NoSpaceError) -> None:
         self._ended_at = asyncio.get_running_loop().time()
         kept = f"the last is that of step {self._whole}" if self._whole else "there is none yet"
-        self._tell(f"no checkpoint of step {version}: {error}; {kept}, and training goes on")
+        self._console.warning(f"no checkpoint of step {version}: {error}; {kept}, and training goes on")
 
     def _size(self) -> int:
         """Size of a checkpoint in bytes, taken from the newest one."""

@@ -14,10 +14,10 @@ from concurrent.futures import Future
 from types import FrameType, TracebackType
 from typing import Any, TypeVar, cast
 
-from titan_rl.core.calls.plain import terminal_text
 from titan_rl.core.calls.threads import UsersThreads
 from titan_rl.core.errors import TitanRLError
 from titan_rl.run.machine.guard import ONE_STOP_S, STOPS
+from titan_rl.run.terminal.standard_streams import StderrConsole
 
 REACTION_S = 3.0
 
@@ -33,7 +33,7 @@ class StopSignals:
     Args:
         stopping: says what the first signal does. An attribute, for a program that changes what it is at.
         ending: says what is left after the second.
-        tell: shows a text at once, from within a signal handler; by default on standard error.
+        console: shows what signals do; by default standard error. An attribute, too.
         reaction_s: without a reaction for so long it is told that the event loop is held up.
     """
 
@@ -41,12 +41,12 @@ class StopSignals:
         self,
         stopping: str,
         ending: str,
-        tell: Callable[[str], None] | None = None,
+        console: StderrConsole | None = None,
         *,
         reaction_s: float = REACTION_S,
     ) -> None:
         self.received: signal.Signals | None = None  # the first
-        self.tell = tell or tell_on_stderr
+        self.console = console or StderrConsole()
         self.stopping = stopping
         self._ending = ending
         self._reaction_s = reaction_s
@@ -94,26 +94,20 @@ class StopSignals:
         name = signal.Signals(number).name
         if self.received is None:
             self.received, self._received_at = signal.Signals(number), time.monotonic()
-            self.tell(f"{name}: {self.stopping}")
+            self.console.end_with(f"{name}: {self.stopping}")
             threading.Thread(target=self._wait_for_reaction, name="stop", daemon=True).start()
             if self._stop is not None:
                 self._stop()
         elif time.monotonic() - self._received_at > ONE_STOP_S:
-            self.tell(f"{name}: {self._ending}")
+            self.console.end_with(f"{name}: {self._ending}")
             os._exit(128 + number)
 
     def _wait_for_reaction(self) -> None:
         if not self._reacted.wait(self._reaction_s):
-            self.tell(
+            self.console.end_with(
                 f"nothing has been stopped for {self._reaction_s:g} s: the event loop is held up, by imports at the "
                 "start or by code of an environment or a reward; once more ends the run at once"
             )
-
-
-def tell_on_stderr(text: str) -> None:
-    """Write a line to standard error, bypassing Python's buffers, whose locks may be held by the interrupted code."""
-    with contextlib.suppress(OSError):  # nobody reads it
-        os.write(2, f"titan-rl: {terminal_text(text)}\n".encode())
 
 
 T = TypeVar("T")

@@ -19,8 +19,9 @@ from typing import Protocol, TextIO
 from rich.text import Text
 
 from titan_rl.core.clock import CLOCK, Clock
-from titan_rl.run.machine.signals import tell_on_stderr
+from titan_rl.core.console import Console
 from titan_rl.run.terminal.live import ForgivingConsole, LiveLines
+from titan_rl.run.terminal.standard_streams import StderrConsole, tell_on_stderr
 from titan_rl.run.terminal.view import RunLook, View, format_seconds, layout
 
 SHOWN_AFTER_S = 2.0
@@ -70,11 +71,11 @@ class Operations:
     """Running operations of a command; several may run at a time, in several threads.
 
     Args:
-        tell: shows a line, where there is no display that is drawn again and again.
+        console: shows lines about long operations, where there is no live display.
     """
 
-    def __init__(self, tell: Callable[[str], None], clock: Clock) -> None:
-        self._tell = tell
+    def __init__(self, console: Console, clock: Clock) -> None:
+        self._console = console
         self._clock = clock
         self._lock = threading.Lock()
         self._operations: list[Operation] = []
@@ -93,7 +94,7 @@ class Operations:
         with self._lock:
             self._operations.remove(operation)
         if operation.num_told and self.tells and not failed:
-            self._tell(f"{operation.text} took {format_seconds(self._clock.now() - operation.began)}")
+            self._console.message(f"{operation.text} took {format_seconds(self._clock.now() - operation.began)}")
 
     def shown(self, after_s: float = SHOWN_AFTER_S) -> Sequence[tuple[Operation, float]]:
         """Operations that have run for `after_s`, with their durations in seconds."""
@@ -109,7 +110,7 @@ class Operations:
             due = 1 + int(seconds // TOLD_EVERY_S)
             if operation.num_told < due:
                 operation.num_told = due
-                self._tell(f"still {operation.described(seconds)}")
+                self._console.message(f"still {operation.described(seconds)}")
 
     def start_ticking(self) -> None:
         """In a thread of its own: what takes long may hold up the others. A daemon, so that it keeps nothing from
@@ -190,7 +191,7 @@ class Verbosity(IntEnum):
     VERBOSE = 2  # also what the log has
 
 
-class Progress:
+class Progress(StderrConsole):
     """Progress display of a command. A context manager; `message` also works before and after.
 
     Args:
@@ -221,7 +222,7 @@ class Progress:
         self._clock = clock
         self._began = clock.now()
         self._console = ForgivingConsole(file or sys.stderr)
-        self._operations = Operations(self.message, clock)
+        self._operations = Operations(self, clock)
         self._live: LiveLines | None = None
         self._last: ShownStep | None = None
         self._values: list[float] = []
@@ -231,7 +232,7 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if self._verbosity is Verbosity.VERBOSE:
-            self._log_handler = _LogLines(self.message)
+            self._log_handler = _LogLines(self)
             logging.getLogger("titan_rl").addHandler(self._log_handler)
         if self._verbosity is Verbosity.QUIET:
             return self
@@ -356,9 +357,9 @@ def status(text: str, verbosity: Verbosity = Verbosity.NORMAL) -> Generator[None
 class _LogLines(logging.Handler):
     """Log handler that prints records."""
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
+    def __init__(self, console: Console) -> None:
         super().__init__(logging.INFO)
-        self._tell = tell
+        self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._tell(f"{record.levelname.lower()}: {record.getMessage()}")
+        self._console.message(f"{record.levelname.lower()}: {record.getMessage()}")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from titan_rl.core.console import Console
 from titan_rl.rollout.group.transcript import (
     ErrorCounts,
     TokenRecords,
@@ -20,7 +21,7 @@ from titan_rl.rollout.group.transcript import (
 )
 from titan_rl.rollout.types import Rollout, RolloutGroup
 from titan_rl.run.journal.run_journal import RunJournal
-from titan_rl.run.observability.sinks import BestEffort, Tell
+from titan_rl.run.observability.sinks import BestEffort
 from titan_rl.scheduling.task_mix import TaskMix
 
 
@@ -36,11 +37,11 @@ class GroupRecords:
     """The `SchedulerObserver` of a run.
 
     Args:
-        tell: shows the user a message.
+        console: shows the user a message.
     """
 
-    def __init__(self, mix: TaskMix, journal: RunJournal, transcripts: RolloutLog, tell: Callable[[str], None]) -> None:
-        self._tell = tell
+    def __init__(self, mix: TaskMix, journal: RunJournal, transcripts: RolloutLog, console: Console) -> None:
+        self._console = console
         self._mix = mix
         self._journal = journal
         self._transcripts = transcripts
@@ -62,7 +63,7 @@ class GroupRecords:
 
     def discarded(self, index: int, group: RolloutGroup) -> None:
         self._journal.discarded(index)
-        self._tell(
+        self._console.message(
             f"group {group.group_id} is generated again: it has tokens of version {min(group.versions)}, which are too "
             "old to be trained on where the run goes on"
         )
@@ -105,14 +106,14 @@ class RolloutLog:
         self,
         write: Callable[[Mapping[str, Any]], None],
         groups_per_step: int,
-        tell: Tell,
+        console: Console,
         tokens: TokenRecords | None = None,
     ) -> None:
         self._write = write
         self._groups_per_step = groups_per_step
-        self._tell = tell
+        self._console = console
         self._tokens = tokens
-        self._writing = BestEffort("writing rollouts.jsonl", tell)
+        self._writing = BestEffort("writing rollouts.jsonl", console)
         self._errors = ErrorCounts()
         self._told: set[str] = set()
         self._lost: Counter[str] = Counter()  # groups whose reward failed, by kind
@@ -129,7 +130,7 @@ class RolloutLog:
         if kind not in self._told:
             self._told.add(kind)
             logger.error("rollout %s ended in %s", rollout.rollout_id, error_in_full(rollout))
-            self._tell(f"rollout {rollout.rollout_id} ended in {error_text(rollout)}")
+            self._console.warning(f"rollout {rollout.rollout_id} ended in {error_text(rollout)}")
 
     def lost(self, group: RolloutGroup) -> None:
         """Note a group whose reward function failed."""
@@ -139,7 +140,7 @@ class RolloutLog:
         self._lost_texts.setdefault(failure.kind, str(failure))
         if self._lost[failure.kind] == 1:
             logger.error("group %s is dropped: %s\n%s", group.group_id, failure, failure.traceback)
-            self._tell(f"group {group.group_id} is dropped, as others will be: {failure}")
+            self._console.warning(f"group {group.group_id} is dropped, as others will be: {failure}")
 
     def finished(
         self,
@@ -188,13 +189,13 @@ class RolloutLog:
             text, count = self._errors.most_common()[0]
             others = len(self._errors.most_common()) - 1
             more = f", and others of {others} kinds" if others else ""
-            self._tell(f"{count} rollouts ended in {text}{more}; logs/controller.log has each in full")
+            self._console.warning(f"{count} rollouts ended in {text}{more}; logs/controller.log has each in full")
         for kind, count in self._lost.most_common():
             logger.warning("%d groups were dropped with %s", count, self._lost_texts[kind])
         if self._lost:
             kind = self._lost.most_common(1)[0][0]
             text = self._lost_texts[kind]
-            self._tell(f"{self._lost.total()} groups were dropped for rewards that failed, most with {text}")
+            self._console.warning(f"{self._lost.total()} groups were dropped for rewards that failed, most with {text}")
         self._writing.close()
 
     def _record_first(

@@ -11,15 +11,13 @@ from functools import partial
 
 from titan_rl.core.calls.cancellation import is_ctrl_c
 from titan_rl.core.calls.user_code import summary
+from titan_rl.core.console import Console
 from titan_rl.metrics.sinks.registry import find_sink
 from titan_rl.metrics.sinks.settings import LoggingConfig
 from titan_rl.metrics.sinks.types import MetricSink, SinkSpec
 from titan_rl.run.directory import RunDirectory
 
 logger = logging.getLogger(__name__)
-
-Tell = Callable[[str], None]
-"""Shows a line of text to whoever watches the run."""
 
 
 class BestEffort:
@@ -30,9 +28,9 @@ class BestEffort:
         what: is attempted, for the messages: "writing rollouts.jsonl".
     """
 
-    def __init__(self, what: str, tell: Tell) -> None:
+    def __init__(self, what: str, console: Console) -> None:
         self._what = what
-        self._tell = tell
+        self._console = console
         self._num_lost = 0
         self._in_a_row = 0
 
@@ -59,17 +57,19 @@ class BestEffort:
         self._in_a_row += 1
         if self._in_a_row == 1:
             logger.warning("%s failed", self._what, exc_info=error)
-            self._tell(f"{self._what} failed, and the run goes on without it: {summary(error)}")
+            self._console.warning(f"{self._what} failed, and the run goes on without it: {summary(error)}")
 
     def worked(self) -> None:
         if self._in_a_row:
-            self._tell(f"{self._what} works again; {self._in_a_row} were lost meanwhile")
+            self._console.warning(f"{self._what} works again; {self._in_a_row} were lost meanwhile")
             self._in_a_row = 0
 
     def close(self) -> None:
         """Tell what was lost, if anything was."""
         if self._num_lost:
-            self._tell(f"{self._what} failed {self._num_lost} times in this run; the log has the first reason")
+            self._console.warning(
+                f"{self._what} failed {self._num_lost} times in this run; the log has the first reason"
+            )
 
 
 CLOSE_TIMEOUT_S = 30.0
@@ -92,16 +92,16 @@ class BackgroundSink:
         self,
         open_sink: Callable[[], MetricSink],
         what: str,
-        tell: Tell,
+        console: Console,
         *,
         close_timeout_s: float = CLOSE_TIMEOUT_S,
         max_waiting: int = MAX_WAITING,
     ) -> None:
         self._open_sink = open_sink
         self._what = what
-        self._tell = tell
+        self._console = console
         self._close_timeout_s = close_timeout_s
-        self._logging = BestEffort(f"logging to {what}", tell)
+        self._logging = BestEffort(f"logging to {what}", console)
         self._max_waiting = max_waiting
         self._waiting: queue.SimpleQueue[tuple[int, Mapping[str, float]] | None] = queue.SimpleQueue()
         self._is_open = True
@@ -131,7 +131,7 @@ class BackgroundSink:
         self._logging.close()
 
     def _run(self) -> None:
-        opening = BestEffort(f"opening {self._what}", self._tell)
+        opening = BestEffort(f"opening {self._what}", self._console)
         opened: list[MetricSink] = []
         if not opening.attempt(lambda: opened.append(self._open_sink())):
             self._is_open = False
@@ -139,7 +139,7 @@ class BackgroundSink:
         (sink,) = opened
         while (record := self._waiting.get()) is not None:
             self._logging.attempt(partial(sink.log, *record))
-        BestEffort(f"closing {self._what}", self._tell).attempt(sink.close)
+        BestEffort(f"closing {self._what}", self._console).attempt(sink.close)
 
 
 class JSONLSink:
@@ -162,9 +162,9 @@ class Sinks:
         sinks: by name, for the messages.
     """
 
-    def __init__(self, sinks: Mapping[str, MetricSink], tell: Tell) -> None:
-        self._tell = tell
-        self._sinks = {name: (sink, BestEffort(f"logging to {name}", tell)) for name, sink in sinks.items()}
+    def __init__(self, sinks: Mapping[str, MetricSink], console: Console) -> None:
+        self._console = console
+        self._sinks = {name: (sink, BestEffort(f"logging to {name}", console)) for name, sink in sinks.items()}
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for sink, attempts in self._sinks.values():
@@ -173,14 +173,14 @@ class Sinks:
     def close(self) -> None:
         for name, (sink, attempts) in self._sinks.items():
             attempts.close()
-            BestEffort(f"closing {name}", self._tell).attempt(sink.close)
+            BestEffort(f"closing {name}", self._console).attempt(sink.close)
 
 
 @contextlib.contextmanager
 def open_sinks(
     settings: LoggingConfig,
     run_dir: RunDirectory,
-    tell: Tell,
+    console: Console,
     others: Mapping[str, MetricSink] | None = None,
     *,
     step: int = 0,
@@ -198,9 +198,9 @@ def open_sinks(
     kinds = {name: find_sink(name) for name in settings.sinks}
     for kind in kinds.values():
         kind.check()
-    spec = SinkSpec(run_dir.run_id, run_dir.path, settings, step, tell)
-    named = {kind.title: BackgroundSink(partial(kind.make, spec), kind.title, tell) for kind in kinds.values()}
-    opened = Sinks({"metrics.jsonl": JSONLSink(run_dir), **named, **(others or {})}, tell)
+    spec = SinkSpec(run_dir.run_id, run_dir.path, settings, step, console)
+    named = {kind.title: BackgroundSink(partial(kind.make, spec), kind.title, console) for kind in kinds.values()}
+    opened = Sinks({"metrics.jsonl": JSONLSink(run_dir), **named, **(others or {})}, console)
     try:
         yield opened
     finally:

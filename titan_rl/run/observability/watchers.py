@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Coroutine
+from pathlib import Path
 from typing import Any, Protocol
+
+from titan_rl.core.console import Console
+from titan_rl.run.status import note_waiting
 
 STALL_S = 30.0
 STALL_POLL_S = 5.0
@@ -35,7 +39,7 @@ class Progressing(Protocol):
         ...
 
 
-async def warn_of_stalls(run: Progressing, warn: Callable[[str], object], *, after_s: float = STALL_S) -> None:
+async def warn_of_stalls(run: Progressing, console: Console, *, after_s: float = STALL_S) -> None:
     """Warn when nothing has happened for `after_s`, again after twice that time and so on, and when the run continues.
 
     Runs until it is cancelled.
@@ -47,10 +51,10 @@ async def warn_of_stalls(run: Progressing, warn: Callable[[str], object], *, aft
         now, seconds = run.progress(), clock() - since
         if now != last:
             if limit > after_s:
-                warn(f"the run continues, after {seconds:.0f} s")
+                console.warning(f"the run continues, after {seconds:.0f} s")
             last, since, limit = now, clock(), after_s
         elif seconds >= limit:
-            warn(f"nothing has happened for {seconds:.0f} s: {run.waits_for()}")
+            console.warning(f"nothing has happened for {seconds:.0f} s: {run.waits_for()}")
             limit *= 2
 
 
@@ -66,14 +70,14 @@ class Resources(Protocol):
         ...
 
 
-async def warn_of_shortage(resources: Resources, warn: Callable[[str], object], note: Callable[[str], object]) -> None:
+async def warn_of_shortage(resources: Resources, console: Console, folder: Path) -> None:
     """Warn when requests have had no generator for `SHORTAGE_S`, and when they have one again.
 
     Shorter gaps are skipped, because the replacement of a generator is reported by the code that replaces it. Runs
     until it is cancelled.
 
     Args:
-        note: Records what the run waits for, for readers of its folder; "" once it waits for nothing.
+        folder: Folder of the run, whose readers find there what the run waits for.
     """
     clock = asyncio.get_running_loop().time
     since, warned, noted = clock(), "", ""
@@ -82,12 +86,12 @@ async def warn_of_shortage(resources: Resources, warn: Callable[[str], object], 
         trouble = resources.trouble() or ""
         if not trouble:
             if warned:
-                warn(f"enough generators serve again, after {clock() - since:.0f} s")
+                console.warning(f"enough generators serve again, after {clock() - since:.0f} s")
             since, warned = clock(), ""
         elif trouble != warned and clock() - since >= SHORTAGE_S:
             warned = trouble
-            warn(f"the run waits for generators: {trouble}")
+            console.warning(f"the run waits for generators: {trouble}")
         lacks = {"generators": warned, "trainer": resources.trainer_lacks()}
         if (now := "; ".join(f"{who}: {what}" for who, what in lacks.items() if what)) != noted:
             noted = now
-            note(noted)
+            note_waiting(folder, noted)

@@ -29,7 +29,6 @@ from titan_rl.run.session import RunSession, check_resumption, open_run_dir
 from titan_rl.run.sft.demonstrations import Found, TokenSource
 from titan_rl.run.sft.loop import LearnedSteps, SupervisedLoop, SupervisedSummary
 from titan_rl.run.sft.plan import digest, find_demonstrations, make_start, plan_steps, supervised
-from titan_rl.run.status import note_waiting
 from titan_rl.run.trainer_recovery import TrainerGroup, lacks_of, open_trainer
 from titan_rl.weights.types import PublishedWeights
 
@@ -172,11 +171,11 @@ async def _teach(
         f"{len(found) - len(held_out):,} demonstrations to learn in {len(plan):,} steps, and {len(held_out)} held "
         "out; starting a trainer"
     )
-    resources.enter_context(LoopWatchdog(progress.warning))
+    resources.enter_context(LoopWatchdog(progress))
     (files := HostFiles(run_dir.path)).begin()
     history = HostHistory()
     with progress.working("starting a trainer"):
-        processes = await resources.enter_async_context(start_trainer(config, run_dir, progress.warning))
+        processes = await resources.enter_async_context(start_trainer(config, run_dir, progress))
     training = processes.training
     watch_hosts = hosts_watcher(config.hosts, files, processes, history, session.provided)
     steps, published = LearnedSteps(tokens, plan), PublishedWeights()  # nobody reads them
@@ -197,7 +196,7 @@ async def _teach(
     )
     training.before_leaving = loop.save_soon
     resources.callback(lambda: session.messages.stands_at(loop.version))
-    shortage = warn_of_shortage(_TrainerAlone(training), progress.warning, partial(note_waiting, run_dir.path))
+    shortage = warn_of_shortage(_TrainerAlone(training), progress, run_dir.path)
     async with session.training(hosts=watch_hosts(), shortage=shortage):
         summary = await loop.run()
     await training.close()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from titan_rl.core.calls.cancellation import stray_cancellation_fails
+from titan_rl.core.console import Console
 from titan_rl.core.errors import TrainingError, listed
 from titan_rl.training.protocol import StepResult, Trainer
 
@@ -80,12 +81,12 @@ class SkippedSteps:
 
     Args:
         limit: `training.max_skipped_steps`.
-        tell: shows a person which step was skipped, and why.
+        console: shows the user which step was skipped, and why.
     """
 
-    def __init__(self, limit: int, tell: Callable[[str], object]) -> None:
+    def __init__(self, limit: int, console: Console) -> None:
         self._limit = limit
-        self._tell = tell
+        self._console = console
         self._texts: list[str] = []
 
     @property
@@ -107,7 +108,7 @@ class SkippedSteps:
         texts = [f"{part.reason}; rollouts: {listed(part.at_fault or part.rollout_ids)}" for part in result.skipped]
         self._texts.append(f"step {result.version} is skipped: {'; '.join(texts)}")
         logger.warning(self._texts[-1])
-        self._tell(f"{self._texts[-1]} ({self.count} of training.max_skipped_steps = {self._limit})")
+        self._console.warning(f"{self._texts[-1]} ({self.count} of training.max_skipped_steps = {self._limit})")
         return reasons
 
     def check(self) -> None:

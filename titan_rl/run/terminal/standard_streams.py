@@ -9,6 +9,7 @@ import sys
 from typing import TextIO
 
 from titan_rl.core.calls.plain import terminal_text
+from titan_rl.core.console import Console
 
 
 class OutputError(Exception):
@@ -43,6 +44,26 @@ def tell(text: str) -> None:
         print(terminal_text(text), file=sys.stderr, flush=True)
     except OSError:
         silence(sys.stderr)
+
+
+def tell_on_stderr(text: str) -> None:
+    """Write a line to standard error, bypassing Python's buffers, whose locks may be held by the interrupted code."""
+    with contextlib.suppress(OSError):  # nobody reads it
+        os.write(2, f"titan-rl: {terminal_text(text)}\n".encode())
+
+
+class StderrConsole(Console):
+    """Console that writes lines to standard error."""
+
+    def message(self, text: str) -> None:
+        tell(f"titan-rl: {text}")
+
+    def warning(self, text: str) -> None:
+        tell(f"titan-rl: {text}")
+
+    def end_with(self, text: str) -> None:
+        """Write a line from a signal handler, as one of the last."""
+        tell_on_stderr(text)
 
 
 def tell_next(*words: str) -> None:

@@ -1,0 +1,34 @@
+"""Console: lines for the user of a command."""
+
+from __future__ import annotations
+
+import logging
+
+logger = logging.getLogger(__name__)
+
+
+class Console:
+    """Lines for the user of a command. Any thread may write them. This class writes them to the log, and its subclasses
+    to a screen."""
+
+    def message(self, text: str) -> None:
+        """Show a line, unless the command is quiet."""
+        logger.info("%s", text)
+
+    def warning(self, text: str) -> None:
+        """Show a line, also if the command is quiet."""
+        logger.warning("%s", text)
+
+
+LOG = Console()
+"""Console of code without a screen."""
+
+
+class ConsoleLines(list[str], Console):
+    """Console that collects its lines, for tests."""
+
+    def message(self, text: str) -> None:
+        self.append(text)
+
+    def warning(self, text: str) -> None:
+        self.append(text)
