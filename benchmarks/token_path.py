@@ -24,6 +24,7 @@ from titan_rl import Completion, FinishReason, Reward, Rollouter, Rubric, Sampli
 from titan_rl.cluster.processes.garbage import settle_heap
 from titan_rl.cluster.request_stream import Packed, pack, unpack
 from titan_rl.config.sections import STREAM_INTERVAL
+from titan_rl.core.clock import CLOCK
 from titan_rl.generation.engine import TokenDelta
 from titan_rl.generation.loop.calls import PendingCall
 from titan_rl.generation.request import EngineRequest, OnChunk, Partial
@@ -102,7 +103,7 @@ def messages_of(request_ids: Sequence[str]) -> list[bytes]:
     """As a generator sends them for requests that run side by side."""
     loop = asyncio.new_event_loop()
     calls = [
-        PendingCall(EngineRequest(request_id, [1], SAMPLING), loop.create_future(), None, time.monotonic)
+        PendingCall(EngineRequest(request_id, [1], SAMPLING), loop.create_future(), None, CLOCK)
         for request_id in request_ids
     ]
     for call in calls:

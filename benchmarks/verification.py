@@ -129,7 +129,8 @@ def run_engines(plan: Plan) -> None:
     """One rank: try every fault on every pair of versions."""
     from titan_rl.core.errors import VerificationError
     from titan_rl.generation.engine import EngineSpec
-    from titan_rl.generation.loop.ranks import EngineRank, GlooRanks, OneRank, Weights
+    from titan_rl.generation.loop.ranks import EngineRank, GlooRanks
+    from titan_rl.generation.loop.state import Weights
     from titan_rl.generation.types import KVPolicy
     from titan_rl.generation.vllm_engine import VLLMEngine
     from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
@@ -156,7 +157,8 @@ def run_engines(plan: Plan) -> None:
 
     spec = EngineSpec(plan.folder, dtype=plan.dtype, max_context=64, kv_cache_gib=0.02, tensor_parallel_size=world)
     engine = FaultyEngine(spec)
-    rank = EngineRank(engine, GlooRanks() if world > 1 else OneRank(), KVPolicy())
+    rank = EngineRank(lambda: engine, GlooRanks() if world > 1 else None, KVPolicy())
+    rank.start()
     transport = SharedMemoryTransport("verification")
     if world > 1:
         faults: tuple[str, ...] = ("rank",)

@@ -108,7 +108,7 @@ async def undisturbed() -> list[Rollout]:
     replica = start_replica("calm", 0.0)
     await replica.loop.start()
     try:
-        return await play(replica.generate)
+        return await play(replica.loop.generate)
     finally:
         await replica.close()
 

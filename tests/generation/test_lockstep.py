@@ -12,12 +12,13 @@ import pytest
 from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thread_ranks import ThreadRanks
 
 from titan_rl.core.errors import EngineDeadError, GenerationError, RequestError, StateDictError
 from titan_rl.generation.engine import TokenDelta
 from titan_rl.generation.loop.engine_loop import EngineLoop
-from titan_rl.generation.loop.ranks import ThreadRanks, Weights, agree, follow_leader
-from titan_rl.generation.loop.state import LoopAction, LoopDecision
+from titan_rl.generation.loop.ranks import EngineRank, agree, follow_leader
+from titan_rl.generation.loop.state import LoopAction, LoopDecision, Weights
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.scripted_engine import ScriptedEngine
 from titan_rl.types import FinishReason, SamplingParams
@@ -66,11 +67,11 @@ class Replica:
         self.engines = [Watched() for _ in range(num_ranks)]
         self.ended: list[BaseException | None] = [None] * num_ranks
         leader, *followers = ThreadRanks.make(num_ranks)
-        self.loop = EngineLoop(lambda: self.engines[0], make_ranks=lambda: leader)
+        self.loop = EngineLoop(lambda: self.engines[0], ranks=leader)
 
         def follow(rank: int, ranks: ThreadRanks) -> None:
             try:
-                follow_leader(lambda: self.engines[rank], lambda: ranks, open_weights)
+                follow_leader(EngineRank(lambda: self.engines[rank], ranks), open_weights)
             except BaseException as error:
                 self.ended[rank] = error
 

@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from thread_ranks import ThreadRanks
 
 from titan_rl.core.errors import EngineDeadError, GenerationError
 from titan_rl.generation.engine import TokenDelta
 from titan_rl.generation.loop.engine_loop import EngineLoop, LocalReplica
-from titan_rl.generation.loop.ranks import ThreadRanks, Weights, follow_leader
+from titan_rl.generation.loop.ranks import EngineRank, follow_leader
+from titan_rl.generation.loop.state import Weights
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.resume import resume_on_abort
 from titan_rl.generation.router import GeneratorRouter, LeastLoaded
@@ -104,7 +106,7 @@ async def test_an_engine_that_cannot_sleep_ends_and_says_what_to_set() -> None:
 @contextmanager
 def following(ranks: ThreadRanks, engine: Sleeper) -> Iterator[None]:
     def follow() -> None:
-        follow_leader(lambda: engine, lambda: ranks, lambda _: Weights(WEIGHTS))
+        follow_leader(EngineRank(lambda: engine, ranks), lambda _: Weights(WEIGHTS))
 
     thread = threading.Thread(target=follow)
     thread.start()
@@ -116,7 +118,7 @@ def following(ranks: ThreadRanks, engine: Sleeper) -> Iterator[None]:
 async def test_all_ranks_of_a_replica_sleep_and_wake_together() -> None:
     (leader, follower), engines = ThreadRanks.make(2), [Sleeper(), Sleeper()]
     with following(follower, engines[1]):
-        loop = EngineLoop(lambda: engines[0], make_ranks=lambda: leader)
+        loop = EngineLoop(lambda: engines[0], ranks=leader)
         await loop.start()
         for version in (1, 2):
             await loop.pause("sleep")

@@ -24,7 +24,8 @@ from titan_rl.core.tracing.spans import flush
 from titan_rl.generation.engine import Engine, EngineSpec
 from titan_rl.generation.gpu_share import CPU_KV_GIB
 from titan_rl.generation.loop.engine_loop import EngineLoop
-from titan_rl.generation.loop.ranks import GlooRanks, Items, OneRank, Weights, follow_leader
+from titan_rl.generation.loop.ranks import EngineRank, GlooRanks, follow_leader
+from titan_rl.generation.loop.state import Items, Weights
 from titan_rl.generation.registry import make_engine
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.types import GaugeSummary, KVPolicy, PauseMode, PullResult, describe
@@ -120,7 +121,7 @@ class GeneratorActor(ProcessActor):
             kv_policy=self._kv_policy,
             stream_interval=generation.stream_interval or STREAM_INTERVAL,
             routed_experts=generation.return_routed_experts,
-            make_ranks=GlooRanks if generation.tensor_parallel_size > 1 else OneRank,
+            ranks=GlooRanks() if generation.tensor_parallel_size > 1 else None,
             stepping=self.work.in_progress,
         )
         self._layouts = KnownLayouts()
@@ -143,7 +144,8 @@ class GeneratorActor(ProcessActor):
 
     def _follow(self) -> None:
         try:
-            follow_leader(self._make_engine, GlooRanks, self._open, self._kv_policy, self.work.in_progress)
+            rank = EngineRank(self._make_engine, GlooRanks(), self._kv_policy, self.work.in_progress)
+            follow_leader(rank, self._open)
         except BaseException:
             # The first rank waits for this one inside a collective: only the end of the process tells it.
             logger.exception("rank %d cannot go on", self._spec.rank)

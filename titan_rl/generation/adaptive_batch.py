@@ -10,7 +10,7 @@ import numpy as np
 
 MEMORY = 1024  # ended requests after which one counts for 1/e
 BUCKETS_A_DOUBLING = 4
-PRIOR_REQUESTS = 1.0  # that the prior counts for, at each length
+PRIOR_REQUESTS = 1.0  # weight of the prior, in requests, at each length
 
 
 class Growth(NamedTuple):
@@ -22,15 +22,15 @@ class Growth(NamedTuple):
 
 
 class LengthsSeen:
-    """A life table of contexts: of those that reached a length, how many ended there.
+    """Life table of contexts: the share of requests that ended at each length, of those that reached it.
 
-    A request is under observation from the length it joined with to the one it has, so neither a prompt, nor what
-    an answer had before it was interrupted, nor an abort makes lengths look shorter (the actuarial estimate of a
-    survival function, with late entries and censoring; Kaplan and Meier, 1958). At lengths that none has reached a
-    request is taken to end at the rate of one in half of the longest there may be.
+    A request is observed from the length at which it joined to its present length, so that neither prompts, nor the
+    tokens from before an interruption, nor aborts bias lengths downwards (the actuarial estimate of a survival function
+    with late entries and censoring; Kaplan and Meier, 1958). At lengths that no request has reached, the assumed rate
+    is one end in half of the maximum length.
 
     Args:
-        most: tokens that a request has at most.
+        most: Maximum number of tokens of a request.
     """
 
     def __init__(self, most: int) -> None:
@@ -46,11 +46,11 @@ class LengthsSeen:
 
     @property
     def horizon(self) -> Any:
-        """[num_lengths] tokens from now, at which it is worth looking ahead."""
+        """[num_lengths] numbers of tokens from now at which the future is evaluated."""
         return self._edges
 
     def ended(self, growth: Growth, *, was_aborted: bool) -> None:
-        """A request is no longer observed. Of one that was aborted nobody knows where it would have ended."""
+        """Record a request that has left. The length at which an aborted one would have ended is unknown."""
         self._tokens += self._tokens_at([growth])
         if not was_aborted:
             fade = 1 - 1 / MEMORY
@@ -58,13 +58,13 @@ class LengthsSeen:
             self._ends[min(np.searchsorted(self._edges, growth.now), len(self._ends)) - 1] += 1
 
     def survival(self, running: Sequence[Growth], asked: Iterable[Growth]) -> Any:
-        """The share of requests like each of `asked` that run on, for each length of the horizon.
+        """Probability that each request of `asked` still runs, for each length of the horizon.
 
         Args:
-            running: what is under observation now.
+            running: The requests observed at present.
 
         Returns:
-            [num_asked, num_lengths], of which the first column is 1
+            [num_asked, num_lengths]; the first column is 1
         """
         tokens = self._tokens + self._prior_tokens + self._tokens_at(running)
         rates = (self._ends + self._prior_ends) / tokens
@@ -76,57 +76,57 @@ class LengthsSeen:
         return np.where(later <= most, alive, 0.0)
 
     def _tokens_at(self, growths: Sequence[Growth]) -> Any:
-        """[num_buckets] tokens that these have generated at such lengths."""
+        """[num_buckets] tokens that these requests have generated at the lengths of each bucket."""
         sizes = np.array([(growth.start, growth.now) for growth in growths], dtype=float).reshape(-1, 2, 1)
         in_bucket = np.clip(sizes - self._edges[:-1], 0.0, self._widths)  # [num_growths, 2, num_buckets]
         return (in_bucket[:, 1] - in_bucket[:, 0]).sum(axis=0)
 
 
 FORESIGHT = 1 / 8
-"""Of its tokens, as many more as a request is to generate before the cache is full. What is computed anew after a
-preemption costs a small part of what generating as much does, so an engine that waits until all is sure to fit loses
-more than one that preempts now and then; one that preempts what has just joined gains nothing."""
+"""Progress that a request should make before the cache is full, as a share of its present tokens. Recomputing tokens
+after a preemption costs a small part of generating them, so an engine that waits until everything surely fits loses
+more than one that sometimes preempts; an engine that preempts what has just joined gains nothing."""
 
 DEVIATIONS = 1.0
-"""Standard deviations above its mean that what the cache is expected to hold has to fit at."""
+"""Safety margin: the mean of the expected content plus this many standard deviations has to fit the cache."""
 
 
 class AdaptivePlaces:
     """Lets requests join as long as the KV cache is expected to hold all of them for a while.
 
-    What a request will take is not known, what requests like it took is: those that joined are expected to hold
-    `sum of P(still runs in t tokens) * (tokens now + t)` in t steps. Another joins where that, and a standard deviation
-    more, is within the cache for every t up to an eighth of its own tokens. A burst of short prompts then does not fill
-    the cache with answers that all grow in it at once; answers of different ages, of which some end while others grow,
-    fill it; and what was preempted joins again once it can get somewhere. (Gong et al., "Past-Future Scheduler", ASPLOS
-    2025, draw lengths where this takes their distribution.)
+    Lengths are predicted from those of past requests: in t steps the joined requests are expected to hold
+    `sum of P(still runs in t tokens) * (tokens now + t)` tokens. Another one joins if that, plus one standard
+    deviation, fits the cache for every t up to an eighth of its own tokens. A burst of short prompts then does not fill
+    the cache with answers that all grow at once, answers of different ages fill it, and a preempted request joins again
+    when it can make progress. (Gong et al., "Past-Future Scheduler", ASPLOS 2025, draw lengths from the distribution
+    that is used here directly.)
 
     Example: `AdaptivePlaces(most=128, kv_tokens=100_000).num_joining([], waiting)`
 
     Args:
-        most: requests that the engine can advance.
-        kv_tokens: that its KV cache holds.
-        block_tokens: that a block of it holds; a request has whole ones, and is to generate as many at least.
+        most: Maximum number of requests that the engine can advance.
+        kv_tokens: Capacity of its KV cache.
+        block_tokens: Tokens of a block of the cache. A request occupies whole blocks, and should generate at least one.
     """
 
     def __init__(self, most: int, kv_tokens: int, block_tokens: int = 1) -> None:
         self.limit = most
-        """Requests that the engine advances at most, as was decided last."""
+        """Maximum number of requests that the engine advances, by the last decision."""
         self._most = most
         self._kv_tokens = kv_tokens
         self._block_tokens = block_tokens
         self._lengths = LengthsSeen(kv_tokens)
 
     def ended(self, growth: Growth, *, was_aborted: bool) -> None:
-        """A request that had joined has left the engine."""
+        """Record that a joined request has left the engine."""
         self._lengths.ended(growth, was_aborted=was_aborted)
 
     def num_joining(self, running: Sequence[Growth], waiting: Iterable[Growth], num_shared: int = 0) -> int:
         """Number of waiting requests that join now, in their order: at least one if nothing runs.
 
         Args:
-            waiting: those that were preempted first.
-            num_shared: tokens that the running requests need not hold twice, since they have them in common.
+            waiting: Preempted requests come first.
+            num_shared: Tokens that running requests share, and that the cache holds once.
         """
         candidates = list(islice(waiting, max(0, self._most - len(running))))
         count = 0

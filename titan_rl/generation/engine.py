@@ -13,27 +13,27 @@ from titan_rl.types import EXTRA_SAMPLING, FinishReason, TopLogprobs
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """An engine that is made of it can do what its `EngineKind` says, and is asked for no more.
+    """Specification of an engine. It asks for nothing that the `EngineKind` does not support.
 
     Attributes:
         model_path: Hugging Face folder with config.json and safetensors; no tokenizer is needed.
-        dtype: of weights, activations and KV cache.
-        max_context: most tokens of prompt and completion together.
-        max_running: most requests advanced at a time; others wait.
-        adapts: fewer are advanced while the KV cache is expected to be full, see `AdaptivePlaces`.
-        kv_cache_gib: memory for the KV cache; by default `CPU_KV_GIB` on a CPU, and what is free on a GPU.
-        gpu_neighbours: other engines on the same GPU, which get as much of what is free by default.
-        seed: of requests that bring none.
-        routed_experts: requests may ask for the experts that each token of a mixture of experts took.
-        gpu_share: of the memory of its GPU that each process of it has; by default what weights, KV cache and work
-            space come to, see `gpu_share_of`. vLLM does not start where so much is not free.
-        prefix_cache: requests reuse the KV cache of others that begin with the same tokens.
-        speculative: how tokens are guessed, of which several are checked in one step, by the names of vLLM's
-            speculative_config; None guesses none.
-        options: of the engine's own, as [generation.vllm] has them for vLLM.
-        sleeps: it is asked to give its memory back for a time: a `SleepingEngine`.
-        tensor_parallel_size: processes that share the model, each with an engine of its own, in lockstep.
-        generator: which of the run's generators it belongs to.
+        dtype: Dtype of weights, activations and KV cache.
+        max_context: Maximum number of tokens of prompt and completion together.
+        max_running: Maximum number of requests advanced at a time; others wait.
+        adapts: Fewer requests are advanced while the KV cache is expected to be full, see `AdaptivePlaces`.
+        kv_cache_gib: Memory for the KV cache. By default `CPU_KV_GIB` on a CPU, and the free memory on a GPU.
+        gpu_neighbours: Number of other engines on the same GPU, which share the free memory equally by default.
+        seed: Seed of requests without one.
+        routed_experts: Requests may ask for the experts that each token of a mixture of experts took.
+        gpu_share: Share of the memory of its GPU that each process gets. By default the sum of weights, KV cache and
+            work space, see `gpu_share_of`. vLLM does not start if less is free.
+        prefix_cache: Requests reuse the KV cache of others that begin with the same tokens.
+        speculative: Settings of speculative decoding, by the names of vLLM's speculative_config; None for no
+            speculation.
+        options: The engine's own options, such as [generation.vllm].
+        sleeps: It has to release its memory at times: a `SleepingEngine`.
+        tensor_parallel_size: Number of processes that share the model, each with an engine of its own, in lockstep.
+        generator: Index of the generator in the run.
     """
 
     model_path: str
@@ -56,22 +56,21 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """The tokens that one step added to one request. `finish_reason` or `failure` is set on the request's last
-    delta."""
+    """Tokens that one step added to one request. `finish_reason` or `failure` is set on the request's last delta."""
 
     request_id: str
     token_ids: Sequence[int]  # [num_new_tokens], may be empty
     logprobs: Sequence[float]  # [num_new_tokens]
     finish_reason: FinishReason | None = None
-    routed_experts: Any = None  # [num_new_tokens, num_layers, top_k] if the request asks for them
+    routed_experts: Any = None  # [num_new_tokens, num_layers, top_k] if requested
     metrics: dict[str, float] = field(default_factory=dict[str, float])  # e.g. cached_prompt_tokens, once
-    failure: str | None = None  # why the engine gave the request up
-    top_logprobs: TopLogprobs | None = None  # [num_new_tokens, ...] if the request asks for them
+    failure: str | None = None  # reason why the engine gave the request up
+    top_logprobs: TopLogprobs | None = None  # [num_new_tokens, ...] if requested
     allowed_logprobs: Sequence[float] | None = None  # [num_new_tokens] if the request has a constraint
 
 
 def problem_of(delta: TokenDelta, request: EngineRequest) -> str | None:
-    """The reason why a delta is invalid for its request, or None. An invalid delta fails that request alone."""
+    """Reason why a delta is invalid for its request, or None. An invalid delta fails only its request."""
     if delta.failure is not None:
         return f"was given up by the engine: {delta.failure}"
     if not isinstance(delta.finish_reason, FinishReason | None):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -113,32 +112,32 @@ class Engine(Protocol):
 
     Nothing here blocks longer than one step. An exception from anything but `add` means the engine is broken.
 
-    An attribute `extra_sampling` names the fields of `EXTRA_SAMPLING` (`titan_rl.types`) that the engine honours. A
-    request that sets another of them is refused by the engine loop; so all of them are, where there is no such
-    attribute.
-    The tests of `titan_rl.testing.engine_contract` find out whether an engine keeps to this.
+    An attribute `extra_sampling` names the fields of `EXTRA_SAMPLING` (`titan_rl.types`) that the engine honours. The
+    engine loop refuses requests that set any other of them. Without the attribute, it refuses all of them.
+
+    `titan_rl.testing.engine_contract` has tests of this contract.
     """
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request.
 
         Raises:
-            RequestError: this request can never run (too long, bad parameters, duplicate id). Whatever else is raised
-                is laid to the request, too: it is not queued, and others go on.
+            RequestError: this request can never run (too long, bad parameters, duplicate id). Any other error counts
+                as the request's fault, too: it is not queued, and others continue.
         """
         ...
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Forget requests; unknown ids are ignored. No further delta comes for them."""
+        """Forget requests; unknown ids are ignored. They get no further deltas."""
         ...
 
     def step(self) -> list[TokenDelta]:
-        """Advance every running request, by one token each, and by what was guessed and holds. Those that wait join
+        """Advance every running request by one token, and by its accepted speculative tokens. Waiting requests join
         while there is room.
 
         Returns:
-            the step's deltas. A request has its first from the step that first runs it, without tokens if there are
-            none yet: until that step it has waited for others.
+            The step's deltas. The first step that runs a request returns a delta of it, perhaps without tokens; until
+            then the request was queued.
         """
         ...
 
@@ -146,29 +145,29 @@ class Engine(Protocol):
         """Swap weights in place between two steps. Running requests keep their KV cache.
 
         Args:
-            items: (Hugging Face parameter name, tensor) pairs, each parameter once.
+            items: (Hugging Face parameter name, tensor) pairs; each parameter occurs once.
         """
         ...
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Logprobs at temperature 1 of each sequence's tokens after the first, under the loaded weights.
 
-        Requests stand still meanwhile, and are not waited for: however many run or wait, and however full the KV cache
-        is, it takes the few steps that it takes alone.
+        Requests are suspended meanwhile, so scoring takes the same few steps however many requests run or wait, and
+        however full the KV cache is.
 
         Returns:
             [num_sequences][len(sequence) - 1]
 
         Raises:
-            RequestError: a sequence is too long, or has tokens that there are not.
+            RequestError: a sequence is too long, or has tokens that are not in the vocabulary.
         """
         ...
 
     def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
-        """Let no later request reuse KV computed so far.
+        """Prevent later requests from reusing the KV cache computed so far.
 
         Args:
-            recompute_running: running requests also recompute theirs, before their next token.
+            recompute_running: Running requests also recompute theirs before their next token.
         """
         ...
 
@@ -177,27 +176,26 @@ class Engine(Protocol):
 
 @runtime_checkable
 class SleepingEngine(Engine, Protocol):
-    """An engine that can lend its memory to somebody else for a time, a trainer on the same GPU."""
+    """An engine that can release its memory for a time, for a trainer on the same GPU."""
 
     def sleep(self) -> None:
-        """Give the memory of weights and KV cache back. Called while nothing runs; nothing but `wake` and `close`
-        follows."""
+        """Release the memory of weights and KV cache. Called while nothing runs; the next call is `wake` or `close`."""
         ...
 
     def wake(self) -> None:
-        """Take as much memory again. What is in it is anything: `load_state_dict` follows before a request does."""
+        """Allocate the memory again. Its content is undefined until `load_state_dict`, which precedes any request."""
         ...
 
 
 @runtime_checkable
 class GaugedEngine(Engine, Protocol):
-    """An engine that says how it is doing."""
+    """An engine that reports gauges."""
 
     def gauges(self) -> Mapping[str, float]:
-        """Figures by their names, as they are now. Called once the engine is made and after each step: it only looks.
+        """Current gauges by name. Called when the engine was made and after each step; it has no side effects.
 
-        A name that ends in `_total` counts something, and never falls; any other is something that rises and falls.
-        Those that the library's engines give are in docs/concepts/generation.md.
+        A name that ends in `_total` is a counter, which never falls; any other gauge may rise and fall. The gauges of
+        the library's engines are listed in docs/concepts/generation.md.
 
         Example: {"running_requests": 12.0, "kv_cache_usage": 0.4, "preemptions_total": 3.0}
         """
@@ -206,15 +204,15 @@ class GaugedEngine(Engine, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HeldTensor:
-    """A box of a Hugging Face tensor, as an engine holds it.
+    """A box of a Hugging Face tensor that an engine holds.
 
-    An engine that has packed a tensor so that it cannot be read gives the `box_checksum` that it took of it right
-    before it was packed, with the dtype and shape that the box had then.
+    If the engine has packed a tensor so that it cannot be read, it gives the `box_checksum` from right before the
+    packing, with the dtype and shape of the box at that time.
     """
 
     name: str  # of the Hugging Face tensor
-    parameter: str  # of the engine; a tensor that it keeps twice, as a tied head may be, is two parameters
-    tensor: Any  # the box, in the layout of the Hugging Face tensor; None where there is a checksum
+    parameter: str  # of the engine; a tensor that it keeps twice, such as a tied head, is two parameters
+    tensor: Any  # the box, in the layout of the Hugging Face tensor; None if there is a checksum
     start: tuple[int, ...]  # of the box's first element
     whole_shape: tuple[int, ...]
     checksum: int | None = None
@@ -224,13 +222,13 @@ class HeldTensor:
 
 @runtime_checkable
 class ReadableEngine(Engine, Protocol):
-    """An engine whose weights can be read back, by which every pull is verified exactly."""
+    """An engine whose weights can be read back, which verifies every pull exactly."""
 
     def held_weights(self) -> Iterable[HeldTensor]:
-        """All weights that this rank holds, as they are now, with fused tensors apart. Those that it cannot read are
-        left out.
+        """All weights that this rank holds at present, with fused tensors split. Weights that it cannot read are left
+        out.
 
         Raises:
-            VerificationError: the engine finds that it does not compute with what it was given.
+            VerificationError: the engine finds that it does not compute with the weights that it was given.
         """
         ...

@@ -11,14 +11,14 @@ from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.errors import ModelError
 
 WORK_BYTES = 3 * 2**30
-"""For the context of CUDA, captured graphs, and what is computed in a step. An estimate: a model with a large
-vocabulary and many running requests may need more, which `generation.gpu_share` says."""
+"""Memory for the CUDA context, captured graphs and activations of a step. An estimate: a model with a large vocabulary
+and many running requests may need more, which `generation.gpu_share` allows."""
 
 CPU_KV_GIB = 1.0
-"""KV cache of an engine on a CPU, or on a trainer's GPU, whose setting does not say."""
+"""Default size of the KV cache of an engine on a CPU, or on a trainer's GPU."""
 
 GPU_SHARE = 0.9
-"""Of a GPU's memory, what its engines fill by default."""
+"""Share of a GPU's memory that its engines fill by default."""
 
 _DRIVERS = ("/dev/nvidiactl", "/dev/nvmap", "/dev/kfd", "/dev/dxg")  # of NVIDIA, its Tegra, AMD, and within WSL
 
@@ -26,12 +26,12 @@ _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def gpu_share_of(total_bytes: int, *, weight_bytes: int, kv_bytes: int, work_bytes: int = WORK_BYTES) -> float:
-    """The part of a GPU's memory that weights, KV cache and work space come to.
+    """Share of a GPU's memory that weights, KV cache and work space need.
 
     Example: 16 GB of weights and 20 GB of KV cache are 0.28 of 141 GB.
 
     Raises:
-        ModelError: they are more than the GPU has.
+        ModelError: they need more than the GPU has.
     """
     need = weight_bytes + kv_bytes + work_bytes
     if need > total_bytes:
@@ -46,21 +46,21 @@ def gpu_share_of(total_bytes: int, *, weight_bytes: int, kv_bytes: int, work_byt
 
 
 def kv_bytes_of(total_bytes: int, free_bytes: int, *, weight_bytes: int, share: float | None, neighbours: int) -> int:
-    """The KV cache that fills an engine's part of a GPU.
+    """Bytes of the KV cache that fills an engine's share of a GPU.
 
     Args:
-        free_bytes: of the GPU; an engine alone there takes no more.
-        share: that part, if a setting says it.
-        neighbours: other engines there, each with as large a part.
+        free_bytes: Free memory of the GPU, which limits an engine without neighbours.
+        share: The share, if a setting gives it.
+        neighbours: Number of other engines on the GPU, each with an equal share.
 
-    Example: beside 16 GB of weights and 3 GiB to work in, an engine alone on 141 GB has 107.7 GB.
+    Example: with 16 GB of weights and 3 GiB of work space, a single engine on 141 GB has 107.7 GB.
 
     Raises:
-        ModelError: the weights leave nothing.
+        ModelError: the weights leave no memory.
     """
     part = int(total_bytes * (share if share is not None else GPU_SHARE / (1 + neighbours)))
     if share is None and not neighbours:
-        part = min(part, int(0.98 * free_bytes))  # vLLM takes some before it compares
+        part = min(part, int(0.98 * free_bytes))  # vLLM allocates some memory before it checks this
     left = part - weight_bytes - WORK_BYTES
     if left <= 0:
         gib = 2**30
@@ -75,12 +75,12 @@ def kv_bytes_of(total_bytes: int, free_bytes: int, *, weight_bytes: int, share: 
 
 
 def has_gpu_driver() -> bool:
-    """Whether this machine may have GPUs. False saves asking torch, which takes seconds to import."""
+    """Whether this machine may have GPUs. False saves the import of torch, which takes seconds."""
     return any(os.path.exists(driver) for driver in _DRIVERS)
 
 
 def planned_kv_gib(kv_cache_gib: float | None) -> float | None:
-    """The KV cache of one engine as far as this machine tells without a look at its GPUs; None if that is needed."""
+    """Size of the KV cache of one engine. None if it depends on the memory of a GPU."""
     return None if kv_cache_gib is None and has_gpu_driver() else kv_cache_gib or CPU_KV_GIB
 
 

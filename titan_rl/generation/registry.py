@@ -1,6 +1,6 @@
-"""The engines by name: the library's own, or the user's as "module:function".
+"""Engines by name: the library's own, or the user's as "module:function".
 
-Importing this imports no engine: what an engine needs is imported by the function that makes it.
+Importing this imports no engine; the function that makes an engine imports its dependencies.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from titan_rl.generation.engine import Engine, EngineSpec
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """Factory of an engine, and its capabilities. A plain function from `EngineSpec` to `Engine` has none of these.
+    """Factory of an engine, with its capabilities. A plain function from `EngineSpec` to `Engine` has none.
 
     Example: `make = EngineKind(_make, routed_experts=True)`, where `generation.engine = "my_engines:make"`.
     """
 
     make: Callable[[EngineSpec], Engine]  # called in the generator's process, in the thread that drives the engine
-    routed_experts: bool = False  # it returns them where the spec asks
-    speculative: bool = False  # it guesses tokens where the spec asks
-    adapts: bool = False  # it finds out how many requests its KV cache holds
-    sleeps: bool = False  # it makes a `SleepingEngine`
-    tensor_parallel: bool = False  # it can be one of several ranks
-    modules: tuple[str, ...] = ()  # that it needs of titan_rl's extras
+    routed_experts: bool = False  # returns them if the spec asks for it
+    speculative: bool = False  # decodes speculatively if the spec asks for it
+    adapts: bool = False  # adapts the number of running requests to the KV cache
+    sleeps: bool = False  # makes a `SleepingEngine`
+    tensor_parallel: bool = False  # can be one of several ranks
+    modules: tuple[str, ...] = ()  # required modules of titan_rl's extras
 
     def __call__(self, spec: EngineSpec) -> Engine:
         return self.make(spec)
@@ -50,7 +50,7 @@ BY_NAME = {
         modules=("vllm",),
     )
 }
-"""The library's own that `generation.engine` names."""
+"""Values of `generation.engine` for the library's own engines."""
 
 
 def find_engine(name: str) -> EngineKind:
@@ -67,8 +67,8 @@ def make_engine(name: str, spec: EngineSpec) -> Engine:
     """An engine of that kind.
 
     Raises:
-        ConfigError: there is none of that name, or what was made is no `Engine`.
-        Exception: what the engine says that it cannot do.
+        ConfigError: there is none of that name, or it made something else than an `Engine`.
+        Exception: raised by the engine, for a spec that it does not support.
     """
     engine: Any = find_engine(name)(spec)
     if not isinstance(engine, Engine):

@@ -1,4 +1,4 @@
-"""A deterministic engine without weights: tests and the simulator run on it. Standard library only."""
+"""Deterministic engine without weights, for tests and the simulator. Standard library only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from titan_rl.generation.request import EngineRequest
 from titan_rl.types import FinishReason
 
 _MASK = (1 << 64) - 1
-_BLOCK = 16  # tokens that the pretended prefix cache shares or not, as one
+_BLOCK = 16  # tokens of a block of the simulated prefix cache
 _SCORE_PLACES = 8  # sequences scored in one step
 
 
@@ -32,9 +32,9 @@ def _logprob(state: int, token: int, version: int) -> float:
 
 
 def scripted_logprobs(token_ids: Sequence[int], version: int, seed: int = 0) -> list[float]:
-    """The logprobs that a `ScriptedEngine` gives a sequence's tokens after the first.
+    """Logprobs that a `ScriptedEngine` gives to a sequence's tokens after the first.
 
-    They differ from version to version, so a token stamped with the wrong one is noticed.
+    They differ between versions, which reveals a token that is marked with the wrong version.
 
     Returns:
         [len(token_ids) - 1], each in (-4, 0]
@@ -78,17 +78,17 @@ class _Sequence:
 class ScriptedEngine:
     """Generates tokens that are a pure function of the context so far and `seed`.
 
-    A completion continued from its own prefix is therefore the completion it would have been, whatever interrupted
-    it. A request's sampling seed plays no part.
+    An interrupted completion that is continued from its tokens is therefore equal to an uninterrupted one. The sampling
+    seed of a request has no effect.
 
     Args:
-        script: the next token for a context (prompt and completion so far). By default a hash of it.
-        mean_tokens: a request with stop tokens samples one with this expectation; None leaves it to the script.
-        tokens_depend_on_version: tokens are also a function of the loaded version. Logprobs always are.
-        experts: number of layers, experts taken per layer and experts there are, of a pretended mixture of experts.
-        sleep: passes `cost`'s seconds. In virtual time, something that advances the clock.
-        fail_at_step: the step, counted from 1, that raises RuntimeError.
-        block_at_step: the step that sets `started` and waits for `release`.
+        script: Returns the next token for a context (prompt and completion so far). By default a hash of it.
+        mean_tokens: Expected length after which a request with stop tokens samples one; None leaves it to the script.
+        tokens_depend_on_version: Tokens are also a function of the loaded version. Logprobs always are.
+        experts: Number of layers, of experts taken per layer and of all experts, of a simulated mixture of experts.
+        sleep: Called with the seconds of `cost`. In virtual time, a function that advances the clock.
+        fail_at_step: The step, counted from 1, that raises RuntimeError.
+        block_at_step: The step that sets `started` and waits for `release`.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class ScriptedEngine:
         self.closed = True
 
     def _admit(self) -> int:
-        """Start waiting requests while there is room, and return the prompt tokens that must be computed."""
+        """Start waiting requests while there is room. Returns the number of prompt tokens to compute."""
         computed = 0
         while self._waiting and len(self._running) < self._max_running:
             request_id = next(iter(self._waiting))

@@ -1,4 +1,4 @@
-"""Values that the engine loop and the router share: pause modes, KV policies, gauges, pull results, and the comparison
+"""Types that the engine loop and the router share: pause modes, KV policies, gauges, pull results, and the comparison
 of loaded weights with published ones."""
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class PauseMode(StrEnum):
     """Treatment of running requests during a pause. Functions that take a mode also accept its value: "keep".
 
     Raises:
-        ValueError: made of anything else.
+        ValueError: the value is not a mode.
     """
 
-    KEEP = "keep"  # frozen where they are; resuming costs nothing
-    ABORT = "abort"  # they end with what they have, and new ones end at once
-    WAIT = "wait"  # they finish; new ones wait
-    SLEEP = "sleep"  # as abort, and engines give their memory back until the next pull or the resume
+    KEEP = "keep"  # requests are frozen; resuming costs nothing
+    ABORT = "abort"  # requests end with the tokens they have, and new ones end at once
+    WAIT = "wait"  # requests finish; new ones wait
+    SLEEP = "sleep"  # like abort, and engines release their memory until the next pull or the resume
 
     @property
     def ends_requests(self) -> bool:
@@ -44,8 +44,8 @@ class KVPolicy:
     """Treatment of the KV cache at a weight swap.
 
     Args:
-        running: "keep" lets running requests go on with KV of the old weights, "recompute" has them prefill again.
-        reset_prefix_cache: later requests reuse no KV of the old weights.
+        running: With "keep" running requests continue with KV of the old weights, with "recompute" they prefill again.
+        reset_prefix_cache: Later requests reuse no KV of the old weights.
 
     Raises:
         ValueError: running requests cannot be recomputed while their old KV is still offered to them.
@@ -69,7 +69,7 @@ SHARES = {
     "accepted_share": ("accepted_tokens", "draft_tokens"),
     "accepted_per_draft": ("accepted_tokens", "drafts"),
 }
-"""Of two counts of engines that report both, the first over the second."""
+"""Ratios of two counters, for engines that report both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +80,16 @@ class GaugeSummary:
     """
 
     num_steps: int
-    sums: Mapping[str, float]  # over the steps, of what rises and falls
+    sums: Mapping[str, float]  # over the steps, of gauges that rise and fall
     maxima: Mapping[str, float]
-    totals: Mapping[str, float]  # how much each count has grown
+    totals: Mapping[str, float]  # growth of each counter
 
     @staticmethod
     def metrics(summaries: Iterable[GaugeSummary]) -> dict[str, float]:
         """Combine the summaries of several engines: mean and maximum of each gauge over all steps, the sum of each
-        count, and `SHARES` of counts that are not 0.
+        counter, and the `SHARES` of counters that are not 0.
 
-        Example, of the one above: {"preemptions": 1.0, "running_requests_max": 3.0, "running_requests_mean": 2.5}
+        The example above gives {"preemptions": 1.0, "running_requests_max": 3.0, "running_requests_mean": 2.5}.
         """
         metrics: dict[str, float] = {}
         num_steps: dict[str, int] = {}
@@ -107,20 +107,18 @@ class GaugeSummary:
 
 @dataclass(frozen=True, slots=True)
 class PullResult:
-    """A pull that succeeded. `version` is newer than asked for where a later pull took this one's place."""
+    """A pull that succeeded. `version` is newer than requested if a later pull replaced this one."""
 
     version: int
     load_s: float
-    verify_s: float  # reading back what is held included
-    stall_s: float  # how long the engine did not step
+    verify_s: float  # including `readback_s`
+    stall_s: float  # time without engine steps
     readback_s: float = 0.0
-    gauges: GaugeSummary | None = (
-        None  # of its steps since the pull before; None where this one took no place of its own
-    )
-    readback: Readback | None = None  # None where nothing could be read back
+    gauges: GaugeSummary | None = None  # of the steps since the pull before; None if the version was loaded already
+    readback: Readback | None = None  # None if nothing could be read back
 
 
-NAMED = 5  # tensors that an error lists
+NAMED = 5  # maximum number of tensors that an error lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +137,8 @@ class Readback:
     """Result of a comparison that found no difference.
 
     Attributes:
-        unread: names of published tensors that were not read back whole.
-        unread_share: their part of all published elements, from 0 to 1.
+        unread: Names of published tensors that were not read back completely.
+        unread_share: Their share of all published elements, from 0 to 1.
     """
 
     unread: tuple[str, ...]
@@ -148,12 +146,12 @@ class Readback:
 
 
 def read_back(engine: Engine, published: Mapping[str, TensorChecksum]) -> list[HeldChecksum]:
-    """Checksums of what this rank's engine holds of the published tensors. Empty for an engine that cannot be read.
+    """Checksums of the published tensors that this rank's engine holds. Empty for an engine that cannot be read.
 
-    A tensor that the engine keeps in another dtype is read where that dtype has every value of the published one.
+    A tensor that the engine keeps in another dtype is read if that dtype represents every value of the published one.
 
     Raises:
-        VerificationError: the engine finds that what it computes with is not what it was given.
+        VerificationError: the engine finds that it does not compute with the weights that it was given.
     """
     if not published or not isinstance(engine, ReadableEngine):
         return []
@@ -183,13 +181,13 @@ def read_back(engine: Engine, published: Mapping[str, TensorChecksum]) -> list[H
 
 
 def compare(published: Mapping[str, TensorChecksum], held: Iterable[Sequence[HeldChecksum]], version: int) -> Readback:
-    """Compare what all ranks of a replica hold with what was published.
+    """Compare the weights that all ranks of a replica hold with the published ones.
 
-    Each parameter of the engine that is made of a tensor has to have every element of it, over all ranks; those of a
-    tied head and its embedding count each for itself. Boxes that several ranks have alike must be equal.
+    Each parameter that is made of a tensor must have all of its elements, over all ranks; a tied head and its embedding
+    are two parameters. Boxes that several ranks have must be equal.
 
     Args:
-        held: of each rank.
+        held: Checksums of each rank.
 
     Raises:
         VerificationError: a tensor differs, on any rank.
@@ -224,7 +222,7 @@ def compare(published: Mapping[str, TensorChecksum], held: Iterable[Sequence[Hel
 
 
 def describe(readback: Readback) -> str:
-    """One line on what was not read back.
+    """One line about the tensors that were not read back.
 
     Example: "1 of 46 tensors were not read back, 0.2% of the weights: model.layers.0.mlp.gate.weight"
     """

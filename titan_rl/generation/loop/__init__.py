@@ -1,1 +1,1 @@
-"""One thread drives one engine, which any number of asyncio callers share."""
+"""Engine loop: one thread drives one engine, which any number of asyncio callers share."""

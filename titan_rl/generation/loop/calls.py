@@ -1,11 +1,10 @@
-"""The open `generate` calls of an engine loop, and the delivery of results to their event loops."""
+"""Open `generate` calls of an engine loop, and delivery of their results to event loops."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from titan_rl.core.arrays import LOGPROBS, TOKENS, ExpertRows, NumberArray, expert_rows, joined_rows
@@ -17,18 +16,18 @@ from titan_rl.types import Completion, FinishReason, TokenChunk, VersionSpan
 
 
 class Outbox:
-    """Results for the futures of several event loops, delivered with one wake-up for each loop."""
+    """Results and chunks for callers in several event loops, delivered in order with one wake-up for each loop."""
 
     def __init__(self) -> None:
         self._by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Any, Any]]] = {}
 
     def resolve(self, future: asyncio.Future[Any], value: Any) -> None:
-        """`value` becomes the future's result, or its exception if it is one."""
+        """Make `value` the future's result, or its exception if it is one."""
         self._by_loop.setdefault(future.get_loop(), []).append((future, value))
 
-    def call(self, loop: asyncio.AbstractEventLoop, function: Callable[[Any], None], value: Any) -> None:
-        """`function(value)` runs on `loop`, in order with the results."""
-        self._by_loop.setdefault(loop, []).append((function, value))
+    def stream(self, call: PendingCall, chunk: TokenChunk) -> None:
+        """Pass a chunk to the call's `on_chunk`."""
+        self._by_loop.setdefault(call.future.get_loop(), []).append((call, chunk))
 
     def send(self) -> None:
         if not self._by_loop:
@@ -43,11 +42,12 @@ class Outbox:
 
 def _deliver(loop: asyncio.AbstractEventLoop, batch: list[tuple[Any, Any]]) -> None:
     for target, value in batch:
-        if not isinstance(target, asyncio.Future):
+        if isinstance(target, PendingCall):
             try:
-                target(value)
+                assert target.on_chunk is not None
+                target.on_chunk(value)
             except Exception as error:
-                loop.call_exception_handler({"message": f"{target!r} failed", "exception": error})
+                loop.call_exception_handler({"message": f"{target.on_chunk!r} failed", "exception": error})
         elif target.done():  # its caller has been cancelled
             continue
         elif isinstance(value, BaseException):
@@ -57,26 +57,7 @@ def _deliver(loop: asyncio.AbstractEventLoop, batch: list[tuple[Any, Any]]) -> N
 
 
 class PendingCall:
-    """One `generate` call and what the engine has produced for it. Filled by the engine's thread, and completed
-    under the lock of `LoopState`."""
-
-    __slots__ = (
-        "_allowed_logprobs",
-        "_clock",
-        "_first_token_at",
-        "_last_token_at",
-        "_marks",
-        "_metrics",
-        "_routed_experts",
-        "_streamed",
-        "_top_logprobs",
-        "created_at",
-        "future",
-        "logprobs",
-        "on_chunk",
-        "request",
-        "token_ids",
-    )
+    """One `generate` call and the tokens that the engine has produced for it."""
 
     def __init__(
         self,
@@ -106,16 +87,17 @@ class PendingCall:
         self.mark(version)
 
     def mark(self, version: int) -> None:
-        """Tokens from here on are produced by `version`."""
+        """Note that `version` produces the tokens from here on."""
         self._marks.append((len(self.token_ids), version))
 
     def extend(self, delta: TokenDelta, step_began: float, now: float) -> None:
-        """
+        """Add the tokens of one step.
+
         Raises:
-            TypeError: its tokens, logprobs or experts are no numbers.
-            OverflowError: a token is too large for one.
+            TypeError: tokens, logprobs or experts are not numbers.
+            OverflowError: a token is too large.
         """
-        self._metrics.setdefault("queue_s", step_began - self.created_at)  # the first delta's step first ran it
+        self._metrics.setdefault("queue_s", step_began - self.created_at)  # until the step of the first delta
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs)
         if self.request.sampling.return_routed_experts and delta.routed_experts is not None and delta.token_ids:
@@ -150,7 +132,7 @@ class PendingCall:
         )
 
     def completion(self, finish_reason: FinishReason) -> Completion:
-        """Everything so far."""
+        """All tokens so far."""
         metrics = self._metrics
         metrics.setdefault("queue_s", self._clock.now() - self.created_at)  # it never ran
         if self._first_token_at is not None:
@@ -181,17 +163,17 @@ class PendingCall:
         return tuple(reversed(spans))
 
 
-logger = logging.getLogger(__name__)
-
-
 class PendingCalls:
-    """A call waits until a step lets it join the batch, and then runs until it is resolved. Part of a `LoopState`,
-    which alone touches it, and under its lock."""
+    """Open calls of a loop. A call waits until a step lets it join the batch, and then runs until it is resolved.
 
-    def __init__(self) -> None:
+    Part of a `LoopState`, which alone uses it, and under its lock.
+    """
+
+    def __init__(self, outbox: Outbox) -> None:
         self.waiting: dict[str, PendingCall] = {}
         self.running: dict[str, PendingCall] = {}
         self.aborting: set[str] = set()  # running requests that the engine is to forget
+        self._outbox = outbox
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.running)
@@ -200,35 +182,35 @@ class PendingCalls:
         """Queue a call.
 
         Raises:
-            RequestError: its id is in flight, and not being freed.
+            RequestError: its id is in flight, and not being aborted.
         """
         request_id = call.request.request_id
-        being_freed = request_id in self.aborting
-        if request_id in self.waiting or (request_id in self.running and not being_freed):
+        is_ending = request_id in self.aborting
+        if request_id in self.waiting or (request_id in self.running and not is_ending):
             raise RequestError(f"request_id {request_id!r} is already in flight; ids must be unique")
         self.waiting[request_id] = call
 
     def forget(self, call: PendingCall) -> None:
-        """Drop a call whose caller is gone."""
+        """Drop a call whose caller was cancelled."""
         request_id = call.request.request_id
         if self.waiting.get(request_id) is call:
             del self.waiting[request_id]
         elif self.running.get(request_id) is call:
             self.aborting.add(request_id)
 
-    def abort(self, request_ids: Iterable[str] | None, outbox: Outbox) -> None:
-        """Resolve what the engine has not seen, and have it forget the rest. None aborts all."""
+    def abort(self, request_ids: Iterable[str] | None) -> None:
+        """Resolve requests that the engine has not seen, and have it forget the others. None aborts all."""
         for request_id in [*self.waiting, *self.running] if request_ids is None else request_ids:
             if (call := self.waiting.pop(request_id, None)) is not None:
-                outbox.resolve(call.future, call.completion(FinishReason.ABORT))
+                self._outbox.resolve(call.future, call.completion(FinishReason.ABORT))
             if request_id in self.running:
                 self.aborting.add(request_id)
 
-    def give_up(self, outbox: Outbox) -> int:
-        """Resolve those whose abort the engine does not get round to, and return how many."""
+    def give_up(self) -> int:
+        """Resolve the calls that are being aborted, without waiting for the engine. Returns how many."""
         calls = [self.running.pop(request_id) for request_id in self.aborting if request_id in self.running]
         for call in calls:
-            outbox.resolve(call.future, call.completion(FinishReason.ABORT))
+            self._outbox.resolve(call.future, call.completion(FinishReason.ABORT))
         return len(calls)
 
     def admit(self, version: int) -> tuple[EngineRequest, ...]:
@@ -241,15 +223,15 @@ class PendingCalls:
         return tuple(call.request for call in admitted)
 
     def mark(self, version: int) -> None:
-        """Tokens from here on are of `version`."""
+        """Note that `version` produces the tokens from here on."""
         for call in self.running.values():
             call.mark(version)
 
-    def absorb(self, deltas: Iterable[TokenDelta], began: float, now: float, outbox: Outbox) -> tuple[str, ...]:
-        """Hand what a step produced to the calls it is for.
+    def absorb(self, deltas: Iterable[TokenDelta], began: float, now: float) -> tuple[str, ...]:
+        """Pass the tokens of a step to their calls.
 
         Returns:
-            the requests that failed by it, which the engine is to forget.
+            Requests that failed, which the engine is to forget.
         """
         failed: list[str] = []
         for delta in deltas:
@@ -263,36 +245,41 @@ class PendingCalls:
                 except (TypeError, OverflowError) as error:
                     problem = f"got what are no tokens: {error}"
             if problem is not None:
-                self._reject(delta.request_id, GenerationError(f"request {delta.request_id!r} {problem}"), outbox)
+                self.reject({delta.request_id: GenerationError(f"request {delta.request_id!r} {problem}")})
                 failed.append(delta.request_id)
-                continue
-            if delta.finish_reason is not None:
-                self._finish(call, delta.finish_reason, outbox)
+            elif delta.finish_reason is not None:
+                self._finish(call, delta.finish_reason)
         return tuple(failed)
 
-    def reject(self, errors: Mapping[str, Exception], outbox: Outbox) -> None:
-        """The engine did not take these."""
+    def reject(self, errors: Mapping[str, Exception]) -> None:
+        """Fail running requests, by id."""
         for request_id, error in errors.items():
-            self._reject(request_id, error, outbox)
+            self.aborting.discard(request_id)
+            if (call := self.running.pop(request_id, None)) is not None:
+                self._outbox.resolve(call.future, error)
 
-    def stream(self, outbox: Outbox, *, also_empty: bool) -> None:
-        """Send the tokens since the last call, or also an empty chunk."""
+    def stream(self, *, also_empty: bool) -> None:
+        """Send each call its tokens since the last chunk.
+
+        Args:
+            also_empty: Send a chunk without tokens to the others.
+        """
         for call in self.running.values():
             if call.on_chunk is not None and (call.num_unstreamed or also_empty):
-                outbox.call(call.future.get_loop(), call.on_chunk, call.take_chunk())
+                self._outbox.stream(call, call.take_chunk())
 
-    def aborted(self, request_ids: Iterable[str], outbox: Outbox) -> None:
-        """The engine has forgotten these."""
+    def aborted(self, request_ids: Iterable[str]) -> None:
+        """Resolve requests that the engine has forgotten."""
         for request_id in request_ids:
             self.aborting.discard(request_id)
             if (call := self.running.pop(request_id, None)) is not None:
-                outbox.resolve(call.future, call.completion(FinishReason.ABORT))
+                self._outbox.resolve(call.future, call.completion(FinishReason.ABORT))
 
-    def clear(self) -> tuple[Sequence[PendingCall], tuple[str, ...]]:
+    def clear(self) -> tuple[list[PendingCall], tuple[str, ...]]:
         """Remove all calls.
 
         Returns:
-            all calls, for their owner to fail, and the ids of those that ran.
+            All calls, which the caller has to fail, and the ids of those that ran.
         """
         calls, running = [*self.waiting.values(), *self.running.values()], tuple(self.running)
         self.waiting.clear()
@@ -300,16 +287,11 @@ class PendingCalls:
         self.aborting.clear()
         return calls, running
 
-    def _finish(self, call: PendingCall, finish_reason: FinishReason, outbox: Outbox) -> None:
+    def _finish(self, call: PendingCall, finish_reason: FinishReason) -> None:
         request_id = call.request.request_id
         del self.running[request_id]
         completion = call.completion(finish_reason)
         if request_id in self.aborting:
             self.aborting.discard(request_id)
             completion = aborted_late(completion)
-        outbox.resolve(call.future, completion)
-
-    def _reject(self, request_id: str, error: Exception, outbox: Outbox) -> None:
-        self.aborting.discard(request_id)
-        if (call := self.running.pop(request_id, None)) is not None:
-            outbox.resolve(call.future, error)
+        self._outbox.resolve(call.future, completion)

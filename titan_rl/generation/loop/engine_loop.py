@@ -3,9 +3,9 @@
 Calls only enqueue and await a future. Between two engine steps the loop decides, in this order:
 
     CLOSE   resolve everything and end
-    WAKE    take back released memory, before a pull or after a pause has ended
-    PULL    swap weights; running requests wait for it and go on with their KV cache
-    ABORT   forget requests, whose callers get the tokens they have
+    WAKE    allocate released memory again, before a pull or after a pause
+    PULL    swap weights; running requests wait for it and continue with their KV cache
+    ABORT   forget requests, whose callers get the tokens so far
     SLEEP   release memory, in a pause of mode "sleep"
     STEP    let waiting requests join, and advance the batch by a token
 
@@ -17,21 +17,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from itertools import chain
 from typing import Any
 
 from titan_rl.core.calls.threads import in_thread
-from titan_rl.core.calls.user_code import summary
 from titan_rl.core.clock import CLOCK, Clock
-from titan_rl.core.errors import RequestError, StateDictError, UnavailableWeightsError
+from titan_rl.core.errors import RequestError
 from titan_rl.core.tensor_checksum import TensorChecksum
 from titan_rl.generation.engine import Engine
 from titan_rl.generation.loop.calls import PendingCall
 from titan_rl.generation.loop.engine_thread import run_engine
-from titan_rl.generation.loop.ranks import Items, OneRank, Ranks, Stepping, Verify
-from titan_rl.generation.loop.state import LoopState, PendingPull
+from titan_rl.generation.loop.ranks import EngineRank, Ranks, Stepping
+from titan_rl.generation.loop.state import Items, LoopState, PendingPull, Verify
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.types import GaugeSummary, KVPolicy, PauseMode, PullResult
 from titan_rl.types import Completion, SamplingParams
@@ -50,13 +48,12 @@ class EngineLoop:
         await loop.close()
 
     Args:
-        make_engine: called in the loop's own thread, which alone touches the engine.
-        version: of the weights that the engine starts with.
-        stream_interval: engine steps between two chunks of a request; a step gives a request at most one token.
-        routed_experts: the engine returns the experts that each token took. Else a request that asks is refused.
-        make_ranks: called after `make_engine` in the same thread: the link to the other ranks of the replica, each of
-            which runs `follow_leader`. By default there are none.
-        stepping: entered, in that thread, for the length of each engine step.
+        make_engine: Called in the loop's own thread, which alone uses the engine.
+        version: Version of the weights that the engine starts with.
+        stream_interval: Engine steps between two chunks of a request; a step gives a request at most one token.
+        routed_experts: The engine returns the experts that each token took. Otherwise a request for them is refused.
+        ranks: Link to the other ranks of the replica, each of which runs `follow_leader`. By default there are none.
+        stepping: Entered, in the loop's thread, for the length of each engine step.
     """
 
     def __init__(
@@ -67,7 +64,7 @@ class EngineLoop:
         kv_policy: KVPolicy | None = None,
         stream_interval: int = 16,
         routed_experts: bool = False,
-        make_ranks: Callable[[], Ranks] = OneRank,
+        ranks: Ranks | None = None,
         stepping: Stepping = nullcontext,
         clock: Clock = CLOCK,
     ) -> None:
@@ -75,14 +72,14 @@ class EngineLoop:
         self._routed_experts = routed_experts
         self._thread = threading.Thread(
             target=run_engine,
-            args=(make_engine, make_ranks, self._state, kv_policy or KVPolicy(), stream_interval, stepping),
+            args=(EngineRank(make_engine, ranks, kv_policy, stepping), self._state, stream_interval),
             name="engine-loop",
             daemon=True,
         )
 
     @property
     def version(self) -> int:
-        """The newest weights that were loaded and found right. It never goes back."""
+        """Newest version that was loaded and verified. It never goes back."""
         return self._state.version
 
     @property
@@ -95,10 +92,10 @@ class EngineLoop:
         return self._state.paused
 
     async def start(self) -> None:
-        """Return once the engine is made and serves. Awaited once.
+        """Make the engine, and return when it serves. Awaited once.
 
         Raises:
-            EngineDeadError: the engine could not be made, which is the cause.
+            EngineDeadError: the engine could not be made; the error is the cause.
         """
         self._state.require_alive()
         self._thread.start()
@@ -120,17 +117,17 @@ class EngineLoop:
         """Continue a prompt. Cancelling the caller frees the request.
 
         Args:
-            on_chunk: called on this event loop every `stream_interval` steps with the tokens since the last call, and
-                after a step in any case when it has not been for a second, perhaps with none.
+            on_chunk: Called on this event loop every `stream_interval` steps with the tokens since the last call. If
+                that takes longer than a second, it is called after a step in between, perhaps without tokens.
 
         Returns:
             A completion with the metrics queue_s (until the engine first ran the request), time_to_first_token_s,
-            inter_token_s (mean), requests_in_flight, and what the engine adds, such as cached_prompt_tokens.
+            inter_token_s (mean), requests_in_flight, and those of the engine, such as cached_prompt_tokens.
 
         Raises:
             RequestError: this request can never run.
-            GenerationError: the weights loaded are unknown, since a pull failed; a later pull cures it. Or the engine
-                gave the request up, or gave a token without its logprob or the routed experts asked for.
+            GenerationError: the loaded weights are unknown because a pull failed, until another one succeeds. Or the
+                engine gave the request up, or returned a token without its logprob or requested routed experts.
             EngineDeadError: the loop has ended, or ends before the completion.
         """
         self._require_started()
@@ -149,12 +146,12 @@ class EngineLoop:
             raise
 
     async def abort(self, request_ids: Iterable[str] | None = None, *, timeout_s: float = 10.0) -> None:
-        """End requests with what they have; None ends all. Unknown and finished ids do nothing.
+        """End requests with the tokens they have; None ends all. Unknown and finished ids are ignored.
 
-        Returns once the engine has forgotten them. Their callers get completions that say ABORT.
+        Returns when the engine has forgotten them. Their callers get completions that say ABORT.
 
         Args:
-            timeout_s: how long the engine may take over its step before callers get their completions regardless.
+            timeout_s: Time limit of the engine's present step. After that, callers get their completions regardless.
         """
         self._require_started()
         try:
@@ -165,15 +162,15 @@ class EngineLoop:
             logger.warning("the engine did not return from its step in %g s; gave up on %d requests", timeout_s, left)
 
     async def pause(self, mode: PauseMode | str, *, timeout_s: float = 30.0) -> None:
-        """Stop stepping until `resume`; pulls and aborts go on. Returns once the pause holds, and in mode "sleep" once
-        the engine has given its memory back. It takes that again with the next pull; resumed without one, it serves
-        nothing, because its weights are gone.
+        """Stop stepping until `resume`; pulls and aborts are still carried out. Returns when the pause holds, and in
+        mode "sleep" when the engine has released its memory. It allocates the memory again at the next pull; resumed
+        without one, it fails all requests, because its weights are gone.
 
         Args:
-            timeout_s: how long "wait" lets requests finish; those left are then aborted.
+            timeout_s: Time for requests to finish in mode "wait"; the rest is aborted.
 
         Raises:
-            RuntimeError: paused already.
+            RuntimeError: it is paused already.
             EngineDeadError: the loop has ended, or ends because its engine cannot sleep.
         """
         self._require_started()
@@ -199,17 +196,17 @@ class EngineLoop:
         await self.abort(None if mode.ends_requests else late)
 
     async def resume(self) -> None:
-        """Step again.
+        """End the pause.
 
         Raises:
-            RuntimeError: not paused.
+            RuntimeError: it is not paused.
             EngineDeadError: the loop has ended.
         """
         self._state.resume()
 
     async def set_paused(self, mode: PauseMode | None) -> None:
-        """Pause in this mode, or with None go on, whatever the present state is. Doing it again changes nothing: a
-        router repeats a call whose answer was lost.
+        """Pause in this mode, or resume with None, whatever the present state. Idempotent, because a router repeats
+        calls whose answers were lost.
 
         Raises:
             EngineDeadError: the loop has ended.
@@ -230,37 +227,36 @@ class EngineLoop:
         manifest: Any = None,
         published: Mapping[str, TensorChecksum] | None = None,
     ) -> PullResult:
-        """Load weights between two engine steps, also while paused. Pulls that wait together become the newest one, and
-        one that comes late, after a newer version was loaded, is answered with that one.
+        """Load weights between two engine steps, also while paused. Of pulls that wait together only the newest is
+        loaded. A pull of an older version than the loaded one returns with the loaded one.
 
-        What comes before the first pair, such as a checksum, happens outside the engine's thread.
+        The work before the first pair, such as a checksum, is done outside the engine's thread.
 
         Args:
-            make_items: (Hugging Face parameter name, tensor) pairs of the version.
-            verify: looks at the loaded engine, in its thread, and raises if the weights are not right.
-            manifest: what the other ranks open the version from. It pickles.
-            published: checksums by Hugging Face name, with which what a `ReadableEngine` holds is compared before
-                `verify` is called.
+            make_items: Opens the version: (Hugging Face parameter name, tensor) pairs.
+            verify: Checks the loaded engine in its thread, and raises if the weights are wrong.
+            manifest: From which the other ranks open the version. It pickles.
+            published: Checksums by Hugging Face name. The weights that a `ReadableEngine` holds are compared with them
+                before `verify` is called.
 
         Raises:
-            UnavailableWeightsError: `make_items` failed before its first pair, and the old weights go on serving.
-            StateDictError: loading or verifying (VerificationError) failed, and every request in flight and to come
-                fails with GenerationError until a pull succeeds, of the version served before or a newer one.
+            UnavailableWeightsError: `make_items` failed before its first pair; the old weights are still served.
+            StateDictError: loading or verifying (VerificationError) failed. All requests in flight and later ones fail
+                with GenerationError until a pull succeeds, of the version served before or a newer one.
             EngineDeadError: the loop has ended.
         """
         self._require_started()
         if (answer := self._state.outdated(version)) is not None:
             return answer
-        items, source = await in_thread(_open, make_items, version)
-        future: asyncio.Future[PullResult] = asyncio.get_running_loop().create_future()
-        pull = PendingPull(version, items, source, verify, manifest, published or {}, future)
+        pull = PendingPull(version, manifest)
+        await in_thread(pull.open, make_items, verify, published)
         if (answer := self._state.add_pull(pull)) is not None:
             pull.close()
             return answer
-        return await future
+        return await pull.future
 
     async def close(self, *, timeout_s: float = 30.0) -> None:
-        """End the loop. Whatever is outstanding fails with EngineDeadError. Closing again does nothing."""
+        """End the loop. Everything outstanding fails with EngineDeadError. Closing again does nothing."""
         self._state.close()
         if self._thread.ident is not None:
             await in_thread(self._thread.join, timeout_s)
@@ -279,22 +275,8 @@ class EngineLoop:
         await barrier
 
 
-def _open(make_items: Callable[[], Items], version: int) -> tuple[Items, Iterator[tuple[str, Any]]]:
-    """Take the first pair, before which a transport checks all it can, and put it back in front."""
-    try:
-        source = iter(make_items())
-        first = next(source, None)
-    except StateDictError as error:
-        raise UnavailableWeightsError(str(error)) from error
-    except (
-        BaseException
-    ) as error:  # a CancelledError would look like the caller's own, and a StopIteration fits no future
-        raise UnavailableWeightsError(f"version {version} could not be opened: {summary(error)}") from error
-    return ((), source) if first is None else (chain([first], source), source)
-
-
 class LocalReplica:
-    """The `StreamingReplica` of an engine loop, for tests, simulations, and whatever needs no second process.
+    """The `StreamingReplica` of an engine loop in this process, for tests, simulations and single-process programs.
 
     Example:
 
@@ -303,7 +285,7 @@ class LocalReplica:
         router = GeneratorRouter([replica])
 
     Args:
-        items_of: (name, tensor) pairs of a published version.
+        items_of: Returns the (name, tensor) pairs of a published version.
     """
 
     def __init__(self, name: str, loop: EngineLoop, items_of: Callable[[int], Iterable[tuple[str, Any]]]) -> None:
@@ -311,18 +293,6 @@ class LocalReplica:
         self.loop = loop
         self._items_of = items_of
         self.gauges: GaugeSummary | None = None
-
-    async def generate(
-        self,
-        prompt_token_ids: Sequence[int],
-        *,
-        request_id: str,
-        session_id: str | None = None,
-        sampling: SamplingParams,
-    ) -> Completion:
-        return await self.loop.generate(
-            prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling
-        )
 
     async def stream(self, request: EngineRequest, on_chunk: OnChunk) -> Completion:
         return await self.loop.stream(request, on_chunk)

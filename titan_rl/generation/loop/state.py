@@ -1,18 +1,20 @@
-"""State shared by the callers of an engine loop and its thread, and the rule that decides what the thread does next."""
+"""State that an engine loop's callers share with its thread, and the decision rule of the thread."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
 from typing import Any
 
-from titan_rl.core.calls.user_code import with_cause
+from titan_rl.core.calls.user_code import summary, with_cause
 from titan_rl.core.clock import CLOCK, Clock
-from titan_rl.core.errors import EngineDeadError, GenerationError, StateDictError
+from titan_rl.core.errors import EngineDeadError, GenerationError, StateDictError, UnavailableWeightsError
 from titan_rl.core.tensor_checksum import TensorChecksum
 from titan_rl.generation.engine import Engine, TokenDelta
 from titan_rl.generation.loop.calls import Outbox, PendingCall, PendingCalls
@@ -45,30 +47,57 @@ class LoopDecision:
 
     action: LoopAction
     version: int | None = None  # PULL: the version to load
-    manifest: Any = None  # PULL: what a follower opens the version from
+    manifest: Any = None  # PULL: describes the version to followers
     request_ids: tuple[str, ...] = ()  # ABORT: the requests to forget
-    requests: tuple[EngineRequest, ...] = ()  # STEP: what joins the batch first
+    requests: tuple[EngineRequest, ...] = ()  # STEP: the requests that join the batch first
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+Items = Iterable[tuple[str, Any]]
+Verify = Callable[[Engine], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """One version as a rank reads it."""
+
+    items: Items
+    verify: Verify | None = None  # checks the loaded engine, and raises if the weights are wrong
+    published: Mapping[str, TensorChecksum] = field(default_factory=dict[str, TensorChecksum])
+
+
 class PendingPull:
-    """One `pull` call."""
+    """One `pull` call. Made in its event loop; see `EngineLoop.pull` for the arguments."""
 
-    version: int
-    items: Iterable[tuple[str, Any]]
-    source: Iterator[tuple[str, Any]]  # what `items` reads from; closed if nobody does
-    verify: Callable[[Engine], object] | None
-    manifest: Any
-    published: Mapping[str, TensorChecksum]
-    future: asyncio.Future[PullResult]
+    def __init__(self, version: int, manifest: Any) -> None:
+        self.version = version
+        self.manifest = manifest
+        self.future: asyncio.Future[PullResult] = asyncio.get_running_loop().create_future()
+        self.weights = Weights(())
+        self._source: Any = None
+
+    def open(self, make_items: Callable[[], Items], verify: Verify | None, published: Any) -> None:
+        """Take the first pair, before which a transport checks all it can, and put it back in front.
+
+        Raises:
+            UnavailableWeightsError: it failed.
+        """
+        try:
+            self._source = iter(make_items())
+            first = next(self._source, None)
+        except StateDictError as error:
+            raise UnavailableWeightsError(str(error)) from error
+        except BaseException as error:  # CancelledError would look like the caller's; a future takes no StopIteration
+            raise UnavailableWeightsError(f"version {self.version} could not be opened: {summary(error)}") from error
+        items = () if first is None else chain([first], self._source)
+        self.weights = Weights(items, verify, published or {})
 
     def close(self) -> None:
-        """Let go of what was opened. What that raises is told of in the log: it is no reason to serve no more, and says
-        nothing against weights that were loaded and found right."""
+        """Close the source of the items. An error is logged: it is no reason to stop serving, and says nothing against
+        weights that were loaded and verified."""
         try:
-            if (close := getattr(self.source, "close", None)) is not None:
+            if (close := getattr(self._source, "close", None)) is not None:
                 close()
-        except BaseException:  # a transport's own, whatever it is
+        except BaseException:  # raised by a transport, of any type
             logger.exception("the source of version %d failed to close", self.version)
 
 
@@ -76,26 +105,27 @@ Waiters = list[asyncio.Future[None]]
 
 
 class LoopState:
-    """A monitor: the one object that both sides touch, by its methods alone. Each of them takes the lock, which is seen
-    nowhere else, and none holds it longer than a few dictionary operations; only `decide` sleeps, and lets go of it.
+    """Monitor that callers and the engine's thread share. Each method takes the lock, for a few dictionary operations;
+    only `decide` waits, and releases the lock meanwhile.
 
-    Futures are resolved by way of an `Outbox`, which is sent without the lock: by the callers' methods before they
-    return, and by the engine's thread once a turn and before it sleeps.
+    Futures are resolved in their event loops, through an `Outbox`: callers' methods send it before they return, the
+    engine's thread sends it after each decision with `send_results`.
     """
 
     def __init__(self, version: int, clock: Clock = CLOCK) -> None:
         self.clock = clock
-        self._lock = threading.Condition()  # reentrant; the engine's thread sleeps on it
-        self._version = version  # the newest weights that were loaded and found right; never goes back
-        self._calls = PendingCalls()
+        self._lock = threading.Condition()  # reentrant; the engine's thread waits on it
+        self._outbox = Outbox()
+        self._version = version  # the newest weights that were loaded and verified; never goes back
+        self._calls = PendingCalls(self._outbox)
         self._pulls: list[PendingPull] = []
-        self._barriers: Waiters = []  # resolved between two steps, once nothing is being aborted
-        self._drained: Waiters = []  # resolved once nothing runs
+        self._barriers: Waiters = []  # resolved between two steps, when nothing is being aborted
+        self._drained: Waiters = []  # resolved when nothing runs
         self._paused: PauseMode | None = None
-        self._to_sleep = False  # once nothing is being aborted
+        self._to_sleep = False  # when nothing is being aborted
         self._asleep = False
         self._closing = False
-        self._distrusted: Exception | None = None  # why nobody knows which weights are loaded
+        self._distrusted: Exception | None = None  # the reason why the loaded weights are unknown
         self._ended: tuple[str, BaseException | None] | None = None
 
     # The callers' side.
@@ -133,48 +163,38 @@ class LoopState:
 
     def submit(self, call: PendingCall) -> None:
         """Queue a call, or resolve it at once."""
-        outbox = Outbox()
-        with self._lock:
+        with self._changing():
             self.require_alive()
             if self._paused is not None and self._paused.ends_requests:
-                outbox.resolve(call.future, call.completion(FinishReason.ABORT))
+                self._outbox.resolve(call.future, call.completion(FinishReason.ABORT))
             elif self._distrusted is not None:
                 raise self._distrust_error()
             else:
                 self._calls.add(call)
-                self._lock.notify()
-        outbox.send()
 
     def forget(self, call: PendingCall) -> None:
-        """Free a request whose caller is gone."""
-        with self._lock:
+        """Free a request whose caller was cancelled."""
+        with self._changing():
             self._calls.forget(call)
-            self._lock.notify()
 
     def abort(self, request_ids: Iterable[str] | None, barrier: asyncio.Future[None]) -> None:
-        """Resolve what the engine has not seen, and have it forget the rest before `barrier` resolves."""
-        outbox = Outbox()
-        with self._lock:
-            self._calls.abort(request_ids, outbox)
+        """Resolve requests that the engine has not seen, and have it forget the others before `barrier` resolves."""
+        with self._changing():
+            self._calls.abort(request_ids)
             if self._ended is None:
                 self._barriers.append(barrier)
             else:
-                outbox.resolve(barrier, None)
-            self._lock.notify()
-        outbox.send()
+                self._outbox.resolve(barrier, None)
 
     def give_up(self) -> int:
-        """Resolve calls whose abort the engine does not get round to, and return how many."""
-        outbox = Outbox()
-        with self._lock:
-            count = self._calls.give_up(outbox)
-        outbox.send()
-        return count
+        """Resolve the calls that are being aborted, without waiting for the engine. Returns how many."""
+        with self._changing():
+            return self._calls.give_up()
 
     def pause(self, mode: PauseMode, drained: asyncio.Future[None] | None = None) -> None:
-        """Step no more; in mode WAIT once nothing runs, with which `drained` resolves, and in mode SLEEP once the
-        engine sleeps."""
-        with self._lock:
+        """Stop stepping: in mode WAIT when nothing runs, and otherwise now. `drained` resolves when nothing runs, and
+        in mode SLEEP when the engine sleeps."""
+        with self._changing():
             self.require_alive()
             if self._paused is not None:
                 raise RuntimeError(f"already paused ({self._paused}); resume() before pausing again")
@@ -182,24 +202,20 @@ class LoopState:
             self._to_sleep = mode is PauseMode.SLEEP
             if drained is not None:
                 self._drained.append(drained)
-            self._lock.notify()
 
     def resume(self) -> None:
-        outbox = Outbox()
-        with self._lock:
+        with self._changing():
             self.require_alive()
             if self._paused is None:
                 raise RuntimeError("not paused; pause() comes first")
             self._paused, self._to_sleep = None, False
-            _resolve_all(self._drained, outbox)
-            self._lock.notify()
-        outbox.send()
+            self._resolve(self._drained)
 
     def outdated(self, version: int) -> PullResult | None:
-        """The answer to a pull of a version older than one that was loaded: what is loaded never goes back.
+        """The answer to a pull of a version older than the loaded one: loaded versions never go back.
 
         Raises:
-            StateDictError: nothing is served, and a version so old cannot cure it.
+            StateDictError: the loaded weights are unknown, and a version so old cannot replace them.
         """
         with self._lock:
             self.require_alive()
@@ -213,32 +229,28 @@ class LoopState:
             return PullResult(self._version, load_s=0.0, verify_s=0.0, stall_s=0.0)
 
     def add_pull(self, pull: PendingPull) -> PullResult | None:
-        """Queue a pull, or answer it at once, as `outdated` does."""
-        with self._lock:
+        """Queue a pull, or answer it at once; see `outdated`."""
+        with self._changing():
             if (answer := self.outdated(pull.version)) is None:
                 self._pulls.append(pull)
-                self._lock.notify()
             return answer
 
     def close(self) -> None:
-        with self._lock:
+        with self._changing():
             self._closing = True
-            self._lock.notify()
 
     # The engine thread's side.
 
     def decide(self) -> LoopDecision:
-        """Sleep until there is something to do: see `LoopAction` for what goes first."""
-        while True:
-            outbox = Outbox()
-            with self._lock:
-                if (decision := self._next_decision()) is not None:
-                    return decision
+        """Wait until there is something to do. The order of `LoopAction` is that of priority."""
+        with self._lock:
+            while (decision := self._next_decision()) is None:
                 if self._drained:
-                    _resolve_all(self._drained, outbox)
+                    self._resolve(self._drained)
+                    self._outbox.send()
                 else:
                     self._lock.wait()
-            outbox.send()
+            return decision
 
     def _next_decision(self) -> LoopDecision | None:
         calls = self._calls
@@ -259,8 +271,13 @@ class LoopState:
             return LoopDecision(LoopAction.STEP)
         return None
 
+    def send_results(self) -> None:
+        """Deliver all results so far."""
+        with self._lock:
+            self._outbox.send()
+
     def slept(self) -> None:
-        """The engine has given its memory back, and its weights with it."""
+        """Note that the engine has released its memory, and with it its weights."""
         with self._lock:
             self._to_sleep, self._asleep = False, True
             self._distrusted = StateDictError("the engine has slept, and no version was pulled since")
@@ -269,79 +286,84 @@ class LoopState:
         with self._lock:
             self._asleep = False
 
-    def absorb(
-        self, rejected: Mapping[str, Exception], deltas: Iterable[TokenDelta], began: float, outbox: Outbox
-    ) -> tuple[str, ...]:
+    def absorb(self, rejected: Mapping[str, Exception], deltas: Iterable[TokenDelta], began: float) -> tuple[str, ...]:
         """Record the outcome of a step.
 
         Returns:
-            the requests that failed by it, which the engine is to forget.
+            Requests that failed, which the engine is to forget.
         """
         with self._lock:
-            self._calls.reject(rejected, outbox)
-            return self._calls.absorb(deltas, began, self.clock.now(), outbox)
+            self._calls.reject(rejected)
+            return self._calls.absorb(deltas, began, self.clock.now())
 
-    def stream(self, outbox: Outbox, *, also_empty: bool) -> None:
-        """Send each request its tokens since the last call, or also an empty chunk."""
+    def stream(self, *, also_empty: bool) -> None:
+        """Send each request its tokens since the last chunk; see `PendingCalls.stream`."""
         with self._lock:
-            self._calls.stream(outbox, also_empty=also_empty)
+            self._calls.stream(also_empty=also_empty)
 
-    def aborted(self, request_ids: Iterable[str], outbox: Outbox) -> None:
-        """The engine has forgotten these."""
+    def aborted(self, request_ids: Iterable[str]) -> None:
+        """Resolve requests that the engine has forgotten."""
         with self._lock:
-            self._calls.aborted(request_ids, outbox)
+            self._calls.aborted(request_ids)
             if not self._calls.aborting:
-                _resolve_all(self._barriers, outbox)
+                self._resolve(self._barriers)
 
     def pull_of(self, version: int) -> PendingPull:
-        """One that waits for this version."""
+        """A pending pull of this version."""
         with self._lock:
             return next(pull for pull in self._pulls if pull.version == version)
 
-    def pulled(self, version: int, outcome: PullResult | Exception, outbox: Outbox) -> None:
-        """Answer the pull of this version, and those of older ones that have come by now."""
+    def pulled(self, version: int, outcome: PullResult | Exception) -> None:
+        """Answer the pulls of this version and of older ones."""
         with self._lock:
             answered = [pull for pull in self._pulls if pull.version <= version]
             self._pulls = [pull for pull in self._pulls if pull.version > version]
         for pull in answered:
-            pull.close()
-            outbox.resolve(pull.future, outcome)
+            pull.close()  # runs code of a transport, so without the lock
+        with self._lock:
+            for pull in answered:
+                self._outbox.resolve(pull.future, outcome)
 
     def loaded(self, version: int) -> None:
-        """The engine has these weights, and they are right: tokens from here on are theirs."""
+        """Note that the engine has this version, verified: it produces the tokens from here on."""
         with self._lock:
             self._version, self._distrusted = version, None
             self._calls.mark(version)
 
-    def distrust(self, cause: Exception, outbox: Outbox) -> tuple[str, ...]:
-        """Serve nothing until a pull succeeds. Returns the requests that the engine is to forget."""
+    def distrust(self, cause: Exception) -> tuple[str, ...]:
+        """Fail all requests until a pull succeeds. Returns the requests that the engine is to forget."""
         with self._lock:
             self._distrusted = cause
             calls, running = self._calls.clear()
             for call in calls:
-                outbox.resolve(call.future, self._distrust_error())
+                self._outbox.resolve(call.future, self._distrust_error())
         return running
 
     def end(self, reason: str, cause: BaseException | None) -> None:
-        """Refuse later calls, and fail everything outstanding. The first reason stays."""
-        outbox = Outbox()
-        with self._lock:
+        """Fail everything outstanding, and later calls. The first reason stays."""
+        with self._changing():
             if self._ended is None:
                 self._ended = (reason, cause)
             calls, _ = self._calls.clear()
             for future in [*(call.future for call in (*calls, *self._pulls)), *self._drained]:
-                outbox.resolve(future, with_cause(EngineDeadError(reason), cause))
-            _resolve_all(self._barriers, outbox)  # there is nothing left to abort
+                self._outbox.resolve(future, with_cause(EngineDeadError(reason), cause))
+            self._resolve(self._barriers)  # there is nothing left to abort
             self._pulls.clear()
             self._drained.clear()
-        outbox.send()
 
     def _distrust_error(self) -> GenerationError:
         error = GenerationError(f"the weights loaded are unknown, since a pull failed ({self._distrusted}); pull again")
         return with_cause(error, self._distrusted)
 
+    def _resolve(self, waiters: Waiters) -> None:
+        for waiter in waiters:
+            self._outbox.resolve(waiter, None)
+        waiters.clear()
 
-def _resolve_all(waiters: Waiters, outbox: Outbox) -> None:
-    for waiter in waiters:
-        outbox.resolve(waiter, None)
-    waiters.clear()
+    @contextmanager
+    def _changing(self) -> Generator[None]:
+        """A change by a caller: wake the engine's thread, and deliver the results."""
+        with self._lock:
+            yield
+            self._lock.notify()
+            self._outbox.send()
