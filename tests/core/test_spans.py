@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
@@ -301,3 +302,20 @@ def test_the_oldest_fine_spans_go_first_and_the_file_stays_below_its_size(tmp_pa
     fine = [event["step"] for event in events if event.get("cat") == "fine,environment"]
     assert fine == sorted(fine)
     assert fine[-20:] == [99] * 20
+
+
+def test_leaving_out_the_oldest_spans_takes_little_memory(tmp_path: Path):
+    """What it took would stay fragmented for as long as the process lives."""
+    most_bytes = 2_000_000
+    file = TraceFile(tmp_path / "controller.jsonl", most_bytes)
+    line = b'{"cat":"fine,environment","step":1}\n'
+    file.append([line * (most_bytes // len(line))])
+    tracemalloc.start()
+    try:
+        file.append([line, line])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    file.close()
+    assert (tmp_path / "controller.jsonl").stat().st_size < most_bytes * 3 / 4
+    assert peak < most_bytes / 10

@@ -72,26 +72,33 @@ class TraceFile:
                     file.write(b"\n")
 
     def _shrink(self) -> None:
-        """Replace the file in one step by one that is at most three quarters as large as it may be."""
+        """Replace the file, in one step, by one that is at most three quarters of the size allowed.
+
+        The lines are read one by one: a list of them all takes several times the file's size in memory, which stays
+        fragmented for as long as the process lives.
+        """
         self.close()
-        lines = self._path.read_bytes().splitlines(keepends=True)
+        sizes = {FINE: 0, NAMES: 0, b"": 0}
+        with self._path.open("rb") as old:
+            for line in old:
+                sizes[_kind(line)] += len(line)
         room = self._most_bytes * 3 // 4
-        fine_room = room // 2
-        kept: list[bytes] = []
-        for line in reversed(lines):
-            if line.startswith(NAMES):
-                kept.append(line)
-            elif line.startswith(FINE):
-                fine_room -= len(line)
-                if fine_room >= 0:
-                    kept.append(line)
-                    room -= len(line)
-            elif room > len(line):
-                kept.append(line)
-                room -= len(line)
+        excess = {FINE: sizes[FINE] - room // 2}
+        excess[b""] = sizes[b""] - (room - min(sizes[FINE], room // 2))
         fresh = self._path.with_suffix(".tmp")
-        fresh.write_bytes(b"".join(reversed(kept)))
+        with self._path.open("rb") as old, fresh.open("wb") as new:
+            for line in old:
+                kind = _kind(line)
+                if excess.get(kind, 0) > 0:
+                    excess[kind] -= len(line)
+                else:
+                    new.write(line)
         fresh.replace(self._path)
+
+
+def _kind(line: bytes) -> bytes:
+    """The prefix by which a line is kept or left out."""
+    return next((prefix for prefix in (FINE, NAMES) if line.startswith(prefix)), b"")
 
 
 class LaneNumbers:
