@@ -22,10 +22,11 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.generation import make_model
+from titan_rl.training.data.packing import plan_step
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.tensor_batch import Minibatch
-from titan_rl.training.trainer import TrainerCore, make_planner
+from titan_rl.training.trainer import TrainerCore
 
 GROUPS, SIBLINGS = 16, 8
 
@@ -54,7 +55,7 @@ class BareLoop:
     def __init__(self, model: ModelConfig, training: TrainingConfig, samples: Sequence[TrainingSample]) -> None:
         self._policy = TrainerCore(model, training, seed=0)._policy
         self._optimizer = torch.optim.AdamW(self._policy.model.parameters(), lr=training.lr, fused=True)
-        ((plan,),) = make_planner(training)(samples)
+        ((plan,),) = plan_step(samples, training)
         self.minibatch = Minibatch.from_plan(plan, self._policy.device, alone=True, lay_out=self._policy.lay_out)
 
     def step(self) -> None:

@@ -118,7 +118,7 @@ def test_a_missing_damaged_or_foreign_checkpoint_is_refused(folder: Path, tmp_pa
     with pytest.raises(CheckpointError, match="no checkpoint"):
         trainer.load(tmp_path / "absent")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
         trainer.load(tmp_path / "empty")
     other = make_trainer(make_tiny_qwen3(tmp_path / "other", vocab_size=64))
     other.save(tmp_path / "step-000000")

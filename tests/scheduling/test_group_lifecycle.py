@@ -27,7 +27,8 @@ async def test_a_lease_moves_only_along_its_transitions() -> None:
 
 async def follow(wanted: tuple[GroupState | None, ...]) -> None:
     ledger, pool = Ledger(ManualClock()), SlotPool(1)
-    lease = Lease(0, await pool.acquire(), ledger)
+    await pool.acquire()
+    lease = Lease(0, pool, ledger)
     for state in wanted:
         before = lease.state
         if before is None or state not in TRANSITIONS[before]:

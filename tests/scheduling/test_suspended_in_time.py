@@ -142,7 +142,8 @@ async def test_a_group_that_is_generated_again_keeps_its_permits_when_a_late_abo
     async def abort(request_ids: Collection[str]) -> None:
         await may_abort.wait()
 
-    lease = Lease(0, await slots.acquire(), Ledger(ManualClock()))
+    await slots.acquire()
+    lease = Lease(0, slots, Ledger(ManualClock()))
     lease.mark_running(await capacity.take(1), 0)
     with lease.suspension.request("r", abort):
         lease.suspend()

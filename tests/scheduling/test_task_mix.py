@@ -40,6 +40,11 @@ class Twice(InOrder):
             state["again"].append(sample)
 
 
+class Events(list[MixEvent]):
+    def note(self, event: MixEvent) -> None:
+        self.append(event)
+
+
 class Play:
     """Admits groups into slots, has them end in any order and drops some, as a scheduler does."""
 
@@ -47,8 +52,8 @@ class Play:
         self.tasks = {name: Share(weight, curricula.get(name, InOrder())) for name, weight in weights.items()}
         self.random = random.Random(seed)
         self.drops = drops or {}
-        self.events: list[MixEvent] = []
-        self.mix = TaskMix(self.tasks, self.events.append)
+        self.events = Events()
+        self.mix = TaskMix(self.tasks, self.events)
         self.next_index = 0
         self.running: dict[int, Assigned] = {}
         self.done: dict[int, Assigned] = {}
@@ -165,8 +170,9 @@ def test_killed_at_any_moment_each_sample_of_each_task_is_trained_once_and_none_
         "gone": [],
     }[kind]
     again = Play(weights, seed + 1, drops)
-    again.events = []
-    again.mix = TaskMix(again.tasks, again.events.append, state=state, events=events, is_settled=settled.__contains__)
+    again.events = Events()
+    unsettled = [event for event in events if event.index not in settled]
+    again.mix = TaskMix(again.tasks, again.events, state=state, events=unsettled)
     dropped_since = {event.index for event in events if isinstance(event, Dropped)}
     dropped += [played for played in first.admitted if played.index in dropped_since - settled]
     known = max((event.index + 1 for event in events), default=0)
@@ -210,7 +216,8 @@ def test_a_curriculum_with_a_memory_comes_back_as_it_was(seed: int, saved: int, 
     for _ in range(more):
         whole.step()
     trained_since = [played.index for played in whole.trained if played.index not in settled]
-    again = TaskMix(whole.tasks, state=state, events=whole.events, is_settled=settled.__contains__)
+    unsettled = [event for event in whole.events if event.index not in settled]
+    again = TaskMix(whole.tasks, state=state, events=unsettled)
     again.trained(trained_since)
     assert in_json(again) == in_json(whole.mix)
     assert again.assignment(whole.next_index) == whole.mix.assignment(whole.next_index)

@@ -184,11 +184,16 @@ async def test_a_run_that_is_cut_short_ends_with_the_groups_that_there_are():
         batch.release()
 
 
+class Events(list[MixEvent]):
+    def note(self, event: MixEvent) -> None:
+        self.append(event)
+
+
 async def test_groups_of_an_earlier_run_are_admitted_in_the_order_of_their_turns():
     """The first turn of "a" was for group 0, which was dropped, and then for group 2. So did 5 take that of 3."""
     tasks = {"a": Share(1.0, InOrder()), "b": Share(1.0, InOrder())}
-    events: list[MixEvent] = []
-    earlier = TaskMix(tasks, events.append)
+    events = Events()
+    earlier = TaskMix(tasks, events)
     for index in (0, 1):
         earlier.assignment(index)
     earlier.dropped(0)

@@ -275,11 +275,10 @@ def test_a_loss_of_ones_own_as_the_docs_show_it() -> None:
         in (Path(__file__).parents[2] / "docs" / "concepts" / "training.md").read_text()
     )
     rows = [row_of(policy=-1.0, behaviour=-1.0 - np.log(1.1)), row_of(policy=-1.0, behaviour=-3.0)]
-    own = find_loss(f"{__name__}:capped")
     logprobs = torch.tensor([row["policy"] for row in rows], dtype=torch.float64, requires_grad=True)
-    summed, stats = Objective(own, ClipRange(0.2, 0.25), max_context=CONTEXT)(
-        batch_of(rows, 1), logprobs, torch.zeros(2), version=VERSION
-    )
+    training = TrainingConfig(loss=f"{__name__}:capped", clip=(0.2, 0.25))
+    objective = Objective(training, CorrectionConfig(), max_context=CONTEXT)
+    summed, stats = objective(batch_of(rows, 1), logprobs, torch.zeros(2), version=VERSION)
     summed.backward()
     np.testing.assert_allclose([summed.item(), *logprobs.grad], [-1.1 - 1.25, -1.1, 0.0])
     assert stats.clipped_M.tolist() == [False, True]

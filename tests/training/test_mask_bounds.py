@@ -9,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the cpu or gpu extra")
 
 from titan_rl.training.corrections import correct  # noqa: E402
+from titan_rl.training.settings import CorrectionConfig  # noqa: E402
 
 BEHAVIOUR = [0.0, -0.7, -3.3, -11.1]  # logprobs
 
@@ -17,7 +18,9 @@ def kept(ratio: float, behaviour: float, length: int, **settings) -> list[bool]:
     """Of a sequence of so many tokens with this ratio each."""
     behaviour_N = torch.full((length,), behaviour, dtype=torch.float32)
     proximal_N = torch.full((length,), behaviour + math.log(ratio), dtype=torch.float32)
-    correction = correct(proximal_N, behaviour_N, torch.zeros(length, dtype=torch.int64), 1, **settings)
+    correction = correct(
+        proximal_N, behaviour_N, torch.zeros(length, dtype=torch.int64), 1, CorrectionConfig(**settings)
+    )
     assert torch.equal(correction.masked_N, correction.weights_N == 0)
     return [not masked for masked in correction.masked_N.tolist()]
 

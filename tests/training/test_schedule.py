@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 
-from titan_rl.training.optimizer.optimizers import learning_rate
+from titan_rl.training.settings import TrainingConfig
+from titan_rl.training.trainer import learning_rate
 
 
 def rate(step: int, *, steps: int, warmup_steps: int = 0, decay: Any = "constant", min_lr_ratio: float = 0.1) -> float:
-    return learning_rate(step, steps=steps, lr=1.0, warmup_steps=warmup_steps, decay=decay, min_lr_ratio=min_lr_ratio)
+    training = TrainingConfig(steps=steps, lr=1.0, warmup_steps=warmup_steps, lr_decay=decay, min_lr_ratio=min_lr_ratio)
+    return learning_rate(step, training)
 
 
 def rates(steps: int, **arguments: Any) -> list[float]:

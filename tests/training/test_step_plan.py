@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from titan_rl.training.data.packing import Family, StepPlan, plan_step
 from titan_rl.training.data.sample import TrainingSample
+from titan_rl.training.settings import TrainingConfig
 
 
 def sample(index: int, length: int, group: int, prompt: int = 0) -> TrainingSample:
@@ -26,14 +27,14 @@ def planned(
     minibatches: int = 1,
     share_prompts: bool = True,
 ) -> list[StepPlan]:
-    return plan_step(
-        samples,
+    training = TrainingConfig(
         row_tokens=row_tokens,
         rows_per_micro_batch=rows,
         minibatches=minibatches,
-        ranks=ranks,
+        data_parallel=ranks,
         share_prompts=share_prompts,
     )
+    return plan_step(samples, training)
 
 
 def rows_of(plan: StepPlan) -> list[list[list[Family]]]:

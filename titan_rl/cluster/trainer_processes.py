@@ -56,15 +56,7 @@ class ActorTrainer:
     def __init__(self, remote: RemoteProcess, ranks: Sequence[Any], training: TrainingConfig) -> None:
         self.remote = remote
         self.is_leaving = False
-        self._plan = partial(
-            plan_step,
-            row_tokens=training.row_tokens,
-            rows_per_micro_batch=training.rows_per_micro_batch,
-            minibatches=training.minibatches,
-            ranks=training.data_parallel,
-            share_prompts=training.share_prompts,
-        )
-        self._ranks_a_row = training.ranks_a_row
+        self._training = training
         self._layouts = KnownLayouts()
         self._ranks = ranks
         self._writer = uuid.uuid4().hex
@@ -83,8 +75,8 @@ class ActorTrainer:
     async def _rows(self, samples: Sequence[TrainingSample]) -> list[list[StepPlan]]:
         """Pack the samples, and return the arguments of each rank."""
         with span("packing", "trainer"):
-            plans = await in_thread(self._plan, samples)
-        return [[plan] for plan in plans for _ in range(self._ranks_a_row)]
+            plans = await in_thread(plan_step, samples, self._training)
+        return [[plan] for plan in plans for _ in range(self._training.ranks_a_row)]
 
     async def begin_publish(self) -> None:
         await self._all("begin_publish")

@@ -38,7 +38,7 @@ class Backlog:
             )
 
     def check_admission(self, num_slots: int, budget: int) -> None:
-        """Check that every batch can be handed out again. Its groups are admitted first, so it only has to fit.
+        """Check that every batch can be handed out again. Its groups are admitted first, so they must fit the slots.
 
         Args:
             num_slots: most groups that are admitted and not yet trained on.
@@ -77,7 +77,7 @@ class RestoreQueue:
         self._batched = deque(index for batch in backlog.batches for index in batch)
 
     def take(self) -> int | None:
-        """The group to admit next; None if a new one is to be admitted."""
+        """The group to admit next; None to admit a new one."""
         index = self._next() if self._left else None
         if index is not None:
             del self._left[index]

@@ -145,8 +145,8 @@ class ReadyQueue:
 
 class AgedQueue(ReadyQueue):
     """Ready queue bounded by age: a finished group is eligible if the groups that it overtakes can still be trained on
-    in time, one after the other, at most `max_age` versions after their admission. Groups of one version are admitted
-    together, so their counts suffice: a batch takes O(versions).
+    in order, at most `max_age` versions after their admission. Groups of one version are admitted together, so their
+    counts suffice: a batch takes O(versions).
     """
 
     def __init__(self, max_age: int) -> None:
@@ -174,23 +174,24 @@ class AgedQueue(ReadyQueue):
         if not self._waiting[version]:
             del self._waiting[version], self._finished[version]
 
-    def can_give(self, count: int, version_of: Callable[[int], int]) -> bool:
-        """Whether the first `count` finished groups are eligible.
+    @property
+    def num_finished(self) -> int:
+        return self._finished.total()
 
-        Args:
-            version_of: maps the number of groups before a group, after these have left, to the version that the
-                group's step starts from.
+    def deadlines(self, count: int) -> Iterator[tuple[int, int]]:
+        """Deadlines of the groups that remain after the first `count` finished ones have left.
+
+        Yields:
+            For the last remaining group of each version, the number of groups before it, and the latest version that
+            its step may start from.
         """
-        if self._finished.total() < count:
-            return False
-        left, behind, in_time = count, 0, True
+        left, behind = count, 0
         for version, waiting in sorted(self._waiting.items()):
             taken = min(left, self._finished[version])
             left -= taken
             behind += waiting - taken
-            if waiting > taken and in_time:
-                in_time = version_of(behind - 1) <= version + self._max_age
-        return in_time or self.count(window=1) >= count
+            if waiting > taken:
+                yield behind - 1, version + self._max_age
 
     def first(self, count: int) -> list[int]:
         """Indices of the first `count` finished groups, in order."""
@@ -358,13 +359,14 @@ class WaitingGroups:
             return queue.count(window) >= count
         if self._order is not None and task is not None and self._order.window(task, _WIDE) == 1:
             return queue.count(window=1) >= count  # the turns were dealt with other weights
-
-        def version_of(num_before: int) -> int:
+        if queue.num_finished < count:
+            return False
+        for num_before, latest in queue.deadlines(count):
             if self._order is not None and task is not None:
                 num_before = self._order.turns_before(task, count + num_before) - turns.total()
-            return version + 1 + num_before // self._groups_per_step
-
-        return queue.can_give(count, version_of)
+            if version + 1 + num_before // self._groups_per_step > latest:
+                return queue.count(window=1) >= count
+        return True
 
     def _next_turns(self, size: int) -> Counter[str | None]:
         """Number of turns of each task in the next batch."""

@@ -16,23 +16,23 @@ from typing import Protocol
 from titan_rl.core.clock import Clock
 from titan_rl.core.tracing.spans import Track
 from titan_rl.rollout.types import Rollout, RolloutGroup
-from titan_rl.scheduling.limits import RolloutCapacity, RolloutPermits, Slot
+from titan_rl.scheduling.limits import RolloutCapacity, RolloutPermits, SlotPool
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams
 
 Abort = Callable[[Collection[str]], Awaitable[object]]
-"""Ends requests by id, which then return with the tokens they have: `GeneratorRouter.abort`."""
+"""Ends requests by id, which then return with the tokens that they have: `GeneratorRouter.abort`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
-    """One call in flight. Two of the same id are two, whatever becomes of the second."""
+    """A call in flight. Calls with the same request id are kept apart."""
 
     request_id: str
     abort: Abort
 
 
 class Suspension:
-    """Suspension of one group's generation. Its rollouts wait while it is suspended, and continue from their tokens.
+    """Suspension of one group's generation: its requests end, and its rollouts continue later from their tokens.
 
     Example:
 
@@ -41,7 +41,7 @@ class Suspension:
                                    wait_until_resumed=suspension.wait_resumed)
         suspension.suspend()
         await suspension.abort_in_flight()   # the engines are free; `generate` has not returned
-        suspension.resume()                  # it goes on, perhaps under newer weights
+        suspension.resume()                  # it continues, perhaps with newer weights
     """
 
     def __init__(self) -> None:
@@ -60,11 +60,11 @@ class Suspension:
         self._resumed.set()
 
     def suspend(self) -> None:
-        """From now on no request begins. `abort_in_flight` ends those that have."""
+        """Hold back new requests. `abort_in_flight` ends those in flight."""
         self._resumed.clear()
 
     async def abort_in_flight(self) -> None:
-        """Returns when the requests in flight have been told to end."""
+        """Abort the requests in flight. Returns when their generators have been told."""
         by_router: dict[Abort, list[str]] = {}
         for call in self._in_flight:
             by_router.setdefault(call.abort, []).append(call.request_id)
@@ -73,10 +73,10 @@ class Suspension:
 
     @contextmanager
     def request(self, request_id: str, abort: Abort) -> Generator[bool]:
-        """A request for the length of the block, which `abort_in_flight` ends.
+        """Register a request for the length of the block, so that `abort_in_flight` ends it.
 
         Yields:
-            whether it may be sent. While the group is suspended it may not, and counts as aborted.
+            Whether it may be sent. While the group is suspended it may not, and counts as aborted.
         """
         if self.is_suspended:
             yield False
@@ -89,9 +89,10 @@ class Suspension:
             self._in_flight.discard(call)
 
     def guard(self, generate: GenerateFn, abort: Abort) -> GenerateFn:
-        """`generate`, whose requests `abort_in_flight` ends. One made while it is suspended returns aborted at once.
+        """Wrap `generate` so that `abort_in_flight` ends its requests. While suspended, a request returns aborted at
+        once.
 
-        Wrapped in `resume_on_abort`, with `wait_resumed` as what it waits for, the interruption is invisible.
+        With `resume_on_abort` around it, waiting for `wait_resumed`, the caller does not notice the interruption.
         """
 
         async def guarded(
@@ -112,7 +113,7 @@ class Suspension:
 class GroupState(StrEnum):
     """State of a group that holds a slot."""
 
-    PENDING = "pending"  # waits until its rollouts fit beside those in flight
+    PENDING = "pending"  # waits until its rollouts fit into the limit of rollouts in flight
     RUNNING = "running"
     SUSPENDED = "suspended"  # waits, with its tokens, for the tail batch
     DONE = "done"  # waits for its batch
@@ -160,7 +161,7 @@ class Ledger:
         self._generated.add(lengths(group))
 
     def dropped(self, reason: str, group: RolloutGroup | None) -> None:
-        """`group` is None where it never finished; its tokens are not known then."""
+        """Count a dropped group; `group` is None if it never finished, so that its tokens are not known."""
         self._dropped[reason] += 1
         if group is not None:
             self.wasted(group)
@@ -239,12 +240,12 @@ class Lease:
             return await rollouter.run_group(generate, sample_of(lease.index), on_finished=lease.rollout_finished, ...)
     """
 
-    def __init__(self, index: int, slot: Slot, ledger: Ledger) -> None:
+    def __init__(self, index: int, slots: SlotPool, ledger: Ledger) -> None:
         self.index = index  # position in the data
         self.suspension = Suspension()
         self.version = -1  # newest one pulled when it started
         self.group: RolloutGroup | None = None  # when it has finished
-        self._slot = slot
+        self._slots = slots
         self._ledger = ledger
         self._permits = RolloutPermits()
         self._unfinished = 0  # siblings
@@ -325,8 +326,9 @@ class Lease:
 
     def settle(self) -> None:
         """Give the slot back, once."""
-        self._slot.release()
+        assert self._state is not None, f"group {self.index} is settled already; a slot is given back exactly once"
         self._move(None)
+        self._slots.release()
 
     def _move(self, state: GroupState | None) -> None:
         before = self._state

@@ -12,20 +12,8 @@ from titan_rl.scheduling.filters import EQUAL_REWARDS_ADVICE, LOST
 from titan_rl.scheduling.settings import SchedulingConfig
 
 
-class Slot:
-    """Right to hold one group. Given back exactly once."""
-
-    def __init__(self, pool: SlotPool) -> None:
-        self._pool: SlotPool | None = pool
-
-    def release(self) -> None:
-        assert self._pool is not None, "a slot is given back exactly once"
-        pool, self._pool = self._pool, None
-        pool._give_back()  # pyright: ignore[reportPrivateUsage]
-
-
 class SlotPool:
-    """A fixed number of slots, granted first come, first served."""
+    """A fixed number of slots, each for one group, granted first come, first served."""
 
     def __init__(self, size: int) -> None:
         if size < 1:
@@ -42,12 +30,11 @@ class SlotPool:
     def free(self) -> int:
         return self.size - self._held
 
-    async def acquire(self) -> Slot:
+    async def acquire(self) -> None:
         await self._free.acquire()
         self._held += 1
-        return Slot(self)
 
-    def _give_back(self) -> None:
+    def release(self) -> None:
         self._held -= 1
         self._free.release()
 
@@ -94,7 +81,7 @@ class RolloutCapacity:
 
 
 class Budget:
-    """Number of groups still to admit and to hand out. Each group that is dropped allows another admission.
+    """Number of groups still to admit and to hand out. A dropped group allows another admission.
 
     Raises:
         ValueError: `num_groups` is negative.

@@ -24,19 +24,19 @@ logger = logging.getLogger(__name__)
 
 
 class GroupScheduler:
-    """Admits groups in data order and hands out batches of those that finish. One mechanism with few knobs.
+    """Admits groups in data order and hands out batches of finished groups.
 
     With P groups a step and staleness S there are (S+1)P slots, and more for oversampling. A group holds one from its
     admission until the generators have pulled the version trained on it, or until it is dropped. So every token is
-    trained on at most `settings.age_bound` versions after the one that sampled it: the bound is kept by admission, and
-    nothing finished is thrown away for its age. In data order and without oversampling the bound is S, and S=0 is
-    strictly on-policy.
+    trained on at most `settings.age_bound` versions after the one that sampled it: admission keeps the bound, and no
+    finished group is discarded for its age. In data order and without oversampling the bound is S, and S=0 is strictly
+    on-policy.
 
     Example: P=2, S=1 gives four slots. Groups 0-3 start at version 0. The step on 0 and 1 makes version 1; once the
     generators have it, groups 4 and 5 start, while the trainer may already take 2 and 3.
 
-    A group that a batch leaves unfinished continues, later also under newer weights. With `settings.tail` it may
-    instead wait for others like it, so that the slowest run together, or be dropped at an age.
+    An unfinished group that a batch overtakes continues, later with newer weights. With `settings.tail` it may instead
+    wait for other slow groups and run together with them, or be dropped at an age.
 
     An exception in a group ends the scheduler: the block raises it. So does a cancellation of the group's task that
     the scheduler did not request.
@@ -177,13 +177,13 @@ class GroupScheduler:
         while True:
             await self._drop_limits.wait_within()
             await self._budget.admit()
-            slot = await self._slots.acquire()
+            await self._slots.acquire()
             await self._drop_limits.wait_within()  # the drop that freed the slot may have reached a limit
             index = self._to_restore.take()
             is_restored = index is not None
             if index is None:
                 index = self._next_index
-            lease = Lease(index, slot, self._ledger)
+            lease = Lease(index, self._slots, self._ledger)
             if is_restored:
                 self._restored[index] = lease
             self._waiting.add(lease, -1 if is_restored else self._pulled_version)

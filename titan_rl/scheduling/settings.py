@@ -87,7 +87,7 @@ class SchedulingConfig(Section):
     @model_validator(mode="wrap")
     @classmethod
     def _with_preset(cls, data: Any, check: ModelWrapValidatorHandler[Self]) -> Self:
-        """Fill in what the mode sets. `model_fields_set` has what was given alone."""
+        """Fill in the settings of the mode. `model_fields_set` has only the given ones."""
         if not isinstance(data, Mapping):
             return check(data)
         given = dict(cast("Mapping[str, Any]", data))
@@ -157,7 +157,7 @@ class SchedulingConfig(Section):
         return (self.num_slots + self.overtaking_window - 2) // self.groups_per_step
 
     def describe_mode(self) -> str | None:
-        """A line that says what the mode set and what was given beside it; None without a mode.
+        """Describe the settings that the mode set and those that were given; None without a mode.
 
         Example: `scheduling.mode = "async" sets oversample = 1.0 and max_group_age = 7; given: max_staleness = 2`
         """

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import islice, repeat
-from typing import Any
+from typing import Any, Protocol
 
 from titan_rl.core.errors import CheckpointError
 from titan_rl.rollout.task import calling
@@ -287,6 +287,12 @@ def _unreadable(complaint: str) -> CheckpointError:
     )
 
 
+class MixObserver(Protocol):
+    """Records the events of a mix, from which a later run restores it."""
+
+    def note(self, event: MixEvent) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Share:
     """Weight and curriculum of one task in a mix.
@@ -313,10 +319,9 @@ class TaskMix:
 
     Args:
         tasks: by their names.
-        note: called with each event.
+        observer: records the events.
         state: earlier result of `state`; by default the mix starts from the beginning.
-        events: events since then, or those that were not lost.
-        is_settled: whether the group at a position was trained or dropped before `state` was taken.
+        events: events since then that were not lost, without those of groups that were trained or dropped before.
         is_dropped: whether it was trained or dropped by the time of the last event.
 
     Raises:
@@ -327,21 +332,19 @@ class TaskMix:
     def __init__(
         self,
         tasks: Mapping[str, Share],
-        note: Callable[[MixEvent], None] = lambda event: None,
+        observer: MixObserver | None = None,
         *,
         state: Mapping[str, Any] | None = None,
         events: Iterable[MixEvent] = (),
-        is_settled: Callable[[int], bool] = lambda index: False,
         is_dropped: Callable[[int], bool] = lambda index: False,
     ) -> None:
         self._tasks = tasks
-        self._note = note
+        self._observer = observer
         self._unchecked = {(name, kind) for name in tasks for kind in (Assigned, Result)}
         weights = {name: share.weight for name, share in tasks.items()}
         self._at = Position.from_json(state, tasks) if state else self._beginning(weights)
         for event in events:
-            if not is_settled(event.index):
-                self._apply(event)
+            self._apply(event)
         for index in [index for index in self._at.open if is_dropped(index)]:
             self._apply(Dropped(index))  # else its turn would wait for a group that is never played
         by_place = sorted(self._at.open, key=self.place_of)
@@ -446,7 +449,8 @@ class TaskMix:
         if (task, type(event)) in self._unchecked:  # fail early on a state that cannot be saved
             self._unchecked.discard((task, type(event)))
             json_copy(task, self._at.curricula[task])
-        self._note(event)
+        if self._observer is not None:
+            self._observer.note(event)
 
     def _apply(self, event: MixEvent) -> None:
         """Apply an event. A repeated event, or one of an unknown group, changes nothing."""

@@ -50,7 +50,7 @@ PROBES = [[5, 9, 2, 7, 7, 1, 3, 8], [1, 2, 3, 4, 5, 6, 7, 8], [9, 9, 9], [2, 4]]
 
 
 class Batch:
-    """Requests of an engine, and what each has gained."""
+    """Requests of an engine, and their tokens so far."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -67,7 +67,7 @@ class Batch:
         self.tokens[request_id], self.logprobs[request_id], self.top_logprobs[request_id] = [], [], []
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """A delta that comes for one of them all the same is a KeyError in `step`."""
+        """Abort requests. A later delta of one of them is a KeyError in `step`."""
         self._engine.abort(request_ids)
         for request_id in request_ids:
             self._running.discard(request_id)
@@ -85,13 +85,13 @@ class Batch:
                     self._running.remove(delta.request_id)
 
     def run(self) -> None:
-        """Until all have finished."""
+        """Step until all requests have finished."""
         while self._running:
             self.step()
             assert self.num_steps < 10_000
 
     def crowd(self, count: int, max_tokens: int) -> None:
-        """Add as many requests, each with a seed of its own and tokens that it may not sample early."""
+        """Add `count` requests, each with its own seed and with stop tokens that it may not sample early."""
         for index in range(count):
             sampling = SamplingParams(
                 max_tokens=max_tokens, min_tokens=max_tokens // 2, seed=index, stop_token_ids=(3, 11)
@@ -100,7 +100,7 @@ class Batch:
 
 
 class Steps:
-    """An engine that counts its steps, and which the loop does not close."""
+    """An engine that counts its steps and that the loop does not close."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -119,7 +119,7 @@ class Steps:
 
 
 class Held(Steps):
-    """Stops inside a step until it is released."""
+    """An engine that blocks inside a step until it is released."""
 
     def __init__(self, engine: Engine, *, at_step: int) -> None:
         super().__init__(engine)
@@ -139,15 +139,15 @@ class EngineContract:
 
     @pytest.fixture
     def engine(self) -> Engine:
-        """The engine, with nothing to do. One may serve all tests."""
+        """The engine, without requests. All tests may share one."""
         raise NotImplementedError
 
     def weights(self, version: int) -> Iterable[tuple[str, Any]]:
-        """The same for every version, so that tokens do not tell."""
+        """Weights of a version, which generate the same tokens for every version."""
         raise NotImplementedError
 
     def num_forwards(self, engine: Any) -> int:
-        """Forward passes made so far, if it can be known."""
+        """Number of forward passes so far, if the engine counts them."""
         pytest.skip(f"{type(self).__name__} does not count forward passes")
 
     @pytest.mark.parametrize("crowd", [PLACES - 1, PLACES, 2 * PLACES, 4 * PLACES])

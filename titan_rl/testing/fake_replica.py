@@ -10,7 +10,7 @@ from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
 
 
 class FakeReplica:
-    """Tokens are 0, 1, 2, ... and end in "length"; each is stamped with the version loaded when it was made."""
+    """Replica whose tokens are 0, 1, 2, ... up to `max_tokens`, each with the version loaded when it was generated."""
 
     def __init__(self, name: str, *, step_s: float = 1.0, version: int = 0) -> None:
         self.name = name
@@ -24,7 +24,7 @@ class FakeReplica:
         self.pull_error: Exception | None = None
         self.pull_s = 0.0
         self.pause_hangs = False
-        self.deaf_s = 0.0  # time after arrival during which a request does not hear an abort
+        self.deaf_s = 0.0  # time after its arrival in which a request ignores aborts
         self.ignores_aborts = False
         self._going = asyncio.Event()
         self._going.set()

@@ -25,7 +25,7 @@ def some_logprobs(count: int) -> NumberArray[float]:
     return NumberArray(array(LOGPROBS, (0.0,)) * count)
 
 
-CLOCK_TICK_S = 1e-6  # what virtual time is rounded to
+CLOCK_TICK_S = 1e-6  # resolution of virtual time
 
 LengthOf = Callable[[str, int], int]
 """Tokens that request `request_id` still generates after a context of so many tokens."""
@@ -36,12 +36,12 @@ class _Sequence:
     request_id: str
     context: int  # tokens of the prompt and of what was generated before it was admitted
     left: int  # tokens to generate
-    most: int  # tokens that it may have, with its context
+    most: int  # most tokens of context and answer
     reason: FinishReason
     future: asyncio.Future[Completion]
     created_at: float
     on_chunk: OnChunk | None = None
-    queue_s: float | None = None  # until it first ran
+    queue_s: float | None = None  # wait until it first ran
     generated: int = 0
     spans: list[VersionSpan] = field(default_factory=list[VersionSpan])
 
@@ -76,21 +76,21 @@ class _Sequence:
 
 
 class SimulatedReplica:
-    """A `Replica` whose tokens have a cost and no value.
+    """A `Replica` that simulates the cost of tokens, but not their values.
 
-    It does what `ScriptedEngine` does behind an `EngineLoop`: waiting requests join between two steps while there is
-    room, a step gives each running request a token, pulls and aborts wait for one step at most. The steps up to the
-    next request that finishes differ in nothing, so they are taken as one wait, cut short by whatever comes.
+    It behaves like `ScriptedEngine` behind an `EngineLoop`: waiting requests join between two steps while there is
+    room, a step gives each running request a token, pulls and aborts wait for at most one step. The steps until the
+    next request finishes are alike, so they are simulated as one wait, which any event interrupts.
 
     Args:
         cost: seconds of a step and of a pull.
-        max_running: requests that advance at a time.
-        kv_tokens: tokens that the KV cache holds. When it is full the request that joined last waits again, and its
-            tokens are computed anew.
-        places: says how many of those that wait join; by default as many as there is room for.
-        wake_s: seconds that the first pull or resume takes longer after a pause in mode "sleep".
-        stream_interval: most steps between two times that the running requests are told of their tokens; None tells
-            of none, so that more steps are one wait.
+        max_running: most requests that advance at a time.
+        kv_tokens: tokens that fit the KV cache. When it is full, the request that joined last is preempted, and its
+            tokens are computed again later.
+        places: limits how many waiting requests join; by default as many as there is room for.
+        wake_s: additional seconds of the first pull or resume after a pause in mode "sleep".
+        stream_interval: most steps between two chunks of a streamed request; None streams no chunks, which makes the
+            waits longer.
     """
 
     def __init__(
@@ -107,10 +107,10 @@ class SimulatedReplica:
     ) -> None:
         self.name = name
         self.version = 0
-        self.num_tokens = 0  # computed, also those that came to nothing
+        self.num_tokens = 0  # computed, including discarded ones
         self.num_preemptions = 0
-        self._busy_s = 0.0  # of the steps that are done
-        self._busy_since: float | None = None  # the others
+        self._busy_s = 0.0  # of completed steps
+        self._busy_since: float | None = None  # start of the steps in progress
         self._length_of = length_of
         self._cost = cost
         self._max_running = max_running
@@ -129,7 +129,7 @@ class SimulatedReplica:
 
     @property
     def busy_s(self) -> float:
-        """Time spent in steps until now, those that are not done included."""
+        """Time spent in steps until now, including those in progress."""
         if self._busy_since is None:
             return self._busy_s
         return self._busy_s + asyncio.get_running_loop().time() - self._busy_since
@@ -223,7 +223,7 @@ class SimulatedReplica:
             await asyncio.sleep(self._cost.load)
             self.version = max(self.version, *(version for version, _ in pulls))
             for _, done in pulls:
-                if not done.done():  # else it was given up on
+                if not done.done():  # otherwise its caller has given up
                     done.set_result(None)
 
     def _admit(self) -> None:
@@ -278,7 +278,7 @@ class SimulatedReplica:
         return steps if self._stream_interval is None else min(steps, self._stream_interval)
 
     def _seconds_of(self) -> Callable[[int], float]:
-        """Duration of a number of steps from now on, of which the first computes the prompts."""
+        """Duration of a number of steps from now on. The first also computes the prompts."""
         count, cost = len(self._running), self._cost
         each = cost.step_seconds(count, 0, self._held)
         growth = cost.context_token * count / 2
@@ -286,7 +286,7 @@ class SimulatedReplica:
         return lambda steps: prompts + steps * (each + growth * (steps - 1))
 
     def _take(self, steps: int) -> None:
-        """Every running request gets a token for each step."""
+        """Give every running request a token for each step."""
         self.num_tokens += steps * len(self._running)
         self._held += steps * len(self._running)
         self._prompt_tokens = 0

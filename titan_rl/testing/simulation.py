@@ -34,21 +34,22 @@ UNLIMITED = 1 << 40  # tokens, more than there are
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Generators and a trainer. All times in seconds.
+    """Simulated generators and trainer. All times are in seconds.
 
     Args:
         num_replicas: engines, each with its own batch.
         cost: of one engine step, as a function of its running requests, their tokens and new prompt tokens; `load` is
-            what a pull takes of each engine.
-        max_running: requests that one engine advances at a time.
-        kv_tokens: tokens that the KV cache of one engine holds.
-        move_below: generators with at most this part of the fullest's requests get some of them, see `Moves`.
+            the duration of a pull for each engine.
+        max_running: most requests that one engine advances at a time.
+        kv_tokens: tokens that fit the KV cache of one engine.
+        move_below: generators with at most this share of the busiest one's requests take over some of them, see
+            `Moves`.
         num_lent: engines on the trainer's devices, which generate while it waits for a batch, see `LentEngines`.
-        adapts: fewer requests are advanced where the KV cache is expected to be full, see `AdaptivePlaces`.
-        train_s: one optimizer step on one batch.
-        logprob_s: recomputing the logprobs of one batch before it is trained on; 0 where the sampler's own are used.
-        wake_s: what an engine takes to have its memory again after it slept.
-        colocated: generators and trainer share their devices, so that nothing is generated while a batch is trained.
+        adapts: run fewer requests if the KV cache is expected to fill up, see `AdaptivePlaces`.
+        train_s: duration of an optimizer step on one batch.
+        logprob_s: duration of recomputing the logprobs of one batch before it is trained on; 0 to use the sampler's.
+        wake_s: time in which an engine gets its memory back after sleep.
+        colocated: generators and trainer share their devices, so nothing is generated while a batch is trained.
 
     Raises:
         ConfigError: names the field, the value and what is allowed.
@@ -85,12 +86,12 @@ LengthDraw = Callable[[random.Random], int]
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Single-turn prompts with answers whose lengths are a function of seed, group and sibling alone, so that every
-    schedule gets the same ones.
+    """Single-turn prompts with answers whose lengths depend only on seed, group and sibling, so that every schedule
+    gets the same ones.
 
     Args:
         draw: tokens of an answer.
-        group_size: answers to a prompt, at least 2: those of a group are compared.
+        group_size: answers to a prompt, at least 2, because they are compared.
 
     Raises:
         ConfigError: names the field, the value and what is allowed.
@@ -130,33 +131,33 @@ def equal(length: int) -> LengthDraw:
     return lambda random: length
 
 
-GIVE_BACK_S = 1e3  # at most; it takes a step
+GIVE_BACK_S = 1e3  # limit; it takes one engine step
 
 
 class LentEngines:
-    """Replicas that a router has at times.
+    """Replicas that a router has only while the trainer waits.
 
-    Each time costs them `wake_s` and a pull at its beginning. At its end the requests that they have are interrupted,
-    and go on elsewhere with their tokens. Only what is new comes to them by itself: what runs has to be moved.
+    At the beginning of such a time they need `wake_s` and a pull. At its end their requests are interrupted and
+    continue on other replicas with their tokens. They receive only new requests, unless running ones are moved to them.
     """
 
     def __init__(self, router: GeneratorRouter, replicas: Sequence[SimulatedReplica], wake_s: float) -> None:
         self._router = router
         self._replicas = replicas
         self._wake_s = wake_s
-        self._lent_s = 0.0  # until they were last given back
+        self._lent_s = 0.0  # of completed times
         self._lent_since: float | None = None
 
     @property
     def lent_s(self) -> float:
-        """Time of all of them for which they were out until now, that in which they wake included."""
+        """Total time of all replicas with the router until now, including the time in which they wake."""
         now = asyncio.get_running_loop().time()
         out_s = 0.0 if self._lent_since is None else now - self._lent_since
         return (self._lent_s + out_s) * len(self._replicas)
 
     @asynccontextmanager
     async def out(self) -> AsyncGenerator[None]:
-        """They serve while the block runs, from when they are ready."""
+        """Let them serve for the length of the block, once they are awake."""
         began = self._lent_since = asyncio.get_running_loop().time()
         waking = asyncio.ensure_future(self._wake())
         try:
@@ -178,12 +179,12 @@ class LentEngines:
         retiring = [
             asyncio.ensure_future(self._router.retire_replica(replica.name, GIVE_BACK_S)) for replica in serving
         ]
-        await asyncio.sleep(0)  # nothing comes to them any more
+        await asyncio.sleep(0)  # from here on they receive no requests
         await self._router.abort([request_id for replica in serving for request_id in replica.request_ids])
         await asyncio.gather(*retiring)
 
 
-FOREVER_S = 1e8  # limits are for faults, which a simulation has none of
+FOREVER_S = 1e8  # time limits are for faults, which a simulation does not have
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,12 +194,12 @@ class SimulationResult:
     step_s: Sequence[float]  # [num_steps], from batch to batch
     ages: Counter[int]  # versions between a group's oldest token and its step -> groups
     trainer_idle: float  # share of the time
-    generators_idle: float  # share of the engines' time, of lent ones that in which they are out
+    generators_idle: float  # share of the engines' time; of lent ones, only the time with the router
     wasted_tokens: int
     preemptions: int
-    moved: int  # requests, from one engine to another, the warm-up's included
-    accepted_lengths: Sequence[int]  # of every rollout that was trained on
-    offered_lengths: Sequence[int]  # of every rollout of the groups that were admitted
+    moved: int  # requests moved between engines, including the warm-up
+    accepted_lengths: Sequence[int]  # of all rollouts that were trained on
+    offered_lengths: Sequence[int]  # of all rollouts of admitted groups
 
     @property
     def mean_step_s(self) -> float:
@@ -222,11 +223,11 @@ def simulate(
     """Run `warmup + num_steps` optimizer steps in virtual time.
 
     Args:
-        strategy: of the router, by default the router's own.
+        strategy: of the router; by default the router's default.
 
     Raises:
-        ConfigError: the cluster is colocated, and generation would go on while the trainer works; there are no steps;
-            or an answer does not fit into the KV cache of an engine.
+        ConfigError: the cluster is colocated, but generation would continue while the trainer works; there are no
+            steps; or an answer does not fit the KV cache of an engine.
     """
     for name, value, least in (("num_steps", num_steps, 1), ("warmup", warmup, 0)):
         if value < least:
@@ -338,7 +339,7 @@ class _Simulation:
         return result
 
     async def _train(self, num_steps: int, warmup: int, background: asyncio.TaskGroup) -> SimulationResult:
-        """Train like the controller: the next step begins while the generators pull, if its groups are ready."""
+        """Train like the controller: the next step begins while generators pull, if its groups are ready."""
         loop = asyncio.get_running_loop()
         groups: list[RolloutGroup] = []
         step_s, waited_s, wasted = list[float](), 0.0, 0.0
@@ -420,7 +421,7 @@ class _Simulation:
         return sum(replica.busy_s for replica in [*self._replicas, *self._lent])
 
     def _engine_s(self) -> float:
-        """Time that the engines had until now."""
+        """Total time of the engines until now."""
         return asyncio.get_running_loop().time() * len(self._replicas) + self._trainers.lent_s
 
     def _num_preemptions(self) -> int:

@@ -19,7 +19,6 @@ from titan_rl.rollout.types import RolloutGroup
 from titan_rl.scheduling.filters import GroupFilter
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.data.sample_builder import build_samples
-from titan_rl.training.losses import ClipRange, find_loss
 from titan_rl.training.settings import CorrectionConfig, TrainingConfig
 
 if TYPE_CHECKING:
@@ -29,13 +28,13 @@ if TYPE_CHECKING:
 class Algorithm:
     """Loss, advantages, off-policy correction, filters and reference model of a run.
 
-    A subclass may override `score_tokens` or `objective`.
+    A subclass may override `score_tokens`. The trainer makes its objective from the settings alone.
 
     Args:
-        training: Names the loss, and has its bounds, its average and the weight of the KL term.
-        correction: Treatment of tokens that older weights or a constraint sampled. By default the clip alone.
+        training: Loss, its bounds and average, and the weight of the KL term.
+        correction: Treatment of tokens that older weights or a constraint sampled. By default only the clip.
         advantages: Advantage function of each task, by the task's name.
-        filters: Reject finished groups that are not to be trained on.
+        filters: Reject finished groups, which are then not trained on.
         max_token_age: Largest age, in versions, of a token that is trained. By default there is no limit.
 
     Example:
@@ -76,43 +75,24 @@ class Algorithm:
         return await self.score_tokens([sample for group in groups for sample in build(group)])
 
     async def score_tokens(self, samples: Sequence[TrainingSample]) -> Sequence[TrainingSample]:
-        """Hook between batch and step: samples with the advantages or loss weights that a model gives their tokens.
+        """Hook between batch and step that returns the samples with advantages or loss weights from another model.
 
-        Called again with the same samples where steps are repeated after the trainer has died. By default nothing is
-        scored.
+        Called again with the same samples if a step is repeated after the trainer died. By default it returns them
+        unchanged.
         """
         return samples
 
     @property
     def uses_reference(self) -> bool:
-        """Whether the policy is held to the model that the run began with."""
+        """Whether a KL term keeps the policy close to the model that the run began with."""
         return bool(self.training.kl_coef)
 
     def objective(self, max_context: int) -> Objective:
-        """The function of a micro-batch's tokens that the trainer minimizes. Imports torch.
+        """Make the function of a micro-batch's tokens that the trainer minimizes. Imports torch.
 
         Raises:
             ConfigError: there is no such `training.loss`.
         """
-        from titan_rl.training.corrections import correct
-        from titan_rl.training.losses.policy_losses import ESTIMATES
         from titan_rl.training.objective import Objective
 
-        training, correction = self.training, self.correction
-        return Objective(
-            find_loss(training.loss),
-            ClipRange(*training.clip),
-            max_context=max_context,
-            average=training.average,
-            proximal=correction.proximal,
-            correct=partial(
-                correct,
-                weight=correction.weight,
-                cap=correction.cap,
-                mask=correction.mask,
-                bounds=correction.bounds,
-                veto=correction.veto,
-            ),
-            kl_coef=training.kl_coef,
-            kl=ESTIMATES[training.kl],
-        )
+        return Objective(self.training, self.correction, max_context=max_context)

@@ -1,22 +1,22 @@
-"""Off-policy corrections: weights and masks of tokens that were sampled by another policy than the one that learns.
+"""Off-policy corrections: weights and masks of tokens that another policy than the learning one sampled.
 
     rho_t = pi_prox(t) / pi_behaviour(t)
 
-weighs or masks the loss of each token. pi_behaviour is what the generator sampled from, under the weights that token
-was sampled with: under hot swaps the tokens of a sequence have several, so everything here is token by token. pi_prox
-is the policy that ratios are clipped against:
+weighs or masks the loss of each token. pi_behaviour is the generator's distribution under the weights that sampled the
+token. With hot swaps the tokens of a sequence have different weights, so everything here is computed for each token.
+pi_prox is the policy that ratios are clipped against:
 
     behaviour      pi_prox = pi_behaviour: no correction beyond the clip ("bypass")
-    recomputed     the policy at the start of the update, by a forward pass of the trainer's own
+    recomputed     the policy at the start of the update, by a forward pass of the trainer
     interpolated   log pi_prox = log pi_b + alpha (log pi_theta - log pi_b), without a forward pass (AReaL), where
                    alpha = clamp((v_prox - v_b) / (v_theta - v_b), 0, 1) and v_b is the token's version
 
-Weights, with a cap C (none is C = infinity):
+Weights, with a cap C (without one, C is infinity):
 
     token          min(rho_t, C)                     truncated importance sampling (Ionides, 2008; Yao et al., 2025)
-    sequence       min(prod_t rho_t, C)              the same of a whole sequence
+    sequence       min(prod_t rho_t, C)              the same for a whole sequence
 
-Masks, where a value at a bound is kept, by comparing logarithms up to their rounding:
+Masks. Logarithms are compared up to their rounding, so that a value at a bound is kept:
 
     token          rho_t in [low, high]              IcePop (Ring-1T, arXiv:2510.18855) with token weights without a cap
     sequence       prod_t rho_t in [low, high]       masked importance sampling
@@ -24,8 +24,8 @@ Masks, where a value at a bound is kept, by comparing logarithms up to their rou
     veto           no token of the sequence has rho_t below the veto
 
 Decoupled PPO (Hilton et al., 2021, arXiv:2110.00641, eq. 2; AReaL, arXiv:2505.24298, eq. 5) is a recomputed or
-interpolated pi_prox with token weights. What is masked stays in the denominator of the loss: a mask must not raise
-the weight of what it leaves.
+interpolated pi_prox with token weights. Masked tokens stay in the denominator of the loss: a mask must not raise the
+weight of the other tokens.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ from dataclasses import dataclass
 
 import torch
 
-from titan_rl.training.choices import CorrectionMask, CorrectionWeight
 from titan_rl.training.losses import MAX_LOG_RATIO, mean_by_sequence, sum_by_sequence
+from titan_rl.training.settings import CorrectionConfig
 
 ROUNDING = 1e-5
-"""Rounding of logprobs in float32. A log-ratio this far beyond a bound counts as at it: exp(log(0.1)) < 0.1 there."""
+"""Rounding of logprobs in float32, in which exp(log(0.1)) < 0.1. A log-ratio this far beyond a bound still counts as
+within it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class Correction:
 def interpolated_logprobs(
     logprobs_N: torch.Tensor, behaviour_logprobs_N: torch.Tensor, versions_N: torch.Tensor, version: int
 ) -> torch.Tensor:
-    """log pi_prox between the behaviour policy and the current one, by how old the token is.  # [N]
+    """log pi_prox between the behaviour policy and the current one, by the age of the token.  # [N]
 
     The update goes from `version` (v_prox) to the one after it (v_theta). A token of `version` itself has its
     behaviour logprob, and an old one nearly the current policy's.
@@ -70,46 +71,35 @@ def correct(
     behaviour_logprobs_N: torch.Tensor,
     sequences_N: torch.Tensor,
     num_sequences: int,
-    *,
-    weight: CorrectionWeight = "none",
-    cap: float | None = None,
-    mask: CorrectionMask = "none",
-    bounds: tuple[float, float] = (1.0, 1.0),
-    veto: float | None = None,
+    config: CorrectionConfig,
 ) -> Correction:
-    """Weights and masks of finite tokens. Log-ratios are clamped to +-20, of tokens and of whole sequences.
-
-    Args:
-        cap: of the weights.
-        bounds: lowest and highest ratio that `mask` keeps.
-        veto: a sequence with a token whose ratio is below this is masked.
-    """
+    """Weights and masks of finite tokens. Log-ratios of tokens and of whole sequences are clamped to +-20."""
     with torch.no_grad():
         log_rho_N = _clamp(proximal_logprobs_N - behaviour_logprobs_N)
         log_product_N = _clamp(sum_by_sequence(log_rho_N, sequences_N, num_sequences))[sequences_N]
 
-        match weight:
+        match config.weight:
             case "token":
                 weights_N = log_rho_N.exp()
             case "sequence":
                 weights_N = log_product_N.exp()
             case "none":
                 weights_N = torch.ones_like(log_rho_N)
-        if cap is not None:
-            weights_N = weights_N.clamp(max=cap)
+        if config.cap is not None:
+            weights_N = weights_N.clamp(max=config.cap)
 
         kept_N = torch.ones_like(log_rho_N, dtype=torch.bool)
-        if mask != "none":
-            low, high = bounds
+        if config.mask != "none":
+            low, high = config.bounds
             measured = {
                 "token": log_rho_N,
                 "sequence": log_product_N,
                 "geometric": mean_by_sequence(log_rho_N, sequences_N, num_sequences),
             }
-            log_measured_N = measured[mask]
+            log_measured_N = measured[config.mask]
             kept_N &= (log_measured_N >= math.log(low) - ROUNDING) & (log_measured_N <= math.log(high) + ROUNDING)
-        if veto is not None:
-            vetoes_N = (log_rho_N < math.log(veto) - ROUNDING).to(log_rho_N.dtype)
+        if config.veto is not None:
+            vetoes_N = (log_rho_N < math.log(config.veto) - ROUNDING).to(log_rho_N.dtype)
             kept_N &= sum_by_sequence(vetoes_N, sequences_N, num_sequences)[sequences_N] == 0
     return Correction(weights_N.where(kept_N, 0.0), ~kept_N)
 

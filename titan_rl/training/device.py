@@ -1,7 +1,7 @@
-"""The device this process trains on. Importing this module settles it for torchtitan, too.
+"""Device on which this process trains. Importing this module also sets it for torchtitan.
 
 torchtitan reads its device type when its modules are imported, and assumes "cuda" on a machine without an
-accelerator. So whatever imports a torchtitan module in this package imports this one first.
+accelerator. So every module of this package that imports a torchtitan module imports this one first.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def local_device() -> torch.device:
 
 
 def side_stream() -> AbstractContextManager[object]:
-    """Context in which another thread can read what this one has computed so far, without delaying what this one issues
-    next: a stream of its own on an accelerator."""
+    """Context in which another thread can read the results of this thread so far without delaying its next operations:
+    a separate stream on a GPU."""
     if local_device().type != "cuda":
         return nullcontext()
     stream = torch.cuda.Stream()

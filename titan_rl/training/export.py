@@ -35,15 +35,15 @@ from titan_rl.training.state.train_state import SUFFIX, TensorFiles, flatten, wr
 def export_checkpoint(
     source: Path, checkpoint: Path, directory: Path, dtype: DType = "float32", renderer: str = "auto"
 ) -> None:
-    """Write a Hugging Face folder with a checkpoint's weights, whichever optimizer and number of ranks it is of.
+    """Write a Hugging Face folder with a checkpoint's weights, for any optimizer and number of ranks.
 
     Args:
         source: the folder of the model that was trained.
-        renderer: by which it was trained, which the chat template is made to fit.
+        renderer: with which it was trained; the chat template is fitted to it.
 
     Raises:
         DamagedCheckpointError: its bytes are not those that were written.
-        CheckpointError: it is of another model, or the folder could not be written, or does not hold what was written.
+        CheckpointError: it is of another model, or the folder could not be written, or reads back differently.
         ModelError: the folder of the model lacks a file.
     """
     verify(checkpoint)
@@ -62,10 +62,10 @@ def export_checkpoint(
 
 
 def check_export(directory: Path, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Read an exported folder again.
+    """Read an exported folder back.
 
     Raises:
-        CheckpointError: it does not hold these tensors, bit by bit, and no others.
+        CheckpointError: it does not hold exactly these tensors, bit by bit.
     """
     with safe_open(directory / "model.safetensors", framework="pt") as file:
         left = set(file.keys())
@@ -94,19 +94,19 @@ def export_hf(
     dtype: str,
     chat_template: str | None = None,
 ) -> None:
-    """Write `named_tensors` beside the config, tokenizer and chat template of `source`, one at a time. All or nothing.
+    """Write `named_tensors`, one at a time, with the config, tokenizer and chat template of `source`, all or nothing.
 
     Args:
-        layout: as of `write_tensors`.
-        named_tensors: Hugging Face names.
-        source: the folder the model came from; every file of it that holds no weights is copied, but for the note
-            `MADE_BY_SFT`: what is exported is not `titan-rl sft`'s to replace.
-        dtype: recorded in config.json, so that readers load the weights as they are: "float32".
-        chat_template: in the place of that of `source`.
+        layout: see `write_tensors`.
+        named_tensors: Hugging Face names and tensors.
+        source: the folder of the original model. All its files without weights are copied, except for `MADE_BY_SFT`:
+            `titan-rl sft` must not replace the exported folder.
+        dtype: recorded in config.json, so that readers load the weights unchanged: "float32".
+        chat_template: replaces that of `source`.
 
     Raises:
         NoSpaceError: the disk is full.
-        CheckpointError: it could not be written; what was at `directory` is unchanged.
+        CheckpointError: it could not be written; `directory` is unchanged.
     """
     with atomic_directory(directory) as temporary:
         for file in source.iterdir():
@@ -122,7 +122,7 @@ def export_hf(
 
 
 def _replace_template(folder: Path, template: str) -> None:
-    """Older folders have their template in the tokenizer's config, and some readers look there first."""
+    """Write the template, and remove that of older folders in the tokenizer's config, where some readers look first."""
     (folder / "chat_template.jinja").write_text(template)
     if (path := folder / "tokenizer_config.json").is_file():
         config: dict[str, Any] = parse_json(path.read_text())

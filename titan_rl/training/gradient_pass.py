@@ -30,11 +30,11 @@ class MinibatchGradient:
 
 
 class GradientPass:
-    """Leaves in the policy's parameters the gradient of a minibatch's loss, the mean over all ranks' tokens.
+    """Computes the gradient of a minibatch's loss, the mean over all ranks' tokens, in the policy's parameters.
 
     Args:
-        reference: for the KL term of the loss; None where there is none.
-        row_tokens: as the packer's, for messages.
+        reference: for the KL term of the loss; None without one.
+        row_tokens: of the packer, for messages.
     """
 
     def __init__(
@@ -56,22 +56,22 @@ class GradientPass:
         self._row_tokens = row_tokens
 
     def proximal_logprobs(self, minibatches: Sequence[Minibatch]) -> dict[int, torch.Tensor]:
-        """Logprobs under the weights at the start of the step, by the id of the micro-batch. Empty where the forward
-        pass of the update gives them: the first minibatch is updated from these very weights."""
-        if len(minibatches) == 1 or self._objective.proximal != "recomputed":
+        """Logprobs under the weights at the start of the step, by the id of the micro-batch. Empty if the forward pass
+        of the update computes them: with a single minibatch it uses the same weights."""
+        if len(minibatches) == 1 or not self._objective.recomputes_proximal:
             return {}
         with span("proximal logprobs", "trainer"), torch.no_grad():
             return {id(b): self._policy.logprobs(b)[0] for minibatch in minibatches for b in minibatch.batches}
 
     def run(self, minibatch: Minibatch, proximal: dict[int, torch.Tensor], *, version: int) -> MinibatchGradient:
-        """All of the minibatch's micro-batches, and the sum over ranks.
+        """Run all micro-batches of a minibatch, and sum over the ranks.
 
         Args:
-            proximal: of `proximal_logprobs`.
+            proximal: result of `proximal_logprobs`.
             version: of the weights.
 
         Raises:
-            UntrainableError: no token can be trained on, or loss or gradient is not finite; on all ranks alike.
+            UntrainableError: no token can be trained on, or loss or gradient is not finite; raised on all ranks.
         """
         by_batch = [self._accumulate(batch, proximal.get(id(batch)), version) for batch in minibatch.batches]
         loss, denominator = self._mean(by_batch, minibatch)
@@ -82,7 +82,7 @@ class GradientPass:
 
     @torch.no_grad()
     def measure(self, minibatch: Minibatch, *, version: int) -> float:
-        """The loss alone, of which no gradient is kept. All ranks call this at the same time.
+        """Compute only the loss, without gradients. All ranks call this at the same time.
 
         Raises:
             UntrainableError: no token counts.
@@ -95,7 +95,7 @@ class GradientPass:
         return loss
 
     def _mean(self, by_batch: Sequence[TokenStats], minibatch: Minibatch) -> tuple[float, float]:
-        """The mean over all ranks' tokens, and what it is divided by."""
+        """The mean over all ranks' tokens, and its denominator."""
         summed, denominator = self._world.sum(
             [
                 float(torch.cat([stats.loss_M for stats in by_batch]).sum()) if by_batch else 0.0,
@@ -111,7 +111,8 @@ class GradientPass:
         return summed / denominator, denominator
 
     def _refuse(self, minibatch: Minibatch, reason: str, by_batch: Sequence[TokenStats] = ()) -> NoReturn:
-        """Name the rollouts of all ranks, and those with a token whose loss is not finite. All ranks call this."""
+        """Raise, naming the rollouts of all ranks and those with a token whose loss is not finite. All ranks call
+        this."""
         at_fault: list[str] = []
         for batch, stats in zip(minibatch.batches, by_batch, strict=False):
             sequences_M = batch.sequences_N[stats.valid_N]
@@ -121,7 +122,8 @@ class GradientPass:
         raise UntrainableError(reason, rollout_ids, at_fault)
 
     def _accumulate(self, batch: TensorBatch, proximal_N: torch.Tensor | None, version: int) -> TokenStats:
-        """Add the gradient of the batch's summed loss. The sum is divided once the whole batch's tokens are known."""
+        """Add the gradient of the micro-batch's summed loss. It is divided once the tokens of the whole batch are
+        counted."""
         summed, stats = self._forward(batch, proximal_N, version)
         summed.backward()
         return stats
@@ -129,7 +131,7 @@ class GradientPass:
     def _forward(
         self, batch: TensorBatch, proximal_N: torch.Tensor | None, version: int
     ) -> tuple[torch.Tensor, TokenStats]:
-        """The batch's summed loss, and its tokens."""
+        """The micro-batch's summed loss, and the statistics of its tokens."""
         reference_N = None
         if self._reference is not None:
             with torch.no_grad():
@@ -150,7 +152,7 @@ def average_and_clip(parameters: Sequence[nn.Parameter], denominator: float, max
     this at the same time.
 
     Returns:
-        the norm before clipping.
+        Norm before clipping.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     torch._foreach_div_(gradients, denominator)

@@ -1,61 +1,51 @@
-"""The objective of a step: a policy loss, corrected for who sampled the tokens, and a KL term on request.
+"""Objective of a step: a policy loss with off-policy correction, and a KL term on request.
 
-It also collects per-token statistics, of which `token_metrics` makes the metrics of a step.
+It also collects per-token statistics, from which `token_metrics` computes the metrics of a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
 
-from titan_rl.training.choices import Average, Proximal
-from titan_rl.training.corrections import Correction, correct, interpolated_logprobs
-from titan_rl.training.losses import MAX_LOG_RATIO, ClipRange, LossFn, LossTokens, sum_by_sequence
-from titan_rl.training.losses.policy_losses import KLFn, k3
+from titan_rl.training.corrections import correct, interpolated_logprobs
+from titan_rl.training.losses import MAX_LOG_RATIO, ClipRange, LossTokens, find_loss, sum_by_sequence
+from titan_rl.training.losses.policy_losses import ESTIMATES
 from titan_rl.training.parallel import World
+from titan_rl.training.settings import CorrectionConfig, TrainingConfig
 from titan_rl.training.tensor_batch import TensorBatch
-
-CorrectFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], Correction]
-"""`correct`, with what it is to do."""
 
 
 class Objective:
     """`sum(loss_N * share_N) / denominator`, where the denominator is summed over the whole batch.
 
-    A token with a value that is not finite is in neither; one that a correction masks is in the denominator alone. The
-    weights of a sample's tokens (`TrainingSample.loss_weights`) multiply those of the correction.
+    A token with a value that is not finite contributes to neither; a token that a correction masks, only to the
+    denominator. The weights of a sample's tokens (`TrainingSample.loss_weights`) multiply those of the correction.
 
     Args:
-        clip: of the ratios, as the loss understands it.
-        average: "constant" divides the sum over a sequence by `max_context`.
-        proximal: what ratios are clipped against; see `titan_rl.training.corrections`.
-        kl_coef: of the KL to a reference model.
+        max_context: Divides the sum over a sequence if `training.average` is "constant".
 
-    Example: `Objective(grpo_loss, ClipRange(0.2, 0.28), max_context=512, correct=partial(correct, weight="token"))`
+    Raises:
+        ConfigError: there is no such `training.loss`.
+
+    Example: `Objective(TrainingConfig(loss="gspo"), CorrectionConfig(weight="token"), max_context=512)`
     """
 
-    def __init__(
-        self,
-        loss: LossFn,
-        clip: ClipRange,
-        *,
-        max_context: int,
-        average: Average = "token",
-        proximal: Proximal = "behaviour",
-        correct: CorrectFn = correct,
-        kl_coef: float = 0.0,
-        kl: KLFn = k3,
-    ) -> None:
-        self._loss = loss
-        self._clip = clip
+    def __init__(self, training: TrainingConfig, correction: CorrectionConfig, *, max_context: int) -> None:
+        self._loss = find_loss(training.loss)
+        self._clip = ClipRange(*training.clip)
+        self._average = training.average
+        self._kl_coef = training.kl_coef
+        self._kl = ESTIMATES[training.kl]
+        self._correction = correction
         self._max_context = max_context
-        self._average: Average = average
-        self.proximal: Proximal = proximal
-        self._correct = correct
-        self._kl_coef = kl_coef
-        self._kl = kl
+
+    @property
+    def recomputes_proximal(self) -> bool:
+        """Whether ratios are clipped against logprobs that the trainer computes at the start of the update."""
+        return self._correction.proximal == "recomputed"
 
     def __call__(
         self,
@@ -67,25 +57,25 @@ class Objective:
         proximal_logprobs_N: torch.Tensor | None = None,
         reference_logprobs_N: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, TokenStats]:
-        """The summed loss of a micro-batch, for `backward`, and what is to be said of its tokens.
+        """The summed loss of a micro-batch, for `backward`, and the statistics of its tokens.
 
         Args:
             version: of the weights at the start of the update.
-            proximal_logprobs_N: under those weights; by default `logprobs_N` is.
-            reference_logprobs_N: of the reference model, where there is one.
+            proximal_logprobs_N: under those weights; by default `logprobs_N`.
+            reference_logprobs_N: of the reference model, if there is one.
         """
         old_N = self._proximal_logprobs(batch, logprobs_N, proximal_logprobs_N, version)
         log_ratio_N = logprobs_N.detach() - batch.behaviour_logprobs_N
         valid_N = torch.isfinite(log_ratio_N) & torch.isfinite(old_N)
         if reference_logprobs_N is not None:
             valid_N &= torch.isfinite(reference_logprobs_N)
-        # A value that is not finite must leave before the arithmetic: zero times its gradient would still be NaN.
+        # Values that are not finite are removed before the arithmetic: zero times their gradient would still be NaN.
         at = valid_N.nonzero().squeeze(-1)
         sequences_M, num_sequences = batch.sequences_N[at], batch.num_sequences
         tokens = LossTokens(logprobs_N[at], old_N[at], batch.advantages_N[at], sequences_M, num_sequences)
         policy = self._loss(tokens, self._clip)
-        correction = self._correct(old_N[at], batch.behaviour_logprobs_N[at], sequences_M, num_sequences)
-        # Multiplying by 0 would leave NaN where the loss of a masked token overflows.
+        correction = correct(old_N[at], batch.behaviour_logprobs_N[at], sequences_M, num_sequences, self._correction)
+        # `where`, because 0 times a loss that overflows would be NaN.
         weights_M = correction.weights_N * batch.loss_weights_N[at]
         loss_M = (policy.loss_N * weights_M).where(~correction.masked_N & (weights_M > 0), 0.0)
         kl_M = torch.zeros_like(loss_M)
@@ -112,7 +102,7 @@ class Objective:
     def _proximal_logprobs(
         self, batch: TensorBatch, logprobs_N: torch.Tensor, at_start_N: torch.Tensor | None, version: int
     ) -> torch.Tensor:
-        match self.proximal:
+        match self._correction.proximal:
             case "behaviour":
                 return batch.behaviour_logprobs_N
             case "recomputed":
@@ -123,7 +113,7 @@ class Objective:
     def _shares(
         self, sequences_M: torch.Tensor, num_sequences: int, like_M: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each token's share of the sum, and what this micro-batch adds to the denominator."""
+        """Each token's share of the sum, and the denominator of this micro-batch."""
         ones_M = torch.ones_like(like_M)
         counts_S = sum_by_sequence(ones_M, sequences_M, num_sequences)
         num_present = (counts_S > 0).sum().to(like_M.dtype)
@@ -138,7 +128,7 @@ class Objective:
 
 @dataclass(frozen=True, slots=True)
 class TokenStats:
-    """The trained tokens of a batch, detached. Of N tokens, M are finite and count."""
+    """Statistics of the trained tokens of a batch, detached. M of N tokens are finite and count."""
 
     valid_N: torch.Tensor  # bool
     loss_M: torch.Tensor  # each token's part of the sum
@@ -150,17 +140,17 @@ class TokenStats:
     entropy_M: torch.Tensor
     version_M: torch.Tensor
     oldest_version_M: torch.Tensor
-    denominator: torch.Tensor  # [number of micro-batches], what the sum is divided by
+    denominator: torch.Tensor  # [number of micro-batches]
 
     @staticmethod
     def concatenate(by_batch: Sequence[TokenStats]) -> TokenStats:
-        """The tokens of all of them, of which there is at least one."""
+        """Join the statistics of one batch or more."""
         columns = {field.name: [getattr(stats, field.name) for stats in by_batch] for field in fields(TokenStats)}
         return TokenStats(**{name: torch.cat(column) for name, column in columns.items()})
 
 
 def token_metrics(stats: TokenStats, version: int, world: World | None = None) -> dict[str, float]:
-    """Metrics over the tokens of all ranks that count, of which there is at least one.
+    """Metrics over the tokens of all ranks that count. There must be at least one.
 
     Args:
         version: of the weights at the start of the step.
@@ -177,8 +167,8 @@ def token_metrics(stats: TokenStats, version: int, world: World | None = None) -
         correction_weight_mean, correction_weight_max: of the off-policy correction, masked tokens included as 0.
         correction_masked_fraction: share of tokens that it masks.
         on_policy_logprob_diff_mean, on_policy_logprob_diff_max: absolute difference between the trainer's and the
-            generator's logprob of the same token under the same weights. Of samples that are wholly of this version:
-            the later tokens of others were sampled with keys and values of older weights. Absent if there is none.
+            generator's logprob of the same token under the same weights. Only samples that are wholly of this version
+            count: later tokens of others were sampled with keys and values of older weights. Absent if there is none.
     """
     world = world or World()
     log_ratio_M = stats.log_ratio_M.double()

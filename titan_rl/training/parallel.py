@@ -1,6 +1,6 @@
-"""The ranks that train one policy together: their `World`, and the part of the model that each of them holds.
+"""Sharding: the `World` of the ranks that train one policy together, and the part of the model that each rank holds.
 
-Parameters are spread by FSDP2, tensor parallelism, or both, through torchtitan.
+Parameters are sharded by FSDP2, tensor parallelism, or both, through torchtitan.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """One rank's view. Ranks that share tokens (tensor parallel) are neighbours, and so are those, in steps of that
-    size, that share rows (context parallel); beyond them each has rows of its own (data parallel).
+    """The ranks as one of them sees them. Tensor-parallel ranks, which share tokens, have consecutive numbers; then
+    come context-parallel ranks, which share rows, and data-parallel ranks, which have rows of their own.
 
     Example: of 2 x 1 x 2 ranks, rank 3 has `data_rank` 1 and holds the second half of each matrix.
     """
@@ -45,15 +45,15 @@ class World:
     context_parallel: int = 1
     tensor_parallel: int = 1
     rank: int = 0
-    dims: Any = None  # torchtitan's ParallelDims, where there are several ranks
-    group: Any = None  # in which they agree; None is torch.distributed's own
+    dims: Any = None  # torchtitan's ParallelDims, if there are several ranks
+    group: Any = None  # process group of `gather` and `barrier`; None is torch.distributed's default
 
     @staticmethod
     def join(*, data_parallel: int = 1, context_parallel: int = 1, tensor_parallel: int = 1) -> World:
-        """Meet the other ranks, as torch.distributed's environment variables say. Alone there is nobody to meet.
+        """Join the other ranks by torch.distributed's environment variables. A single rank needs none.
 
         Raises:
-            TrainingError: there are more or fewer processes than that.
+            TrainingError: the number of processes is another one.
         """
         size = data_parallel * context_parallel * tensor_parallel
         found = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
@@ -81,8 +81,8 @@ class World:
         return World(data_parallel, context_parallel, tensor_parallel, dist.get_rank(), dims)
 
     def with_own_group(self) -> World:
-        """The same ranks, for another thread: what they agree on there does not get into the way of this one's. All
-        ranks call this at the same time. They may wait long for one another."""
+        """The same ranks for another thread, whose messages do not mix with this thread's. All ranks call this at the
+        same time. They may wait for one another for a day."""
         if self.size == 1:
             return self
         return replace(self, group=dist.new_group(backend="gloo", timeout=timedelta(days=1)))
@@ -97,7 +97,7 @@ class World:
 
     @property
     def context(self) -> ContextRanks | None:
-        """The ranks that share the tokens of this one's rows; None where it has them to itself."""
+        """The ranks that share the tokens of this one's rows; None if this rank has them alone."""
         if self.context_parallel == 1:
             return None
         return ContextRanks(self._context_rank, self.context_parallel, self.dims.get_mesh("cp").get_group())
@@ -111,7 +111,7 @@ class World:
         return self.rank == 0
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Each value summed over the ranks that have rows of their own. Those that share rows call it with the same."""
+        """Each value summed over the data-parallel ranks. Ranks that share rows pass equal values."""
         counted = values if self._context_rank == 0 else [0.0] * len(values)
         return self._reduce(counted, dist.ReduceOp.SUM)
 
@@ -119,16 +119,16 @@ class World:
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def agree(self, problem: str | None, error: type[TitanRLError] = TrainingError) -> None:
-        """Every rank calls this, and all fail if one has a problem.
+        """Fail on all ranks if one has a problem. Every rank calls this.
 
         Raises:
-            TrainingError: with the first problem. Or another error, where one is given.
+            TrainingError: with the first problem. Or `error`, if given.
         """
         if (first := next((each for each in self.gather(problem) if each is not None), None)) is not None:
             raise error(first)
 
     def gather(self, value: T) -> list[T]:
-        """The value of each rank, by rank. All ranks call this."""
+        """Values of all ranks, in the order of the ranks. All ranks call this."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -162,23 +162,23 @@ def parallelize(
     activation_checkpointing: ActivationCheckpointing = "none",
     offload_parameters: bool = False,
 ) -> None:
-    """Compile and checkpoint activations on request and, in a world of several ranks, spread the parameters, all in
+    """Compile the model and checkpoint its activations on request and, with several ranks, shard the parameters, all in
     place.
 
-    Gradients are summed over the ranks, not averaged: the loss has a denominator of its own.
+    Gradients are summed over the ranks, not averaged: the loss has its own denominator.
 
     Args:
-        dtype: in which the ranks gather parameters, and compute. They hold them and sum gradients in float32.
-        offload_parameters: Parameters and gradients are kept in the host's memory, and each layer's are gathered on the
-            device for its computation alone. Give the parameters memory on the CPU afterwards. One rank gathers
-            nothing, so a world of one cannot do this.
+        dtype: in which the ranks gather parameters and compute. Parameters are kept and gradients summed in float32.
+        offload_parameters: keep parameters and gradients in the host's memory, and gather those of a layer on the
+            device only for its computation. Allocate the parameters on the CPU afterwards. Needs several ranks: a
+            single one gathers nothing.
     """
     assert world.size > 1 or not offload_parameters, "FSDP moves parameters, and takes several ranks"
     if world.tensor_parallel > 1:
         model.parallelize(world.dims)
         if model.enable_weight_tying:
-            model.tok_embeddings.weight = model.lm_head.weight  # each was split into a parameter of its own
-    if compile:  # inside of checkpointing: torch would not compile around it
+            model.tok_embeddings.weight = model.lm_head.weight  # sharding has untied them
+    if compile:  # inside checkpointing, because torch does not compile around it
         compile_blocks(model, local_device())
     if (checkpointing := _CHECKPOINTING.get(activation_checkpointing)) is not None:
         checkpointing().build(dump_folder="").apply(model)
@@ -194,13 +194,13 @@ def parallelize(
     )
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo can do no other
+            module.set_force_sum_reduction_for_comms(True)  # the only reduction of gloo
             if local_device().type == "cpu":
                 _leave_unpinned(module)
 
 
 def _leave_unpinned(module: FSDPModule) -> None:
-    """Offloaded parameters are pinned for transfers to an accelerator; without one torch cannot pin memory."""
+    """Turn off the pinning of offloaded parameters, which torch cannot do without an accelerator."""
     state: Any = module._get_fsdp_state()
     for group in state._fsdp_param_groups:
         for parameter in group.fsdp_params:
@@ -208,17 +208,17 @@ def _leave_unpinned(module: FSDPModule) -> None:
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that the ranks hold parts of. Called by all of them; one that is whole already is returned as is."""
+    """Gather a sharded tensor; all ranks call this. A tensor that is whole is returned as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that every rank holds whole, as a plain one."""
+    """This rank's part of a DTensor as a plain tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_slice(tensor: torch.Tensor) -> TensorSlice:
-    """The slice of a tensor that this rank holds, sharing its memory; of one that no rank shares, all of it."""
+    """The slice of a tensor that this rank holds, sharing its memory; the whole tensor if it is not sharded."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return TensorSlice(tensor, SlicePosition((0,) * len(shape), shape))
@@ -229,8 +229,8 @@ def local_slice(tensor: torch.Tensor) -> TensorSlice:
 
 
 def owned_slice(tensor: torch.Tensor, world: World) -> TensorSlice | None:
-    """The slice of a parameter that this rank answers for, sharing its memory. None where it holds nothing of it, or
-    only what another rank holds, too."""
+    """The slice of a parameter that this rank publishes and saves, sharing its memory. None if the rank holds nothing
+    of it, or only a replica of another rank's part."""
     if not isinstance(tensor, DTensor):
         return local_slice(tensor) if world.is_first else None
     coordinates = tensor.device_mesh.get_coordinate() or ()
@@ -241,15 +241,15 @@ def owned_slice(tensor: torch.Tensor, world: World) -> TensorSlice | None:
 
 
 UNCOMPILED = (DocumentAttention, MoE)
-"""Modules whose shapes differ between batches, with the documents' positions or the tokens' experts. They run
-uncompiled between the compiled parts of a block; torch would compile them again for every batch."""
+"""Modules whose shapes depend on the batch, by its documents or its tokens' experts. They run uncompiled between the
+compiled parts of a block; otherwise torch would recompile them for every batch."""
 
 
 def compile_blocks(model: Any, device: torch.device) -> None:
-    """Compile in place, so that parameters keep their names. torch compiles at the first batches: with and without
-    gradients, and for one row and for several.
+    """Compile in place, so that parameters keep their names. torch compiles during the first batches: with and without
+    gradients, and for one row and several.
 
-    torchtitan's `apply_compile` takes no block with an uncompiled part.
+    torchtitan's `apply_compile` does not support blocks with an uncompiled part.
 
     Raises:
         ConfigError: this machine lacks the compiler that torch needs on a CPU.

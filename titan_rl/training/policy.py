@@ -1,6 +1,6 @@
-"""The policy, or the reference model that it is held to: scores tokens, and draws sequences.
+"""The policy, or its reference model: scores tokens and draws sequences.
 
-Its weights may wait in the host's memory between passes, and can be rounded as published ones are.
+Its weights may be kept in the host's memory between passes, and can be rounded like published ones.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from titan_rl.weights.types import TensorSlice
 _LAY_OUT: dict[Attention, Callable[..., Layout]] = {"document": layout_documents, "flex": layout_blocks}
 
 FLEX_HEAD_DIM = 16
-"""Fewest entries of a head that flex attention's kernel takes."""
+"""Smallest head of flex attention's kernel."""
 
 
 def choose_attention(attention: Attention, device_type: str, head_dim: int) -> Attention:
-    """The way to attend that `training.attention` means on a device: "document" or "flex"."""
+    """Resolve `training.attention` on a device to "document" or "flex"."""
     if attention != "auto":
         return attention
     return "flex" if device_type == "cuda" and head_dim >= FLEX_HEAD_DIM else "document"
@@ -48,16 +48,16 @@ class Policy:
     """torchtitan's model of a Hugging Face folder, on this process's device. With `dtype = "bfloat16"` the forward pass
     runs in bfloat16.
 
-    Batches for it are made with its `lay_out`. In a world of several ranks each holds a part, and all of them call
-    every method at the same time.
+    Its batches are made with its `lay_out`. In a world of several ranks each holds a part, and all of them call every
+    method at the same time.
 
     Args:
-        max_context: most tokens that it attends to.
-        master_dtype: of the weights and their gradients, between passes.
-        row_tokens: of a batch, at most.
-        offload_activations: what is kept for the backward pass waits on the host. Worth its transfers where that is
-            little: with full checkpointing, one hidden state a layer.
-        offload_weights: of a model that is not trained: they wait on the host between passes.
+        max_context: most tokens of a sequence.
+        master_dtype: of the weights and their gradients between passes.
+        row_tokens: most tokens of a row.
+        offload_activations: keep tensors for the backward pass on the host. This pays if they are few: with full
+            checkpointing, one hidden state for each layer.
+        offload_weights: keep the weights of a model that is not trained on the host between passes.
         offload_parameters: see `parallelize`.
 
     Raises:
@@ -82,7 +82,7 @@ class Policy:
     ) -> None:
         self.device = local_device()
         self.dtype: torch.dtype = getattr(torch, dtype)
-        # Positions restart with every sample, so rows may be longer than what the model can attend to.
+        # Positions restart with every sample, so rows may be longer than the longest context.
         positions = read_hf_config(folder).get("max_position_embeddings", row_tokens)
         self._longest = max(max_context, min(row_tokens, positions))
         self._hf = HFModel(folder, world, max_context=self._longest, dtype=getattr(torch, master_dtype))
@@ -98,7 +98,7 @@ class Policy:
             activation_checkpointing=activation_checkpointing,
             offload_parameters=offload_parameters,
         )
-        # Ranks gather parameters in that dtype. Autocast would convert each layer's for itself, and keep them until
+        # Several ranks gather parameters in that dtype. Autocast would convert them in each layer and keep them until
         # its backward pass.
         self._autocasts = world.size == 1 and self.dtype is not torch.float32
         self._hf.load(self.device, on_host=offload_parameters)
@@ -109,7 +109,7 @@ class Policy:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below this."""
+        """Number of token ids."""
         return self.model.config.vocab_size
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -127,7 +127,7 @@ class Policy:
 
     @contextmanager
     def as_published(self) -> Generator[None]:
-        """Within the block logprobs are those of the weights that are published, computed in float32. No gradients."""
+        """In the block, compute logprobs of the published weights, in float32 and without gradients."""
         if self.dtype is torch.float32:
             yield
             return
@@ -143,13 +143,13 @@ class Policy:
         return self._head_of(batch, batch.targets_N, batch.temperatures_N)
 
     def logits(self, batch: TensorBatch) -> torch.Tensor:
-        """Logits of the model's predictions for each trained token, for few of them.  # [N, V]"""
+        """Logits of the predictions for the trained tokens, which should be few.  # [N, V]"""
         return self._head_of(batch)
 
     def _head_of(self, batch: TensorBatch, *scored: torch.Tensor) -> Any:
         """Output of the head for the hidden states before the trained tokens.
 
-        A mixture of experts takes the experts that the batch brings, until the next call: backward may run it again.
+        A mixture of experts uses the batch's experts until the next call, because backward may recompute the pass.
         """
         token_ids_BL, positions_BL, experts_BLRK = batch.token_ids_BL, batch.positions_BL, batch.experts_BLRK
         predictors_M, mine_M = batch.predictors_N, None
@@ -173,7 +173,7 @@ class Policy:
         return tuple(map(spread, found)) if scored else spread(found)
 
     def complaint(self, batch: TensorBatch) -> str | None:
-        """Why this batch cannot be scored: a token id outside the vocabulary, or more positions than the model has."""
+        """Reason why this batch cannot be scored, such as a token id outside the vocabulary; None if it can."""
         if not 0 <= int(batch.token_ids_BL.min()) <= int(batch.token_ids_BL.max()) < self.vocab_size:
             return f"a sample has token id {int(batch.token_ids_BL.max())}; the vocabulary is {self.vocab_size}"
         if (length := int(batch.positions_BL.max()) + 1) > self._longest:
@@ -214,7 +214,7 @@ def draw(policy: Policy, num_sequences: int, length: int, seed: int) -> list[lis
     generator = torch.Generator().manual_seed(seed)
     sequences = torch.randint(policy.vocab_size, (num_sequences, 1), generator=generator).tolist()
     for size in range(1, length):
-        # The token to be drawn is the only one asked for; what stands in its place is not seen by its predictor.
+        # Only the next token is scored. Its predictor does not see the placeholder, 0.
         mask = [False] * size + [True]
         batch = make_tensor_batch([[_asking([*ids, 0], mask)] for ids in sequences], policy.device, policy.lay_out)
         probs_NV = policy.logits(batch).float().softmax(-1).cpu()
@@ -224,17 +224,17 @@ def draw(policy: Policy, num_sequences: int, length: int, seed: int) -> list[lis
 
 
 def _asking(token_ids: Sequence[int], mask: list[bool]) -> Family:
-    """A sample that is asked for the logprobs of the masked tokens at temperature 1, and brings nothing to train."""
+    """Sample for scoring the masked tokens at temperature 1, without values for training."""
     blank, versions = [0.0] * len(token_ids), [0] * len(token_ids)
     return Family((TrainingSample("", "", token_ids, mask, blank, blank, versions, temperature=1.0),))
 
 
 @contextmanager
 def rounded_weights(model: nn.Module, dtype: torch.dtype) -> Generator[None]:
-    """Within the block the model computes in float32 with weights that are rounded to `dtype`. Without gradients.
+    """In the block, the model computes in float32 with weights that are rounded to `dtype`, without gradients.
 
-    Rounding what is computed in between, as training does, hides how a step of a small learning rate changes logprobs.
-    One module's weights are there twice at a time.
+    Rounding intermediate results too, as training does, hides how a step of a small learning rate changes logprobs. The
+    weights of one module at a time are in memory twice.
     """
     with ExitStack() as undone, torch.compiler.set_stance("force_eager"):
         for module in model.modules():
@@ -242,14 +242,14 @@ def rounded_weights(model: nn.Module, dtype: torch.dtype) -> Generator[None]:
                 undone.callback(_keep_inputs(module))
             if module._parameters:
                 rounded = _Rounded(dtype)
-                # Behind the hook that gathers the module's parameters, and ahead of the one that lets go of them.
+                # After the hook that gathers the module's parameters, and before the one that frees them.
                 undone.callback(module.register_forward_pre_hook(rounded.enter).remove)
                 undone.callback(module.register_forward_hook(rounded.leave, prepend=True, always_call=True).remove)
         yield
 
 
 class _Rounded:
-    """The hooks of a module."""
+    """Hooks of a module that round its weights for the time of its forward pass."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -267,7 +267,7 @@ class _Rounded:
 
 
 def _keep_inputs(module: FSDPModule) -> Any:
-    """FSDP casts what each of its modules is given to the dtype that it gathers parameters in."""
+    """Keep FSDP from casting a module's inputs to the dtype in which it gathers parameters."""
     state: Any = module._get_fsdp_state()
     policy = state._mp_policy
     state._mp_policy = replace(policy, cast_forward_inputs=False)
@@ -279,11 +279,11 @@ def _keep_inputs(module: FSDPModule) -> Any:
 
 
 class HostWeights:
-    """Keeps the weights of a model that is not trained on the host; their memory on the device is given back.
+    """Keeps the weights of a model that is not trained on the host, and frees their memory on the device.
 
     Args:
-        by_layer: bring them a layer at a time. Ranks that hold parts of them bring theirs for the whole pass: FSDP
-            gathers from it in streams of its own, a layer at a time.
+        by_layer: move them to the device one layer at a time. With several ranks each moves its part for the whole
+            pass, because FSDP gathers the layers from it in streams of its own.
     """
 
     def __init__(self, model: Any, *, by_layer: bool) -> None:
@@ -298,7 +298,7 @@ class HostWeights:
 
     @contextmanager
     def brought(self) -> Generator[None]:
-        """Within the block the model can compute."""
+        """In the block, the model can compute."""
         if self._by_layer:
             yield
             return
@@ -308,7 +308,7 @@ class HostWeights:
         finally:
             for module in self._model.modules():
                 if isinstance(module, FSDPModule):
-                    module.reshard()  # it would keep the last layers gathered
+                    module.reshard()  # otherwise the last layers stay gathered
             self._release(self._model)
             self._kept = {storage._cdata: self._kept[storage._cdata] for storage in _storages(self._model)}
 
@@ -321,7 +321,7 @@ class HostWeights:
 
     def _release(self, module: nn.Module, *_: Any) -> None:
         for storage in _storages(module):
-            if storage._cdata not in self._kept:  # FSDP has moved the parameter in its first pass, to pad it
+            if storage._cdata not in self._kept:  # FSDP moved the parameter in its first pass, to pad it
                 self._kept[storage._cdata] = (storage, _on_host(storage))
             storage.resize_(0)
 

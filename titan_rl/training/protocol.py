@@ -14,7 +14,7 @@ from titan_rl.weights.types import Manifest
 
 @dataclass(frozen=True, slots=True)
 class SkippedMinibatch:
-    """Part of a step that no update was made of; the fields are those of `UntrainableError`."""
+    """Minibatch of a step without an update; the fields are those of `UntrainableError`."""
 
     reason: str
     rollout_ids: tuple[str, ...]
@@ -26,22 +26,21 @@ class StepResult:
     """Version and metrics of one step.
 
     `metrics` holds loss and grad_norm (means over its minibatches), lr, num_tokens (trained), num_samples,
-    num_dropped_samples (longer than a row), padding_fraction, wait_for_copy_s (until the optimizer could change weights
-    that were being published), and what `titan_rl.training.objective.token_metrics` documents. Another
-    trainer may leave out any of them: they are logged and shown where they are there. A step of which every minibatch
-    was skipped has no loss and no grad_norm.
+    num_dropped_samples (longer than a row), padding_fraction, wait_for_copy_s (time until the optimizer could change
+    weights that were being published), and the metrics of `titan_rl.training.objective.token_metrics`. Another trainer
+    may leave out any of them. A step whose minibatches were all skipped has no loss and no grad_norm.
     """
 
     version: int  # of the weights after the step
     metrics: dict[str, float]
-    skipped: tuple[SkippedMinibatch, ...] = ()  # what the weights have not learned from
+    skipped: tuple[SkippedMinibatch, ...] = ()
 
 
 def agreed_version(versions: Sequence[int], when: str) -> int:
-    """The version of all ranks.
+    """Check that all ranks have the same version, and return it.
 
     Raises:
-        TrainingError: they have not the same.
+        TrainingError: they differ.
     """
     if len(set(versions)) != 1:
         raise TrainingError(f"the trainer's ranks have versions {list(versions)} {when}; all must have the same")
@@ -51,47 +50,46 @@ def agreed_version(versions: Sequence[int], when: str) -> int:
 class Trainer(Protocol):
     """Interface of a trainer for the controller: an actor's handle in a run, a plain object in a test.
 
-    The trainer counts the policy versions; all others take them from it. It completes every call, whether or not the
-    caller still waits.
+    The trainer assigns the policy versions. It completes every call, even if the caller no longer waits.
     """
 
     async def step(self, samples: Sequence[TrainingSample]) -> StepResult:
-        """One optimizer step; the policy version grows by one, also where nothing could be learned from the samples
-        and `StepResult.skipped` says so."""
+        """Run one optimizer step. The policy version increases by one, even if the step had to be skipped (see
+        `StepResult.skipped`)."""
         ...
 
     async def measure(self, samples: Sequence[TrainingSample]) -> float:
-        """The loss of samples under the current weights, which stay as they are."""
+        """The loss of samples under the current weights, which do not change."""
         ...
 
     async def begin_publish(self) -> None:
-        """Fix the current version as the one that generators get. The next step may begin then: it changes no weight
-        before they are copied."""
+        """Begin to publish the current version. The next step may begin then: it changes no weight before it is
+        copied."""
         ...
 
     async def finish_publish(self) -> Manifest:
-        """The manifest of the version begun last, once all of it can be read. Also asked for again, where a version
-        could not be pulled."""
+        """Wait until the version begun last can be read, and return its manifest. Called again if a version could not
+        be pulled."""
         ...
 
     async def begin_save(self, root: Path, run_state: dict[str, Any]) -> int:
-        """Copy what `load` needs. It is written to the folder `root/step-<version>` while training goes on. Whoever
-        writes it under another name and renames that leaves none behind that is not whole.
+        """Copy the state for `load`, and write it to the folder `root/step-<version>` while training continues. Writing
+        under a temporary name and renaming it ensures that the folder is never incomplete.
 
         Args:
-            run_state: `dataclasses.asdict` of a `RunState`, which the checkpoint holds as `run_state.json`. Where the
-                folder has no such file, or no `checksums.json`, the run adds it after `finish_save`.
+            run_state: `dataclasses.asdict` of a `RunState`, to be stored as `run_state.json`. If the folder lacks this
+                file or `checksums.json`, the run adds it after `finish_save`.
 
         Returns:
-            the version that is saved.
+            The saved version.
 
         Raises:
-            CheckpointError: `run_state["step"]` is another version than that of the weights; nothing is written.
+            CheckpointError: `run_state["step"]` is not the version of the weights; nothing is written.
         """
         ...
 
     async def finish_save(self) -> None:
-        """Returns once the checkpoint begun last is on disk.
+        """Wait until the checkpoint begun last is on disk.
 
         Raises:
             NoSpaceError: the disk is full.
@@ -100,10 +98,10 @@ class Trainer(Protocol):
         ...
 
     async def load(self, checkpoint: Path) -> int:
-        """Go on from a checkpoint. Asked for where a run is resumed.
+        """Continue from a checkpoint, when a run is resumed.
 
         Returns:
-            its version.
+            Its version.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""A trainer whose every version can be published while it goes on, with the means to verify what was pulled."""
+"""Publishing of a trainer's weights while it continues, with checksums and probes by which readers verify them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUM_PROBES = {torch.float32: 4, torch.bfloat16: 32}  # rounding hides what a ste
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """A rank's part of a version to publish. The slices share the trainer's memory."""
+    """A rank's part of a version. The slices share the trainer's memory."""
 
     version: int
     slices: list[tuple[str, TensorSlice]]
@@ -33,15 +33,15 @@ class _Snapshot:
 
 
 class WeightPublisher:
-    """Publishes the weights that this rank holds; the first one adds the trainer's own logprobs of the probe sequences.
+    """Publishes the weights that this rank holds. The first rank adds the trainer's logprobs of the probe sequences.
 
-    They are copied in a thread of its own, during the next forward and backward pass; the optimizer waits for that. The
-    newest `NUM_KEPT` versions stay available.
+    A thread copies the weights during the next forward and backward pass; the optimizer waits for it. The newest
+    `NUM_KEPT` versions stay available.
 
     Args:
-        transport: of this rank alone.
+        transport: of this rank.
         num_probes: sequences by which readers check a version; by default 4 in float32 and 32 in bfloat16.
-        tolerance: largest mean logprob difference of one; by default 1e-5 in float32 and 0.1 in bfloat16.
+        tolerance: largest mean logprob difference of a sequence; by default 1e-5 in float32 and 0.1 in bfloat16.
         seed: of the sequences.
 
     Example:
@@ -79,14 +79,14 @@ class WeightPublisher:
         self._publishing = self._thread.submit(lambda: self._settle(writing.result()))
 
     def finish(self) -> Manifest:
-        """Wait until the version begun last is published, or is not: on all ranks alike. Any thread may call this.
+        """Wait until the version begun last is published or has failed, on all ranks. Any thread may call this.
 
         Returns:
-            a manifest of one shard. `titan_rl.weights.manifest.join` makes a version of those of all ranks.
+            A manifest of one shard. `titan_rl.weights.manifest.join` joins those of all ranks.
 
         Raises:
             StateDictError: on all ranks, if one of them has published the version already, has no room for it, or
-                cannot write it. None keeps what it has written of it; older versions stay. Also if none was begun, or
+                cannot write it. All ranks discard their parts; older versions stay. Also if no version was begun, or
                 it takes too long.
         """
         if self._publishing is None:
@@ -101,18 +101,19 @@ class WeightPublisher:
         return self.finish()
 
     def close(self) -> None:
-        """Give the published versions back, after the last one is written."""
+        """Free the published versions once the last one is written."""
         self._thread.shutdown()
         self._transport.close()
 
     def _collect(self) -> _Snapshot:
-        """Collective part of publishing: score the probes, and gather tensors that cannot be published in slices."""
+        """Do the collective part of publishing: score the probes, and gather tensors that cannot be published in
+        slices."""
         probes = make_probes(self._trainer.score_published, self._probe_sequences)
         slices = self._trainer.held_slices()
         return _Snapshot(self._trainer.version, slices, probes if self._world.is_first else (), side_stream())
 
     def _write(self, snapshot: _Snapshot) -> Manifest | Exception:
-        """Copy this rank's slices, and wait for no other rank. What fails is for `_settle` to raise."""
+        """Copy this rank's slices without waiting for other ranks. An error is returned, for `_settle` to raise."""
         try:
             with snapshot.side_stream, span("publish copy", "sync", lane="publish", version=snapshot.version):
                 named = list(self._as_published(snapshot))
@@ -122,7 +123,7 @@ class WeightPublisher:
             return error
 
     def _settle(self, written: Manifest | Exception) -> Manifest:
-        """Tell the other ranks, and hear of them. A version that one of them lacks is nobody's."""
+        """Agree with the other ranks on the outcome: a version that one of them could not write is withdrawn by all."""
         problem = None
         if isinstance(written, Exception):
             problem = str(written) if isinstance(written, StateDictError) else repr(written)
@@ -135,7 +136,7 @@ class WeightPublisher:
             raise
         assert isinstance(written, Manifest)
         self._kept.append(written.version)
-        if len(self._kept) > NUM_KEPT:  # a transport may have made room already, before it wrote
+        if len(self._kept) > NUM_KEPT:  # the transport may have released it already, to make room
             self._transport.release(self._kept.popleft())
         return written
 

@@ -1,7 +1,7 @@
-"""Log probabilities of selected tokens, scored in chunks. This file needs torch alone.
+"""Log probabilities of selected tokens, scored in chunks. This file needs only torch.
 
-The logits of all tokens at once would be the largest thing in training: 14 bytes for each token and entry of the
-vocabulary. Tokens are scored in chunks instead, whose logits the backward pass computes again.
+The logits of all tokens would be the largest tensors of training: 14 bytes for each token and vocabulary entry. So
+tokens are scored in chunks, and the backward pass recomputes their logits.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ CHUNK_LOGITS = 2**26
 
 @dataclass(frozen=True, slots=True)
 class VocabularyShard:
-    """The part of the vocabulary that a rank has the logits of."""
+    """Part of the vocabulary for which a rank has the logits."""
 
     start: int  # the first entry
-    mesh: Any  # of the ranks that have the others
+    mesh: Any  # of the ranks that share the vocabulary
 
     def reduce(self, tensor: torch.Tensor, operation: Any = dist.ReduceOp.SUM) -> None:
-        """In place, over these ranks."""
+        """All-reduce over these ranks, in place."""
         dist.all_reduce(tensor, operation, group=self.mesh.get_group())
 
 
@@ -45,9 +45,10 @@ def selected_logprobs(
     and carries no gradient.
 
     Args:
-        weight_VD: of the output layer, or this rank's rows of it.
-        shard: which rows these are. Ranks of its mesh call this together, with the same tokens, and have all results.
-        chunk_logits: computed at a time.
+        weight_VD: weights of the output layer, or this rank's rows of them.
+        shard: position of these rows. The ranks of its mesh call this together, with the same tokens, and all get the
+            results.
+        chunk_logits: most logits of a chunk.
 
     Returns:
         logprobs and entropies in nats.  # [N], [N]
@@ -119,8 +120,8 @@ def _chunks(size: int, chunk: int) -> Iterator[slice]:
 def _distribution(
     hidden_ND: torch.Tensor, weight_VD: torch.Tensor, temperatures_N: torch.Tensor, shard: VocabularyShard | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits less the greatest of the whole vocabulary, probabilities, and what to take from the former to come to
-    logprobs.  # [N, V], [N, V], [N]"""
+    """Logits minus the maximum over the whole vocabulary, their probabilities, and the log-normalizers that turn the
+    former into logprobs.  # [N, V], [N, V], [N]"""
     scaled_NV = F.linear(hidden_ND, weight_VD).float().div_(temperatures_N[:, None])
     greatest_N1 = scaled_NV.amax(-1, keepdim=True)
     if shard is not None:

@@ -33,7 +33,7 @@ from titan_rl.training.losses import BY_NAME as LOSSES
 from titan_rl.training.optimizer.registry import BY_NAME as OPTIMIZERS
 
 MADE_BY_SFT = "sft.json"
-"""A file that `titan-rl sft` leaves in each model's folder that it writes. Others it does not replace."""
+"""File in each model folder that `titan-rl sft` writes. It does not replace folders without it."""
 
 Offloaded = Literal["optimizer", "parameters", "activations", "reference"]
 
@@ -53,10 +53,11 @@ class ModelConfig(Section):
     max_context: PositiveInt = 512
     """Most tokens of prompt and completion together."""
     renderer: Annotated[str, FunctionName(tuple(RENDERERS), ("tokenizer",))] = "auto"
-    """Between messages and tokens. auto takes one of the `renderers` package, which read calls of tools, where one
-    suits the model, and else chat_template, which reads none. What you name, such as `renderers:Qwen3Renderer`, is
-    called with the tokenizer. Earlier reasoning stays in the prompt, also where the model's own chat template drops
-    it at the next message of a user; exported folders then have a template that keeps it, where one is found."""
+    """Converts messages to tokens and back. auto uses a renderer of the `renderers` package, which parses tool calls,
+    if one supports the model, and otherwise chat_template, which does not parse them. A renderer of yours, such as
+    `renderers:Qwen3Renderer`, is called with the tokenizer. Earlier reasoning stays in the prompt, even if the model's
+    chat template drops it at the next user message; exported folders then have a template that keeps it, if
+    possible."""
 
 
 class TrainingConfig(Section):
@@ -75,7 +76,7 @@ class TrainingConfig(Section):
     lr_decay: LearningRateDecay = "constant"
     """Shape of the learning rate after the warm-up, over the run's own steps."""
     optimizer: Annotated[str, FunctionName(tuple(OPTIMIZERS), ("named_parameters", "spec"))] = "adamw"
-    """Optimizer of the parameters; muon uses adamw for all parameters that are no matrices."""
+    """Optimizer of the parameters; muon uses adamw for all parameters that are not matrices."""
     optimizer_dtype: StateDType = "float32"
     """Dtype of the moments of adamw and adam. A parameter takes 8 bytes for them in float32, 4 in bfloat16,
     and 2 in int8."""
@@ -86,8 +87,8 @@ class TrainingConfig(Section):
     """State that is kept in the host's memory. optimizer: the moments of adamw and adam, except those of the parameter
     being updated. parameters: weights, gradients and moments, which are on the GPU one layer at a time in a pass and
     one parameter at a time in the update; for adamw and adam, on several trainer processes. activations: the tensors
-    kept for the backward pass; with activation_checkpointing = "full", which leaves little to transfer. reference: the
-    weights of the model that kl_coef holds the policy to, between its passes."""
+    kept for the backward pass; only with activation_checkpointing = "full", which leaves few of them. reference: the
+    weights of the reference model of kl_coef, between its passes."""
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False)  # TOML has lists, no tuples
     """Decay rates of the first and second moment; for sgd and muon the first is the momentum."""
     weight_decay: NonNegativeFloat = 0.0
@@ -99,11 +100,12 @@ class TrainingConfig(Section):
     loss: Annotated[str, FunctionName(tuple(LOSSES), ("tokens", "clip"), may_be_class=False)] = "grpo"
     """Loss of the policy."""
     average: Average = "token"
-    """All tokens of the batch count alike, all sequences do, or a sequence's sum is divided by model.max_context."""
+    """Mean of the loss over the tokens of the batch, or over its sequences, or with each sequence's sum divided by
+    model.max_context."""
     kl_coef: NonNegativeFloat = 0.0
-    """Weight of the KL to the model as loaded, which is then kept beside the policy; 0 leaves both out."""
+    """Weight of the KL divergence to the initial model, which is then kept in memory too; 0 turns both off."""
     kl: Annotated[KLEstimate, TakesEffect("training.kl_coef", none_of=(0.0,))] = "k3"
-    """Estimate of that KL."""
+    """Estimate of that KL divergence."""
     clip: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], PositiveFloat], _CLIPS] = Field(
         default=(0.2, 0.28), strict=False
     )
@@ -111,37 +113,38 @@ class TrainingConfig(Section):
     advantage: Annotated[str, FunctionName(tuple(ADVANTAGES), ("rewards",), may_be_class=False)] = "standardized"
     """Function from the rewards of a group to their advantages."""
     share_prompts: bool = True
-    """Pass the common prompt of a group's siblings through the model once, not once for each."""
+    """Pass the common prompt of a group's siblings through the model once, instead of once for each."""
     data_parallel: PositiveInt = 1
-    """Trainer processes, or groups of them, that have rows of their own; they share parameters and optimizer (FSDP)."""
+    """Trainer processes, or groups of them, with rows of their own; they share parameters and optimizer (FSDP)."""
     context_parallel: PositiveInt = 1
-    """Trainer processes that share the tokens of each row, where it is too long for one of them; they share parameters
-    and optimizer, too (FSDP)."""
+    """Trainer processes that share the tokens of each row, for rows that are too long for one process; they also share
+    parameters and optimizer (FSDP)."""
     tensor_parallel: PositiveInt = 1
-    """Trainer processes that compute each token together, every one with a part of each matrix."""
+    """Trainer processes that compute each token together, each with a part of every matrix."""
     activation_checkpointing: ActivationCheckpointing = "none"
-    """Activations that the backward pass computes again instead of keeping them."""
+    """Activations that the backward pass recomputes instead of keeping them."""
     attention: Attention = "auto"
-    """document gathers documents of similar length and attends to them together; flex is one kernel over all rows, for
-    GPUs. auto takes flex on CUDA where the kernel takes the model's heads, and document elsewhere."""
+    """document batches documents of similar length; flex is one kernel over all rows, for GPUs. auto uses flex on CUDA
+    if the kernel supports the model's heads, and otherwise document."""
     compile: bool = False
-    """Transformer blocks are compiled by torch, which takes a while in the first steps, and on CPUs a C++ compiler."""
+    """Compile transformer blocks with torch, which takes a while in the first steps, and on CPUs needs a C++
+    compiler."""
     row_tokens: PositiveInt = 1024
     """Tokens in one packed row; at least `model.max_context`, so that every sample fits."""
     rows_per_micro_batch: PositiveInt = 8
     """Packed rows in one forward and backward pass."""
     max_skipped_steps: NonNegativeInt = 3
-    """Steps that may be skipped because their loss or gradient is not finite, or nothing in them can be trained on,
-    before the run ends; counted from when it was started or resumed."""
+    """Steps that may be skipped before the run ends, because their loss or gradient is not finite or no token of them
+    can be trained on; counted since the run was started or resumed."""
 
     @property
     def ranks_a_row(self) -> int:
-        """Trainer processes that have the same rows."""
+        """Number of trainer processes with the same rows."""
         return self.context_parallel * self.tensor_parallel
 
     @property
     def num_ranks(self) -> int:
-        """Trainer processes."""
+        """Number of trainer processes."""
         return self.data_parallel * self.ranks_a_row
 
     @model_validator(mode="after")
@@ -201,25 +204,26 @@ class TrainingConfig(Section):
 
 
 class CorrectionConfig(Section):
-    """Off-policy correction of tokens that older weights, or another engine, sampled. By default the clip alone."""
+    """Off-policy correction of tokens that older weights, or another engine, sampled. By default only the clip."""
 
     proximal: Proximal = "behaviour"
-    """Ratios are clipped against what the generator sampled from, the policy at the start of the step, or a mean."""
+    """Ratios are clipped against the generator's policy, the one at the start of the step, or one between them."""
     weight: CorrectionWeight = "none"
-    """Losses are weighed by proximal over behaviour probability, of the token or of the whole sequence."""
+    """Weight of the losses: proximal over behaviour probability, of the token or of the whole sequence."""
     cap: Annotated[PositiveFloat | None, TakesEffect("correction.weight", one_of=("token", "sequence"))] = None
     """Largest such weight. By default there is no limit."""
     mask: CorrectionMask = "none"
-    """Tokens or sequences are left out whose proximal over behaviour probability is out of `bounds`."""
+    """Leave out tokens or sequences whose proximal over behaviour probability is outside `bounds`."""
     bounds: Annotated[tuple[PositiveFloat, PositiveFloat], TakesEffect("correction.mask", none_of=("none",))] = Field(
         default=(0.5, 5.0), strict=False
     )
     """Lowest and highest ratio that `mask` keeps."""
     veto: PositiveFloat | None = None
-    """Sequences are left out in which any token's ratio is below this. By default none are."""
+    """Leave out sequences in which the ratio of any token is below this. By default none."""
     constrained: Constrained = "masked"
     """Tokens sampled under a constraint (forced tool, JSON schema) are left out, trained as if the policy had chosen
-    them freely, or corrected: weighed by policy over constrained probability, of the whole rollout or of each token."""
+    them freely, or corrected: weighted by policy over constrained probability, of the whole rollout or of each
+    token."""
 
     @model_validator(mode="after")
     def _bounds_in_order(self) -> Self:

@@ -1,4 +1,4 @@
-"""Micro-batches and minibatches as tensors: what the model reads, and what the loss needs of the trained tokens."""
+"""Micro-batches and minibatches as tensors: inputs of the model, and values of the trained tokens for the loss."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from titan_rl.training.models.experts import FREE
 from titan_rl.training.parallel import World
 
 PLACEHOLDER = Family((TrainingSample("", "", [0, 0], [False, False], [0.0, 0.0], [0.0, 0.0], [-1, -1], 1.0),))
-"""Row that a rank without rows passes through the model, since all ranks meet in every layer."""
+"""Row that a rank without rows passes through the model, since every layer is collective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Minibatch:
     """This rank's micro-batches of one optimizer step."""
 
     batches: list[TensorBatch]
-    rollout_ids: list[str]  # of this rank's samples, also those that have no token to train on
+    rollout_ids: list[str]  # of this rank's samples, including those without a token to train on
     num_samples: int  # of all ranks
     num_dropped: int  # of all ranks; longer than a row
     num_padding: int
@@ -36,11 +36,11 @@ class Minibatch:
     def from_plan(
         plan: MinibatchPlan, device: torch.device, *, alone: bool, lay_out: LayOut = layout_documents
     ) -> Minibatch:
-        """Lay the rows out.
+        """Lay out the rows.
 
         Args:
-            alone: no other rank waits for this one, so micro-batches without a trained token are left out.
-            lay_out: as for `make_tensor_batch`.
+            alone: there is no other rank, so micro-batches without a trained token are left out.
+            lay_out: see `make_tensor_batch`.
         """
         batches = [make_tensor_batch(rows or [[PLACEHOLDER]], device, lay_out) for rows in plan.micro_batches]
         idle = [not rows for rows in plan.micro_batches]
@@ -59,8 +59,8 @@ class Minibatch:
 
 
 def packing_metrics(minibatches: Sequence[Minibatch], world: World) -> dict[str, float]:
-    """Samples and padding of minibatches, over all ranks: num_samples trained, num_dropped_samples, which are longer
-    than a row, and padding_fraction, the share of positions that hold no sample."""
+    """Metrics of minibatches over all ranks: num_samples (trained), num_dropped_samples (longer than a row) and
+    padding_fraction (share of positions without a sample)."""
     num_samples = sum(minibatch.num_samples for minibatch in minibatches)
     num_dropped = sum(minibatch.num_dropped for minibatch in minibatches)
     num_padding, num_positions = world.sum(
@@ -87,17 +87,17 @@ class TensorBatch:
     token_ids_BL: torch.Tensor  # int64
     positions_BL: torch.Tensor  # int64, restart at 0 with every document
     layout: Layout
-    predictors_N: torch.Tensor  # int64, where in the flattened rows the token before each trained token lies
+    predictors_N: torch.Tensor  # int64, position in the flattened rows of the token before each trained token
     targets_N: torch.Tensor  # int64, the trained tokens
     behaviour_logprobs_N: torch.Tensor  # float32
     advantages_N: torch.Tensor  # float32
     temperatures_N: torch.Tensor  # float32
-    loss_weights_N: torch.Tensor  # float32, 1 where a sample gives none
+    loss_weights_N: torch.Tensor  # float32, 1 by default
     versions_N: torch.Tensor  # int64
     oldest_versions_N: torch.Tensor  # int64, of any token of the same sample
     sequences_N: torch.Tensor  # int64, the number of the sample in this micro-batch
     rollout_ids: tuple[str, ...]  # of the samples, by their number
-    experts_BLRK: torch.Tensor | None  # int64, of R routers; FREE where they choose. None without a sample that has any
+    experts_BLRK: torch.Tensor | None  # int64, of R routers; FREE where they choose. None if no sample has any
     num_padding: int
 
     @property
@@ -120,7 +120,7 @@ def make_tensor_batch(
     The first token of a document has no context to be predicted from, so it is never trained.
 
     Args:
-        lay_out: for the attention that is to be used.
+        lay_out: of the attention in use.
     """
     width = max(sum(family.num_tokens for family in row) for row in rows)
     width += -width % ROW_MULTIPLE
@@ -212,7 +212,7 @@ class _TrainedTokens:
 
 
 def _experts_of(sample: TrainingSample, start: int, prefix_length: int) -> dict[int, Any]:
-    """Known experts of the tokens behind the prefix, by the position of the token that the router sees."""
+    """Known experts of the tokens after the prefix, by the position of the token that the router sees."""
     rows_TRK = np.asarray(expert_rows(sample.routed_experts))
     known = np.flatnonzero(rows_TRK[:, 0, 0] != FREE_ROW)
     return {start + int(t) - 1: rows_TRK[t] for t in known if t > prefix_length}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -23,7 +23,7 @@ from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.export import export_hf
 from titan_rl.training.gradient_pass import GradientPass, MinibatchGradient
 from titan_rl.training.objective import TokenStats, token_metrics
-from titan_rl.training.optimizer.optimizers import Optimizers, learning_rate
+from titan_rl.training.optimizer.optimizers import Optimizers
 from titan_rl.training.optimizer.registry import OptimizerSpec
 from titan_rl.training.parallel import World
 from titan_rl.training.policy import Policy, draw, score
@@ -34,11 +34,11 @@ from titan_rl.training.tensor_batch import Minibatch, packing_metrics
 from titan_rl.weights.types import TensorSlice
 
 READ_LIMIT_S = 300.0
-"""Longest wait."""
+"""Longest wait for a copy of the weights."""
 
 
 class Readers:
-    """Reads that have begun, each until its future is done."""
+    """Reads of the weights by other threads, each in progress until its future is done."""
 
     def __init__(self) -> None:
         self._reads: list[Future[Any]] = []
@@ -47,13 +47,13 @@ class Readers:
         self._reads.append(read)
 
     def wait(self) -> float:
-        """Wait for all reads. How they ended is for those who began them.
+        """Wait for all reads. Their errors are left to the threads that began them.
 
         Returns:
-            seconds waited; exactly 0 where there was no read.
+            Seconds waited; exactly 0 if there was no read.
 
         Raises:
-            TrainingError: one does not come to its end.
+            TrainingError: a read does not end in time.
         """
         if not self._reads:
             return 0.0
@@ -61,7 +61,7 @@ class Readers:
         if pending := wait(self._reads, timeout=READ_LIMIT_S).not_done:
             raise TrainingError(
                 f"{len(pending)} copies of the weights have not ended after {READ_LIMIT_S:g} s; "
-                "no weight may change before"
+                "no weight may change before they have"
             )
         self._reads.clear()
         return time.monotonic() - began
@@ -72,7 +72,7 @@ class _Update:
     """One optimizer step."""
 
     gradient: MinibatchGradient
-    waited_s: float  # for those who read the weights
+    waited_s: float  # for reads of the weights
 
 
 class TrainerCore:
@@ -82,11 +82,11 @@ class TrainerCore:
     `dtype = "bfloat16"` the forward pass runs in bfloat16, and published and exported weights are bfloat16.
 
     Args:
-        seed: of torch's random state; the same seed, weights and samples give the same bits on one machine.
+        seed: of torch's random state; equal seeds, weights and samples give bit-identical results on one machine.
 
     Raises:
         ModelError: the folder lacks a file, or its config and weights do not fit together.
-        ConfigError: there is no such `training.loss` or `training.optimizer`, or it is not what it has to be.
+        ConfigError: there is no such `training.loss` or `training.optimizer`, or settings contradict each other.
 
     Example:
 
@@ -122,23 +122,15 @@ class TrainerCore:
             row_tokens=training.row_tokens,
         )
         self._optimizers = _make_optimizers(self._policy, training)
-        self._learning_rate = partial(
-            learning_rate,
-            steps=training.steps,
-            lr=training.lr,
-            warmup_steps=training.warmup_steps,
-            decay=training.lr_decay,
-            min_lr_ratio=training.min_lr_ratio,
-        )
-        self._plan = make_planner(training)
+        self._training = training
         self._writer = TrainStateWriter(self._world)
         self._readers = Readers()
         self._version = 0
-        self._is_between_versions = False  # some minibatches of a step have changed the weights, and not all
+        self._is_between_versions = False  # only some minibatches of a step have changed the weights
 
     @property
     def version(self) -> int:
-        """The policy version of the current weights: 0 as loaded, one more after each step."""
+        """Policy version of the current weights: 0 when loaded, one more after each step."""
         return self._version
 
     @property
@@ -160,32 +152,32 @@ class TrainerCore:
         """Run one step over all samples: an optimizer step for each of `training.minibatches`, in as many micro-batches
         as they need. The split into micro-batches and over ranks does not change the step.
 
-        Every rank is given all samples; `train` is for one that is given its own rows alone.
+        Every rank receives all samples; with `train` it receives only its own rows.
 
         Args:
-            skip: go on without the minibatches that cannot be trained on, instead of raising `UntrainableError`, and
-                name them in the result. The version grows by one even where every minibatch is skipped.
+            skip: Leave out minibatches that cannot be trained on, instead of raising `UntrainableError`, and name them
+                in the result. The version increases by one even if every minibatch is skipped.
 
         Raises:
             UntrainableError: a minibatch has no token to train on, a token id is outside the vocabulary, or loss or
-                gradient is not finite. Weights, optimizer state and version are as before that minibatch.
+                gradient is not finite. Weights, optimizer state and version are those before that minibatch.
         """
-        return self.train(self._plan(samples)[self._world.data_rank], skip=skip)
+        return self.train(plan_step(samples, self._training)[self._world.data_rank], skip=skip)
 
     def train(self, plan: StepPlan, *, skip: bool = False) -> StepResult:
-        """This rank's share of a step: the part of `plan_step` for its data-parallel rank.
+        """Run this rank's share of a step: the plan of `plan_step` for its data-parallel rank.
 
         Args:
             skip: see `step`; the same on all ranks.
 
         Raises:
-            UntrainableError: see `step`; on all ranks alike.
+            UntrainableError: see `step`; raised on all ranks.
         """
         minibatches, refused = self._minibatches(plan)
         if refused and not skip:
             raise refused[0]
         proximal = self._gradient_pass.proximal_logprobs(minibatches)
-        lr = self._learning_rate(self._version)
+        lr = learning_rate(self._version, self._training)
         updates: list[_Update] = []
         for minibatch in minibatches:
             try:
@@ -213,18 +205,18 @@ class TrainerCore:
         return StepResult(self._version, metrics, tuple(skipped))
 
     def measure(self, samples: Sequence[TrainingSample]) -> float:
-        """The loss of samples under the current weights, which stay as they are.
+        """The loss of samples under the current weights, which do not change.
 
-        Every rank is given all samples; `measure_plan` is for one that is given its own rows alone.
+        Every rank receives all samples; with `measure_plan` it receives only its own rows.
 
         Raises:
             TrainingError: there is no token to measure, a token id is outside the vocabulary, or the loss is not
                 finite.
         """
-        return self.measure_plan(self._plan(samples)[self._world.data_rank])
+        return self.measure_plan(plan_step(samples, self._training)[self._world.data_rank])
 
     def measure_plan(self, plan: StepPlan) -> float:
-        """This rank's share of `measure`. Raises what that does, on all ranks alike."""
+        """Run this rank's share of `measure`. Errors are raised on all ranks."""
         minibatches, refused = self._minibatches(plan)
         if refused:
             raise refused[0]
@@ -243,15 +235,15 @@ class TrainerCore:
         return score(self._policy, self._world, sequences, max_context=self.max_context)
 
     def score_published(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Score with the weights as they are published, in `model.dtype`, computed in float32 whatever that is: every
-        engine comes close to these logprobs. See `score`."""
+        """Score with the weights as published, in `model.dtype`, but compute in float32, so that the logprobs of every
+        engine are close to these. See `score`."""
         with self._policy.as_published():
             return self.score(sequences)
 
     def draw(self, num_sequences: int, length: int, seed: int) -> list[list[int]]:
         """Sequences sampled from the current policy at temperature 1, after a random first token.
 
-        One forward pass a token: meant for a few short probe sequences, not for rollouts.
+        Takes one forward pass for each token: meant for a few short probe sequences, not for rollouts.
 
         Returns:
             [num_sequences][length]
@@ -259,7 +251,7 @@ class TrainerCore:
         return draw(self._policy, num_sequences, length, seed)
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter under its Hugging Face name, in `model.dtype`, whole. All ranks iterate at the same time.
+        """Every parameter under its Hugging Face name, whole and in `model.dtype`. All ranks iterate at the same time.
 
         In float32 the tensors of a single rank share the trainer's memory: copy them before the next step. With tied
         embeddings there is no `lm_head.weight`.
@@ -267,23 +259,24 @@ class TrainerCore:
         return self._policy.named_tensors()
 
     def held_slices(self) -> list[tuple[str, TensorSlice]]:
-        """Slices of every parameter that this rank publishes, by Hugging Face name; the ranks publish each once.
+        """Slices of parameters that this rank publishes, by Hugging Face name. Together the ranks publish each element
+        once.
 
         All ranks call this at the same time. The slices have `training.master_dtype` and share the trainer's memory,
-        but for what had to be gathered: copy them before the next step. `titan_rl.training.models.hf_model` tells which
-        is which.
+        except for gathered tensors (see `titan_rl.training.models.hf_model`): copy them before the next step.
         """
         return self._policy.held_slices()
 
     def hold_weights(self, until: Future[Any]) -> None:
-        """No step changes a weight before this is done, because another thread reads them. However it ends: an error
-        is not the trainer's."""
+        """Keep steps from changing a weight before this future is done, because another thread reads the weights. Its
+        error, if any, is ignored here."""
         self._readers.add(until)
 
     def save(self, directory: str | Path) -> None:
-        """Write model, optimizer, version and random state, so that `load` on as many ranks continues to the bit.
+        """Write model, optimizer, version and random state. After `load` on equally many ranks, training continues
+        bit-identically.
 
-        The folder appears whole or not at all; one already there is replaced.
+        The folder appears whole or not at all; an existing one is replaced.
 
         Raises:
             CheckpointError: it could not be written.
@@ -292,23 +285,23 @@ class TrainerCore:
         self.finish_save()
 
     def begin_save(self, directory: str | Path, files: Mapping[str, str] | None = None) -> None:
-        """Begin what `save` does, and return once everything is copied; the next step may then begin.
+        """Begin a `save`, and return once everything is copied; the next step may then begin.
 
         Args:
-            files: what else the folder is to hold: name -> text.
+            files: further files of the folder: name -> text.
 
         Raises:
-            CheckpointError: a step failed after some of its minibatches, so that these weights are of no version.
+            CheckpointError: a step failed after some of its minibatches, so these weights have no version.
         """
         if self._is_between_versions:
             raise CheckpointError(
-                f"step {self._version + 1} failed after some of its minibatches: the weights are of no version, and "
-                "are not saved"
+                f"step {self._version + 1} failed after some of its minibatches: the weights have no version and are "
+                "not saved"
             )
         self._writer.begin(Path(directory), self._model, self._optimizers.parts, self._version, files or {})
 
     def finish_save(self) -> None:
-        """Returns once the folder begun last is whole. Other threads may call this.
+        """Wait until the folder begun last is whole. Other threads may call this.
 
         Raises:
             NoSpaceError: the disk is full.
@@ -317,11 +310,11 @@ class TrainerCore:
         self._writer.finish()
 
     def load(self, directory: str | Path) -> None:
-        """Continue from what `save` wrote, also on another number of ranks. Every byte is verified before.
+        """Continue from a checkpoint, also on another number of ranks. Every byte is verified first.
 
         Raises:
-            DamagedCheckpointError: its bytes are not those that were written. The trainer is as before.
-            CheckpointError: there is no checkpoint, or it is of another model. The trainer may be left with part of it
+            DamagedCheckpointError: its bytes are not those that were written. The trainer is unchanged.
+            CheckpointError: there is no checkpoint, or it is of another model. The trainer may have loaded part of it
                 and must not be used.
         """
         self._readers.wait()
@@ -330,7 +323,7 @@ class TrainerCore:
 
     def export_hf(self, directory: str | Path) -> None:
         """Write a Hugging Face folder: weights, config, and the tokenizer files of the folder the model came from,
-        with a chat template that keeps the reasoning which prompts of training keep.
+        with a chat template that keeps the same reasoning as the prompts of training.
 
         Raises:
             CheckpointError: it could not be written.
@@ -343,12 +336,12 @@ class TrainerCore:
                 layout = self._policy.layout()
                 export_hf(Path(directory), layout, tensors, source=source, dtype=dtype, chat_template=template)
         finally:
-            deque(tensors, maxlen=0)  # every rank hands the first one its parts, also where the disk is full
+            deque(tensors, maxlen=0)  # every rank sends its parts to the first one, even if the disk is full
         self._world.barrier()
 
     def _minibatches(self, plan: StepPlan) -> tuple[list[Minibatch], list[UntrainableError]]:
-        """The minibatches of a plan as tensors, and an error for each that has a sample which does not fit the model,
-        on whichever rank. All ranks have the same ones."""
+        """The minibatches of a plan as tensors, and an error for each minibatch with a sample that does not fit the
+        model, on any rank. All ranks have the same errors."""
         device, lay_out, alone = self._policy.device, self._policy.lay_out, self._world.size == 1
         minibatches = [Minibatch.from_plan(minibatch, device, alone=alone, lay_out=lay_out) for minibatch in plan]
         fitting: list[Minibatch] = []
@@ -364,12 +357,12 @@ class TrainerCore:
         return fitting, refused
 
     def _complaint(self, minibatch: Minibatch) -> tuple[str | None, list[str]]:
-        """Why this rank cannot score a minibatch, and the rollouts that it has of it."""
+        """Reason why this rank cannot score a minibatch, and its rollouts in the minibatch."""
         complaints = (self._policy.complaint(batch) for batch in minibatch.batches)
         return next((each for each in complaints if each is not None), None), minibatch.rollout_ids
 
     def _update(self, minibatch: Minibatch, proximal: dict[int, torch.Tensor], lr: float) -> _Update:
-        """One optimizer step, or an error and none. Gradients take no memory before and after it."""
+        """Run one optimizer step; after an error nothing has changed. Gradients take no memory before and after it."""
         try:
             with span("forward and backward", "trainer", positions=minibatch.num_positions):
                 gradient = self._gradient_pass.run(minibatch, proximal, version=self._version)
@@ -384,7 +377,7 @@ class TrainerCore:
 
 
 def _make_policy(model: ModelConfig, training: TrainingConfig, world: World, *, is_trained: bool = True) -> Policy:
-    """Build the policy, or the reference model, which is not trained.
+    """Build the policy, or the reference model if it is not trained.
 
     Raises:
         ConfigError: the weights cannot be kept in `training.master_dtype`, or a single rank cannot offload parameters.
@@ -427,13 +420,22 @@ def _make_optimizers(policy: Policy, training: TrainingConfig) -> Optimizers:
     return Optimizers(policy.model, training.optimizer, spec)
 
 
-def make_planner(training: TrainingConfig) -> Callable[[Sequence[TrainingSample]], list[StepPlan]]:
-    """`plan_step` with the settings of `[training]`."""
-    return partial(
-        plan_step,
-        row_tokens=training.row_tokens,
-        rows_per_micro_batch=training.rows_per_micro_batch,
-        minibatches=training.minibatches,
-        ranks=training.data_parallel,
-        share_prompts=training.share_prompts,
-    )
+def learning_rate(step: int, training: TrainingConfig) -> float:
+    """Learning rate of one optimizer step: a linear warm-up to `lr`, then `lr_decay` down to `lr * min_lr_ratio`.
+
+    The last warm-up step has the full rate; the last step of the run has exactly `lr * min_lr_ratio`, unless the rate
+    is constant. Steps past the end keep the last step's rate.
+
+    Args:
+        step: counted from 0.
+
+    Example: lr 1.0, 2 warm-up steps, linear to 0.0 over 6 steps gives 0.5, 1.0, 0.75, 0.5, 0.25, 0.0.
+    """
+    if step < training.warmup_steps:
+        return training.lr * (step + 1) / training.warmup_steps
+    if training.lr_decay == "constant":
+        return training.lr
+    peak = max(training.warmup_steps - 1, 0)
+    progress = min((step - peak) / max(training.steps - 1 - peak, 1), 1.0)
+    remaining = 1 - progress if training.lr_decay == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return training.lr * (training.min_lr_ratio + (1 - training.min_lr_ratio) * remaining)

@@ -1,8 +1,8 @@
 """Shards as files in shared memory, in a folder of their writer, which is cleaned up once the writer is dead.
 
-An owner holds an exclusive `flock` on its folder. The kernel drops the lock with the process, however it ends, so
-whoever gets the lock knows that the owner is gone. Unlike a process id it is never reused, and it means the same in
-every container that shares the file system.
+An owner holds an exclusive `flock` on its folder. The kernel drops the lock with the process, however it ends, so a
+process that gets the lock knows that the owner is gone. Unlike a process id it is never reused, and it means the same
+in every container that shares the file system.
 
 Writing into pages that were written before is four times as fast as writing into new ones, so the file of a released
 version is reused. `flock` on the file keeps that safe:
@@ -242,7 +242,7 @@ class ShardStore(Generic[S]):
         root: where the folder is made; by default /dev/shm, or the temporary folder if there is none.
 
     Raises:
-        ValueError: `run_id` is no plain file name, or `keep` is below 1.
+        ValueError: `run_id` is not a plain file name, or `keep` is below 1.
     """
 
     def __init__(self, run_id: str, *, keep: int, root: Path | None) -> None:

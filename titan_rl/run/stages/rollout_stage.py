@@ -36,10 +36,9 @@ def make_mix(config: RunConfig, journal: RunJournal, start: RunState) -> TaskMix
     journal records its events."""
     return TaskMix(
         {source.name: Share(source.weight, source.curriculum) for source in config.tasks},
-        journal.note,
+        journal,
         state=start.tasks,
-        events=journal.events,
-        is_settled=start.position.is_settled,
+        events=[event for event in journal.events if not start.position.is_settled(event.index)],
         is_dropped=journal.state.is_settled,
     )
 

@@ -26,40 +26,40 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-# Earlier versions of torch have them under the names that are deprecated here.
+# Earlier versions of torch have only the deprecated names.
 _gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True, slots=True)
 class ContextRanks:
-    """The ranks that share the tokens of a row, as one of them sees them."""
+    """The ranks that share the tokens of a row, with this one's number among them."""
 
     rank: int
     size: int
     group: Any
 
     def gather(self, own_PNH: torch.Tensor) -> torch.Tensor:
-        """The tensors of all ranks, laid end to end. Its gradient is summed over the ranks, which all use the result:
-        one that did not would leave the others waiting in the backward pass.  # [size * P, N, H]"""
+        """The tensors of all ranks, laid end to end. Its gradient is summed over the ranks, so all of them must use the
+        result: otherwise the others would wait in the backward pass.  # [size * P, N, H]"""
         return _GatherTokens.apply(own_PNH, self)
 
     def spread(self, own_M: torch.Tensor, at_M: torch.Tensor, size: int) -> torch.Tensor:
-        """A tensor whose entries the ranks have parts of, whole on each of them. All ranks are to compute the same of
-        it, and each takes the gradient of its own entries.
+        """Join a tensor whose entries are distributed over the ranks. All ranks must use the result in the same way;
+        each receives the gradient of its own entries.
 
         Args:
-            own_M: this rank's entries, of any further dimensions.
-            at_M: where they belong.
-            size: of the whole.
+            own_M: this rank's entries, with any further dimensions.
+            at_M: indices of the entries in the result.
+            size: length of the result.
         """
         return _SpreadEntries.apply(own_M, at_M, size, self)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenShare:
-    """The tokens of a batch that one of the ranks computes. Behind the last token of the batch there may be padding,
-    which is token 0 once more, so that all ranks have as many.
+    """The tokens of a batch that one of the ranks computes. The last token of the batch may be followed by padding,
+    which repeats token 0, so that all ranks have equally many.
 
     Example: of 8 tokens rank 0 of 2 computes 0, 1, 6 and 7, and rank 1 the others:
 
@@ -68,14 +68,14 @@ class TokenShare:
     """
 
     ranks: ContextRanks
-    chunks: tuple[range, range]  # of this rank, padding included
+    chunks: tuple[range, range]  # of this rank, including padding
     tokens_P: torch.Tensor  # this rank's, without padding
-    order_T: torch.Tensor  # the tokens of all ranks as they lie when gathered, padding included
-    place_T: torch.Tensor  # where each token lies when gathered
+    order_T: torch.Tensor  # tokens of all ranks in gathered order, including padding
+    place_T: torch.Tensor  # position of each token in gathered order
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of all ranks, padding included."""
+        """Number of tokens of all ranks, including padding."""
         return len(self.order_T)
 
     @property
@@ -85,7 +85,7 @@ class TokenShare:
         return slice(self.ranks.rank * size, (self.ranks.rank + 1) * size)
 
     def take(self, x_BL: torch.Tensor) -> torch.Tensor:
-        """This rank's tokens of all rows, as one row.  # [1, P], and whatever dimensions a token has"""
+        """This rank's tokens of all rows, as one row.  # [1, P], and further dimensions of a token"""
         return x_BL.flatten(0, 1).index_select(0, self.tokens_P)[None]
 
     def find(self, tokens_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,9 +98,10 @@ class TokenShare:
 def share_tokens(
     num_tokens: int, ranks: ContextRanks, *, multiple_of: int = 1, device: torch.device | str = "cpu"
 ) -> TokenShare:
-    """
+    """Share the tokens of a batch among ranks.
+
     Args:
-        multiple_of: so many tokens a chunk is to be cut into.
+        multiple_of: chunks have a multiple of this many tokens.
     """
     size = -(-num_tokens // (2 * ranks.size * multiple_of)) * multiple_of
     last = 2 * ranks.size - 1
@@ -138,7 +139,7 @@ class _SpreadEntries(torch.autograd.Function):
     def forward(ctx: Any, own_M: torch.Tensor, at_M: torch.Tensor, size: int, ranks: ContextRanks) -> torch.Tensor:
         ctx.save_for_backward(at_M)
         whole = own_M.new_zeros((size, *own_M.shape[1:])).index_copy_(0, at_M, own_M)
-        dist.all_reduce(whole, group=ranks.group)  # to which the others add zeros
+        dist.all_reduce(whole, group=ranks.group)  # the entries of other ranks are zero here
         return whole
 
     @staticmethod
@@ -198,17 +199,17 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """The implementations of torch's scaled dot product attention that a call is left to."""
+    """Implementations of torch's scaled dot product attention that a call may use."""
 
-    backends: tuple[SDPBackend, ...] = ()  # any, if there are none
-    takes_groups: bool = True  # several heads of queries share one of keys and values
+    backends: tuple[SDPBackend, ...] = ()  # empty for any
+    takes_groups: bool = True  # supports several query heads for one head of keys and values
 
 
 def choose_kernel(device_type: str, dtype: torch.dtype, head_dim: int, *, masked: bool) -> Kernel:
-    """A kernel that keeps no scores for the backward pass, where there is one for such heads.
+    """Choose a kernel that keeps no scores for the backward pass, if there is one for such heads.
 
-    Left to itself, torch falls back to its math kernel on CUDA where both a mask, or float32, and grouped heads are
-    asked for. That keeps 12 bytes of each score, head and layer: tens of gigabytes for a model of 0.6B parameters.
+    By default, torch falls back to its math kernel on CUDA for grouped heads with a mask or in float32. That keeps 12
+    bytes of each score, head and layer: tens of gigabytes for a model of 0.6B parameters.
     """
     if device_type != "cuda" or head_dim * dtype.itemsize % 16:
         return Kernel()
@@ -218,7 +219,7 @@ def choose_kernel(device_type: str, dtype: torch.dtype, head_dim: int, *, masked
 
 
 class Mask:
-    """Attention mask that is added to scores. All layers share one tensor, which they keep for the backward pass."""
+    """Additive attention mask. All layers share one tensor, which is kept for the backward pass."""
 
     def __init__(self, allowed: torch.Tensor) -> None:
         self._allowed = allowed
@@ -278,7 +279,9 @@ class DocumentLayout:
                     )
                     for x, own in zip(of_all, (k, v), strict=True)
                 )
-            if torch.is_autocast_enabled(q.device.type):  # the mask is then made once in that dtype, not once a layer
+            if torch.is_autocast_enabled(
+                q.device.type
+            ):  # so that the mask is made once in that dtype, not in each layer
                 q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
             kernel = choose_kernel(q.device.type, q.dtype, q.shape[-1], masked=bucket.mask is not None)
             if enable_gqa and not kernel.takes_groups:
@@ -302,7 +305,7 @@ def layout_documents(
 
     Args:
         documents: in token order; together they cover every token of the batch, padding included.
-        ranks: that share the tokens; None where this one has all.
+        ranks: share the tokens; None if this rank has all.
     """
     num_tokens = sum(document.length for document in documents)
     share = share_tokens(num_tokens, ranks, device=device) if ranks is not None else None
@@ -328,7 +331,7 @@ def layout_documents(
 
 
 def _padded(rows: Sequence[range]) -> NDArray[Any]:
-    """Ranges of numbers, one a row, and -1 behind those that are shorter than the longest.  # [rows, width]"""
+    """Ranges as rows, padded with -1 to the longest.  # [rows, width]"""
     starts_R = np.array([row.start for row in rows], np.int64)
     lengths_R = np.array([len(row) for row in rows], np.int64)
     place_W = np.arange(lengths_R.max())
@@ -342,14 +345,14 @@ class _Piece:
     start: int  # among this rank's tokens
     length: int
     prefix: range  # tokens of the batch that all of it attends to
-    cut: range  # and those of its document that lie before it
+    cut: range  # earlier tokens of its document, which lie in another chunk
 
     @property
     def has_prefix(self) -> bool:
         return bool(self.prefix or self.cut)
 
     def is_like(self, other: _Piece) -> bool:
-        """Whether a shorter one belongs into the bucket that this one began."""
+        """Whether a shorter piece fits the bucket that begins with this one."""
         if self.cut or other.cut or self.has_prefix != other.has_prefix:
             return False
         return other.length >= MIN_FILL * self.length
@@ -387,7 +390,8 @@ def _bucket(pieces: Sequence[_Piece], share: TokenShare | None, device: torch.de
 
 
 class _Gather(torch.autograd.Function):
-    """Tokens to slots. Each token has one slot that counts, so the gradient is a gather too, not a scatter-add."""
+    """Tokens to slots. Each token has one slot that is not padding, so the gradient is also a gather, not a
+    scatter-add."""
 
     @staticmethod
     def forward(ctx: Any, x_TNH: torch.Tensor, layout: DocumentLayout) -> torch.Tensor:
@@ -400,7 +404,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Ungather(torch.autograd.Function):
-    """Slots back to tokens. Padded slots are read by no one and receive no gradient."""
+    """Slots back to tokens. Padded slots are not read and receive no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x_SNH: torch.Tensor, layout: DocumentLayout) -> torch.Tensor:

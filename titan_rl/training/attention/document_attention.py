@@ -1,4 +1,4 @@
-"""Inner attention of torchtitan models over a layout of documents. `attention.py` itself needs torch alone."""
+"""Inner attention of torchtitan models over a layout of documents. `attention.py` itself needs only torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchtitan.protocols.module import Module
 
 
 class DocumentAttention(Module):
-    """A torchtitan inner attention that takes a `Layout` as its attention mask, which says how to attend, too."""
+    """torchtitan inner attention whose attention mask is a `Layout`, which computes the attention."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):

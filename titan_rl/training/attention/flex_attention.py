@@ -1,8 +1,7 @@
 """Attention inside documents as one kernel over all rows of a batch: torch's flex attention.
 
-The kernel skips every block of queries and keys in which no token may attend to another, so rows cost what their
-documents do. Which blocks those are follows from the documents alone. Only on CPUs, where it is there for tests, is a
-mask of all pairs of tokens made.
+The kernel skips every block of queries and keys in which no token may attend to another, so the cost of a row is that
+of its documents, which determine the blocks. On CPUs, which only tests use, a mask of all pairs of tokens is made.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """Block mask of the tokens of a batch, all rows laid end to end. Where ranks share the batch, the queries are this
-    rank's tokens and the keys those of all."""
+    """Block mask of the tokens of a batch, all rows laid end to end. If ranks share the batch, the queries are this
+    rank's tokens and the keys those of all ranks."""
 
     block_mask: BlockMask  # [1, 1, num_queries, num_keys]
     share: TokenShare | None = None
@@ -47,7 +46,7 @@ class BlockLayout:
         q, k, v = (x.transpose(0, 1)[None] for x in tokens)  # [1, N, num_queries or num_keys, H]
         if torch.is_autocast_enabled(device):
             q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
-        if device == "cpu":  # where torch has no backward pass of flex attention
+        if device == "cpu":  # torch's flex attention has no backward pass there
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask(), scale=scale, enable_gqa=enable_gqa)
         else:
             out = _compiled()(q, k, v, block_mask=self.block_mask, scale=scale, enable_gqa=enable_gqa)
@@ -66,7 +65,7 @@ def layout_blocks(
 
     Args:
         documents: in token order; together they cover every token of the batch, padding included.
-        ranks: that share the tokens; None where this one has all.
+        ranks: share the tokens; None if this rank has all.
     """
     num_tokens = sum(document.length for document in documents)
     share = None
@@ -91,7 +90,7 @@ def layout_blocks(
 
 
 def _blocks(documents: Sequence[Document]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks where a token attends to another, and those where every token attends to every other, in token order.
+    """Blocks in which some token attends to another, and blocks in which every token attends to every other.
     # bool [num_blocks of queries, num_blocks of keys] each"""
     num_blocks = -(-sum(document.length for document in documents) // BLOCK)
     some = torch.zeros(num_blocks, num_blocks, dtype=torch.bool)
@@ -113,11 +112,11 @@ def _blocks(documents: Sequence[Document]) -> tuple[torch.Tensor, torch.Tensor]:
 def _attends(
     documents: Sequence[Document], queries_Q: torch.Tensor, keys_K: torch.Tensor, device: torch.device | str
 ) -> Callable[[Any, Any, torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Whether a query attends to a key, by where they lie among the queries and the keys.
+    """Make the function that decides whether a query attends to a key, by their positions.
 
     Args:
-        queries_Q: the tokens that these are.
-        keys_K: likewise.
+        queries_Q: tokens of the queries.
+        keys_K: tokens of the keys.
     """
     lengths = torch.tensor([document.length for document in documents])
 
@@ -144,18 +143,18 @@ def _attends(
 
 @cache
 def _compiled() -> Any:
-    """Without it every score would be kept in memory."""
+    """Compiled kernel. Uncompiled, flex attention keeps every score in memory."""
     return torch.compile(flex_attention)
 
 
 def _touched(tokens: slice) -> slice:
-    """The blocks that have one of the tokens."""
+    """Blocks that contain one of the tokens."""
     first = tokens.start // BLOCK
     return slice(first, -(-tokens.stop // BLOCK) if tokens.stop > tokens.start else first)
 
 
 def _covered(tokens: slice) -> slice:
-    """The blocks that have no other tokens."""
+    """Blocks that contain no other tokens."""
     first = -(-tokens.start // BLOCK)
     return slice(first, max(first, tokens.stop // BLOCK))
 
@@ -166,7 +165,8 @@ def _lower(blocks: slice, diagonal: int = 0) -> torch.Tensor:
 
 
 def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Number of key blocks of each block of queries, and their indices first.  # int32 [1, 1, Q], [1, 1, Q, K]"""
+    """Number of key blocks of each block of queries, and the indices of all key blocks, these first.  # int32 [1, 1,
+    Q], [1, 1, Q, K]"""
     counts = blocks.sum(-1, dtype=torch.int32)
     indices = blocks.int().argsort(dim=-1, descending=True, stable=True).int()
     return counts[None, None], indices[None, None].contiguous()

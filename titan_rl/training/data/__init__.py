@@ -1,1 +1,1 @@
-"""From rollouts to rows: samples, how they are packed, and which rank trains which. Standard library only."""
+"""From rollouts to rows: training samples, and their packing for the ranks. Imports no torch."""

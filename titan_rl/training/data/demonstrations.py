@@ -1,4 +1,4 @@
-"""Turns demonstrations into the tokens that rollouts of them would have. Standard library only."""
+"""Encodes demonstrations as the tokens that rollouts of them would have. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from titan_rl.training.data.sample import TrainingSample
 
 @dataclass(frozen=True, slots=True)
 class DemonstrationTokens:
-    """A conversation in tokens, and which of them are the assistant's.
+    """A conversation in tokens, with a mask of the assistant's.
 
     Example: for "2 + 3?" and the answer "5", which ends with a stop token, the mask is False for all tokens of the
     prompt, and True for two: those of "5" and the stop token.
@@ -31,7 +31,7 @@ class DemonstrationTokens:
         """A training sample for a loss that uses no advantage.
 
         Args:
-            name: of the conversation, unlike those of others in its batch.
+            name: of the conversation, unique in its batch.
         """
         nothing = NumberArray[float](array(LOGPROBS, (0.0,)) * len(self.token_ids))
         return TrainingSample(
@@ -47,10 +47,10 @@ class DemonstrationTokens:
 
 
 def encode(renderer: Renderer, demonstration: Demonstration) -> DemonstrationTokens:
-    """The tokens that a rollout has whose policy says what the assistant says here: each answer ends with a stop token,
-    and the next prompt begins with all tokens so far.
+    """Encode a conversation as a rollout whose policy gives the assistant's answers: each answer ends with a stop
+    token, and the next prompt begins with all tokens so far.
 
-    What follows the last answer is left out.
+    Messages after the last answer are left out.
 
     Raises:
         DataError: the conversation does not begin with a prompt, the assistant says nothing in it or speaks twice in a
@@ -62,7 +62,7 @@ def encode(renderer: Renderer, demonstration: Demonstration) -> DemonstrationTok
     token_ids, loss_mask = array(TOKENS), bytearray()
     prompt: list[int] = []
     completion: list[int] = []
-    asked = 0  # messages that are in `token_ids`
+    asked = 0  # number of messages in `token_ids`
     for at in _answers(messages):
         prompt = _prompt(renderer, messages, asked, at, prompt, completion, tools)
         completion = _completion(renderer, messages[: at + 1], tools, stop_token_ids)
@@ -76,7 +76,7 @@ def _answers(messages: Sequence[Any]) -> Iterator[int]:
     """Indices of the assistant's messages."""
     answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
-        raise DataError("the assistant says nothing in it, so that there is nothing to learn")
+        raise DataError("the assistant says nothing in it, so there is nothing to learn")
     for before, at in zip([-1, *answers], answers, strict=False):
         if at == before + 1:
             what = "begins with" if at == 0 else f"has, in messages[{at - 1}] and [{at}], two in a row of"

@@ -1,4 +1,4 @@
-"""Packing of samples into rows: families that share a prefix, rows of families, and the rows of each rank.
+"""Packing of samples into rows: families of samples that share a prefix, rows of families, and the rows of each rank.
 
 The siblings of a group share their prompt. As a `Family`, one prefix followed by a suffix for each of them, the prompt
 goes through the model once instead of `group_size` times. The last token before the first trained one stays with each
@@ -15,7 +15,7 @@ Invariants of every packing: each sample is in one row or dropped, with its fami
 exceeds the capacity; a family is dropped only where it is longer than a row; of two rows or more for one rank, the mean
 row is over half the capacity; the rows are a multiple of the ranks, unless there are fewer samples than that.
 
-Standard library only: the controller plans, ranks compute.
+It imports no torch: the controller plans, ranks compute.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from heapq import heappop, heappush
 
 from titan_rl.core.arrays import common_length, token_array
 from titan_rl.training.data.sample import TrainingSample
+from titan_rl.training.settings import TrainingConfig
 
 SHORTEST = 8
-"""Prefixes below this many tokens are not worth a suffix's longer attention."""
+"""Shorter prefixes do not pay for the longer attention of the suffixes."""
 
 LONGEST = 4096
-"""Samples above this many tokens are laid out alone: the mask of a suffix over its prefix costs their product."""
+"""Longer samples are laid out alone: the mask of a suffix over its prefix costs the product of their lengths."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Samples of one group that share their first `prefix_length` tokens. One alone shares none.
+    """Samples of one group that share their first `prefix_length` tokens. A single sample shares none.
 
     Example: the prompt [7, 8, 9, 5] with the answers [1, 2] and [3] is the prefix [7, 8, 9] and the suffixes
     [5, 1, 2] and [5, 3]: 8 tokens instead of 11.
@@ -51,7 +52,7 @@ class Family:
         return self.prefix_length + sum(len(sample.token_ids) - self.prefix_length for sample in self.samples)
 
     def halves(self) -> tuple[Family, Family]:
-        """Two families of its samples, nearly as long as each other. The prefix is in both. Of two samples or more."""
+        """Split a family of two samples or more into two of similar length, both with the prefix."""
         parts: tuple[list[TrainingSample], list[TrainingSample]] = ([], [])
         for sample in sorted(self.samples, key=lambda sample: len(sample.token_ids), reverse=True):
             min(parts, key=lambda part: sum(len(s.token_ids) - self.prefix_length for s in part)).append(sample)
@@ -59,7 +60,7 @@ class Family:
 
 
 def find_families(samples: Iterable[TrainingSample], row_tokens: int) -> list[Family]:
-    """Join the samples of each group that begin alike. No family of several is longer than a row."""
+    """Join the samples of each group that share a prefix. No family of several samples is longer than a row."""
     by_group: dict[str, list[TrainingSample]] = {}
     for sample in samples:
         by_group.setdefault(sample.group_id, []).append(sample)
@@ -127,8 +128,8 @@ def pack(families: Sequence[Family], row_tokens: int, *, multiple_of: int = 1) -
 
     Args:
         row_tokens: the most tokens in one row.
-        multiple_of: so many ranks share the rows. Where there are samples enough, each rank gets as many rows, which
-            are then shorter, so that no rank idles while others compute. The longest rows come first then.
+        multiple_of: number of ranks that share the rows. If there are enough samples, each rank gets equally many
+            rows, which are then shorter, so that no rank idles. The longest rows come first then.
     """
     assert all(family.num_tokens for family in families), "a family has no tokens"
     fitting = [family for family in families if family.num_tokens <= row_tokens]
@@ -150,12 +151,12 @@ def pack(families: Sequence[Family], row_tokens: int, *, multiple_of: int = 1) -
             ways = [_emptiest_first(fitting, most)] if len(fitting) >= most else []
             ways.append(_split(rows, most))
             rows = min(ways, key=lambda rows: max(map(_length, rows)))
-            rows.sort(key=_length, reverse=True)  # those of a micro-batch are neighbours
+            rows.sort(key=_length, reverse=True)  # rows of similar length share a micro-batch
     return Packing(rows, dropped)
 
 
 def _split(rows: Sequence[list[Family]], count: int) -> list[list[Family]]:
-    """The longest rows in halves, until there are `count`, which is at most one for each sample."""
+    """Split the longest rows in halves until there are `count`, which is at most the number of samples."""
     rows = list(rows)
     while len(rows) < count:
         longest = max((row for row in rows if sum(len(family.samples) for family in row) > 1), key=_length)
@@ -168,7 +169,7 @@ def _split(rows: Sequence[list[Family]], count: int) -> list[list[Family]]:
 
 
 def _emptiest_first(families: Sequence[Family], count: int) -> list[list[Family]]:
-    """`count` rows of at least as many families, which come longest first; each goes into the row that has least."""
+    """Distribute at least `count` families, longest first, over `count` rows; each goes into the shortest row."""
     rows: list[list[Family]] = [[] for _ in range(count)]
     lengths = [(0, index) for index in range(count)]
     for family in families:
@@ -216,46 +217,33 @@ StepPlan = list[MinibatchPlan]
 """The minibatches of one rank in a step."""
 
 
-def plan_step(
-    samples: Sequence[TrainingSample],
-    *,
-    row_tokens: int,
-    rows_per_micro_batch: int,
-    minibatches: int,
-    ranks: int,
-    share_prompts: bool,
-) -> list[StepPlan]:
+def plan_step(samples: Sequence[TrainingSample], training: TrainingConfig) -> list[StepPlan]:
     """Split samples into minibatches, siblings together and groups in order; pack each, and deal its rows to ranks.
 
-    There are fewer minibatches where there are fewer groups.
-
-    Args:
-        row_tokens: in one packed row.
-        rows_per_micro_batch: of each rank.
-        ranks: that have rows of their own.
-        share_prompts: what siblings have in common is in a row once.
+    There are at most as many minibatches as groups.
 
     Returns:
-        one plan for each of the ranks. A sample is in one of them or dropped.
+        One plan for each of `training.data_parallel`. A sample is in one of them, or dropped.
     """
+    ranks, row_tokens = training.data_parallel, training.row_tokens
     groups = list(dict.fromkeys(sample.group_id for sample in samples))
-    count = max(1, min(minibatches, len(groups)))
+    count = max(1, min(training.minibatches, len(groups)))
     part_of = {group: index * count // len(groups) for index, group in enumerate(groups)}
     parts: list[list[TrainingSample]] = [[] for _ in range(count)]
     for sample in samples:
         parts[part_of[sample.group_id]].append(sample)
     plans: list[StepPlan] = [[] for _ in range(ranks)]
     for part in parts:
-        families = find_families(part, row_tokens) if share_prompts else [Family((sample,)) for sample in part]
+        families = find_families(part, row_tokens) if training.share_prompts else [Family((sample,)) for sample in part]
         packing = pack(families, row_tokens, multiple_of=ranks)
-        dealt = _deal(packing.rows, ranks, rows_per_micro_batch)
+        dealt = _deal(packing.rows, ranks, training.rows_per_micro_batch)
         for plan, micro_batches in zip(plans, dealt, strict=True):
             plan.append(MinibatchPlan(micro_batches, len(part), len(packing.dropped)))
     return plans
 
 
 def _deal(rows: Sequence[list[Family]], ranks: int, rows_per_micro_batch: int) -> list[list[MicroBatch]]:
-    """Each rank's micro-batches. The rows of one are neighbours in the packing, so that they are of similar length."""
+    """Micro-batches of each rank, of rows that are neighbours in the packing and so have similar lengths."""
     at_once = ranks * rows_per_micro_batch
     starts = range(0, len(rows), at_once)
     return [[list(rows[start + rank : start + at_once : ranks]) for start in starts] for rank in range(ranks)]

@@ -9,18 +9,18 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class TrainingSample:
-    """One token sequence of a rollout. All per-token fields have the length of `token_ids`, and are any sequences;
-    `build_samples` makes packed ones, see `titan_rl.core.arrays`.
+    """One token sequence of a rollout. All per-token fields are sequences of the length of `token_ids`; `build_samples`
+    makes packed ones, see `titan_rl.core.arrays`.
 
     Position t holds the values of token t itself, not of the token after it. Where `loss_mask[t]` is False
     (prompt and environment tokens) logprob, advantage and a temperature of its own are 0 and version is -1.
 
-    `temperature` is what the trained tokens were sampled at, and what the loss scores them at: one number where it is
-    the same for all of them, else a number for each token.
+    `temperature` is the temperature at which the trained tokens were sampled and are scored by the loss: one number if
+    it is the same for all of them, otherwise a number for each token.
 
-    `loss_weights[t]` is what the loss of token t is multiplied by; None is 1 for all of them.
+    `loss_weights[t]` multiplies the loss of token t; None stands for 1.
 
-    `routed_experts[t]` are those of the forward pass that produced token t, from the tokens before it.
+    `routed_experts[t]` are the experts of the forward pass that produced token t from the tokens before it.
 
     Example: a two-token prompt, a two-token completion:
 
@@ -36,8 +36,8 @@ class TrainingSample:
     behaviour_logprobs: Sequence[float]  # [num_tokens]
     advantages: Sequence[float]  # [num_tokens]
     versions: Sequence[int]  # [num_tokens]
-    temperature: float | Sequence[float]  # [num_tokens] where it differs
-    routed_experts: Sequence[Any] | None = None  # [num_tokens], [num_layers, top_k] or None where the router chooses
+    temperature: float | Sequence[float]  # [num_tokens] if it differs
+    routed_experts: Sequence[Any] | None = None  # [num_tokens], each [num_layers, top_k], or None if the router chooses
     loss_weights: Sequence[float] | None = None  # [num_tokens]
 
     @property

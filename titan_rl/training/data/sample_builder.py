@@ -1,8 +1,8 @@
-"""Turns finished rollouts into training samples. Standard library only.
+"""Builds training samples from finished rollouts. Imports no torch.
 
-What holds: a completion token is trained in exactly one sample, in the context it was sampled in; every other token
-is masked. As long as each turn's prompt extends the previous prompt and completion, a rollout is one sample. A turn
-whose history was edited opens a new one.
+Invariant: a completion token is trained in exactly one sample, in the context in which it was sampled; every other
+token is masked. As long as each turn's prompt extends the previous prompt and completion, a rollout is one sample. A
+turn whose history was edited begins a new sample.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from titan_rl.training.data.sample import TrainingSample
 from titan_rl.types import Completion, SamplingParams, float_or_none
 
 UNSHAPED = SamplingParams(max_tokens=1)
-"""It leaves every token its probability, as the loss takes for granted."""
+"""Sampling parameters that do not change the tokens' probabilities, which the loss requires."""
 
 
 def build_samples(
@@ -42,24 +42,24 @@ def build_samples(
     oldest_version: int = 0,
     constrained: Constrained = "masked",
 ) -> list[TrainingSample]:
-    """The samples of every rollout that takes part in training.
+    """Build the samples of a group's rollouts.
 
-    Rollouts that were aborted, ended in a fault that is not the policy's, have no advantage or no completion token
-    give none.
+    Rollouts that were aborted, ended in a fault that is not the policy's, or have no advantage or no completion token
+    give no samples.
 
-    A token's advantage is its rollout's, plus its own where the environment gave one.
+    A token's advantage is that of its rollout, plus its own if the environment gave one.
 
     Args:
-        temperature: of turns that do not say how they were sampled. The others have it in `Turn.sampling`, where it may
-            differ from turn to turn: the loss scores each token at the temperature that it was sampled at.
-        oldest_version: tokens of earlier versions are context and are not trained; a sample of none but those is left
-            out.
-        constrained: how to treat tokens of which a constraint has left other tokens out, those whose
-            `Completion.allowed_logprobs` is below 0. The behaviour logprob of such a token is always that of the policy
-            without the constraint, so that ratios compare like with like.
+        temperature: of turns without `Turn.sampling`. The others have their own temperature there, which may differ
+            between turns: the loss scores each token at the temperature at which it was sampled.
+        oldest_version: tokens of earlier versions are context and are not trained. A sample with only such tokens is
+            left out.
+        constrained: treatment of tokens that were sampled under a constraint which excluded other tokens, that is,
+            with `Completion.allowed_logprobs` below 0. The behaviour logprob of such a token is always that of the
+            policy without the constraint, so that ratios compare like with like.
 
             masked               context, and not trained
-            trained              as any other token, which is biased: they are not the policy's own choice
+            trained              like any other token, which is biased: they are not the policy's own choice
             corrected            each token of the rollout is weighed by the probability of its constrained tokens under
                                  the policy over that under the constraint, prod_t Z_t. The expected gradient is that of
                                  the policy without constraint, over the texts that the constraint allows.
@@ -74,11 +74,11 @@ def build_samples(
         loss_mask = [False, False, True, True, False, True, True]
 
     Raises:
-        ValueError: names the rollout and the setting. A turn was sampled in a way that the loss cannot account for: at
-            temperature 0, so that there is no behaviour distribution to correct for, or with tokens left out by
-            `top_p`, `top_k`, `min_p` or `min_tokens`, or preferred by penalties or biases. Or it was sampled under a
-            constraint, and has no `allowed_logprobs`. Or it does not say how it was sampled, and neither does
-            `temperature`; or the two differ. Or a completion has lost rows of its routed experts.
+        ValueError: names the rollout and the setting. The loss cannot account for the sampling of a turn: it was at
+            temperature 0, so there is no behaviour distribution, or tokens were excluded by `top_p`, `top_k`, `min_p`
+            or `min_tokens`, or changed by penalties or biases. Or the turn was sampled under a constraint, but has no
+            `allowed_logprobs`. Or neither the turn nor `temperature` gives a temperature, or they differ. Or a
+            completion lacks rows of its routed experts.
     """
     if temperature is not None:
         value = float_or_none(temperature)
@@ -123,14 +123,14 @@ class _Treatment:
         return array(LOGPROBS, (self.weight,)) * len(completion.token_ids)
 
     def left_out(self, completion: Completion) -> list[int]:
-        """The places of the tokens that are not trained."""
+        """Indices of the tokens that are not trained."""
         if self.constrained != "masked":
             return []
         return [place for place, allowed in enumerate(completion.allowed_logprobs or ()) if allowed < 0]
 
 
 def _rollout_weight(rollout: Rollout) -> float:
-    """The probability of its constrained tokens under the policy, over that under their constraints."""
+    """Probability of a rollout's constrained tokens under the policy, relative to that under their constraints."""
     return math.exp(sum(sum(turn.completion.allowed_logprobs or ()) for turn in rollout.turns))
 
 
@@ -182,9 +182,9 @@ class _SampleTokens:
         self._logprobs = array(LOGPROBS)
         self._advantages = array(LOGPROBS)
         self._versions = array(VERSIONS)
-        self._temperatures: list[tuple[float, int]] = []  # and of how many tokens each is
+        self._temperatures: list[tuple[float, int]] = []  # each with its number of tokens
         self._trained_at: set[float] = set()
-        self._experts: list[ExpertRows | int] = []  # or of how many tokens the router chooses
+        self._experts: list[ExpertRows | int] = []  # or the number of tokens for which the router chooses
 
     def add_context(self, token_ids: NumberArray[int]) -> None:
         count = len(token_ids)
@@ -257,7 +257,7 @@ class _SampleTokens:
 
 
 def _policy_logprobs(completion: Completion) -> NumberArray[float]:
-    """Under the policy alone, without the constraint that the completion was sampled under.  # [num_tokens]"""
+    """Logprobs under the policy, without the constraint of the completion.  # [num_tokens]"""
     logprobs, allowed = logprob_array(completion.logprobs), completion.allowed_logprobs
     if allowed is None:
         return logprobs

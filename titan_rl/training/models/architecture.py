@@ -28,8 +28,8 @@ from torchtitan.models.common.rope import RoPE
 
 
 class VocabularyHead(Linear):
-    """torchtitan's output layer, which scores tokens, too. Ranks of tensor parallel have a part of the vocabulary each,
-    and gather no other's to score."""
+    """torchtitan's output layer, which also scores tokens. With tensor parallelism each rank has a part of the
+    vocabulary, and scoring gathers no logits."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
@@ -41,8 +41,8 @@ class VocabularyHead(Linear):
         targets_N: torch.Tensor | None = None,
         temperatures_N: torch.Tensor | None = None,
     ) -> Any:
-        """Logits, whole on every rank, of hidden states alone: [N, V]. Of targets and their temperatures, too, what
-        `selected_logprobs` gives."""
+        """Without targets, the logits, whole on every rank: [N, V]. With targets and their temperatures, the result of
+        `selected_logprobs`."""
         weight_VD, shard = self.weight, None
         if torch.is_autocast_enabled(hidden_ND.device.type):
             dtype = torch.get_autocast_dtype(hidden_ND.device.type)
@@ -64,7 +64,7 @@ class VocabularyHead(Linear):
 
 
 def _keep(parameter: Any) -> None:
-    """Weights are loaded, never drawn; torchtitan's configs ask for a way to draw them all the same."""
+    """Initializer that does nothing, since weights are always loaded. torchtitan's configs require one."""
 
 
 KEPT: dict[str, Callable[..., Any]] = {"weight": _keep}
@@ -85,10 +85,10 @@ class Architecture:
     """One `model_type` of config.json.
 
     Args:
-        supported: fields of config.json that have to have this value, which is also what a missing one means.
-        build: torchtitan's model config from the dimensions and config.json.
+        supported: required values of fields of config.json, which are also their defaults.
+        build: makes torchtitan's model config from the dimensions and config.json.
         adapter: torchtitan's translation of parameter names.
-        plan_sharding: writes into a model config how tensor parallel splits it.
+        plan_sharding: sets the tensor-parallel sharding in a model config.
     """
 
     supported: Mapping[str, Any]
@@ -99,7 +99,7 @@ class Architecture:
 
 @dataclass(frozen=True, slots=True)
 class Dimensions:
-    """The numbers that decoders share, and the parts of a model config that follow from them alone."""
+    """Dimensions of a decoder, and the parts of a model config that follow from them."""
 
     dim: int
     vocab_size: int
@@ -110,12 +110,13 @@ class Dimensions:
     num_kv_heads: int
     head_dim: int
     max_context: int
-    rope: Mapping[str, Any] = field(default_factory=dict[str, Any])  # rope_theta and what scales it
+    rope: Mapping[str, Any] = field(default_factory=dict[str, Any])  # rope_theta and its scaling
     tied: bool = False
 
     @classmethod
     def of(cls, hf: Mapping[str, Any], max_context: int) -> Dimensions:
-        """
+        """Read the dimensions of a config.json.
+
         Raises:
             ModelError: a field is missing, or the model has fewer positions than `max_context`.
         """
@@ -156,7 +157,7 @@ class Dimensions:
             wqkv_param_init=KEPT,
             wo_param_init=KEPT,
             inner_attention=DocumentAttention.Config(),
-            # Separate projections have the layout of the published weights, so publishing copies nothing.
+            # Separate projections have the layout of the published weights, so publishing needs no copy.
             fuse_qkv=False,
             rope=rope,
             qk_norm=qk_norm,
@@ -180,7 +181,7 @@ class Dimensions:
 class HalvesRoPE(CosSinRoPE):
     """torchtitan's rotation of a head's halves, scaled as YaRN scales it.
 
-    torchtitan leaves the factor on attention scores out of YaRN; with it in cosines and sines, queries and keys both
+    torchtitan omits YaRN's factor on attention scores. With the factor in cosines and sines, queries and keys each
     carry its root, as in transformers and vLLM.
     """
 
@@ -208,10 +209,10 @@ class PairsRoPE(ComplexRoPE):
 
 
 def rope_scaling(rope: Mapping[str, Any], supported: tuple[str, ...]) -> dict[str, Any]:
-    """The arguments of `HalvesRoPE.Config` and `PairsRoPE.Config` for `rope_parameters` of config.json.
+    """Arguments of `HalvesRoPE.Config` and `PairsRoPE.Config` for `rope_parameters` of config.json.
 
     Raises:
-        ModelError: it is of a type that is not supported, or lacks a value.
+        ModelError: the type is not supported, or a value is missing.
 
     Example: factor 4 over 32,768 positions, `{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings":
     32768}`, scales attention by (0.1 ln 4 + 1)^2.

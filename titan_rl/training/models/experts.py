@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import titan_rl.training.device  # noqa: F401  before torchtitan
+from titan_rl.training.models.architecture import KEPT
 
 # isort: split
 from torchtitan.models.common.linear import Linear
@@ -20,23 +20,24 @@ from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, Tok
 from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 
 _ALIGNMENT = 16
-"""Bytes that the rows of a matrix have to be a multiple of for torch's grouped kernel."""
+"""Torch's grouped kernel needs matrix rows of a multiple of this many bytes."""
 
 FREE = -1
-"""In place of an expert: the router chooses for itself."""
+"""Placeholder for an expert that the router chooses itself."""
 
 
 class Experts(GroupedExperts):
-    """Experts that compute in the dtype of their input, as the engine that samples does. torchtitan's cast to
-    bfloat16."""
+    """Experts that compute in the dtype of their input, as the sampling engine does. torchtitan's cast to bfloat16."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
         pass
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
-        """Args:
-        x_RD: routed tokens, sorted by expert.
+        """Apply the experts.
+
+        Args:
+            x_RD: routed tokens, sorted by expert.
         """
         w1_EFD, w2_EDF, w3_EFD = (
             weight.to_local() if isinstance(weight, DTensor) else weight
@@ -48,17 +49,17 @@ class Experts(GroupedExperts):
 
 
 def grouped_linear(x_RI: torch.Tensor, weight_EOI: torch.Tensor, num_tokens_E: torch.Tensor) -> torch.Tensor:
-    """Multiply the rows of each expert by its matrix, in the dtype of autocast where that is on.
+    """Multiply the rows of each expert by its matrix, in the dtype of autocast if that is on.
 
-    The gradient of the stack of matrices is made once. Indexing the stack for each expert would make one of the whole
-    stack for each, which is quadratic in the number of experts.
+    The gradient of the stack of matrices is computed once. Indexing the stack for each expert would compute a gradient
+    of the whole stack for each of them, which is quadratic in the number of experts.
 
     Args:
         x_RI: sorted by expert.
         num_tokens_E: rows of each expert.
 
     Returns:
-        rows in the same order.  # [R, O]
+        Rows in the same order.  # [R, O]
     """
     if torch.is_autocast_enabled(x_RI.device.type):
         x_RI = x_RI.to(torch.get_autocast_dtype(x_RI.device.type))
@@ -69,14 +70,14 @@ def grouped_linear(x_RI: torch.Tensor, weight_EOI: torch.Tensor, num_tokens_E: t
     ends_E = num_tokens_E.cumsum(0, dtype=torch.int32)
     out_RO = F.grouped_mm(x_RI.contiguous(), weight_EOI.transpose(-2, -1), offs=ends_E)
     if out_RO.requires_grad:
-        out_RO.register_hook(torch.Tensor.contiguous)  # the kernel's backward pass takes no gradient that is a view
+        out_RO.register_hook(torch.Tensor.contiguous)  # the kernel's backward pass does not accept a view as gradient
     return out_RO
 
 
 class Router(TokenChoiceTopKRouter):
-    """Top-k routing, but for tokens whose experts are given: router replay (R3, arXiv:2510.11370).
+    """Top-k routing, except for tokens whose experts are given: router replay (R3, arXiv:2510.11370).
 
-    The generator's choice is taken, and the weights of the experts are the trainer's own, so that the router learns.
+    The generator's choice of experts is used with the trainer's own expert weights, so that the router learns.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -107,16 +108,15 @@ def moe_config(
     num_experts: int,
     top_k: int,
     renormalize: bool,
-    param_init: dict[str, Callable[..., Any]],
 ) -> MoE.Config:
-    """Softmax over all experts, the `top_k` best of them, without shared experts or a balancing bias."""
-    experts_init = dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), param_init["weight"])
+    """Config of a router that takes the `top_k` experts of a softmax, without shared experts or a balancing bias."""
+    experts_init = dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), KEPT["weight"])
     return MoE.Config(
         num_experts=num_experts,
         load_balance_coeff=None,
         router=Router.Config(
             num_experts=num_experts,
-            gate=Linear.Config(in_features=dim, out_features=num_experts, bias=False, param_init=param_init),
+            gate=Linear.Config(in_features=dim, out_features=num_experts, bias=False, param_init=KEPT),
             top_k=top_k,
             score_func="softmax",
             route_norm=renormalize,
@@ -131,11 +131,11 @@ def moe_config(
 
 
 def routers(model: nn.Module) -> list[Router]:
-    """In the order of the layers; none in a dense model."""
+    """The routers in the order of the layers; none in a dense model."""
     return [module for module in model.modules() if isinstance(module, Router)]
 
 
 def replay(routers: Sequence[Router], experts_BLRK: torch.Tensor | None) -> None:
-    """From here on the R routers take these experts, forward and backward. None lets them choose again."""
+    """Make the R routers use these experts from now on, forward and backward. None lets them choose again."""
     for index, router in enumerate(routers):
         router.replayed_BLK = None if experts_BLRK is None else experts_BLRK[:, :, index]

@@ -1,19 +1,19 @@
 """torchtitan's model of a Hugging Face folder: loading its weights, and the slices that each rank publishes.
 
 The folder's config and weights are compared by name and shape before anything is loaded, so that a mismatch is an
-error that names the tensor and not a model that generates noise.
+error that names the tensor, not a model that generates noise.
 
-No rank ever holds more of the model than its part, and one tensor: the model is built without memory, spread over the
+No rank holds more than its part of the model and one tensor: the model is built without memory, sharded over the
 ranks, and each rank then reads its part from the files.
 
-A parameter that torchtitan and Hugging Face only name differently, or keep in one tensor here and in one for each of
-its rows there (experts), is published by the ranks that hold it, without communication. A tensor that an adapter
+If torchtitan and Hugging Face only name a parameter differently, or if it is one tensor in torchtitan and one for each
+row in Hugging Face (experts), the ranks that hold it publish it without communication. A tensor that an adapter
 computes (Llama's queries and keys) is gathered, and the ranks take turns in publishing such tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -59,12 +59,13 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
 
 
 class HFModel:
-    """A decoder and its names in a Hugging Face folder. Its forward returns hidden states; `lm_head` is applied apart.
+    """A decoder and its names in a Hugging Face folder. Its forward returns hidden states; `lm_head` is applied
+    separately.
 
-    It has no memory before `load`, so that it can be spread over ranks first.
+    It has no memory before `load`, so that it can be sharded first.
 
     Args:
-        max_context: the most positions that will be used; rotary caches are no longer than needed.
+        max_context: most positions that will be used, which sizes the rotary caches.
         dtype: of the parameters. Buffers, such as rotary caches, are float32.
 
     Raises:
@@ -78,38 +79,37 @@ class HFModel:
         config = self._architecture.build(Dimensions.of(hf, max_context), hf)
         if world.tensor_parallel > 1:
             self._architecture.plan_sharding(config)
-            # The head takes what every rank has whole, and joins the ranks' results itself.
+            # The head takes inputs that every rank has whole, and joins the ranks' results itself.
             held = config.lm_head.sharding_config.state_shardings
             config.lm_head.sharding_config = ShardingConfig(state_shardings=held)
         with torch.device("meta"):
             self.decoder = cast(Decoder, config.build())
         for parameter in self.decoder.parameters():
             parameter.data = parameter.data.to(dtype)
-        # The head is applied to the hidden states of trained tokens alone.
+        # The head is applied only to the hidden states of trained tokens.
         self.decoder._skip_lm_head = True
         self._world = world
         self._names = hf_names(self._adapter(), self.decoder.state_dict())
-        self.layout = dict(self.named_tensors())  # without memory, whatever becomes of the decoder
+        self.layout = dict(self.named_tensors())  # dtypes and shapes, without memory
         expected = {name: tuple(tensor.shape) for name, tensor in self.layout.items()}
-        tied = self.decoder.enable_weight_tying
         self._weights = HFWeights(
             folder,
             expected,
-            lambda name: name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight"),
+            optional={"lm_head.weight"} if self.decoder.enable_weight_tying else (),
         )
 
     def load(self, device: torch.device, *, on_host: bool = False) -> None:
-        """Give the decoder memory, and read into it what this rank holds.
+        """Allocate the decoder's memory, and read this rank's part into it.
 
         Args:
-            device: The device that computes; buffers are there.
+            device: Device of the computation and of the buffers.
             on_host: Keep the parameters in the host's memory.
 
         Raises:
             ModelError: a file cannot be read.
         """
         self.decoder.to_empty(device="cpu" if on_host else device)
-        self.decoder.init_states(buffer_device=device)  # the buffers: `KEPT` draws no weights
+        self.decoder.init_states(buffer_device=device)  # only the buffers: `KEPT` initializes no weights
         for parameter, tensor in self.decoder.state_dict().items():
             piece = local_slice(tensor)
             if (direct := self._names[parameter]) is None:
@@ -125,23 +125,44 @@ class HFModel:
                     self._weights.copy_into(piece.tensor, name, piece.position)
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter under its Hugging Face name, detached, whole, and where that is possible sharing the model's
-        memory. All ranks iterate at the same time.
+        """Every parameter under its Hugging Face name, detached and whole. It shares the model's memory if possible.
 
-        With tied embeddings there is no `lm_head.weight`.
+        All ranks iterate at the same time. With tied embeddings there is no `lm_head.weight`.
         """
         adapter = self._adapter()
         for name, tensor in self.decoder.state_dict().items():
             yield from adapter.to_hf({name: full_tensor(tensor)}).items()
 
     def held_slices(self, dtype: torch.dtype) -> list[tuple[str, TensorSlice]]:
-        """Slices that this rank publishes; see the function `held_slices`."""
-        return held_slices(self.decoder.state_dict(), self._names, self._adapter(), self._world, dtype)
+        """(Hugging Face name, slice) pairs that this rank publishes. All ranks call this at the same time.
+
+        Together the ranks have every element once. The first rank names every tensor, even those that others have
+        whole, so that readers notice a missing part.
+
+        Args:
+            dtype: of gathered tensors, which have memory of their own. All others share the parameters' memory.
+        """
+        adapter, world = self._adapter(), self._world
+        turns = count()
+        found: list[tuple[str, TensorSlice]] = []
+        for parameter, tensor in self.decoder.state_dict().items():
+            if (direct := self._names[parameter]) is None:
+                for name, made in adapter.to_hf({parameter: full_tensor(tensor)}).items():
+                    mine = next(turns) % world.size == world.rank
+                    piece = local_slice(_own(made, dtype)) if mine else None
+                    found += _entries(name, piece, made.shape, dtype, world)
+            else:
+                piece = owned_slice(tensor, world)
+                shape = tensor.shape[1:] if direct.are_rows else tensor.shape
+                for row, name in enumerate(direct.names):
+                    own = _row(piece, row) if direct.are_rows else piece
+                    found += _entries(name, own, shape, dtype, world)
+        return found
 
     def _computed(self, parameter: str, position: SlicePosition) -> torch.Tensor:
-        """A whole parameter that the adapter makes of its Hugging Face tensors."""
+        """A whole parameter that the adapter computes from its Hugging Face tensors."""
         config = copy(self.decoder.config)
-        config.enable_weight_tying = False  # else an adapter wants the embedding with whatever it translates
+        config.enable_weight_tying = False  # otherwise an adapter also needs the embedding, whatever it translates
         adapter = self._architecture.adapter(config, None)
         names = adapter.to_hf({parameter: torch.empty(position.whole_shape, device="meta")})
         return adapter.from_hf({name: self._weights.read(name) for name in names})[parameter]
@@ -157,51 +178,18 @@ def _cut(whole: torch.Tensor, piece: TensorSlice) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class HFNames:
-    """The Hugging Face tensors that are a parameter, or views of it.
+    """Names of the Hugging Face tensors that are a parameter, or its rows.
 
     Example: `HFNames(("model.norm.weight",))`, or with `are_rows` the names of a layer's experts.
     """
 
-    names: tuple[str, ...]  # none of a parameter that is another's, as a tied head is
+    names: tuple[str, ...]  # empty for a parameter that is tied to another
     are_rows: bool = False
 
 
 def hf_names(adapter: Any, state_dict: Mapping[str, torch.Tensor]) -> dict[str, HFNames | None]:
-    """By parameter; None where the adapter computes the Hugging Face tensors."""
+    """Hugging Face names by parameter; None if the adapter computes the Hugging Face tensors."""
     return {name: _hf_names(adapter, name, tensor.shape) for name, tensor in state_dict.items()}
-
-
-def held_slices(
-    state_dict: Mapping[str, torch.Tensor],
-    names: Mapping[str, HFNames | None],
-    adapter: Any,
-    world: World,
-    dtype: torch.dtype,
-) -> list[tuple[str, TensorSlice]]:
-    """(Hugging Face name, slice) pairs of this rank. All ranks call this at the same time.
-
-    Together the ranks have every element once. The first one names every tensor, also those that others have whole, so
-    that a version that lacks a part is found out.
-
-    Args:
-        names: from `hf_names`.
-        dtype: of what is gathered, which has memory of its own. Everything else shares the parameters' memory.
-    """
-    turns = count()
-    found: list[tuple[str, TensorSlice]] = []
-    for parameter, tensor in state_dict.items():
-        if (direct := names[parameter]) is None:
-            for name, made in adapter.to_hf({parameter: full_tensor(tensor)}).items():
-                mine = next(turns) % world.size == world.rank
-                piece = _whole_slice(_own(made, dtype)) if mine else None
-                found += _entries(name, piece, made.shape, dtype, world)
-        else:
-            piece = owned_slice(tensor, world)
-            shape = tensor.shape[1:] if direct.are_rows else tensor.shape
-            for row, name in enumerate(direct.names):
-                own = _row(piece, row) if direct.are_rows else piece
-                found += _entries(name, own, shape, dtype, world)
-    return found
 
 
 def _hf_names(adapter: Any, parameter: str, shape: torch.Size) -> HFNames | None:
@@ -232,14 +220,9 @@ def _row(piece: TensorSlice | None, row: int) -> TensorSlice | None:
 
 
 def _own(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """In memory of its own: a view would keep all of the gathered parameter."""
+    """Converted, in memory of its own: a view would keep the whole gathered parameter allocated."""
     converted = tensor.to(dtype)
     return converted.clone() if converted.untyped_storage().nbytes() > converted.nbytes else converted
-
-
-def _whole_slice(tensor: torch.Tensor) -> TensorSlice:
-    shape = tuple(tensor.shape)
-    return TensorSlice(tensor, SlicePosition((0,) * len(shape), shape))
 
 
 def _entries(
@@ -253,19 +236,17 @@ def _entries(
 
 
 class HFWeights:
-    """Names and shapes are compared when it is made, and nothing is read before.
+    """Weight files of a Hugging Face folder, whose names and shapes are compared before any weight is read.
 
     Args:
-        expected: what config.json describes, shapes by name.
-        is_ignored: whether a tensor of this name may be there all the same.
+        expected: shapes by name, as config.json describes them.
+        optional: names of tensors that are ignored if the folder has them, besides rotary frequencies.
 
     Raises:
         ModelError: the folder has no weights, or other ones.
     """
 
-    def __init__(
-        self, folder: Path, expected: Mapping[str, tuple[int, ...]], is_ignored: Callable[[str], bool]
-    ) -> None:
+    def __init__(self, folder: Path, expected: Mapping[str, tuple[int, ...]], optional: Collection[str] = ()) -> None:
         files = sorted(folder.glob("*.safetensors"))
         if not files:
             raise ModelError(f"{folder} has no *.safetensors")
@@ -273,7 +254,7 @@ class HFWeights:
         for file in files:
             with _opened(file) as tensors:
                 for name in tensors.keys():  # noqa: SIM118  a safe_open is not a mapping
-                    if is_ignored(name):
+                    if name in optional or name.endswith("rotary_emb.inv_freq"):
                         continue
                     if name not in expected:
                         raise ModelError(f"{file} has {name!r}, which config.json does not describe")
@@ -288,9 +269,9 @@ class HFWeights:
             raise ModelError(f"the weights in {folder} lack {missing[0]!r}{more}, which config.json describes")
 
     def copy_into(self, target: torch.Tensor, name: str, position: SlicePosition | None = None) -> None:
-        """Fill a tensor, on any device and of any dtype, with one of that name, or with the slice at a position.
+        """Fill a tensor, on any device and of any dtype, with the tensor of that name, or with its slice at a position.
 
-        The file is mapped no longer than that: what was read of it would count as this process's memory.
+        The file is mapped only meanwhile, because mapped pages count as this process's memory.
 
         Raises:
             ModelError: the file cannot be read.
@@ -301,7 +282,7 @@ class HFWeights:
             target.copy_(tensors.get_slice(name)[box])
 
     def read(self, name: str) -> torch.Tensor:
-        """All of a tensor.
+        """Read a whole tensor.
 
         Raises:
             ModelError: the file cannot be read.

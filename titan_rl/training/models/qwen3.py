@@ -7,7 +7,7 @@ from typing import Any
 
 import titan_rl.training.device  # noqa: F401  before torchtitan
 from titan_rl.core.errors import ModelError
-from titan_rl.training.models.architecture import KEPT, Architecture, Dimensions, HalvesRoPE, rope_scaling
+from titan_rl.training.models.architecture import Architecture, Dimensions, HalvesRoPE, rope_scaling
 from titan_rl.training.models.experts import moe_config
 
 # isort: split
@@ -52,7 +52,6 @@ def _mlp(size: Dimensions, hf: Mapping[str, Any]) -> dict[str, Any]:
             num_experts=num_experts,
             top_k=top_k,
             renormalize=bool(hf.get("norm_topk_prob", False)),
-            param_init=KEPT,
         )
     }
 

@@ -1,12 +1,13 @@
-"""Adam whose moments take few bytes, or wait in the host's memory, and that trains bfloat16 weights as well.
+"""Adam with moments of few bytes or in the host's memory, which also trains bfloat16 weights.
 
-What is written in few bits is rounded stochastically: up or down with such probabilities that the mean is exact.
-Rounded to the nearest, an average that moves by less than half a unit in each step would never move at all, and neither
-would a bfloat16 weight at a small learning rate. The random bits follow from the step and the place of the numbers, so
-a run that is resumed on as many ranks makes the same ones.
+Numbers are stored in few bits with stochastic rounding: up or down with probabilities that make the mean exact. With
+rounding to nearest, an average that moves by less than half a unit in each step would never change, nor would a
+bfloat16 weight at a small learning rate. The random bits are determined by the step and the position of the numbers, so
+a run that is resumed on equally many ranks gets the same ones.
 
-8-bit moments are logarithms, eight to a factor of two, relative to the largest of their row: the first has a sign and
-spans a factor of 2^15.75, the second, whose root is divided by, one of 2^31.75 and is never rounded down to 0.
+8-bit moments are logarithms, in steps of an eighth of a factor of two, relative to the largest of their row. The first
+moment has a sign and spans a factor of 2^15.75. The second, whose root is a divisor, spans 2^31.75 and is never rounded
+down to 0.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from titan_rl.training.choices import StateDType
 from titan_rl.training.parallel import local, local_slice
 
 PER_OCTAVE = 8
-"""8-bit codes to a factor of two."""
+"""Number of 8-bit codes for a factor of two."""
 LAST_SIGNED, LAST_SQUARE = 126, 254
 """The smallest magnitude of each kind is 2^(-last / PER_OCTAVE) of the row's largest."""
 ZERO_SQUARE = 255
@@ -33,12 +34,12 @@ SMALLEST = 1e-38
 
 
 class CompactAdam(Optimizer):
-    """Adam, or with `decoupled` AdamW, one parameter after the other, so that float32 is there of one alone.
+    """Adam, or with `decoupled` AdamW. It updates one parameter at a time, so that only one is in float32.
 
     Args:
         state_dtype: of the moments. With "int8" those of vectors, such as the weights of norms, are float32.
-        offload: the moments wait in the host's memory.
-        device: Computes the updates. Parameters that are elsewhere are moved there and back, one at a time. By default
+        offload: keep the moments in the host's memory.
+        device: of the computation. Parameters on another device are moved there and back, one at a time. By default
             that of each parameter.
     """
 
@@ -71,7 +72,7 @@ class CompactAdam(Optimizer):
                 index += 1
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over groups and moments as they are. torch's own would convert moments to the parameters' dtype."""
+        """Load groups and moments unchanged. torch's own method would convert moments to the parameters' dtype."""
         super().load_state_dict({**state_dict, "state": {}})
         ids = [each for group in state_dict["param_groups"] for each in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -89,7 +90,7 @@ class CompactAdam(Optimizer):
         stored = local(parameter)
         device = self._device or stored.device
         gradient = local(parameter.grad).to(device, non_blocking=True).float()
-        value = stored.to(device, non_blocking=True).float()  # of float32 weights on the device the weights themselves
+        value = stored.to(device, non_blocking=True).float()  # float32 weights on the device are not copied
         if self._decoupled:
             value.mul_(1 - lr * group["weight_decay"])
         elif group["weight_decay"]:
@@ -124,7 +125,7 @@ class CompactAdam(Optimizer):
         return state
 
     def _read(self, state: dict[str, torch.Tensor], name: str, device: torch.device) -> torch.Tensor:
-        """A moment in float32, on a device; what is kept so is not copied."""
+        """A moment in float32 on a device, without a copy if it is stored so."""
         kept = local(state[name]).to(device, non_blocking=True)
         if kept.dtype.is_floating_point:
             return kept.float()
@@ -146,7 +147,7 @@ class CompactAdam(Optimizer):
 
 
 def rounded(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Float32 numbers as bfloat16, rounded stochastically. A number that bfloat16 has is kept."""
+    """Round float32 numbers stochastically to bfloat16. Numbers that bfloat16 represents exactly do not change."""
     noise = torch.randint(0, 1 << 16, value.shape, dtype=torch.int32, device=value.device, generator=generator)
     return (value.contiguous().view(torch.int32) + noise).bitwise_and_(-(1 << 16)).view(torch.float32).bfloat16()
 
@@ -174,7 +175,7 @@ def decode_signed(code: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _code(ratio: torch.Tensor, last: int, generator: torch.Generator) -> torch.Tensor:
-    """Steps of 2^(-1 / PER_OCTAVE) by which a ratio lies below 1; `last + 1` stands for 0."""
+    """Number of steps of 2^(-1 / PER_OCTAVE) from 1 down to a ratio; `last + 1` stands for 0."""
     code = (ratio.log2() * -PER_OCTAVE).floor_().clamp_(min=0, max=last)
     above = torch.exp2(code / -PER_OCTAVE)
     below = torch.exp2((code + 1) / -PER_OCTAVE).where(code < last, 0.0)
@@ -184,7 +185,7 @@ def _code(ratio: torch.Tensor, last: int, generator: torch.Generator) -> torch.T
 
 
 def _row_max(kept: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude of each row, also where ranks share rows."""
+    """The largest magnitude of each row, including the parts of rows on other ranks."""
     found = moment.abs().amax(-1, keepdim=True) if moment.shape[-1] else moment.new_zeros((*moment.shape[:-1], 1))
     if isinstance(kept, DTensor):
         for mesh_dim, placement in enumerate(kept.placements):
@@ -194,7 +195,7 @@ def _row_max(kept: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
 
 
 def _like(parameter: torch.Tensor, own: torch.Tensor, *, is_scale: bool = False) -> torch.Tensor:
-    """This rank's part as a tensor that is spread over the ranks as the parameter is, on whichever device."""
+    """DTensor of this rank's part, sharded like the parameter, on any device."""
     if not isinstance(parameter, DTensor):
         return own
     shape, placements = parameter.shape, parameter.placements

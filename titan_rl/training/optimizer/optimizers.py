@@ -1,12 +1,11 @@
-"""The library's optimizers, the learning rate schedule, and `Optimizers`, which steps those of a run.
+"""The library's optimizers, and `Optimizers`, which steps those of a run.
 
-An optimizer is made by a function from the named parameters of the model and an `OptimizerSpec`. With several ranks the
+A function makes an optimizer from the named parameters of the model and an `OptimizerSpec`. With several ranks the
 parameters are DTensors, of which torch's optimizers update each rank's part.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +15,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from titan_rl.core.errors import ConfigError
-from titan_rl.training.choices import LearningRateDecay
 from titan_rl.training.device import local_device  # before torchtitan
 from titan_rl.training.optimizer.compact_adam import CompactAdam
 from titan_rl.training.optimizer.registry import NamedParameters, OptimizerSpec, find_optimizer
@@ -50,7 +48,7 @@ def muon(parameters: NamedParameters, spec: OptimizerSpec) -> list[Optimizer]:
     """Muon with the momentum `betas[0]` for the matrices of the layers, and AdamW for the rest: embeddings, the head,
     norms, and experts, which are stacks of matrices.
 
-    A matrix moves by about as much as with AdamW at the same learning rate (arXiv:2502.16982, eq. 4).
+    Updates of a matrix are about as large as with AdamW at the same learning rate (arXiv:2502.16982, eq. 4).
     """
     matrices = [(name, p) for name, p in parameters if name.startswith("layers.") and p.ndim == 2]
     names = {name for name, _ in matrices}
@@ -70,11 +68,11 @@ class Optimizers:
     """The optimizers of one model, stepped together.
 
     Args:
-        name: as `training.optimizer` has it.
+        name: value of `training.optimizer`.
 
     Raises:
-        ConfigError: there is no such `training.optimizer`, it makes something else than optimizers, or they do not
-            have every parameter once.
+        ConfigError: there is no such `training.optimizer`, it does not return optimizers, or they do not have every
+            parameter once.
     """
 
     def __init__(self, model: nn.Module, name: str, spec: OptimizerSpec) -> None:
@@ -88,7 +86,7 @@ class Optimizers:
             part.zero_grad()
 
     def step(self, lr: float) -> None:
-        """Update the parameters, at the learning rate `lr` in place of the spec's."""
+        """Update the parameters at the learning rate `lr`, which replaces the spec's."""
         for group, proportion in zip(self._groups(), self._proportions, strict=True):
             group["lr"] = lr * proportion
         for part in self.parts:
@@ -102,7 +100,7 @@ class Optimizers:
 def _adam(
     optimizer: type[torch.optim.Adam | torch.optim.AdamW], parameters: NamedParameters, spec: OptimizerSpec
 ) -> Optimizer:
-    """torch's fused one for float32 weights and moments on the device, else `CompactAdam`."""
+    """torch's fused optimizer for float32 weights and moments on the device, otherwise `CompactAdam`."""
     is_plain = spec.state_dtype == "float32" and not spec.offload
     if not is_plain or any(parameter.dtype is not torch.float32 for _, parameter in parameters):
         return CompactAdam(
@@ -145,27 +143,3 @@ def _check_parameters(name: str, parts: Sequence[Optimizer], parameters: NamedPa
                 f"training.optimizer = {name!r} has {parameter_name} {count} times; it must give every parameter to "
                 "one optimizer. In a group with lr = 0 a parameter stays as it is"
             )
-
-
-def learning_rate(
-    step: int, *, steps: int, lr: float, warmup_steps: int, decay: LearningRateDecay, min_lr_ratio: float
-) -> float:
-    """The learning rate of one optimizer step: a linear warm-up to `lr`, then `decay` down to `lr * min_lr_ratio`.
-
-    The last warm-up step has the full rate; the last step of the run has exactly `lr * min_lr_ratio`, unless the rate
-    is constant. Steps past the end keep the last step's rate.
-
-    Args:
-        step: counted from 0.
-        steps: of the run.
-
-    Example: lr 1.0, 2 warm-up steps, linear to 0.0 over 6 steps gives 0.5, 1.0, 0.75, 0.5, 0.25, 0.0.
-    """
-    if step < warmup_steps:
-        return lr * (step + 1) / warmup_steps
-    if decay == "constant":
-        return lr
-    peak = max(warmup_steps - 1, 0)
-    progress = min((step - peak) / max(steps - 1 - peak, 1), 1.0)
-    remaining = 1 - progress if decay == "linear" else (1 + math.cos(math.pi * progress)) / 2
-    return lr * (min_lr_ratio + (1 - min_lr_ratio) * remaining)

@@ -1,6 +1,6 @@
-"""Optimizers by name: those of the library, or the user's as "module:function"; and the arguments of one.
+"""Optimizers by name, the library's or yours as "module:function", and their arguments.
 
-Importing this module imports no optimizer and no torch: the library's optimizers are named as a user's are.
+Importing this module imports no optimizer and no torch: the library's optimizers are also given as "module:function".
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 NamedParameters = Sequence[tuple[str, "nn.Parameter"]]
-"""torchtitan's names, such as "layers.0.attention.wo.weight". torch's optimizers take such pairs as they are."""
+"""Pairs with torchtitan's names, such as "layers.0.attention.wo.weight", which torch's optimizers accept."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:
-    """The settings of `[training]` that an optimizer is made with.
+    """The settings of `[training]` for an optimizer.
 
-    The last two are for adam and adamw, and as they are by default for every other optimizer.
+    The last two are for adam and adamw, and have their defaults for every other optimizer.
     """
 
     lr: float
@@ -33,12 +33,12 @@ class OptimizerSpec:
     eps: float = 1e-8
     weight_decay: float = 0.0
     state_dtype: StateDType = "float32"  # training.optimizer_dtype
-    offload: bool = False  # training.offload_optimizer or training.offload_parameters
+    offload: bool = False  # whether training.offload has "optimizer" or "parameters"
 
 
 OptimizerFn = Callable[[NamedParameters, OptimizerSpec], "Optimizer | list[Optimizer]"]
-"""Every parameter goes to one of the optimizers. The learning rates of their groups stay in the proportion that they
-have to `spec.lr`, and follow its schedule."""
+"""Each parameter belongs to one of the optimizers. The learning rates of their groups follow the schedule, in constant
+proportion to `spec.lr`."""
 
 
 BY_NAME = {

@@ -1,10 +1,10 @@
 """Checkpoint folders: atomic writing, retention, and checksums of their files. Standard library only.
 
-A checkpoint is written to a hidden folder beside its final path, flushed to disk, and then renamed. A trainer that is
-cut off does not know that another has taken over, so that several may write the same checkpoint: each then writes under
-a name of its own, and the process that started them renames one.
+A checkpoint is written to a hidden folder next to its final path, flushed to disk, and then renamed. A trainer that is
+cut off does not know that another has taken over, so several may write the same checkpoint: each writes under a name of
+its own, and the process that started them renames one.
 
-`checksums.json` of a folder: `{"state.json": {"bytes": 4182, "crc32": 2774310163}, ...}`, every other file of it.
+`checksums.json` lists all other files of a folder: `{"state.json": {"bytes": 4182, "crc32": 2774310163}, ...}`.
 Checksums protect against accidents, not against an adversary.
 """
 
@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -31,13 +31,13 @@ _STEP = re.compile(r"step-(\d+)")
 
 @contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
-    """A folder to write into that appears at `path` when the block ends, and vanishes if the block raises.
+    """Give the block a folder that is moved to `path` when the block ends, and removed if the block raises.
 
-    What was at `path` stays valid until then. Remains of an earlier writer that was killed are cleared.
+    An existing folder at `path` stays valid until then. Leftovers of a killed writer are removed.
 
     Raises:
         NoSpaceError: the disk is full.
-        CheckpointError: anything else in the block or the move failed; the cause says what. Interrupts pass unchanged.
+        CheckpointError: anything else in the block or the move failed; see its cause. Interrupts pass unchanged.
     """
     temporary = temporary_of(path)
     try:
@@ -55,11 +55,11 @@ def atomic_directory(path: Path) -> Iterator[Path]:
 
 
 def put_in_place(written: Path, path: Path) -> None:
-    """Rename a whole folder to `path` beside it. What was there stays valid until then.
+    """Rename a finished folder to `path` next to it. An existing folder there stays valid until then.
 
     Raises:
         NoSpaceError: the disk is full.
-        CheckpointError: it could not be renamed; what was at `path` is there.
+        CheckpointError: it could not be renamed; `path` is unchanged.
     """
     replaced = path.with_name(f".{path.name}.old.tmp")
     try:
@@ -81,7 +81,7 @@ def put_in_place(written: Path, path: Path) -> None:
 
 
 def unwritten(path: Path, error: Exception) -> CheckpointError:
-    """The error of a folder that could not be written because of `error`."""
+    """Error for a folder that could not be written because of `error`."""
     if means_no_space(error):
         return NoSpaceError(f"no space left in {path.parent}, where {path.name} was being written")
     return CheckpointError(f"{path} could not be written: {error}")
@@ -98,7 +98,7 @@ def written_by(writer: str, path: Path) -> Path:
 
 
 def being_written(root: Path, name: str = "step-") -> list[Path]:
-    """Folders that are to be in `root` under names that begin so: somebody writes them, or was killed before."""
+    """Temporary folders in `root` for names with this prefix: in progress, or left by a killed writer."""
     return [*root.glob(f".*{name}*")]
 
 
@@ -113,7 +113,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """The whole checkpoints under `root`, oldest first."""
+    """The complete checkpoints under `root`, oldest first."""
     if not root.is_dir():
         return []
     found = [(int(match[1]), path) for path in root.iterdir() if (match := _STEP.fullmatch(path.name))]
@@ -121,13 +121,13 @@ def list_checkpoints(root: Path) -> list[Path]:
 
 
 def latest(root: Path) -> Path | None:
-    """The newest whole checkpoint under `root`, or None."""
+    """The newest complete checkpoint under `root`, or None."""
     checkpoints = list_checkpoints(root)
     return checkpoints[-1] if checkpoints else None
 
 
 def keep_last(root: Path, count: int) -> None:
-    """Delete all but the newest `count` checkpoints. One that cannot be deleted is left.
+    """Delete all but the newest `count` checkpoints. Errors of deletion are ignored.
 
     Raises:
         ValueError: count is below 1.
@@ -154,8 +154,8 @@ def _flush_entry(path: Path) -> None:
 
 
 CHECKSUMS = "checksums.json"
-BLOCK = 1 << 23  # bytes; long enough to run at the disk's speed
-THREADS = 4  # a CRC runs at about 4 GB/s in each
+BLOCK = 1 << 23  # bytes; large enough for the disk's full speed
+THREADS = 4  # each computes a CRC at about 4 GB/s
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,22 +166,30 @@ class FileChecksum:
     crc32: int
 
 
+@dataclass(slots=True)
+class WriteProgress:
+    """Number of bytes written to disk so far, which another thread may read."""
+
+    num_bytes: int = 0
+
+
 class SummingWriter:
-    """Writes a file and sums it on the way, each in its own thread.
+    """Writes a file and computes its checksum, each in its own thread.
 
     Args:
-        took: told of the bytes that the file has taken, a block at a time.
+        progress: Counts the written bytes, a block at a time.
     """
 
-    def __init__(self, file: BinaryIO, took: Callable[[int], None] = lambda num_bytes: None) -> None:
+    def __init__(self, file: BinaryIO, progress: WriteProgress) -> None:
         self._file = file
-        self._took = took
+        self._progress = progress
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checksum")
         self._bytes = 0
         self._crc32 = 0
 
     def write(self, data: memoryview) -> None:
-        """
+        """Write bytes.
+
         Args:
             data: [num_bytes]
         """
@@ -190,11 +198,11 @@ class SummingWriter:
             crc32 = self._thread.submit(zlib.crc32, block, self._crc32)
             self._file.write(block)
             self._crc32 = crc32.result()
-            self._took(len(block))
+            self._progress.num_bytes += len(block)
         self._bytes += len(data)
 
     def close(self) -> FileChecksum:
-        """Have everything on the disk. The file is the caller's."""
+        """Flush everything to disk. The caller closes the file."""
         self._thread.shutdown()
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -202,7 +210,7 @@ class SummingWriter:
 
 
 def write_summed(path: Path, text: str) -> FileChecksum:
-    """Write a small file."""
+    """Write a small file, and return its checksum."""
     data = text.encode()
     path.write_bytes(data)
     return FileChecksum(len(data), zlib.crc32(data))
@@ -217,7 +225,7 @@ def _listed(checksums: Mapping[str, FileChecksum]) -> str:
 
 
 def write_checksums_of(folder: Path) -> None:
-    """Read every file of a folder, sum it, and have all on the disk. The list appears when it is whole.
+    """Read every file of a folder, flush it to disk, and write the list of checksums, atomically.
 
     Raises:
         OSError: a file cannot be read, or the list cannot be written.
@@ -234,17 +242,17 @@ def write_checksums_of(folder: Path) -> None:
 
 
 def read_checksums(folder: Path) -> dict[str, FileChecksum]:
-    """By file name.
+    """Read the checksums of a folder, by file name.
 
     Raises:
-        DamagedCheckpointError: the folder has no list of them, or what it has is none.
+        DamagedCheckpointError: the list is missing or damaged.
     """
     path = folder / CHECKSUMS
     try:
         entries: dict[str, dict[str, int]] = parse_json(path.read_text())
         checksums = {name: FileChecksum(**values) for name, values in entries.items()}
     except FileNotFoundError:
-        raise DamagedCheckpointError(f"{folder} has no {CHECKSUMS}: it is no whole checkpoint") from None
+        raise DamagedCheckpointError(f"{folder} has no {CHECKSUMS}: it is not a complete checkpoint") from None
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise DamagedCheckpointError(f"{path} is damaged: {error!r}") from error
     if strange := next((name for name in checksums if not _is_inside(name)), None):
@@ -256,7 +264,7 @@ def verify(folder: Path, *, share: int = 0, of: int = 1) -> None:
     """Read every file of a checkpoint and compare it with its checksum.
 
     Args:
-        share: which of `of` equal shares of the files to read; by default all.
+        share: number of the share to read, of `of` equal shares of the files; by default all files.
 
     Raises:
         DamagedCheckpointError: with the first file that is missing, cannot be read, or is not what was written.
@@ -282,10 +290,7 @@ def _complaint(path: Path, expected: FileChecksum) -> str | None:
 
 
 def _summed(file: FileIO, block_bytes: int = BLOCK) -> tuple[int, int]:
-    """
-    Returns:
-        crc32 and number of bytes.
-    """
+    """CRC-32 and number of bytes of a file."""
     crc32, size = 0, 0
     block = memoryview(bytearray(block_bytes))
     while count := file.readinto(block):
@@ -295,6 +300,6 @@ def _summed(file: FileIO, block_bytes: int = BLOCK) -> tuple[int, int]:
 
 
 def _is_inside(name: str) -> bool:
-    """Whether it is the path of a file in the folder, or in one of its folders."""
+    """Whether a name is a path below the folder."""
     parts = PurePosixPath(name).parts
     return bool(parts) and not name.startswith("/") and ".." not in parts

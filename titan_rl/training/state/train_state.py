@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextvars
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -33,6 +33,7 @@ from titan_rl.training.parallel import World, local_slice, owned_slice
 from titan_rl.training.state.checkpoint import (
     FileChecksum,
     SummingWriter,
+    WriteProgress,
     atomic_directory,
     read_checksums,
     temporary_of,
@@ -44,10 +45,6 @@ from titan_rl.training.state.checkpoint import (
 from titan_rl.weights.types import SlicePosition, TensorSlice
 
 SUFFIX = ".safetensors"
-
-
-def _nothing(num_bytes: int) -> None: ...
-
 
 _PLACES = "places"
 _NAMES = {
@@ -64,11 +61,11 @@ _NAMES = {
 }
 
 
-def write_slices(path: Path, slices: Mapping[str, TensorSlice], took: Callable[[int], None] = _nothing) -> FileChecksum:
+def write_slices(path: Path, slices: Mapping[str, TensorSlice], progress: WriteProgress | None = None) -> FileChecksum:
     """Write slices of tensors for `TensorFiles` to read. See `write_tensors`."""
     places = {name: [each.position.start, each.position.whole_shape] for name, each in slices.items()}
     tensors = {name: each.tensor for name, each in slices.items()}
-    return write_tensors(path, tensors, tensors.items(), {_PLACES: json.dumps(places)}, took)
+    return write_tensors(path, tensors, tensors.items(), {_PLACES: json.dumps(places)}, progress)
 
 
 def write_tensors(
@@ -76,18 +73,18 @@ def write_tensors(
     layout: Mapping[str, torch.Tensor],
     tensors: Iterable[tuple[str, torch.Tensor]],
     metadata: Mapping[str, str],
-    took: Callable[[int], None] = _nothing,
+    progress: WriteProgress | None = None,
 ) -> FileChecksum:
-    """Write a safetensors file of tensors on any device, one after the other: no copy is made but of one at a time.
+    """Write a safetensors file of tensors on any device, copying one tensor at a time.
 
     Args:
-        layout: their dtypes and shapes, for which tensors without memory do.
-        tensors: in that order.
-        took: told of the bytes that the disk has taken.
+        layout: their dtypes and shapes, also as tensors without memory.
+        tensors: in the order of the layout.
+        progress: counts the written bytes.
 
     Raises:
         OSError: the disk is full, or cannot be written.
-        TypeError: a tensor has a dtype that the format does not know.
+        TypeError: the format does not support the dtype of a tensor.
         ValueError: the tensors are not those of the layout.
     """
     header: dict[str, Any] = {}
@@ -101,7 +98,7 @@ def write_tensors(
     text = json.dumps({"__metadata__": metadata, **header}).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
-        writer = SummingWriter(file, took)
+        writer = SummingWriter(file, progress or WriteProgress())
         writer.write(memoryview(len(text).to_bytes(8, "little") + text))
         for (name, tensor), (expected, place) in zip(tensors, layout.items(), strict=True):
             if (name, tensor.dtype, tensor.shape) != (expected, place.dtype, place.shape):
@@ -114,7 +111,7 @@ def write_tensors(
 
 @dataclass(frozen=True, slots=True)
 class StoredSlice:
-    """A slice that a file has."""
+    """A slice of a tensor in a file."""
 
     path: Path
     shape: tuple[int, ...]
@@ -122,10 +119,10 @@ class StoredSlice:
 
 
 class TensorFiles:
-    """The tensors of several files together, as if each were in one piece.
+    """The tensors of several files, each joined from its slices.
 
     Raises:
-        DamagedCheckpointError: one is not a file of `write_slices`.
+        DamagedCheckpointError: a file was not written by `write_slices`, or is damaged.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -146,7 +143,7 @@ class TensorFiles:
         return set(self._slices)
 
     def has_dtype(self, prefix: str, dtype: str) -> bool:
-        """Whether a tensor whose name begins so has a dtype, by the name that the files give it."""
+        """Whether the first tensor with this name prefix has a dtype, given by its name in the files."""
         name = next((name for name in self._slices if name.startswith(prefix)), None)
         if name is None:
             return False
@@ -154,10 +151,10 @@ class TensorFiles:
             return file.get_slice(name).get_dtype() == dtype
 
     def read(self, wanted: Mapping[str, TensorSlice]) -> None:
-        """Fill slices in place, however the tensors are cut here and there.
+        """Fill slices in place. The files may slice the tensors in another way.
 
         Raises:
-            ValueError: a tensor has another shape or dtype than is wanted, or is not there in full.
+            ValueError: a tensor has another shape or dtype than the wanted one, or is incomplete.
         """
         by_path: dict[Path, list[tuple[str, StoredSlice]]] = {}
         for name, target in wanted.items():
@@ -200,27 +197,27 @@ def _common(stored: StoredSlice, target: TensorSlice) -> tuple[tuple[slice, ...]
 
 
 STALL_S = 1800.0
-"""Longest time in which the disk takes nothing."""
+"""Longest time without progress of a write."""
 
 COMPUTATION = {"amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"}
-"""Options of torch's Adam that say how an update is computed, and follow from the settings. Optimizers that keep the
-same state, such as one whose moments are offloaded, need not have them."""
+"""Options of torch's Adam for the computation of an update, which follow from the settings. Other optimizers with the
+same state, such as one with offloaded moments, need not have them."""
 
 STATE = "state.json"
 FORMAT = 1
 
 
 class TrainStateWriter:
-    """Writes model, optimizers, version and torch's random state, every rank its part. One at a time.
+    """Writes model, optimizers, version and torch's random state, each rank its part, one checkpoint at a time.
 
-    All ranks call `begin` and then `finish` at the same time. The disk is written in a thread of its own, where the
-    ranks meet in a group of their own.
+    All ranks call `begin` and then `finish` at the same time. A thread writes to disk; the ranks' threads communicate
+    in a process group of their own.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world.with_own_group()
         on_gpu = torch.cuda.is_available()
-        # The copies' memory serves the next checkpoint again.
+        # The memory of the copies is reused for the next checkpoint.
         self._stager = DefaultStager(
             StagingOptions(
                 use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu
@@ -228,8 +225,8 @@ class TrainStateWriter:
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
-        self._taken = 0  # bytes, by the disk
-        self._with_others = False  # waiting for ranks whose disks are not done
+        self._progress = WriteProgress()
+        self._with_others = False  # waiting for other ranks, which are still writing
 
     def begin(
         self,
@@ -239,15 +236,15 @@ class TrainStateWriter:
         version: int,
         files: Mapping[str, str],
     ) -> None:
-        """Copy the state, so that the next step may change it, and begin to write. Waits for the one before, whose
-        `finish` tells how it ended.
+        """Copy the state, so that the next step may change it, and begin to write. Waits for the previous write, whose
+        errors `finish` raises.
 
         Args:
-            files: what else the folder is to hold: name -> text.
+            files: further files of the folder: name -> text.
 
         Raises:
-            CheckpointError: the disk takes nothing of the one before. Or an optimizer keeps what a checkpoint cannot
-                hold.
+            CheckpointError: the previous write makes no progress. Or an optimizer's state has a value that a checkpoint
+                cannot hold.
         """
         self._wait()
         try:
@@ -259,16 +256,16 @@ class TrainStateWriter:
         assert not isinstance(copies, Future), "staging is synchronous"
         slices = {name: TensorSlice(copies[name], each.position) for name, each in mine.items()}
         state = json.dumps({"format": FORMAT, "version": version, "values": values})
-        # Monarch keeps the actor that calls in the context.
+        # Monarch keeps the calling actor in the context.
         write = contextvars.copy_context().run
         self._writing = self._thread.submit(write, self._write, directory, slices, {**files, STATE: state})
 
     def finish(self) -> None:
-        """Returns once the folder is whole.
+        """Wait until the folder is complete.
 
         Raises:
-            NoSpaceError: the disk is full; what was there is unchanged.
-            CheckpointError: it could not be written, or the disk takes nothing any more.
+            NoSpaceError: the disk is full; an existing folder is unchanged.
+            CheckpointError: it could not be written, or the write makes no progress.
         """
         self._wait()
         if self._writing is not None:
@@ -276,10 +273,10 @@ class TrainStateWriter:
 
     def _wait(self) -> None:
         while self._writing is not None:
-            taken = self._taken
+            written = self._progress.num_bytes
             if wait([self._writing], timeout=STALL_S).done:
                 return
-            if self._taken == taken and not self._with_others:
+            if self._progress.num_bytes == written and not self._with_others:
                 raise CheckpointError(f"the disk has taken nothing of a checkpoint for {STALL_S:g} s")
 
     def _write(self, directory: Path, slices: Mapping[str, TensorSlice], files: Mapping[str, str]) -> None:
@@ -306,7 +303,7 @@ class TrainStateWriter:
             name = f"rank-{self._world.rank}{SUFFIX}"
             checksum = None
             try:
-                checksum = write_slices(folder / name, slices, self._took)
+                checksum = write_slices(folder / name, slices, self._progress)
             except (OSError, TypeError) as error:
                 problem = unwritten(directory, error)
             self._agree(problem)
@@ -315,11 +312,8 @@ class TrainStateWriter:
                 checksums |= {name: write_summed(folder / name, text) for name, text in files.items()}
                 write_checksums(folder, {name: each for name, each in checksums.items() if each is not None})
 
-    def _took(self, num_bytes: int) -> None:
-        self._taken += num_bytes
-
     def _agree(self, problem: Exception | None) -> None:
-        """All ranks fail if one does, and alike."""
+        """Fail on all ranks with the same error if one has a problem."""
         self._with_others = True
         self._world.agree(str(problem) if isinstance(problem, NoSpaceError) else None, NoSpaceError)
         self._world.agree(None if problem is None else str(problem), CheckpointError)
@@ -327,15 +321,15 @@ class TrainStateWriter:
 
 
 def load_train_state(directory: Path, model: nn.Module, optimizers: Sequence[Optimizer], world: World) -> int:
-    """Read what a `TrainStateWriter` wrote, in place. It may have been written by another number of ranks, all of which
-    call this at the same time. Nothing is changed before every file is verified.
+    """Read a checkpoint of a `TrainStateWriter` in place, also one of another number of ranks. All ranks call this at
+    the same time. Nothing is changed before every file is verified.
 
     Returns:
-        the version.
+        The version.
 
     Raises:
         DamagedCheckpointError: its bytes are not those that were written.
-        CheckpointError: there is none, or it is of another model or optimizer.
+        CheckpointError: there is no checkpoint, or it is of another model or optimizer.
     """
     if not directory.is_dir():
         raise CheckpointError(f"there is no checkpoint at {directory}")
@@ -404,10 +398,10 @@ PLAIN = (type(None), bool, int, float, str)
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors and the plain values of nested mappings and lists, each by its path.
+    """Tensors and plain values of nested mappings and lists, by path.
 
     Raises:
-        TypeError: there is something else in it, which a checkpoint cannot hold.
+        TypeError: a value is neither, so a checkpoint cannot hold it.
 
     Example:
         flatten({"optimizer": {"param_groups": [{"lr": 0.1, "betas": (0.9, 0.99)}]}})
@@ -431,7 +425,8 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, torch.
 
 
 def fill(tree: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
-    """The tree with these values in place of its own. Tensors stay, and tuples are tuples again.
+    """Copy of a tree with these values in place of its own. Tensors stay, and lists become tuples where the tree has
+    tuples.
 
     Raises:
         KeyError: a value is missing.
@@ -446,7 +441,7 @@ def fill(tree: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
 
 
 def _children(value: Any) -> Mapping[Any, Any] | None:
-    """Children of a mapping, or of a list that has more than plain values."""
+    """Children of a mapping, or of a list that has values other than plain ones."""
     if isinstance(value, Mapping):
         return cast("Mapping[Any, Any]", value)
     if isinstance(value, list) and not _is_plain(cast("object", value)):

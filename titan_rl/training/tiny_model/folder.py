@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
 
 from titan_rl.core.errors import MissingExtraError
 from titan_rl.training.choices import Level
@@ -28,33 +27,34 @@ def make_tiny_model(
     max_context: int = 1024,
     seed: int = 0,
 ) -> Shape:
-    """Write an untrained Qwen3 with a tokenizer for some texts. Files that are there are replaced.
+    """Write an untrained Qwen3 with a tokenizer for some texts. Existing files are replaced.
 
     Embeddings are untied. The chat template is Qwen3's without the rewriting of earlier turns, so that every
-    conversation can be extended turn by turn, with tools too. Answers end with `<|im_end|>`.
+    conversation, with or without tools, can be extended turn by turn. Answers end with `<|im_end|>`.
 
     Args:
-        texts: what the model is to read and write, such as some hundred conversations, whole or message by message.
-            Used for `level = "word"` alone.
-        level: "byte": a token for each UTF-8 byte. "word": also one for each word of the texts, and for each longer
-            phrase that some tenth of them have word by word; any other text falls back to bytes.
-        parameters: how many the model has, about.
+        texts: Examples of the texts that the model will read and write, such as a few hundred conversations, whole or
+            message by message. Used only for `level = "word"`.
+        level: "byte": a token for each UTF-8 byte. "word": also a token for each word of the texts, and for each longer
+            phrase that about a tenth of them contain; any other text falls back to bytes.
+        parameters: approximate number of parameters.
         max_context: most tokens of a conversation.
         seed: of the weights.
 
     Returns:
-        the shape that it has.
+        Shape of the model.
 
     Raises:
         ValueError: the vocabulary alone needs more parameters.
-        MissingExtraError: what reads and writes such folders is not installed.
+        MissingExtraError: the libraries that write such folders are not installed.
 
     Example:
 
         make_tiny_model("sums/start", texts=["What is 3 + 4?", "7"], parameters=200_000, max_context=128)
     """
     try:
-        from titan_rl.training.tiny_model.folder import write_weights
+        from safetensors.numpy import save_file
+
         from titan_rl.training.tiny_model.tokenizer import PAD, TURN_END, build_tokenizer
     except ImportError as error:
         raise MissingExtraError(error.name or "tokenizers", "cpu") from error
@@ -82,7 +82,7 @@ def make_tiny_model(
     }
     _write(folder / "generation_config.json", ids)
     _write(folder / "config.json", _model_config(shape, max_context) | ids)
-    write_weights(folder / "model.safetensors", shape, seed, INITIAL_STD)
+    save_file(_draw_weights(shape, seed), folder / "model.safetensors", {"format": "pt"})
     return shape
 
 
@@ -114,7 +114,7 @@ def _write(file: Path, values: dict[str, Any]) -> None:
     file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-HEAD_DIM = 32  # the smallest that vLLM has a kernel for on CPU
+HEAD_DIM = 32  # smallest head of vLLM's CPU kernels
 PAIR = 2 * HEAD_DIM  # widths are multiples of this, so that two heads share keys and values
 WIDEST = 2048
 
@@ -178,12 +178,12 @@ class Shape:
 
 
 def fitting_shape(parameters: int, vocab_size: int) -> Shape:
-    """The shape that comes nearest to so many parameters, of those about 32 times as wide as deep.
+    """Choose the shape nearest to a number of parameters, among those about 32 times as wide as deep.
 
     Example: 900,000 parameters and 402 tokens are 4 layers of width 128.
 
     Raises:
-        ValueError: the smallest has more than twice as many.
+        ValueError: the smallest shape has more than twice as many.
     """
     shapes = [
         Shape(vocab_size, width, layers)
@@ -198,10 +198,10 @@ def fitting_shape(parameters: int, vocab_size: int) -> Shape:
     return min(shapes, key=lambda shape: (abs(shape.parameters - parameters), abs(shape.width - 32 * shape.layers)))
 
 
-def write_weights(file: Path, shape: Shape, seed: int, std: float) -> None:
+def _draw_weights(shape: Shape, seed: int) -> dict[str, Any]:
     """Matrices are drawn from a normal distribution; norms are 1."""
     rng = np.random.default_rng(seed)
     weights = {name: np.ones(size, np.float32) for name, size in shape.norms().items()}
     for name, size in shape.matrices().items():
-        weights[name] = std * rng.standard_normal(size, np.float32)
-    save_file(weights, file, {"format": "pt"})
+        weights[name] = INITIAL_STD * rng.standard_normal(size, np.float32)
+    return weights

@@ -21,19 +21,20 @@ PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL = (PAD, TURN_START, TURN_END)
 MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 HEADS = ("system\n", "user\n", "assistant\n")
-"""Headers after the start of a turn. No phrase begins within one, so that an answer has the same tokens behind its
+"""Headers after the start of a turn. No phrase begins within one, so that an answer has the same tokens after its
 generation prompt as in a whole conversation."""
 SCAFFOLD = (*HEADS, "system", "user", "assistant", "\n\n")
 """Text of the chat template itself."""
 
 WORD = r"\p{Lu}?\p{Ll}+|\p{Lu}+(?!\p{Ll})"
-"""A case change begins another word. Digits, and letters that have no case, stand alone."""
+"""A change of case begins a new word. Digits, and letters without case, are tokens of their own."""
 
 
 def build_tokenizer(texts: Iterable[str], level: Level) -> Tokenizer:
-    """
+    """Build a tokenizer.
+
     Args:
-        texts: looked through for words and phrases where `level` is "word".
+        texts: searched for words and phrases if `level` is "word".
     """
     phrases, words = _words_and_phrases(texts) if level == "word" else ([], [])
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -63,16 +64,16 @@ def _words_and_phrases(texts: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 def _whole(phrase: str) -> str:
-    """A pattern for the phrase where it does not end within a word."""
+    """Pattern of the phrase, except where it would end within a word."""
     return re.escape(phrase) + (r"(?!\p{Ll})" if phrase[-1].isalpha() else "")
 
 
 MOST_WORDS = 8192
 SELDOM = 10
-"""A phrase occurs this often at least, and as often as there are texts, divided by this."""
+"""A phrase occurs at least this often, and at least in one of this many texts."""
 
 SEED = 3
-"""Pieces, at most, that say which run has begun."""
+"""Most pieces that identify the beginning of a run."""
 
 Piece = str
 Seed = tuple[Piece, ...]
@@ -81,27 +82,29 @@ Place = tuple[int, int]
 
 
 def frequent_words(pieces: Sequence[Sequence[Piece]]) -> list[Piece]:
-    """The words, the most frequent first. A single character is a byte or some anyway.  # at most [MOST_WORDS]"""
+    """The words, the most frequent first. Single characters are covered by bytes.  # at most [MOST_WORDS]"""
     counts = Counter(piece for text in pieces for piece in text if len(piece) > 1)
     return [word for word, _ in counts.most_common(MOST_WORDS)]
 
 
 def fixed_phrases(pieces: Sequence[Sequence[Piece]], num_texts: int) -> list[Piece]:
-    """Runs of pieces that always go on alike, as those of an instruction do.
+    """Runs of pieces that always continue in the same way, such as those of an instruction.
 
-    A run begins with up to `SEED` pieces, and goes on as long as each occurrence of it is followed by the same piece.
-    One whose rest also stands behind something else is left out: the rest is fixed, and a name before it is not.
+    A run begins with up to `SEED` pieces, and extends as long as all its occurrences are followed by the same piece.
+    A run whose rest also follows another first piece is left out: the rest is fixed, but not a name before it.
 
     Args:
         pieces: of each part of a text: words, and single characters of anything else.
-        num_texts: that they are parts of.
+        num_texts: number of texts.
 
     Example: of "What is 3 + 4?", "What is 2 + 9?" and more of their kind, "What is " is one.
     """
     least = max(SELDOM, num_texts / SELDOM)
     places = _seeds(pieces)
     runs: list[Sequence[Piece]] = []
-    within: set[tuple[Place, int]] = set()  # of the first occurrence of each run, with how often that occurs
+    within: set[tuple[Place, int]] = (
+        set()
+    )  # places of the first occurrence of each run, with the number of its occurrences
     for seed in sorted((seed for seed in places if len(places[seed]) >= least), key=lambda seed: places[seed][0]):
         occurrences = places[seed]
         number, at = occurrences[0]
@@ -132,12 +135,12 @@ def _seeds(pieces: Sequence[Sequence[Piece]]) -> dict[Seed, list[Place]]:
 
 
 def _length(pieces: Sequence[Sequence[Piece]], occurrences: Sequence[Place], length: int) -> int:
-    """Length of the run that begins at each of these places, and has at least `length` pieces."""
+    """Length of the run, of at least `length` pieces, that begins at each of these places."""
     while None not in (following := _after(pieces, occurrences, length)) and len(following) == 1:
         length += 1
     return length
 
 
 def _after(pieces: Sequence[Sequence[Piece]], occurrences: Sequence[Place], offset: int) -> set[Piece | None]:
-    """The pieces `offset` behind each occurrence; None for the end of a text."""
+    """The pieces `offset` after the start of each occurrence; None for the end of a text."""
     return {pieces[number][at + offset] if at + offset < len(pieces[number]) else None for number, at in occurrences}

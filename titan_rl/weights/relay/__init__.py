@@ -1,1 +1,1 @@
-"""Shards on their way between hosts: one transfer a host and version, from host to host, of changed bytes alone."""
+"""Relay of shards from host to host: each host receives a version once, and only its changed bytes."""

@@ -1,6 +1,6 @@
-"""The transports by name: the library's own, or the user's as "module:function".
+"""Transports by name: the library's, or yours as "module:function".
 
-Importing this imports no transport: what one needs is imported by the function that makes it.
+Importing this module imports no transport; the functions that make them do.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from titan_rl.weights.types import StateDictTransport
 
 @dataclass(frozen=True, slots=True)
 class TransportSpec:
-    """Parameters of one end of a transport: a trainer rank, which publishes, or a generator rank, which pulls. The
-    trainer closes its ends; a generator's goes with its process."""
+    """Parameters of one end of a transport: a trainer rank, which publishes, or a generator rank, which pulls. Only the
+    trainer closes its ends."""
 
-    run_id: str  # in the names of whatever the run's processes share
+    run_id: str  # part of the names of shared files
     timeout_s: float = 120.0  # longest wait for the bytes of one shard
-    rank: int = 0  # of the trainer, each of which publishes a shard of its own, or of the generator
-    host: str = ""  # the name of the one on which this process is; those with equal names share memory
-    address: str = "127.0.0.1"  # by which other hosts reach it; that of a run on one host is the loopback device's
-    fanout: int = 1  # hosts that one host sends a version to
+    rank: int = 0  # of the trainer or of the generator
+    host: str = ""  # name of this process's host; hosts with equal names share memory
+    address: str = "127.0.0.1"  # at which other hosts reach this one; loopback in a run on one host
+    fanout: int = 1  # hosts to which each host sends a version
     anchor_interval: int = 16  # versions that are a multiple of it are sent whole
 
 
@@ -34,7 +34,7 @@ class TransportKind:
     `StateDictTransport` has none."""
 
     make: Callable[[TransportSpec], StateDictTransport]
-    needs_gpus: bool = False  # it cannot be had on a host without one
+    needs_gpus: bool = False  # works only on hosts with a GPU
     spans_hosts: bool = True  # generators may be on other hosts than the trainer
 
     def __call__(self, spec: TransportSpec) -> StateDictTransport:
@@ -85,11 +85,11 @@ BY_NAME = {
     "rdma": TransportKind(_rdma),
     "cuda_ipc": TransportKind(_cuda_ipc, needs_gpus=True, spans_hosts=False),
 }
-"""The library's own that `statedict.transport` names."""
+"""The library's transports, by their names in `statedict.transport`."""
 
 
 def find_transport(name: str) -> TransportKind:
-    """The kind of transport that `statedict.transport` names.
+    """Look up the kind of transport that `statedict.transport` names.
 
     Raises:
         ConfigError: there is none of that name.
@@ -99,11 +99,11 @@ def find_transport(name: str) -> TransportKind:
 
 
 def make_transport(name: str, spec: TransportSpec) -> StateDictTransport:
-    """An end of a transport of that kind.
+    """Make an end of a transport.
 
     Raises:
-        ConfigError: there is none of that name, or what was made is no `StateDictTransport`.
-        Exception: what keeps it from being made.
+        ConfigError: there is none of that name, or the result is not a `StateDictTransport`.
+        Exception: raised by the function that makes it.
     """
     transport: Any = find_transport(name)(spec)
     if not isinstance(transport, StateDictTransport):
