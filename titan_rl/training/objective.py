@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from titan_rl.training.choices import Average
 from titan_rl.training.corrections import correct, interpolated_logprobs
 from titan_rl.training.losses import MAX_LOG_RATIO, ClipRange, LossTokens, find_loss, sum_by_sequence
 from titan_rl.training.losses.policy_losses import ESTIMATES
@@ -36,7 +37,7 @@ class Objective:
     def __init__(self, training: TrainingConfig, correction: CorrectionConfig, *, max_context: int) -> None:
         self._loss = find_loss(training.loss)
         self._clip = ClipRange(*training.clip)
-        self._average = training.average
+        self._average: Average = training.average
         self._kl_coef = training.kl_coef
         self._kl = ESTIMATES[training.kl]
         self._correction = correction
