@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from titan_rl.training.choices import StateDType
-from titan_rl.training.optimizer.compact_adam import (
+from titan_rl.training.optimizer.optimizers import (
     CompactAdam,
     decode_signed,
     decode_square,

@@ -27,8 +27,8 @@ from safetensors import SafetensorError, safe_open
 import titan_rl.training.device  # noqa: F401  before torchtitan
 from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.errors import ModelError
-from titan_rl.training.models import ARCHITECTURES, Architecture
-from titan_rl.training.models.architecture import Dimensions
+from titan_rl.training.models.architecture import Architecture, Dimensions
+from titan_rl.training.models.families import ARCHITECTURES
 from titan_rl.training.parallel import World, full_tensor, local_slice, owned_slice
 from titan_rl.weights.types import SlicePosition, TensorSlice
 

@@ -2,25 +2,221 @@
 
 A function makes an optimizer from the named parameters of the model and an `OptimizerSpec`. With several ranks the
 parameters are DTensors, of which torch's optimizers update each rank's part.
+
+`CompactAdam` is Adam with moments of few bytes or in the host's memory, which also trains bfloat16 weights. Numbers are
+stored in few bits with stochastic rounding: up or down with probabilities that make the mean exact. With rounding to
+nearest, an average that moves by less than half a unit in each step would never change, nor would a bfloat16 weight at
+a small learning rate. The random bits are determined by the step and the position of the numbers, so a run that is
+resumed on equally many ranks gets the same ones.
+
+8-bit moments are logarithms, in steps of an eighth of a factor of two, relative to the largest of their row. The first
+moment has a sign and spans a factor of 2^15.75. The second, whose root is a divisor, spans 2^31.75 and is never rounded
+down to 0.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import Optimizer
 
 from titan_rl.core.errors import ConfigError
+from titan_rl.training.choices import StateDType
 from titan_rl.training.device import local_device  # before torchtitan
-from titan_rl.training.optimizer.compact_adam import CompactAdam
 from titan_rl.training.optimizer.registry import NamedParameters, OptimizerSpec, find_optimizer
+from titan_rl.training.parallel import local, local_slice
 
 # isort: split
 from torchtitan.components.checkpointer.utils import canonical_fqn
+
+PER_OCTAVE = 8
+"""Number of 8-bit codes for a factor of two."""
+LAST_SIGNED, LAST_SQUARE = 126, 254
+"""The smallest magnitude of each kind is 2^(-last / PER_OCTAVE) of the row's largest."""
+ZERO_SQUARE = 255
+SMALLEST = 1e-38
+
+
+class CompactAdam(Optimizer):
+    """Adam, or with `decoupled` AdamW. It updates one parameter at a time, so that only one is in float32.
+
+    Args:
+        state_dtype: of the moments. With "int8" those of vectors, such as the weights of norms, are float32.
+        offload: keep the moments in the host's memory.
+        device: of the computation. Parameters on another device are moved there and back, one at a time. By default
+            that of each parameter.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        decoupled: bool,
+        state_dtype: StateDType = "float32",
+        offload: bool = False,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self._decoupled = decoupled
+        self._state_dtype: StateDType = state_dtype
+        self._offload = offload
+        self._device = device
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        index = 0
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group, index)
+                index += 1
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load groups and moments unchanged. torch's own method would convert moments to the parameters' dtype."""
+        super().load_state_dict({**state_dict, "state": {}})
+        ids = [each for group in state_dict["param_groups"] for each in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for each, parameter in zip(ids, parameters, strict=True):
+            if (state := state_dict["state"].get(each)) is not None:
+                self.state[parameter] = dict(state)
+
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any], index: int) -> None:
+        state: dict[str, torch.Tensor] = self.state[parameter]
+        if not state:
+            state.update(self._fresh(parameter))
+        state["step"] += 1
+        step, (beta1, beta2), lr = int(state["step"]), group["betas"], float(group["lr"])
+        assert parameter.grad is not None, "only parameters with a gradient are updated"
+        stored = local(parameter)
+        device = self._device or stored.device
+        gradient = local(parameter.grad).to(device, non_blocking=True).float()
+        value = stored.to(device, non_blocking=True).float()  # float32 weights on the device are not copied
+        if self._decoupled:
+            value.mul_(1 - lr * group["weight_decay"])
+        elif group["weight_decay"]:
+            gradient = gradient.add(value, alpha=group["weight_decay"])
+        mean = self._read(state, "exp_avg", value.device).lerp_(gradient, 1 - beta1)
+        square = self._read(state, "exp_avg_sq", value.device).mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        root = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
+        value.addcdiv_(mean, root, value=-lr / (1 - beta1**step))
+        start = local_slice(parameter).position.start
+        generator = torch.Generator(value.device).manual_seed(zlib.crc32(repr((step, index, start)).encode()))
+        self._write(state, "exp_avg", mean, generator)
+        self._write(state, "exp_avg_sq", square, generator)
+        if value.data_ptr() != stored.data_ptr():
+            stored.copy_(rounded(value, generator) if stored.dtype is torch.bfloat16 else value)
+
+    def _fresh(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        own = local(parameter)
+        device = torch.device("cpu") if self._offload else own.device
+        pin = self._offload and (self._device or own.device).type == "cuda"
+        state = {"step": torch.zeros(())}
+        for name in ("exp_avg", "exp_avg_sq"):
+            dtype = getattr(torch, self._state_dtype)
+            if self._state_dtype == "int8":
+                dtype = torch.float32 if parameter.ndim < 2 else torch.int8 if name == "exp_avg" else torch.uint8
+            zeros = torch.zeros(own.shape, dtype=dtype, device=device, pin_memory=pin)
+            if dtype is torch.uint8:
+                zeros.fill_(ZERO_SQUARE)
+            state[name] = _like(parameter, zeros)
+            if not dtype.is_floating_point:
+                scale = torch.zeros((*own.shape[:-1], 1), device=device, pin_memory=pin)
+                state[f"{name}_scale"] = _like(parameter, scale, is_scale=True)
+        return state
+
+    def _read(self, state: dict[str, torch.Tensor], name: str, device: torch.device) -> torch.Tensor:
+        """A moment in float32 on a device, without a copy if it is stored so."""
+        kept = local(state[name]).to(device, non_blocking=True)
+        if kept.dtype.is_floating_point:
+            return kept.float()
+        scale = local(state[f"{name}_scale"]).to(device, non_blocking=True)
+        return decode_signed(kept, scale) if kept.dtype is torch.int8 else decode_square(kept, scale)
+
+    def _write(
+        self, state: dict[str, torch.Tensor], name: str, moment: torch.Tensor, generator: torch.Generator
+    ) -> None:
+        kept = local(state[name])
+        if kept.dtype.is_floating_point:
+            if kept.data_ptr() != moment.data_ptr() or kept.dtype != moment.dtype:
+                kept.copy_(rounded(moment, generator) if kept.dtype is torch.bfloat16 else moment)
+            return
+        scale = _row_max(state[name], moment)
+        local(state[f"{name}_scale"]).copy_(scale)
+        encode = encode_signed if kept.dtype is torch.int8 else encode_square
+        kept.copy_(encode(moment, scale, generator))
+
+
+def rounded(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Round float32 numbers stochastically to bfloat16. Numbers that bfloat16 represents exactly do not change."""
+    noise = torch.randint(0, 1 << 16, value.shape, dtype=torch.int32, device=value.device, generator=generator)
+    return (value.contiguous().view(torch.int32) + noise).bitwise_and_(-(1 << 16)).view(torch.float32).bfloat16()
+
+
+def encode_square(value: torch.Tensor, scale: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Codes of numbers in [0, scale], rounded stochastically.  # uint8"""
+    ratio = (value / scale.clamp_min(SMALLEST)).clamp_(min=2 ** (-LAST_SQUARE / PER_OCTAVE), max=1.0)
+    code = _code(ratio, LAST_SQUARE, generator)
+    return code.where(value > 0, ZERO_SQUARE).to(torch.uint8)
+
+
+def decode_square(code: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return torch.where(code == ZERO_SQUARE, 0.0, scale * torch.exp2(code.float() / -PER_OCTAVE))
+
+
+def encode_signed(value: torch.Tensor, scale: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Codes of numbers in [-scale, scale], rounded stochastically, 0 for 0.  # int8"""
+    ratio = (value.abs() / scale.clamp_min(SMALLEST)).clamp_(max=1.0)
+    return ((LAST_SIGNED + 1 - _code(ratio, LAST_SIGNED, generator)) * value.sign()).to(torch.int8)
+
+
+def decode_signed(code: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    magnitude = code.float().abs()
+    return torch.exp2((magnitude - LAST_SIGNED - 1) / PER_OCTAVE).where(code != 0, 0.0) * scale * code.sign()
+
+
+def _code(ratio: torch.Tensor, last: int, generator: torch.Generator) -> torch.Tensor:
+    """Number of steps of 2^(-1 / PER_OCTAVE) from 1 down to a ratio; `last + 1` stands for 0."""
+    code = (ratio.log2() * -PER_OCTAVE).floor_().clamp_(min=0, max=last)
+    above = torch.exp2(code / -PER_OCTAVE)
+    below = torch.exp2((code + 1) / -PER_OCTAVE).where(code < last, 0.0)
+    share = (ratio - below) / (above - below)
+    uniform = torch.rand(ratio.shape, device=ratio.device, generator=generator)
+    return code + (uniform >= share)
+
+
+def _row_max(kept: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude of each row, including the parts of rows on other ranks."""
+    found = moment.abs().amax(-1, keepdim=True) if moment.shape[-1] else moment.new_zeros((*moment.shape[:-1], 1))
+    if isinstance(kept, DTensor):
+        for mesh_dim, placement in enumerate(kept.placements):
+            if placement.is_shard(kept.ndim - 1):
+                dist.all_reduce(found, dist.ReduceOp.MAX, group=kept.device_mesh.get_group(mesh_dim))
+    return found
+
+
+def _like(parameter: torch.Tensor, own: torch.Tensor, *, is_scale: bool = False) -> torch.Tensor:
+    """DTensor of this rank's part, sharded like the parameter, on any device."""
+    if not isinstance(parameter, DTensor):
+        return own
+    shape, placements = parameter.shape, parameter.placements
+    if is_scale:
+        shape = torch.Size((*shape[:-1], 1))
+        placements = tuple(Replicate() if each.is_shard(parameter.ndim - 1) else each for each in placements)
+    stride = torch.empty(shape, device="meta").stride()
+    spec = DTensorSpec(parameter.device_mesh, placements, TensorMeta(shape, stride, own.dtype))
+    return DTensor(own, spec, requires_grad=False)  # pyright: ignore[reportCallIssue]
 
 
 def adamw(parameters: NamedParameters, spec: OptimizerSpec) -> Optimizer:

@@ -1,4 +1,4 @@
-"""Qwen3, dense and with a mixture of experts."""
+"""Model families that can be trained: Qwen3, dense and with a mixture of experts, and Llama 3."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from typing import Any
 
 import titan_rl.training.device  # noqa: F401  before torchtitan
 from titan_rl.core.errors import ModelError
-from titan_rl.training.models.architecture import Architecture, Dimensions, HalvesRoPE, rope_scaling
+from titan_rl.training.models.architecture import Architecture, Dimensions, HalvesRoPE, PairsRoPE, rope_scaling
 from titan_rl.training.models.experts import moe_config
 
 # isort: split
+from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
+from torchtitan.models.llama3.sharding import set_llama3_sharding_config
+from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
 from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 
 
-def _build(size: Dimensions, hf: Mapping[str, Any]) -> Qwen3Model.Config:
+def _build_qwen3(size: Dimensions, hf: Mapping[str, Any]) -> Qwen3Model.Config:
     rope = HalvesRoPE.Config(
         dim=size.head_dim,
         max_seq_len=size.max_context,
@@ -60,13 +63,43 @@ _COMMON = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": 
 
 QWEN3 = Architecture(
     supported=_COMMON,
-    build=_build,
+    build=_build_qwen3,
     adapter=Qwen3StateDictAdapter,
     plan_sharding=lambda config: set_qwen3_sharding_config(config, enable_sp=False, enable_ep=False),
 )
 QWEN3_MOE = Architecture(
     supported={**_COMMON, "decoder_sparse_step": 1, "mlp_only_layers": []},
-    build=_build,
+    build=_build_qwen3,
     adapter=Qwen3StateDictAdapter,
     plan_sharding=QWEN3.plan_sharding,
 )
+
+
+def _build_llama3(size: Dimensions, hf: Mapping[str, Any]) -> Llama3Model.Config:
+    rope = PairsRoPE.Config(
+        dim=size.head_dim,
+        max_seq_len=size.max_context,
+        theta=float(size.rope["rope_theta"]),
+        **rope_scaling(size.rope, ("default", "llama3", "yarn")),
+    )
+    layers = [
+        Llama3TransformerBlock.Config(
+            attention_norm=size.norm(),
+            ffn_norm=size.norm(),
+            attention=size.attention(rope),
+            feed_forward=size.feed_forward(),
+        )
+        for _ in range(size.num_layers)
+    ]
+    return size.decoder(Llama3Model.Config, layers)
+
+
+LLAMA3 = Architecture(
+    supported={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    build=_build_llama3,
+    adapter=Llama3StateDictAdapter,
+    plan_sharding=lambda config: set_llama3_sharding_config(config, enable_sp=False),
+)
+
+ARCHITECTURES: dict[str, Architecture] = {"qwen3": QWEN3, "qwen3_moe": QWEN3_MOE, "llama": LLAMA3}
+"""Families by the `model_type` of their config.json."""
