@@ -89,7 +89,7 @@ async def test_an_exception_is_logged_once_with_its_place(caplog: pytest.LogCapt
         await env.step(calls(call("odd", {"a": 1}), call("odd", {"a": 2})))
     assert [record.getMessage() for record in caplog.records] == [
         f"tool 'odd' raised KeyError: 1 (tests/tasks/test_tool_env.py:{odd.__code__.co_firstlineno + 1} in odd); "
-        "the policy is told"
+        "the policy gets this as the result"
     ]
 
 

@@ -1,4 +1,4 @@
-"""Task of chat messages: samples that are drawn, some held out, and demonstrations made by playing its environments."""
+"""`MessageTask`, a task whose samples are drawn at random, and demonstrations made by playing its environments."""
 
 from __future__ import annotations
 
@@ -41,12 +41,14 @@ Player = Callable[[Sequence[Message]], str | Message]
 
 
 def demonstrated(games: Iterable[tuple[MessageEnv, Player]]) -> Iterator[Demonstration]:
-    """The conversations of environments with players, one after the other.
+    """Play environments with scripted players, one after the other, and yield the conversations.
 
-    They are played on one event loop, in a thread that ends with the iterator; the caller's loop may be running.
+    They are played on an event loop of their own, in a thread that ends with the iterator, so the caller's loop may be
+    running.
 
     Raises:
-        DataError: one does not end, or a call of its environment or player fails or takes too long. Names the line.
+        DataError: a conversation does not end, or a call of its environment or player fails or takes too long. Names
+            the line.
     """
     limit_s = DEMONSTRATED_CALL_S.get()
     loop = asyncio.new_event_loop()
@@ -77,9 +79,9 @@ class _Game:
         self._ends_by = time.monotonic() + limit_s  # the current call
 
     def result(self, playing: Future[Demonstration], thread: threading.Thread) -> Demonstration:
-        """Wait for the demonstration, from another thread than that of its event loop.
+        """Wait for the demonstration in a thread other than that of its event loop.
 
-        A call that blocks the event loop also blocks the timer that limits it, so the limit is checked here as well.
+        A call that blocks the event loop also blocks the timer that limits it, so the limit is checked here, too.
         """
         while not wait([playing], max(0.0, self._ends_by + GRACE_S - time.monotonic())).done:
             if time.monotonic() >= self._ends_by + GRACE_S:
@@ -100,7 +102,7 @@ class _Game:
         except BaseException:
             await self._close()
             raise
-        if (wrong := await self._close()) is not None:  # else thousands more would take as long
+        if (wrong := await self._close()) is not None:  # it would fail in each of thousands of demonstrations
             raise DataError(f"a demonstration failed: closing {type(self._calls.env).__name__}: {wrong}")
         return played
 
@@ -143,16 +145,16 @@ class _Game:
 
 
 MOST_DRAWS = 1000
-"""Limit on draws for one sample on the wanted side of the partition."""
+"""Limit on draws for one training or held-out sample."""
 
 CARELESS = 1 / 6
-"""Share of the demonstrations, the last ones, that are careless if a task has careless ones."""
+"""Share of the demonstrations, at their end, that `demonstrate_carelessly` makes."""
 
 
 class MessageTask(Section):
-    """Base class of a `Task` that only defines how samples are drawn and played.
+    """Base class of a `Task` in chat messages: subclasses define `sample`, `env` and `rubric`.
 
-    Fields that a subclass declares are settings of `[task]`.
+    The fields of a subclass are settings of `[task]`.
 
     Example:
 
@@ -170,18 +172,19 @@ class MessageTask(Section):
     """
 
     held_out: float = Field(default=0.1, ge=0, lt=1)
-    """Share of all different samples that only validation sees. 0 validates on what is trained on."""
+    """Share of all different samples that only validation sees. With 0 validation uses training samples."""
 
     @abstractmethod
     def sample(self, rng: random.Random) -> Any:
-        """Draw one sample, by `rng` alone."""
+        """Draw one sample, with no other randomness than `rng`."""
 
     @abstractmethod
     def env(self, sample: Any) -> MessageEnv:
-        """A fresh environment for one rollout."""
+        """Make a fresh environment for one rollout."""
 
     @abstractmethod
-    def rubric(self) -> Rubric: ...
+    def rubric(self) -> Rubric:
+        """Make the rubric that scores the rollouts."""
 
     def key(self, sample: Any) -> str:
         """Identity of a sample: equal keys are held out together. By default its `repr`."""
@@ -189,8 +192,10 @@ class MessageTask(Section):
 
     def demonstrate(self, sample: Any, messages: Sequence[Message], rng: random.Random) -> str | Message:
         """Next answer of a demonstration, which `titan-rl sft` teaches: text, or a whole message, for instance with
-        tool calls (see `call_of`). To leave something to reinforcement learning, it should be right only sometimes; or
-        always, with `demonstrate_carelessly` right only sometimes.
+        tool calls (see `call_of`).
+
+        If demonstrations are always right, nothing is left for reinforcement learning to improve. So either this or
+        `demonstrate_carelessly` should be right only sometimes.
 
         Args:
             messages: the conversation so far.
@@ -198,9 +203,9 @@ class MessageTask(Section):
         raise NotImplementedError
 
     def demonstrate_carelessly(self, sample: Any, messages: Sequence[Message], rng: random.Random) -> str | Message:
-        """Same as `demonstrate`, for the last `CARELESS` of all demonstrations. With `sft.shuffle = false` a model
-        learns a skill from the others, and then to use it rarely, which reinforcement learning soon corrects. By
-        default they are like the others."""
+        """Next answer of a careless demonstration; by default that of `demonstrate`. The last `CARELESS` of all
+        demonstrations are careless ones. With `sft.shuffle = false` a model first learns a skill, and then to use it
+        rarely, which reinforcement learning soon corrects."""
         return self.demonstrate(sample, messages, rng)
 
     def demonstrations(self, count: int) -> Iterator[Demonstration]:
@@ -212,7 +217,7 @@ class MessageTask(Section):
         if type(self).demonstrate is MessageTask.demonstrate:
             raise ConfigError(
                 f"{type(self).__name__} shows nothing to learn from; define demonstrate(self, sample, messages, rng), "
-                "which says what the assistant answers"
+                "which returns the assistant's answer"
             )
         careful = count - int(CARELESS * count)
         yield from demonstrated(self._demonstration(number, careless=number >= careful) for number in range(count))
@@ -233,7 +238,7 @@ class MessageTask(Section):
         return MessageTokenEnv(self.env(sample), renderer)
 
     def is_held_out(self, sample: Any) -> bool:
-        """Decide by its key whether a sample is for validation only.
+        """Whether a sample is for validation only, decided by a hash of its key.
 
         Raises:
             DataError: the key contains an address, which differs in each process.
@@ -248,11 +253,12 @@ class MessageTask(Section):
         return int.from_bytes(digest, "big") < self.held_out * 2**64
 
     def _draw(self, key: str, *, held_out: bool) -> Any:
-        """
+        """Draw until a sample is held out, or is not.
+
         Raises:
             DataError: no such sample was found.
         """
-        rng = random.Random(key)  # from a string, so the same in every process
+        rng = random.Random(key)  # seeded with a string, so the same in every process
         for _ in range(MOST_DRAWS):
             sample = self.sample(rng)
             if not self.held_out or self.is_held_out(sample) == held_out:

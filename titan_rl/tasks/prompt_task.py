@@ -1,8 +1,7 @@
-"""A task of one prompt and one answer, with tools on the way if there are any."""
+"""`PromptTask`, a task of one prompt and one answer with a reward, and optionally tools."""
 
 from __future__ import annotations
 
-import inspect
 import json
 import random
 from abc import abstractmethod
@@ -10,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
 from titan_rl.core.calls.plain import plain_json
+from titan_rl.core.calls.user_code import is_async
 from titan_rl.rollout.environment.types import MessageEnv
 from titan_rl.rollout.rewards.reward import Reward
 from titan_rl.rollout.rewards.rubric import Rubric
@@ -18,11 +18,11 @@ from titan_rl.tasks.message_task import MessageTask
 from titan_rl.tasks.tools import ToolEnv, messages_of
 
 AnswerReward = Callable[[Any, str], float | Awaitable[float]]
-"""`reward(sample, answer)`: what an answer to a sample's prompt is worth."""
+"""`reward(sample, answer)`: reward of an answer to the prompt of a sample."""
 
 
 class PromptTask(MessageTask):
-    """A `Task` of one prompt and one answer. This is a whole one:
+    """Base class of a `Task` of one prompt and one answer. This one is complete:
 
         class Sums(PromptTask):
             def sample(self, rng):
@@ -34,13 +34,13 @@ class PromptTask(MessageTask):
             def reward(self, sample, answer):
                 return answer.strip() == str(sum(sample))
 
-    Where `tools` gives some, the policy may call them before it answers: see `ToolEnv`, of which `env` may return one
-    with other limits. Samples are held out by their prompts.
+    If there are `tools`, the policy may call them before it answers, as in a `ToolEnv`; override `env` for other
+    limits. Samples with equal prompts are held out together.
     """
 
     @abstractmethod
     def sample(self, rng: random.Random) -> Any:
-        """Draw one sample, by `rng` alone: whatever `prompt` and `reward` need."""
+        """Draw one sample, with no other randomness than `rng`. It holds what `prompt` and `reward` need."""
 
     @abstractmethod
     def prompt(self, sample: Any) -> str | Sequence[Message]:
@@ -48,8 +48,8 @@ class PromptTask(MessageTask):
 
     @abstractmethod
     def reward(self, sample: Any, answer: str) -> float | Awaitable[float]:
-        """Reward of an answer; may be async. Not called for an answer that is cut off, cannot be parsed, or is missing
-        after tool calls, which is worth 0. Define `rubric` to decide otherwise."""
+        """Reward of an answer; may be async. An answer that is cut off, cannot be parsed, or is missing after tool
+        calls has reward 0 without a call. Override `rubric` to change that."""
 
     def tools(self, sample: Any) -> object:
         """Tools of one rollout: functions, or a fresh object whose public methods are the tools."""
@@ -66,7 +66,7 @@ class PromptTask(MessageTask):
 
 
 def answer_rubric(reward: AnswerReward, *, in_thread: bool = False) -> Rubric:
-    """Rubric of one reward. A rollout without an answer, because it is cut off or cannot be parsed, is worth 0.
+    """Rubric of one reward. A rollout whose answer is cut off or cannot be parsed has reward 0.
 
     Args:
         in_thread: see `Reward`.
@@ -79,11 +79,11 @@ def answer_rubric(reward: AnswerReward, *, in_thread: bool = False) -> Rubric:
         return await cast("Awaitable[float]", reward(rollout.sample, answer_of(rollout)))
 
     name = getattr(reward, "__name__", type(reward).__name__)
-    judge = awaited if inspect.iscoroutinefunction(reward) else value
+    judge = awaited if is_async(reward) else value
     return Rubric([Reward(judge, name=name, in_thread=in_thread)], truncated_reward=0.0, error_reward=0.0)
 
 
 def answer_of(rollout: Rollout) -> str:
-    """The text of the last message that the policy wrote; empty where there is none."""
+    """Text of the last message that the policy wrote; empty if there is none."""
     said = [message for message in rollout.messages if message.get("role") == "assistant"]
     return str(said[-1].get("content") or "") if said else ""

@@ -1,4 +1,4 @@
-"""Task of rows in a local file (JSON lines, JSON, CSV or Parquet) with a function that rewards an answer."""
+"""Tasks whose samples are rows, and `Rows`, whose rows are those of a local file: JSON lines, JSON, CSV or Parquet."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import functools
 import json
 import random
 import string
-from collections.abc import Callable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, cast, overload
+
+from pydantic import PrivateAttr
 
 from titan_rl.core.calls.imports import find_function, require
 from titan_rl.core.calls.parsing import parse_json
@@ -27,13 +30,12 @@ Row = dict[str, Any]
 
 
 def read_rows(path: str | Path) -> list[Row]:
-    """The rows of a file, by the end of its name: .jsonl, .json (a list of objects), .csv (with a header; all values
-    are text) or .parquet.
+    """Read the rows of a file in the format of its suffix: .jsonl, .json (a list of objects), .csv (with a header; all
+    values are text) or .parquet.
 
     Raises:
-        ConfigError: there is no such file, it is of no such kind, or has something else than rows. Names the file and,
-            where it has any, the line.
-        MissingExtraError: reading Parquet needs pyarrow.
+        ConfigError: the file is missing, has another suffix, or does not consist of rows. Names the file and the line.
+        MissingExtraError: pyarrow, which reads Parquet, is not installed.
     """
     path = Path(path)
     read = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet}.get(path.suffix.lower())
@@ -96,10 +98,122 @@ def _row(value: Any, where: str) -> Row:
     return cast("Row", value)
 
 
-_NONE: dict[str, Callable[..., Any]] = {}  # there is none of the library's own
+class ChosenRows(Sequence[Row]):
+    """Rows of a data set at some places.
+
+    Args:
+        data: has its rows by number; they are read one at a time.
+    """
+
+    def __init__(self, data: Any, places: Sequence[int]) -> None:
+        self._data = data
+        self._places = places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> ChosenRows: ...
+    def __getitem__(self, index: int | slice) -> Row | ChosenRows:
+        if isinstance(index, slice):
+            return ChosenRows(self._data, self._places[index])
+        return dict(self._data[self._places[index]])
 
 
-class Rows(MessageTask):
+Sides = tuple[Sequence[Row], Sequence[Row]]
+"""Rows for training, and held-out rows."""
+
+
+class RowTask(MessageTask):
+    """Base class of tasks whose samples are rows. Each epoch goes through all rows in a different order."""
+
+    prompt: str = "prompt"
+    """Column with the prompt (text or a list of messages), or a text with columns in braces."""
+    system: str = ""
+    """System message before the prompt, if any."""
+
+    _loaded: list[Sides] = PrivateAttr(default_factory=list[Sides])
+
+    @abstractmethod
+    def load_rows(self) -> Sides:
+        """Load the rows; called once."""
+
+    def sample(self, rng: random.Random) -> Row:
+        """Draw one of the rows for training."""
+        return rng.choice(self.rows(held_out=False))
+
+    def train_sample(self, seed: int, index: int) -> Row:
+        rows = self.rows(held_out=False)
+        epoch, place = divmod(index, len(rows))
+        return rows[_order(len(rows), f"{seed}/{epoch}")[place]]
+
+    def validation_samples(self, count: int) -> list[Row]:
+        """First `count` held-out rows, or all of them if there are fewer."""
+        rows = self.rows(held_out=True)
+        return [rows[place] for place in _order(len(rows), "validation")[:count]]
+
+    def rows(self, *, held_out: bool) -> Sequence[Row]:
+        if not self._loaded:
+            self._loaded.append(self.load_rows())
+        return self._loaded[0][held_out]
+
+    def prompt_of(self, row: Row) -> str | Sequence[Message]:
+        """Prompt of a row.
+
+        Raises:
+            KeyError: the row lacks a column, or the prompt names none.
+        """
+        if self.prompt in row:
+            return row[self.prompt]
+        if not columns_in(self.prompt):
+            raise KeyError(self.prompt)
+        return self.prompt.format_map(row)
+
+    def messages(self, row: Row) -> list[Message]:
+        """Opening messages of a row."""
+        return messages_of(self.prompt_of(row), self.system)
+
+    def require_prompt(self, row: Row, place: str) -> None:
+        """Check that a row has a prompt.
+
+        Args:
+            place: names the row: "row 3 of questions.jsonl".
+
+        Raises:
+            ConfigError: it has none.
+        """
+        try:
+            self.messages(row)
+        except (KeyError, IndexError, ValueError, TypeError, AttributeError) as error:
+            wrong = f"has no column {error}" if isinstance(error, KeyError) else f"gives no prompt: {error}"
+            raise ConfigError(
+                f"task.prompt = {self.prompt!r}: {place} {wrong}; its columns are {', '.join(row)}"
+            ) from None
+
+    def split_rows(self, data: Any, name: str) -> Sides:
+        """Split rows by `held_out` and their keys.
+
+        Args:
+            data: has its rows by number.
+            name: name of the data, for the error.
+
+        Raises:
+            ConfigError: a row has no prompt.
+        """
+        everywhere = range(len(data))
+        if not self.held_out:
+            return ChosenRows(data, everywhere), ChosenRows(data, everywhere)
+        places: tuple[list[int], list[int]] = ([], [])
+        for number in everywhere:
+            row: Row = data[number]
+            self.require_prompt(row, f"row {number} of {name}")
+            places[self.is_held_out(row)].append(number)
+        return ChosenRows(data, places[0]), ChosenRows(data, places[1])
+
+
+class Rows(RowTask):
     """A `Task` of one prompt and one answer for each row of a file. It needs no class of your own:
 
         [task]
@@ -108,18 +222,14 @@ class Rows(MessageTask):
         prompt = "{question} Answer briefly."
         reward = "rewards:is_right"            # def is_right(row, answer): return answer.strip() == row["answer"]
 
-    Each epoch goes through all rows in a different order. The columns that a row's prompt shows decide whether it is
-    held out, so this stays the same when rows are added or the prompt is reworded.
+    Whether a row is held out depends on the columns that its prompt shows, so it stays the same when rows are added or
+    the prompt is reworded.
     """
 
     path: FilePath
     """A .jsonl, .json, .csv or .parquet file."""
     validation_path: FilePath | None = None
     """Second file, whose rows are all held out; then no rows of `path` are."""
-    prompt: str = "prompt"
-    """Column with the prompt (text or a list of messages), or a text with columns in braces."""
-    system: str = ""
-    """System message before the prompt, if any."""
     reward: Annotated[str, FunctionName(())]
     """Function of the row and the text of the answer; may be async. Answers that are cut off are worth 0."""
     reward_in_thread: bool = False
@@ -129,23 +239,21 @@ class Rows(MessageTask):
     tools: tuple[Annotated[str, FunctionName(())], ...] = ()
     """Tools that the policy may call before it answers: functions, or classes whose public methods are tools."""
 
-    def sample(self, rng: random.Random) -> Row:
-        """Draw one of the rows for training."""
-        return rng.choice(self._rows(held_out=False))
-
-    def train_sample(self, seed: int, index: int) -> Row:
-        rows = self._rows(held_out=False)
-        epoch, place = divmod(index, len(rows))
-        return rows[_order(len(rows), f"{seed}/{epoch}")[place]]
-
-    def validation_samples(self, count: int) -> list[Row]:
-        """Fewer where there are not as many."""
-        rows = self._rows(held_out=True)
-        return [rows[place] for place in _order(len(rows), "validation")[:count]]
+    def load_rows(self) -> Sides:
+        rows = self._read(self.path)
+        if self.validation_path is not None:
+            return rows, self._read(self.validation_path)
+        sides = self.split_rows(rows, self.path)
+        if not all(sides):
+            raise ConfigError(
+                f"task.held_out = {self.held_out} leaves {len(sides[0])} of the {len(rows)} rows of {self.path} for "
+                f"training and {len(sides[1])} held out; give more rows, another share, or a task.validation_path"
+            )
+        return sides
 
     def env(self, sample: Row) -> MessageEnv:
-        tools = [find_function("task.tools", name, _NONE) for name in self.tools]
-        return ToolEnv(self._prompt_of(sample), [tool() if isinstance(tool, type) else tool for tool in tools])
+        tools: list[Any] = [find_function("task.tools", name, {}) for name in self.tools]
+        return ToolEnv(self.messages(sample), [tool() if isinstance(tool, type) else tool for tool in tools])
 
     def demonstrate(self, sample: Row, messages: Sequence[Message], rng: random.Random) -> str | Message:
         if not self.demonstration:
@@ -153,71 +261,35 @@ class Rows(MessageTask):
         return str(sample[self.demonstration])
 
     def rubric(self) -> Rubric:
-        return answer_rubric(find_function("task.reward", self.reward, _NONE), in_thread=self.reward_in_thread)
+        return answer_rubric(find_function("task.reward", self.reward, {}), in_thread=self.reward_in_thread)
 
     def key(self, sample: Row) -> str:
         """Key of the columns that the prompt shows, whatever its wording."""
-        names = [self.prompt] if self.prompt in sample else _columns(self.prompt)
+        names = [self.prompt] if self.prompt in sample else columns_in(self.prompt)
         return json.dumps(plain_json([sample.get(name) for name in names]))
 
     def check_settings(self) -> None:
-        """
+        """Read the files and check their columns.
+
         Raises:
-            ConfigError: a file cannot be read, lacks a column, or has no rows for one of the two sides.
+            ConfigError: a file cannot be read, lacks a column, or has no rows for training or none held out.
         """
-        _, rows = self._rows(held_out=True), self._rows(held_out=False)
+        rows = self.rows(held_out=False)
         if self.demonstration and not all(self.demonstration in row for row in rows):
             raise ConfigError(
                 f"task.demonstration = {self.demonstration!r}: not all rows of {self.path} have such a column"
             )
 
-    def _rows(self, *, held_out: bool) -> Sequence[Row]:
-        return _split(self)[held_out]  # pyright: ignore[reportArgumentType]  a frozen section is hashable
-
-    def _prompt_of(self, row: Row) -> list[Message]:
-        prompt = row[self.prompt] if self.prompt in row else self.prompt.format_map(row)
-        return [*([{"role": "system", "content": self.system}] if self.system else ()), *messages_of(prompt)]
-
-    def read(self, path: str) -> Iterator[Row]:
-        """The rows of a file, each of which has a prompt.
-
-        Raises:
-            ConfigError: one has none, or the file cannot be read.
-        """
-        for number, row in enumerate(read_rows(path)):
-            try:
-                if self.prompt not in row and not _columns(self.prompt):
-                    raise KeyError(self.prompt)
-                self._prompt_of(row)
-            except (KeyError, IndexError, ValueError, TypeError, AttributeError) as error:
-                wrong = f"has no column {error}" if isinstance(error, KeyError) else f"gives no prompt: {error}"
-                raise ConfigError(
-                    f"task.prompt = {self.prompt!r}: row {number} of {path} {wrong}; its columns are {', '.join(row)}"
-                ) from None
-            yield row
+    def _read(self, path: str) -> list[Row]:
+        rows = read_rows(path)
+        for number, row in enumerate(rows):
+            self.require_prompt(row, f"row {number} of {path}")
+        return rows
 
 
-def _columns(template: str) -> list[str]:
+def columns_in(template: str) -> list[str]:
+    """Names of the columns in a text."""
     return [name for _, name, _, _ in string.Formatter().parse(template) if name]
-
-
-@functools.lru_cache(maxsize=8)
-def _split(task: Rows) -> tuple[Sequence[Row], Sequence[Row]]:
-    """The rows for training, and those held out."""
-    rows = list(task.read(task.path))
-    if task.validation_path is not None:
-        return rows, list(task.read(task.validation_path))
-    if not task.held_out:
-        return rows, rows
-    sides: tuple[list[Row], list[Row]] = ([], [])
-    for row in rows:
-        sides[task.is_held_out(row)].append(row)
-    if not all(sides):
-        raise ConfigError(
-            f"task.held_out = {task.held_out} leaves {len(sides[0])} of the {len(rows)} rows of {task.path} for "
-            f"training and {len(sides[1])} held out; give more rows, another share, or a task.validation_path"
-        )
-    return sides
 
 
 @functools.lru_cache(maxsize=4)

@@ -1,6 +1,6 @@
-"""Tools: plain functions that the policy may call, with a schema and checked arguments, and the environment of calls.
+"""Tools: plain functions with a schema and checked arguments, and `ToolEnv`, in which the policy calls them.
 
-Example: this function needs nothing but its type hints and its docstring,
+Example: for this function
 
     def multiply(a: float, b: float = 1.0) -> float:
         \"\"\"Multiply two numbers.
@@ -46,7 +46,7 @@ from pydantic_core import to_json
 from titan_rl.core.calls.bounded import OutOfTimeError, bounded
 from titan_rl.core.calls.plain import plain_json, safe_text
 from titan_rl.core.calls.threads import DaemonThreads
-from titan_rl.core.calls.user_code import Failure
+from titan_rl.core.calls.user_code import Failure, is_async
 from titan_rl.core.errors import TitanRLError
 from titan_rl.rollout.environment.types import MessageObservation, MessageStep
 from titan_rl.rollout.types import Message, RolloutStatus
@@ -55,17 +55,18 @@ _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
 class ArgumentsError(ValueError):
-    """Invalid arguments of a tool call. The text is for the caller."""
+    """Invalid arguments of a tool call, described for the policy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function as the policy sees it.
+    """Function that the policy may call, with its schema.
 
     Args:
-        description: from the docstring, without what that says of the parameters.
+        description: the docstring without its section on parameters.
         parameters: JSON schema of the arguments.
-        function: is called with the arguments by keyword; may be async.
+        function: called with keyword arguments; may be async.
+        arguments: model that checks the arguments.
     """
 
     name: str
@@ -76,14 +77,15 @@ class Tool:
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Tool:
-        """
-        Types may be whatever pydantic has a schema for: numbers, text, bool, None, enums, `Literal`, unions, lists,
-        dictionaries, dataclasses, TypedDicts (those of `typing_extensions`, before Python 3.12), models. A parameter
-        is described by the docstring (Google's, NumPy's or Sphinx' style), by `Annotated[int, "what it is"]`, or by
-        pydantic's `Field(description=...)`.
+        """Make a tool of a function, whose parameters need type hints.
+
+        All types are supported for which pydantic has a JSON schema: numbers, text, bool, None, enums, `Literal`,
+        unions, lists, dictionaries, dataclasses, TypedDicts (before Python 3.12 those of `typing_extensions`), models.
+        A parameter is described in the docstring (in the style of Google, NumPy or Sphinx), by
+        `Annotated[int, "number of coins"]`, or by pydantic's `Field(description=...)`.
 
         Raises:
-            ValueError: something of it cannot be described; names the function, the parameter and the fix.
+            ValueError: a parameter or the name cannot be described. Names the function, the parameter and the fix.
         """
         if isinstance(function, Tool):
             return function
@@ -101,13 +103,13 @@ class Tool:
         }
 
     def checked(self, arguments: object) -> dict[str, Any]:
-        """The arguments by their names, of the types that the function declares.
+        """Arguments by name, converted to the types that the function declares.
 
         Args:
-            arguments: as the policy gave them: a mapping, JSON text of one, or None.
+            arguments: the policy's arguments: a mapping, its JSON text, or None.
 
         Raises:
-            ArgumentsError: says of each argument what is wrong with it.
+            ArgumentsError: arguments are missing, unknown or of wrong types. Lists all of them.
         """
         if isinstance(arguments, str):
             try:
@@ -128,7 +130,7 @@ class Tool:
 
 
 def call_of(name: str, arguments: Mapping[str, Any] | None = None, content: str = "") -> Message:
-    """A message of the assistant that calls a tool, as in a demonstration.
+    """Assistant's message that calls a tool, for a demonstration.
 
     Example: `call_of("multiply", {"a": 6, "b": 7})`
     """
@@ -137,21 +139,21 @@ def call_of(name: str, arguments: Mapping[str, Any] | None = None, content: str 
 
 
 def tools_of(given: object) -> list[Tool]:
-    """Tools of a function, of an object whose public methods they are, or of several of these.
+    """Tools made of a function, of the public methods of an object, or of a list of functions and objects.
 
-    An object's `close` is no tool. Methods that its class inherits are tools as well.
+    All public methods of an object are tools, inherited ones too, except `close`.
 
     Raises:
-        ValueError: as `Tool.of`; or two have the same name, or an object has none.
+        ValueError: see `Tool.of`; or two tools have the same name, or an object has no public methods.
     """
-    tools = [tool for one in _each(given) for tool in _tools_of_one(one)]
+    tools = [tool for one in _listed(given) for tool in _tools_of_one(one)]
     names = [tool.name for tool in tools]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"tools {twice} appear more than once; give each a different name")
     return tools
 
 
-def _each(given: object) -> Sequence[object]:
+def _listed(given: object) -> Sequence[object]:
     if given is None:
         return ()
     return cast("Sequence[object]", given) if isinstance(given, list | tuple) else [given]
@@ -173,21 +175,23 @@ def _tools_of_one(given: object) -> list[Tool]:
 
 @functools.lru_cache(maxsize=1024)
 def _described(function: Callable[..., Any], is_method: bool) -> Tool:
-    import docstring_parser  # takes a moment, and only those with tools need it
+    import docstring_parser  # here, because its import is slow and only tools need it
 
-    name = getattr(function, "__name__", None) or getattr(getattr(function, "func", None), "__name__", "")
+    plain: Any = getattr(function, "func", function)  # of a partial
+    name = getattr(function, "__name__", None) or getattr(plain, "__name__", "")
     if not _NAME.fullmatch(name):
         raise ValueError(f"tool {function!r} has no name that a call could say; define it as a function of a module")
-    plain: Any = getattr(function, "func", function)  # of a partial
     docs = docstring_parser.parse(inspect.getdoc(plain) or "")
-    told = {param.arg_name: param.description for param in docs.params if param.description}
+    descriptions = {param.arg_name: param.description for param in docs.params if param.description}
     try:
         hints = get_type_hints(inspect.unwrap(plain), include_extras=True)
     except Exception as error:  # annotations are any expressions
         raise ValueError(f"tool {name!r}: its type hints cannot be read: {type(error).__name__}: {error}") from error
     fields: dict[str, Any] = {}
-    for number, parameter in enumerate(_parameters(function, name, is_method)):
-        annotation = _annotation(name, parameter.name, hints, told.get(parameter.name))
+    for number, parameter in enumerate([*inspect.signature(function).parameters.values()][is_method:]):
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise ValueError(f"tool {name!r}: parameter {parameter} cannot be given by its name; give each a name")
+        annotation = _annotation(name, parameter.name, hints, descriptions.get(parameter.name))
         default = ... if parameter.default is inspect.Parameter.empty else parameter.default
         fields[f"field{number}"] = (annotation, Field(default, alias=parameter.name))
     for field, (annotation, default) in fields.items():
@@ -214,27 +218,17 @@ def _model(name: str, fields: Mapping[str, Any]) -> tuple[type[BaseModel], dict[
     return arguments, arguments.model_json_schema(schema_generator=_Schema)
 
 
-def _parameters(function: Callable[..., Any], name: str, is_method: bool) -> list[inspect.Parameter]:
-    found = [*inspect.signature(function).parameters.values()][is_method:]
-    for parameter in found:
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise ValueError(f"tool {name!r}: parameter {parameter} cannot be given by its name; give each a name")
-    return found
-
-
-def _annotation(tool: str, parameter: str, hints: Mapping[str, Any], told: str | None) -> Any:
+def _annotation(tool: str, parameter: str, hints: Mapping[str, Any], description: str | None) -> Any:
     if parameter not in hints:
         raise ValueError(f"tool {tool!r}: parameter {parameter!r} has no type; declare one, such as {parameter}: int")
     hint = hints[parameter]
     if get_origin(hint) is Annotated:
-        told = next((each for each in get_args(hint)[1:] if isinstance(each, str)), told)
-    return Annotated[hint, Field(description=told)] if told else hint
+        description = next((each for each in get_args(hint)[1:] if isinstance(each, str)), description)
+    return Annotated[hint, Field(description=description)] if description else hint
 
 
 def _problems(error: ValidationError) -> str:
-    """
-    Example: "a: Field required; b: Input should be a valid number"
-    """
+    """Text such as "a: Field required; b: Input should be a valid number"."""
     return "; ".join(
         f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
         for problem in error.errors(include_url=False, include_context=False, include_input=False)
@@ -242,11 +236,11 @@ def _problems(error: ValidationError) -> str:
 
 
 class _NoSchemaError(Exception):
-    """A default that JSON has no word for."""
+    """A default value cannot be written as JSON."""
 
 
 class _Schema(GenerateJsonSchema):
-    """Without titles, which only repeat the names."""
+    """Generator of schemas without titles, which would only repeat the names."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
@@ -261,14 +255,14 @@ _UNDESCRIBED = (PydanticSchemaGenerationError, PydanticInvalidForJsonSchema, Pyd
 T = TypeVar("T")
 
 FAULTS = (ImportError, NameError, NotImplementedError, MemoryError, TitanRLError)
-"""What a tool raises by its author's mistake, whatever the policy gave it."""
+"""Exceptions that are the fault of a tool's author, whatever arguments the policy gave."""
 
 logger = logging.getLogger(__name__)
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+(?=>)")
 
 _threads = DaemonThreads(64, "tool")
-_told: set[tuple[str, str]] = set()  # tools and what they raised
+_logged: set[tuple[str, str]] = set()  # pairs of a tool and the kind of its failure
 
 
 class ToolEnv:
@@ -276,14 +270,14 @@ class ToolEnv:
 
     A call has one of these outcomes:
 
-    - its result is the content of a message of role "tool": text unchanged, anything else as JSON;
-    - wrong arguments, an unknown name, an exception or a timeout count as the policy's error. The message describes
-      it, after "Error: ";
-    - an exception of `faults` is an error of the environment, and ends the rollout.
+    - a result, which becomes the content of a message of role "tool": text unchanged, anything else as JSON;
+    - wrong arguments, an unknown name, an exception or a timeout, which count as the policy's error: the message's
+      content is "Error: " and a description;
+    - an exception of `faults`, which is an error of the environment and ends the rollout.
 
-    The calls of one message are made in order, one after the other, so that their effects are reproducible. If there
-    are tools, each step has the rewards "tool_calls" and "tool_errors", the numbers of both:
-    `env_reward("tool_errors", weight=0)` in a rubric records them.
+    The calls of one message are made one after the other, so that their effects are reproducible. If there are tools,
+    each step has the rewards "tool_calls" and "tool_errors", which count both: `env_reward("tool_errors", weight=0)`
+    in a rubric records them.
 
     Example: a bank account for each rollout, whose methods are the tools:
 
@@ -291,17 +285,18 @@ class ToolEnv:
 
     Args:
         prompt: the user's message, or all opening messages.
-        tools: a function, an object whose public methods are the tools, or a list of these; see `tools_of`. An
-            object's `close`, if it has one, is called at the end of the rollout. Without tools any answer is the last.
-        max_calls: most calls answered in a rollout; the answer to others is that none are left.
-        timeout_s: limit of an async call, or one in a thread.
-        in_thread: call functions that are not async in a thread, for those that wait or compute for more than some
-            milliseconds. A late call is left behind there.
-        max_result_chars: longest result; the rest is left out, which the result mentions.
+        tools: a function, an object whose public methods are the tools, or a list of these; see `tools_of`. The
+            `close` method of an object, if it has one, is called at the end of the rollout. Without tools the first
+            answer is the last.
+        max_calls: most calls in a rollout; later ones get an error.
+        timeout_s: longest time of an async call, or of a call in a thread.
+        in_thread: call functions that are not async in a thread. For functions that wait, or compute for more than
+            some milliseconds. A call that takes too long is abandoned there.
+        max_result_chars: length to which results are cut; a cut result ends with the number of missing characters.
         faults: exceptions that are not the policy's error.
 
     Raises:
-        ValueError: a tool cannot be described, as `Tool.of` says, or a limit is not positive.
+        ValueError: a tool cannot be described (see `Tool.of`), or a limit is not positive.
     """
 
     def __init__(
@@ -320,7 +315,7 @@ class ToolEnv:
                 raise ValueError(f"ToolEnv {name} is {limit!r}; it must be positive")
         self.messages: list[Message] = messages_of(prompt)
         self.tools: dict[str, Tool] = {tool.name: tool for tool in tools_of(tools)}
-        self._given = cast("list[object]", [*tools] if isinstance(tools, list | tuple) else [tools])
+        self._given = _listed(tools)
         self._calls_left = max_calls
         self._timeout_s = timeout_s
         self._in_thread = in_thread
@@ -342,8 +337,8 @@ class ToolEnv:
         return MessageStep([answer for answer, _ in answers], rewards=counts)
 
     async def answered(self, message: Message) -> MessageStep:
-        """The policy has answered without a call. A subclass may judge that, with what its tools have changed by now,
-        or ask on."""
+        """Respond to an answer without a call. A subclass may judge it, with the changes that its tools have made, or
+        ask another question."""
         return MessageStep(status=RolloutStatus.COMPLETED)
 
     async def close(self) -> None:
@@ -353,7 +348,7 @@ class ToolEnv:
                 await closing
 
     async def _answer(self, call: Mapping[str, Any]) -> tuple[Message, bool]:
-        """The tool's message, and whether the call failed."""
+        """Message of the tool, and whether the call failed."""
         name, arguments = call["function"]["name"], call["function"].get("arguments")
         self._calls_left -= 1
         failed = True
@@ -365,8 +360,7 @@ class ToolEnv:
             text, failed = await self._result(tool, arguments)
         if (over := len(text) - self._max_result_chars) > 0:
             text = f"{text[: self._max_result_chars]} ... ({over} more characters)"
-        answer = {"role": "tool", "name": name, "content": text}
-        return (answer if call.get("id") is None else {**answer, "tool_call_id": call["id"]}), failed
+        return tool_message(call, text), failed
 
     async def _result(self, tool: Tool, arguments: object) -> tuple[str, bool]:
         try:
@@ -379,28 +373,45 @@ class ToolEnv:
             return f"Error: the call took longer than {self._timeout_s:g} s", True
         except Exception as error:
             failure = Failure.of(error)
-            if (kind := (tool.name, failure.kind)) not in _told:
-                _told.add(kind)
-                logger.warning("tool %r raised %s; the policy is told", tool.name, failure)
+            if (kind := (tool.name, failure.kind)) not in _logged:
+                _logged.add(kind)
+                logger.warning("tool %r raised %s; the policy gets this as the result", tool.name, failure)
             return f"Error: {failure.error}", True
 
     async def _made(self, tool: Tool, arguments: Mapping[str, Any]) -> Any:
         def call() -> Any:
             return tool.function(**arguments)
 
-        is_async = inspect.iscoroutinefunction(tool.function)
-        result = await _threads.run(call, self._timeout_s) if self._in_thread and not is_async else call()
+        in_thread = self._in_thread and not is_async(tool.function)
+        result = await _threads.run(call, self._timeout_s) if in_thread else call()
         if not inspect.isawaitable(result):
             return result
         return await bounded(_awaited(result), self._timeout_s, f"tool {tool.name!r}")
 
 
-def messages_of(prompt: str | Sequence[Message]) -> list[Message]:
-    """A text is what the user says.
+def tool_message(call: Mapping[str, Any], text: str) -> Message:
+    """Message with the result of a call."""
+    answer = {"role": "tool", "name": call["function"]["name"], "content": text}
+    return answer if call.get("id") is None else {**answer, "tool_call_id": call["id"]}
+
+
+def text_of(message: Message) -> str:
+    """Text of a message, without surrounding white space."""
+    return str(message.get("content") or "").strip()
+
+
+def messages_of(prompt: str | Sequence[Message], system: str = "") -> list[Message]:
+    """Opening messages of a conversation.
+
+    Args:
+        prompt: the user's message, or all messages after the system's.
+        system: the system's message, if any.
 
     Raises:
-        TypeError: it is neither text nor messages.
+        TypeError: the prompt is neither text nor messages.
     """
+    if system:
+        return [{"role": "system", "content": system}, *messages_of(prompt)]
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     if not isinstance(prompt, Sequence) or not all(isinstance(message, Mapping) for message in prompt):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -412,7 +423,7 @@ def messages_of(prompt: str | Sequence[Message]) -> list[Message]:
 
 
 def as_text(result: Any) -> str:
-    """Text as it is, anything else as JSON, in which what is no finite number is null, and an object its text.
+    """Convert a result to text: text unchanged, anything else as JSON, with null for NaN and infinity.
 
     >>> as_text({"right": True, "left": None})
     '{"right":true,"left":null}'
@@ -421,7 +432,7 @@ def as_text(result: Any) -> str:
         return result
     try:
         return to_json(result, inf_nan_mode="null").decode()
-    except ValueError:  # what pydantic knows no JSON for; an address would be another one at each replay
+    except ValueError:  # pydantic cannot convert it; addresses are removed, since they differ at each replay
         return _ADDRESS.sub("", to_json(plain_json(result)).decode())
 
 

@@ -21,10 +21,11 @@ from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.rewards.reward import env_reward
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.types import Message, RolloutStatus
-from titan_rl.tasks.adapters.seeds import train_seed, validation_seed
+from titan_rl.tasks.adapters.shared import train_seed, validation_seed
+from titan_rl.tasks.tools import messages_of, text_of, tool_message
 
 MAX_MESSAGE_BYTES = 100 << 20
-LAST_TRY_S = 2.0  # the longest pause between two tries to have a place on the server
+LONGEST_PAUSE_S = 2.0  # between two attempts to get a session of a full server
 CLOSE_S = 5.0
 
 
@@ -32,7 +33,7 @@ class OpenEnvError(ConnectionError):
     """A server of OpenEnv cannot be reached, does not answer in time, or answers with an error.
 
     Attributes:
-        code: OpenEnv's own, such as "EXECUTION_ERROR"; empty where it gave none.
+        code: OpenEnv's error code, such as "EXECUTION_ERROR"; empty if there is none.
     """
 
     def __init__(self, text: str, code: str = "") -> None:
@@ -68,7 +69,7 @@ class Session:
         """Connect and begin an episode.
 
         Raises:
-            OpenEnvError: it cannot be had in time.
+            OpenEnvError: there is no session within the time limit.
         """
         deadline = asyncio.get_running_loop().time() + self._open_timeout_s
         pause_s = 0.05
@@ -87,12 +88,13 @@ class Session:
                         error.code,
                     ) from None
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LAST_TRY_S)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def step(self, action: Mapping[str, Any]) -> Observed:
-        """
+        """Take an action.
+
         Raises:
-            OpenEnvError: with code "VALIDATION_ERROR" where the environment takes no such action.
+            OpenEnvError: the code is "VALIDATION_ERROR" if the environment does not take such an action.
         """
         return await self._observed({"type": "step", "data": dict(action)})
 
@@ -106,14 +108,14 @@ class Session:
         try:
             async with asyncio.timeout(CLOSE_S):
                 await socket.send(json.dumps({"type": "close"}))
-                await socket.wait_closed()  # by the server, once the environment is closed and its place free
-        except Exception:  # it is gone already, which is as good
+                await socket.wait_closed()  # the server closes it once its session is free
+        except Exception:  # the connection is gone already
             socket.transport.abort()
 
     async def _connect(self, deadline: float) -> None:
         client = require("websockets.asyncio.client", "openenv")
-        # Pings keep a connection alive through proxies while the policy writes; whether the server is alive, its
-        # answers say: an environment that computes answers no pings.
+        # Pings keep a connection open through proxies while the policy writes. They have no time limit, because an
+        # environment that computes does not answer them.
         options = {"max_size": MAX_MESSAGE_BYTES, "ping_interval": 20.0, "ping_timeout": None}
         if urlsplit(self.url).hostname in ("localhost", "127.0.0.1", "::1"):
             options["proxy"] = None
@@ -132,11 +134,11 @@ class Session:
         return Observed(cast("dict[str, Any]", observation), given, bool(data.get("done")))
 
     async def _ask(self, message: Mapping[str, Any], wanted: str) -> dict[str, Any]:
-        """The data of the answer to a message."""
+        """Send a message and return the data of its answer."""
         closed = require("websockets.exceptions", "openenv").ConnectionClosed
         try:
             async with asyncio.timeout(self._answer_timeout_s):
-                with suppress(closed):  # a server that is full says so, and closes, before it is asked
+                with suppress(closed):  # a full server sends an error and closes before it reads anything
                     await self._socket.send(json.dumps(message))
                 answer: Any = json.loads(await self._socket.recv())
         except TimeoutError as error:
@@ -159,12 +161,13 @@ class Session:
 
 
 def socket_url(url: str) -> str:
-    """
+    """URL of the WebSocket of a server.
+
     >>> socket_url("https://host/env/")
     'wss://host/env/ws'
 
     Raises:
-        ValueError: it is no address of a server.
+        ValueError: it is not the address of a server.
     """
     scheme, host, path, query, _ = urlsplit(url)
     schemes = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
@@ -174,7 +177,7 @@ def socket_url(url: str) -> str:
 
 
 ToAction = Callable[[Message], Mapping[str, Any]]
-"""The action that a message of the policy is. A ValueError says that it is none."""
+"""Function from a message of the policy to an action. It raises ValueError if the message is not an action."""
 ToText = Callable[[Mapping[str, Any]], str]
 """Function from an observation to the text for the policy."""
 
@@ -195,28 +198,29 @@ class OpenEnv(Section):
     """
 
     url: str
-    """Of the server."""
+    """URL of the server."""
     reset: Mapping[str, Any] = Field(default_factory=dict[str, Any])
     """Arguments of each reset."""
     prompt: str = ""
-    """What the user says first, before the first observation."""
+    """Text before the first observation in the user's first message."""
     system: str = ""
-    """The system's message before that, if any."""
+    """System message, if any."""
     action: Annotated[str, FunctionName(("text", "json", "tools"))] = "text"
-    """What the policy's messages are as actions: text is the field action_field, json an object that the message is,
-    tools calls of the environment's own tools (MCP); or your function from a message to the action."""
+    """Conversion of the policy's messages to actions: text puts the text in the field action_field, json parses it as
+    an object, tools makes them calls of the environment's own tools (MCP); or your function from a message to the
+    action."""
     action_field: str = "message"
-    """Where the text goes."""
+    """Field of the action for the text."""
     observation: Annotated[str, FunctionName(("json",))] = "json"
     """Function that makes the text of observations; by default JSON."""
     max_invalid_actions: int = Field(default=3, ge=0)
     """Invalid actions that are answered with the error; one more ends the rollout."""
     open_timeout_s: PositiveFloat = 20.0
-    """For the connection, and a place on a server that is full."""
+    """Longest wait for the connection, and for a free session of a full server."""
     answer_timeout_s: PositiveFloat = 50.0
-    """For each answer of the server."""
+    """Longest wait for each answer of the server."""
     error_reward: float = 0.0
-    """Of an answer that cannot be parsed."""
+    """Reward of an answer that cannot be parsed."""
 
     @field_validator("url")
     @classmethod
@@ -225,9 +229,10 @@ class OpenEnv(Section):
         return url
 
     def check_settings(self) -> None:
-        """
+        """Look up the functions.
+
         Raises:
-            ConfigError: a function is not there.
+            ConfigError: a function does not exist.
             MissingExtraError: websockets is not installed.
         """
         require("websockets.asyncio.client", "openenv")
@@ -240,81 +245,84 @@ class OpenEnv(Section):
         return [{"seed": validation_seed(index), **self.reset} for index in range(count)]
 
     def env(self, sample: Mapping[str, Any]) -> MessageEnv:
-        session = Session(self.url, open_timeout_s=self.open_timeout_s, answer_timeout_s=self.answer_timeout_s)
-        to_text = find_function("task.observation", self.observation, {"json": as_json})
-        opening = [{"role": "system", "content": self.system}] if self.system else []
-        if self.action == "tools":
-            return _ToolsEnv(session, sample, opening, self.prompt, to_text, None, self.max_invalid_actions)
-        known: dict[str, ToAction] = {"text": lambda message: {self.action_field: text_of(message)}, "json": object_of}
-        to_action = find_function("task.action", self.action, known)
-        return _OpenEnvEnv(session, sample, opening, self.prompt, to_text, to_action, self.max_invalid_actions)
+        return _ToolsEnv(self, sample) if self.action == "tools" else _ActionEnv(self, sample)
 
     def make_env(self, sample: Mapping[str, Any], renderer: Renderer) -> TokenEnv:
         return MessageTokenEnv(self.env(sample), renderer)
 
     def rubric(self) -> Rubric:
-        """Sum of the rewards of all steps; the number of invalid actions is recorded besides it."""
+        """Rubric of the sum of the rewards of all steps. The number of invalid actions is recorded with it."""
         return Rubric([env_reward("reward"), env_reward("invalid_actions", 0.0)], error_reward=self.error_reward)
 
 
-class _OpenEnvEnv:
-    """A `MessageEnv` whose steps are those of a session."""
+class _SessionEnv:
+    """Session that begins with the settings of a task, for a rollout of the sample."""
 
-    def __init__(
-        self,
-        session: Session,
-        arguments: Mapping[str, Any],
-        opening: Sequence[Message],
-        prompt: str,
-        to_text: ToText,
-        to_action: ToAction | None,
-        max_invalid_actions: int,
-    ) -> None:
-        self._session = session
-        self._arguments = arguments
-        self._opening = opening
-        self._prompt = prompt
-        self._to_text = to_text
-        self._to_action = to_action
-        self._invalid_left = max_invalid_actions
+    def __init__(self, task: OpenEnv, sample: Mapping[str, Any]) -> None:
+        self._task = task
+        self._sample = sample
+        self._session = Session(task.url, open_timeout_s=task.open_timeout_s, answer_timeout_s=task.answer_timeout_s)
+        known: dict[str, ToText] = {"json": as_json}
+        self._to_text = find_function("task.observation", task.observation, known)
 
     async def reset(self) -> MessageObservation:
-        observed = await self._session.open(**self._arguments)
+        observed = await self._session.open(**self._sample)
         if observed.done:
-            raise OpenEnvError(f"{self._session.url} says of an episode that it is done when it begins")
-        return await self._begun(observed)
+            raise OpenEnvError(f"{self._session.url} begins an episode that is done already")
+        said = [text for text in (self._task.prompt, self._to_text(observed.observation)) if text]
+        return MessageObservation(messages_of("\n\n".join(said), self._task.system))
+
+    async def close(self) -> None:
+        await self._session.close()
+
+
+class _ActionEnv(_SessionEnv):
+    """A `MessageEnv` in which each message of the policy is an action."""
+
+    def __init__(self, task: OpenEnv, sample: Mapping[str, Any]) -> None:
+        super().__init__(task, sample)
+        known: dict[str, ToAction] = {"text": self._text_action, "json": object_of}
+        self._to_action = find_function("task.action", task.action, known)
+        self._invalid_left = task.max_invalid_actions
 
     async def step(self, message: Message) -> MessageStep:
-        assert self._to_action is not None
         try:
             action = self._to_action(message)
         except ValueError as error:
-            return self._refused(_user(f"That is no action: {error}"))
+            return self._refused(error)
         try:
             observed = await self._session.step(action)
         except OpenEnvError as error:
             if error.code != "VALIDATION_ERROR":
                 raise
-            return self._refused(_user(f"That is no action: {error}"))
-        return _step_of(observed, [_user(self._to_text(observed.observation))])
+            return self._refused(error)
+        return MessageStep(
+            messages_of(self._to_text(observed.observation)),
+            status=RolloutStatus.COMPLETED if observed.done else None,
+            rewards={"reward": observed.reward or 0.0, "invalid_actions": 0.0},
+        )
 
-    async def close(self) -> None:
-        await self._session.close()
+    def _text_action(self, message: Message) -> Mapping[str, Any]:
+        return {self._task.action_field: text_of(message)}
 
-    async def _begun(self, observed: Observed) -> MessageObservation:
-        said = [text for text in (self._prompt, self._to_text(observed.observation)) if text]
-        return MessageObservation([*self._opening, _user("\n\n".join(said))])
-
-    def _refused(self, told: Message) -> MessageStep:
-        rewards = {"invalid_actions": 1.0, "reward": 0.0}
+    def _refused(self, error: Exception) -> MessageStep:
         self._invalid_left -= 1
-        if self._invalid_left < 0:
-            return MessageStep([told], status=RolloutStatus.COMPLETED, rewards=rewards)
-        return MessageStep([told], rewards=rewards)
+        return MessageStep(
+            messages_of(f"That is no action: {error}"),
+            status=RolloutStatus.COMPLETED if self._invalid_left < 0 else None,
+            rewards={"reward": 0.0, "invalid_actions": 1.0},
+        )
 
 
-class _ToolsEnv(_OpenEnvEnv):
-    """The same of an environment that acts by tools, as OpenEnv's MCP environments do."""
+class _ToolsEnv(_SessionEnv):
+    """A `MessageEnv` in which the policy calls the environment's tools, as in OpenEnv's MCP environments."""
+
+    async def reset(self) -> MessageObservation:
+        begun = await super().reset()
+        listed = (await self._session.step({"type": "list_tools"})).observation.get("tools")
+        if not isinstance(listed, list) or not listed:
+            raise OpenEnvError(f'{self._session.url} lists no tools; set task.action to "text", "json" or a function')
+        return MessageObservation(begun.messages, [_schema(tool) for tool in cast("list[dict[str, Any]]", listed)])
 
     async def step(self, message: Message) -> MessageStep:
         calls = cast("Sequence[Mapping[str, Any]]", message.get("tool_calls") or ())
@@ -322,40 +330,27 @@ class _ToolsEnv(_OpenEnvEnv):
             return MessageStep(status=RolloutStatus.COMPLETED, rewards={"reward": 0.0, "invalid_actions": 0.0})
         answers: list[Message] = []
         reward = invalid = 0.0
+        status: RolloutStatus | None = None
         for call in calls:
             name: str = call["function"]["name"]
             arguments: Any = call["function"].get("arguments") or {}
             observed = await self._session.step({"type": "call_tool", "tool_name": name, "arguments": arguments})
             error = cast("Mapping[str, Any] | None", observed.observation.get("error"))
             text = f"Error: {error.get('message')}" if error else result_text(observed.observation.get("result"))
-            answer = {"role": "tool", "name": name, "content": text}
-            answers.append(answer if call.get("id") is None else {**answer, "tool_call_id": call["id"]})
+            answers.append(tool_message(call, text))
             reward += observed.reward or 0.0
             invalid += bool(error)
             if observed.done:
+                status = RolloutStatus.COMPLETED
                 break
-        else:
-            return MessageStep(answers, rewards={"reward": reward, "invalid_actions": invalid})
-        return MessageStep(
-            answers, status=RolloutStatus.COMPLETED, rewards={"reward": reward, "invalid_actions": invalid}
-        )
-
-    async def _begun(self, observed: Observed) -> MessageObservation:
-        begun = await super()._begun(observed)
-        listed = (await self._session.step({"type": "list_tools"})).observation.get("tools")
-        if not isinstance(listed, list) or not listed:
-            raise OpenEnvError(f'{self._session.url} lists no tools; set task.action to "text", "json" or a function')
-        return MessageObservation(begun.messages, [_schema(tool) for tool in cast("list[dict[str, Any]]", listed)])
-
-
-def text_of(message: Message) -> str:
-    return str(message.get("content") or "").strip()
+        return MessageStep(answers, status=status, rewards={"reward": reward, "invalid_actions": invalid})
 
 
 def object_of(message: Message) -> Mapping[str, Any]:
-    """
+    """Parse the text of a message as a JSON object.
+
     Raises:
-        ValueError: the message is no JSON object.
+        ValueError: it is not a JSON object.
     """
     action: Any = json.loads(text_of(message))
     if not isinstance(action, dict):
@@ -368,7 +363,8 @@ def as_json(observation: Mapping[str, Any]) -> str:
 
 
 def result_text(result: Any) -> str:
-    """Result of a tool as text: for results of MCP clients, the data or the texts of the parts."""
+    """Convert the result of a tool to text. For a result of an MCP client, that is its data or the texts of its
+    parts."""
     if isinstance(result, dict):
         given = cast("dict[str, Any]", result)
         if given.get("data") is not None and "content" in given:
@@ -382,12 +378,3 @@ def result_text(result: Any) -> str:
 def _schema(tool: Mapping[str, Any]) -> dict[str, Any]:
     described = {"name": tool["name"], "description": tool.get("description") or "", "parameters": tool["input_schema"]}
     return {"type": "function", "function": described}
-
-
-def _step_of(observed: Observed, told: Sequence[Message]) -> MessageStep:
-    rewards = {"reward": observed.reward or 0.0, "invalid_actions": 0.0}
-    return MessageStep(told, status=RolloutStatus.COMPLETED if observed.done else None, rewards=rewards)
-
-
-def _user(text: str) -> Message:
-    return {"role": "user", "content": text}

@@ -1,4 +1,4 @@
-"""The data sets of `reasoning-gym` as tasks: endless questions, and a scorer for each."""
+"""Data sets of `reasoning-gym` as tasks: endless questions, each with a scorer."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from titan_rl.rollout.rewards.reward import Reward
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.types import Message, Rollout
 from titan_rl.tasks import PromptTask, answer_of
-from titan_rl.tasks.adapters.names import check_name
+from titan_rl.tasks.adapters.shared import check_name
+from titan_rl.tasks.tools import messages_of
 
-SAMPLES_PER_DATASET = 64  # made with one seed: some data sets take a second to be made
-ITEMS_PER_DATASET = 1024  # what is held out is passed over, so there are more than samples
-MOST_DATASETS = 64  # for one sample on the wanted side of the partition
+SAMPLES_PER_DATASET = 64  # made with one seed, because some data sets take a second to make
+ITEMS_PER_DATASET = 1024  # more than samples, because held-out items are skipped
+MOST_DATASETS = 64  # searched for one training or held-out sample
 
 _threads = DaemonThreads(4, "reasoning_gym")
 
 Item = dict[str, Any]
-"""As reasoning-gym has it: "question", "answer", and "metadata", which the scorer reads."""
+"""Item of reasoning-gym: "question", "answer", and "metadata", which the scorer reads."""
 
 
 class ReasoningGym(PromptTask):
-    """Questions of one data set of reasoning-gym, or of several, scored by the data set itself.
+    """Questions of one or several data sets of reasoning-gym, scored by the data set itself.
 
     Example:
 
@@ -42,33 +43,33 @@ class ReasoningGym(PromptTask):
         dataset = "leg_counting"
         config = { min_animals = 2, max_animals = 3 }
 
-    and of several, drawn by their weights:
+    or several data sets, drawn by their weights:
 
         dataset = "composite"
         config.datasets = [{ name = "leg_counting", weight = 2 }, { name = "chain_sum", config = { max_terms = 3 } }]
 
-    Samples are reasoning-gym's items. Each is made of the run's seed and its index alone. Held out are questions, by
-    their text, so that none is ever trained on, however few different ones a data set has.
+    Samples are reasoning-gym's items, each determined by the run's seed and its index. Items with equal questions are
+    held out together, so no held-out question is ever trained on.
     """
 
     dataset: str
-    """Its name in reasoning-gym."""
+    """Name of the data set in reasoning-gym."""
     config: Mapping[str, Any] = Field(default_factory=dict[str, Any])
-    """The data set's own settings, but for seed and size."""
+    """Settings of the data set, except seed and size."""
     system: str = ""
-    """The system's message, if any."""
+    """System message, if any."""
     prompt_template: str = "{question}\n\nGive the final answer, and nothing else, between <{tag}> and </{tag}>."
-    """What the user says."""
+    """User's message."""
     tag: str = Field(default="answer", min_length=1)
-    """What stands in the last <tag> ... </tag> is scored; without one the score is 0."""
+    """Tag of the final answer: the text in the last <tag> ... </tag> is scored; without one the score is 0."""
     format_weight: NonNegativeFloat = 0.0
     """Weight of the reward `answered`, which is 1 for any text in the tags, relative to the score's weight of 1."""
     demonstrated_right: float = Field(default=0.5, ge=0, le=1)
-    """Share of right answers in what `titan-rl sft` teaches; the others are those of other questions."""
+    """Share of right answers in the demonstrations of `titan-rl sft`; the rest are answers of other questions."""
     score_timeout_s: PositiveFloat = 10.0
-    """What one call of the scorer may take; an answer that it cannot read, or not in that time, is worth 0."""
+    """Longest time of one call of the scorer. An answer that it cannot read, or not in that time, is worth 0."""
 
-    _held_out: list[Item] = PrivateAttr(default_factory=list[Item])  # those made so far: some take long to make
+    _held_out: list[Item] = PrivateAttr(default_factory=list[Item])  # kept, because some take long to make
 
     @field_validator("prompt_template")
     @classmethod
@@ -78,7 +79,8 @@ class ReasoningGym(PromptTask):
         return template
 
     def check_settings(self) -> None:
-        """
+        """Make the data set once.
+
         Raises:
             ConfigError: there is no such data set, or it takes no such settings.
             MissingExtraError: reasoning-gym is not installed.
@@ -98,14 +100,14 @@ class ReasoningGym(PromptTask):
         return self._dataset(f"drawn/{rng.randrange(16)}")[rng.randrange(ITEMS_PER_DATASET)]
 
     def demonstrate(self, sample: Item, messages: Sequence[Message], rng: random.Random) -> str:
-        """The right answer between the tags, or that of another question.
+        """Right answer between the tags, or that of another question.
 
         Raises:
-            ConfigError: the data set names no right answers.
+            ConfigError: the data set has no right answers.
         """
         shown = sample if rng.random() < self.demonstrated_right else self.sample(rng)
         if shown["answer"] is None:
-            raise ConfigError(f"task.dataset = {self.dataset!r} names no right answers, so it has no demonstrations")
+            raise ConfigError(f"task.dataset = {self.dataset!r} has no right answers, so it has no demonstrations")
         return f"<{self.tag}>{shown['answer']}</{self.tag}>"
 
     def key(self, sample: Item) -> str:
@@ -113,20 +115,17 @@ class ReasoningGym(PromptTask):
 
     def prompt(self, sample: Item) -> Sequence[Message]:
         text = self.prompt_template.replace("{tag}", self.tag).replace("{question}", sample["question"])
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        return [*system, {"role": "user", "content": text}]
+        return messages_of(text, self.system)
 
     async def reward(self, sample: Item, answer: str) -> float:
-        """Score of a reply by the data set's own scorer: 1 if it is right, less if partly, and else about 0."""
+        """Score of a reply by the data set's scorer: 1 if it is right, less if it is partly right, else about 0."""
         found = self.answer_in(answer)
         if found is None:
             return 0.0
         dataset = self._dataset("scoring")
         try:
             return float(await _threads.run(lambda: dataset.score_answer(found, sample), self.score_timeout_s))
-        except (
-            Exception
-        ):  # the model's doing: scorers read what it wrote as dates, formulas, lists, and take their time
+        except Exception:  # the reply's fault: scorers parse it as dates, formulas or lists, and may take long
             return 0.0
 
     def answer_in(self, reply: str) -> str | None:
@@ -144,7 +143,8 @@ class ReasoningGym(PromptTask):
         return Rubric(rewards, truncated_reward=0.0, error_reward=0.0)
 
     def _nth(self, key: str, index: int, *, held_out: bool) -> Item:
-        """
+        """Item number `index` of those that are held out, or of those that are not.
+
         Raises:
             DataError: the data set gave no such question.
         """
@@ -167,10 +167,11 @@ class ReasoningGym(PromptTask):
 
 @lru_cache(maxsize=24)
 def _make(name: str, config: str, key: str) -> Any:
-    """
+    """Make a data set.
+
     Args:
-        config: JSON of it.
-        key: decides the seed.
+        config: its settings as JSON.
+        key: determines the seed.
 
     Raises:
         ConfigError: there is no such data set, or it takes no such config.
@@ -185,7 +186,7 @@ def _make(name: str, config: str, key: str) -> Any:
 
 
 def _settings_of(name: str, given: dict[str, Any], name_field: str, field: str) -> dict[str, Any]:
-    """The config as the data set's own class takes it: TOML has lists where that has tuples.
+    """Convert settings to the types of the data set's config class, which has tuples in the place of TOML's lists.
 
     Raises:
         ConfigError: there is no such data set, or no such setting.
@@ -195,7 +196,7 @@ def _settings_of(name: str, given: dict[str, Any], name_field: str, field: str) 
     known = {known.name: known for known in fields(registry[name][1])}
     for key, value in given.items():
         if key in ("seed", "size"):
-            raise ConfigError(f"{field}.{key} cannot be set: items are made of the run's seed and their index")
+            raise ConfigError(f"{field}.{key} cannot be set: items depend on the run's seed and their index")
         check_name(field, key, known.keys() - {"seed", "size"}, f"settings of {name}")
         default = known[key].default if known[key].default is not MISSING else None
         if isinstance(value, list) and isinstance(default, tuple):
@@ -206,7 +207,7 @@ def _settings_of(name: str, given: dict[str, Any], name_field: str, field: str) 
 
 
 def _spec(number: int, given: Any) -> Any:
-    """Data set of several in one task."""
+    """One of the data sets of a composite."""
     field = f"task.config.datasets[{number}]"
     if not isinstance(given, dict) or "name" not in given:
         raise ConfigError(f'{field} = {given!r} must be a table such as {{ name = "leg_counting", weight = 2 }}')

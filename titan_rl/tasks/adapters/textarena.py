@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import random
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -30,39 +31,37 @@ from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.rewards.reward import env_reward
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.types import RolloutStatus
-from titan_rl.tasks.adapters.names import check_name
-from titan_rl.tasks.adapters.seeds import train_seed, validation_seed
+from titan_rl.tasks.adapters.shared import check_name, train_seed, validation_seed
 from titan_rl.tasks.players.task import SeatedTask
+from titan_rl.tasks.tools import messages_of, text_of
 
 MOST_PLAYERS = 16
-WRONG_NUMBER = (AssertionError, ValueError, LookupError, TypeError)  # what games raise for a number of players
+WRONG_NUMBER = (AssertionError, ValueError, LookupError, TypeError)  # raised by games for a wrong number of players
 
 _one_at_a_time = threading.Lock()
-"""Games draw from Python's one generator of random numbers; each is lent its own while it is asked."""
+"""Games draw from Python's global generator of random numbers, whose state is swapped for the game's own in a call."""
 
 
 class _CannotBeginError(ConfigError):
-    """A game was made, and does not begin."""
+    """A game was made, but does not begin."""
 
 
 class ArenaGame:
-    """A new game with its own random numbers. Its methods may block.
-
-    Args:
-        make: makes the game.
+    """New game with its own random numbers. Its methods may block.
 
     Raises:
-        ConfigError: the game cannot start.
+        ConfigError: the game cannot be made or cannot begin.
     """
 
-    def __init__(self, make: Callable[[], Any], num_players: int, *, seed: int) -> None:
+    def __init__(self, task: TextArena, num_players: int, seed: int) -> None:
         self._randomness: Any = None  # the state of the game's own generator
-        self._said: dict[int, str] = {}  # of wrappers, which say it all each time
+        self._said: dict[int, str] = {}  # text of wrappers, which repeat the whole text in each observation
         self.invalid_moves = dict.fromkeys(range(num_players), 0)
         self.done = False
-        self._game = make()
+        self._game = make_game(task.env_id, dict(task.options), task.wrappers)
         try:
-            self._ask(lambda: self._game.reset(num_players=num_players, seed=seed))
+            with self._own_randomness():
+                self._game.reset(num_players=num_players, seed=seed)
         except Exception as error:
             raise _CannotBeginError(
                 f"a game of {num_players} players with seed {seed} cannot begin: {summary(error)}"
@@ -70,7 +69,8 @@ class ArenaGame:
 
     def observe(self) -> tuple[int, str]:
         """Player whose turn it is, and the new observations of that player."""
-        player, seen = self._ask(self._game.get_observation)
+        with self._own_randomness():
+            player, seen = self._game.get_observation()
         if isinstance(seen, str):
             before, self._said[player] = self._said.get(player, ""), seen
             return player, seen.removeprefix(before).strip()
@@ -78,12 +78,14 @@ class ArenaGame:
 
     def move(self, player: int, action: str) -> None:
         errors = getattr(self._game.state, "error_count", 0)
-        self.done, _ = self._ask(lambda: self._game.step(action=action))
+        with self._own_randomness():
+            self.done, _ = self._game.step(action=action)
         self.invalid_moves[player] += getattr(self._game.state, "error_count", 0) > errors
 
     def end(self) -> dict[int, dict[str, float]]:
-        """The rewards of each player, when the game is done."""
-        rewards, about = self._ask(self._game.close)
+        """Rewards of each player. Call when the game is done."""
+        with self._own_randomness():
+            rewards, about = self._game.close()
         won = cast("dict[int, float]", rewards or {})
         return {
             player: {
@@ -102,20 +104,22 @@ class ArenaGame:
         names = self._game.state.role_mapping
         return "\n".join(f"[{names.get(speaker, speaker)}] {text}" for speaker, text, _ in seen if speaker != player)
 
-    def _ask(self, call: Callable[[], Any]) -> Any:
+    @contextmanager
+    def _own_randomness(self) -> Generator[None]:
         with _one_at_a_time:
             others = random.getstate()
             if self._randomness is not None:
                 random.setstate(self._randomness)
             try:
-                return call()
+                yield
             finally:
                 self._randomness = random.getstate()
                 random.setstate(others)
 
 
 def make_game(name: str, options: dict[str, Any], wrappers: Sequence[str]) -> Any:
-    """
+    """Make a game with its wrappers.
+
     Raises:
         ConfigError: there is no such game, or it cannot be made.
     """
@@ -131,33 +135,33 @@ def make_game(name: str, options: dict[str, Any], wrappers: Sequence[str]) -> An
         game: Any = arena.make(name, **options)
         for wrapper in wrappers:
             game = known[wrapper](game)
-    except (Exception, SyntaxError) as error:  # some games are of newer Pythons, or want word lists or keys
+    except (Exception, SyntaxError) as error:  # some games need a newer Python, word lists or API keys
         raise ConfigError(f"task.env_id = {name!r} cannot be made: {summary(error)}") from error
     return game
 
 
-def least_players(game: str, make: Callable[[], Any]) -> int:
-    """
+def least_players(task: TextArena) -> int:
+    """Find the smallest number of players with which a game begins.
+
     Raises:
-        ConfigError: the game cannot be made, or begins with no number of players.
+        ConfigError: the game cannot be made, or does not begin with any number of players.
     """
-    make()
     failure: Exception | None = None
     for number in range(1, MOST_PLAYERS + 1):
         try:
-            ArenaGame(make, number, seed=0)
+            ArenaGame(task, number, seed=0)
         except _CannotBeginError as error:
             if not isinstance(error.__cause__, WRONG_NUMBER):
                 raise
             failure = error
         else:
             return number
-    raise ConfigError(f"task.env_id = {game!r}: {failure}; set task.num_players")
+    raise ConfigError(f"task.env_id = {task.env_id!r}: {failure}; set task.num_players")
 
 
 class TextArena(SeatedTask):
-    """A game of textarena. One of several players has the seats `player_0`, `player_1` and so on, each played by whom
-    `seats` names.
+    """Game of textarena. A game of several players has the seats `player_0`, `player_1` and so on, whose players are
+    those of `seats`.
 
     Example:
 
@@ -169,40 +173,42 @@ class TextArena(SeatedTask):
         [task.seats]
         player_1 = "players:first_free"
 
-    Samples are a game's seed; training has even seeds, and validation odd ones.
+    A sample is the seed of a game: even for training, odd for validation.
     """
 
     env_id: str
-    """Its name in textarena. Those that end in -raw tell each player what has happened since its last move; others say
-    what their wrappers make of the whole game."""
+    """Name of the game in textarena. Games that end in -raw show each player what happened since its last move; others
+    show the text that their wrappers make of the whole game."""
     options: Mapping[str, Any] = Field(default_factory=dict[str, Any])
-    """Wrappers of the game, besides or instead of those of its name."""
+    """Further arguments of the environment of the game."""
     wrappers: tuple[str, ...] = ()
-    """More of textarena.wrappers, the outermost last, such as ActionFormattingWrapper."""
+    """Further wrappers of textarena.wrappers, the outermost last, such as ActionFormattingWrapper."""
     num_players: PositiveInt | None = None
-    """By default the least that the game takes."""
+    """Number of players; by default the least that the game takes."""
     lost_reward: float = -1.0
-    """Of a rollout that is cut off before its game has ended, and of an answer that cannot be parsed."""
+    """Reward of a rollout that is cut off before its game has ended, and of an answer that cannot be parsed."""
 
-    _least_players: list[int] = PrivateAttr(default_factory=list[int])  # once it is known
+    _least_players: list[int] = PrivateAttr(default_factory=list[int])  # empty until it is known
 
     @property
     def seat_names(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """
+        """Seats of the game.
+
         Raises:
-            ConfigError: the game begins with no number of players.
+            ConfigError: the game does not begin with any number of players.
         """
         if not self._least_players:
-            self._least_players.append(self.num_players or least_players(self.env_id, self._make))
+            self._least_players.append(self.num_players or least_players(self))
         return tuple(map(_seat, range(self._least_players[0])))
 
     def check_settings(self) -> None:
-        """
+        """Begin a game.
+
         Raises:
-            ConfigError: there is no such game, it cannot be played, or a seat is not there.
+            ConfigError: there is no such game, it cannot be played, or it does not have a seat.
             MissingExtraError: textarena is not installed.
         """
-        self._begin({"seed": 0})()
+        self.begin({"seed": 0})
         super().check_settings()
 
     def train_sample(self, seed: int, index: int) -> dict[str, int]:
@@ -213,11 +219,11 @@ class TextArena(SeatedTask):
 
     def env(self, sample: Mapping[str, int]) -> MessageEnv:
         """Environment of a single-player game."""
-        return cast("MessageEnv", ThreadedEnv(partial(_Alone, self._begin(sample))))
+        return cast("MessageEnv", ThreadedEnv(partial(_Alone, self, sample)))
 
     def game(self, sample: Mapping[str, int]) -> SeatedMessageEnv:
         """Environment of a game with several players."""
-        return _Together(self._begin(sample))
+        return _Together(self, sample)
 
     def make_env(self, sample: Mapping[str, int], renderer: Renderer) -> TokenEnv | SeatedEnv:  # pyright: ignore[reportIncompatibleMethodOverride]
         if len(self.seat_names) == 1:
@@ -225,56 +231,55 @@ class TextArena(SeatedTask):
         return super().make_env(sample, renderer)
 
     def rubric(self) -> Rubric:
-        """The game's own reward; how often a player made an invalid move, and whether that ended the game, are
-        recorded beside it."""
+        """Rubric of the game's own reward. The number of a player's invalid moves, and whether one ended the game, are
+        recorded with it."""
         return Rubric(
             [env_reward("reward"), env_reward("invalid_moves", 0.0), env_reward("ended_by_invalid_move", 0.0)],
             truncated_reward=self.lost_reward,
             error_reward=self.lost_reward,
         )
 
-    def _begin(self, sample: Mapping[str, int]) -> Callable[[], ArenaGame]:
-        return partial(ArenaGame, self._make, len(self.seat_names), seed=sample["seed"])
-
-    def _make(self) -> Any:
-        return make_game(self.env_id, dict(self.options), self.wrappers)
+    def begin(self, sample: Mapping[str, int]) -> ArenaGame:
+        """Begin the game of a sample; may block."""
+        return ArenaGame(self, len(self.seat_names), sample["seed"])
 
 
 class _Alone:
     """A `MessageEnv` of a game of one player. It blocks."""
 
-    def __init__(self, begin: Callable[[], ArenaGame]) -> None:
-        self._game = begin()
+    def __init__(self, task: TextArena, sample: Mapping[str, int]) -> None:
+        self._game = task.begin(sample)
 
     def reset(self) -> MessageObservation:
-        return MessageObservation([_user(self._game.observe()[1])])
+        return MessageObservation(messages_of(self._game.observe()[1]))
 
     def step(self, message: Mapping[str, Any]) -> MessageStep:
-        self._game.move(0, _action(message))
+        self._game.move(0, text_of(message))
         if self._game.done:
             said = self._game.last_words(0)
-            told = [_user(said)] if said else []
+            told = messages_of(said) if said else []
             return MessageStep(told, status=RolloutStatus.COMPLETED, rewards=self._game.end()[0])
-        return MessageStep([_user(self._game.observe()[1])])
+        return MessageStep(messages_of(self._game.observe()[1]))
 
     def close(self) -> None: ...
 
 
 class _Together:
-    """A `SeatedMessageEnv`."""
+    """A `SeatedMessageEnv` of a game of several players."""
 
-    def __init__(self, begin: Callable[[], ArenaGame]) -> None:
-        self._begin = begin
+    def __init__(self, task: TextArena, sample: Mapping[str, int]) -> None:
+        self._task = task
+        self._sample = sample
 
     async def play_seats(self, seats: Mapping[str, MessageSeat]) -> None:
-        game = await in_thread(self._begin)
+        game = await in_thread(self._task.begin, self._sample)
         while not game.done:
             player, seen = await in_thread(game.observe)
-            answer = await seats[_seat(player)].ask([_user(seen)])
-            await in_thread(game.move, player, _action(answer))
+            answer = await seats[_seat(player)].ask(messages_of(seen))
+            await in_thread(game.move, player, text_of(answer))
         for player, rewards in (await in_thread(game.end)).items():
             if said := game.last_words(player):
-                seats[_seat(player)].tell([_user(said)])
+                seats[_seat(player)].tell(messages_of(said))
             for name, value in rewards.items():
                 seats[_seat(player)].reward(name, value)
 
@@ -283,11 +288,3 @@ class _Together:
 
 def _seat(player: int) -> str:
     return f"player_{player}"
-
-
-def _user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
-def _action(message: Mapping[str, Any]) -> str:
-    return str(message.get("content") or "").strip()

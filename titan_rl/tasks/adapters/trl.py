@@ -1,11 +1,8 @@
-"""Task with what TRL's `GRPOTrainer` takes: a data set, reward functions, tools, a class of environments."""
+"""Task made of the parts of TRL's `GRPOTrainer`: a data set, reward functions, tools, a class of environments."""
 
 from __future__ import annotations
 
 import functools
-import inspect
-import random
-import string
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -13,15 +10,15 @@ from typing import Annotated, Any, cast
 from pydantic import PrivateAttr
 
 from titan_rl.core.calls.imports import find_function, require
-from titan_rl.core.calls.user_code import summary
+from titan_rl.core.calls.user_code import is_async, summary
 from titan_rl.core.errors import ConfigError
 from titan_rl.core.settings import FilePath, FunctionName
 from titan_rl.rollout.environment.threaded import ThreadedEnv
 from titan_rl.rollout.environment.types import MessageEnv
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.types import Message, Rollout
-from titan_rl.tasks import MessageTask, ToolEnv
-from titan_rl.tasks.adapters.names import check_name
+from titan_rl.tasks import Row, ToolEnv
+from titan_rl.tasks.adapters.shared import check_name
 from titan_rl.tasks.adapters.trl_code import (
     Instances,
     RewardFunc,
@@ -31,18 +28,20 @@ from titan_rl.tasks.adapters.trl_code import (
     name_of,
     tools_of_class,
 )
+from titan_rl.tasks.rows import ChosenRows, RowTask, Sides
 
 KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".txt": "text"}
 
 
-def load_rows(dataset: str, subset: str, split: str, revision: str) -> Any:
-    """
+def load_dataset(dataset: str, subset: str, split: str, revision: str) -> Any:
+    """Load a data set.
+
     Args:
-        dataset: a file, a folder of files or of `Dataset.save_to_disk`, or a data set's id on the hub.
-        split: as `datasets` writes it, such as "train" or "train[:90%]". A single file has the split "train".
+        dataset: a file, a folder of files or of `Dataset.save_to_disk`, or the id of a data set on the hub.
+        split: in the notation of `datasets`: "train" or "train[:90%]". A single file has the split "train".
 
     Returns:
-        A `datasets.Dataset`: it stays on disk, and has its rows as dictionaries by their number.
+        A `datasets.Dataset`: it stays on disk, and has its rows as dictionaries by number.
 
     Raises:
         ConfigError: there is no such data set or split, or it cannot be read.
@@ -59,9 +58,7 @@ def load_rows(dataset: str, subset: str, split: str, revision: str) -> Any:
     except ConfigError:
         raise
     except Exception as error:
-        where = (
-            "" if path.exists() else f"; there is no such path in {Path.cwd()}, and it could not be had from the hub"
-        )
+        where = "" if path.exists() else f"; there is no such path in {Path.cwd()}, and it was not found on the hub"
         raise ConfigError(f"task.dataset = {dataset!r}, split {split!r}: {summary(error)}{where}") from error
 
 
@@ -82,14 +79,13 @@ def _saved(found: Any, dataset: str, split: str) -> Any:
     return found[split]
 
 
-Row = dict[str, Any]
 Function = Annotated[str, FunctionName(())]
 
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 
 
-class TRLTask(MessageTask):
-    """Rows of Hugging Face `datasets`, and reward functions, tools and environments that are written for TRL.
+class TRLTask(RowTask):
+    """Rows of Hugging Face `datasets`, with reward functions, tools and environments written for TRL.
 
     Example:
 
@@ -98,49 +94,44 @@ class TRLTask(MessageTask):
         dataset = "trl-lib/DeepMath-103K"       # on the hub, or a file or folder here
         reward_funcs = ["rewards:is_right"]     # def is_right(completions, solution, **kwargs): return [...]
 
-    Functions are called with all siblings of a group that are judged, as TRL calls them with a batch: `prompts`,
-    `completions`, `completion_ids`, each column as a list, `trainer_state`, `log_extra`, `log_metric`, and
-    `environments` where there are some. Prompts and completions are texts where the prompt's column has text, else
-    lists of messages.
+    A reward function is called once for all siblings of a group that are judged, with TRL's keyword arguments:
+    `prompts`, `completions`, `completion_ids`, each column as a list, `trainer_state`, `log_extra`, `log_metric`, and
+    `environments` if there are any. Prompts and completions are texts if the prompt's column has text, otherwise lists
+    of messages.
     """
 
     dataset: FilePath | None = None
-    """An id on the hub, a file of rows, or a folder of them. May be left out where environments make their own data."""
+    """Data set: an id on the hub, a file of rows, or a folder of them. May be left out if environments make their own
+    data."""
     subset: str = ""
-    """Of a data set on the hub that has several."""
+    """Subset of a data set on the hub."""
     split: str = "train"
-    """As `datasets` writes it: "train", "train[:90%]"."""
+    """Split in the notation of `datasets`: "train", "train[:90%]"."""
     validation_split: str = ""
-    """Held-out rows; by default the share held_out of split, chosen by their prompts."""
+    """Split of the held-out rows; by default the share held_out of split, chosen by their prompts."""
     revision: str = ""
-    """Of the data set on the hub."""
-    prompt: str = "prompt"
-    """The column with the prompt, which is text or a list of messages; or a text with columns in braces."""
-    system: str = ""
-    """The system's message before it, if any."""
+    """Revision of the data set on the hub."""
     reward_funcs: tuple[Function, ...] = ()
-    """As TRL's trainers take them, sync or async."""
+    """Reward functions of TRL's trainers, sync or async."""
     reward_weights: tuple[float, ...] = ()
-    """One for each of them; 1 by default."""
+    """Weight of each reward function; 1 by default."""
     reward_funcs_in_thread: bool = False
     """Call sync functions in threads, for those that take more than some milliseconds."""
     tools: tuple[Function, ...] = ()
     """Functions that the policy may call."""
     environment_factory: Function | Mapping[str, Function] | None = None
-    """A class with `reset`, whose other public methods are tools; or several by the names that the column
-    `environment` says. Each rollout has its own object, in its own thread."""
+    """Class with `reset`, whose other public methods are tools; or several classes by name, which the column
+    `environment` selects. Each rollout has its own object, in its own thread."""
     error_reward: float = 0.0
-    """Of an answer that cannot be parsed."""
+    """Reward of an answer that cannot be parsed."""
 
     _instances: Instances = PrivateAttr(default_factory=Instances)
-    _loaded: list[tuple[Any, Sequence[int]]] = PrivateAttr(
-        default_factory=list[tuple[Any, Sequence[int]]]
-    )  # for training, and held out
 
     def check_settings(self) -> None:
-        """
+        """Load the data, and make each environment once.
+
         Raises:
-            ConfigError: the data cannot be had, has no prompts, or a function or class is not as it must be.
+            ConfigError: the data cannot be loaded, has no prompts, or a function or class does not fit.
             MissingExtraError: `datasets` is not installed.
         """
         if self.dataset is None and not isinstance(self.environment_factory, str):
@@ -153,33 +144,37 @@ class TRLTask(MessageTask):
                 if not tools_of_class(instance):
                     raise ValueError("has no public methods for tools")
                 close = getattr(instance, "close", None)
-                if callable(close) and not inspect.iscoroutinefunction(close):
+                if callable(close) and not is_async(close):
                     close()
             except Exception as error:
                 raise ConfigError(f"task.environment_factory: {name_of(factory)}: {error}") from error
         self.rubric()
         sample = self.train_sample(0, 0)
         self._factory_of(sample)
-        ToolEnv(self._messages(sample), self._functions())
+        ToolEnv(self.messages(sample), self._functions())
 
-    def sample(self, rng: random.Random) -> Row:
-        data, places = self._side(held_out=False)
-        return dict(data[rng.choice(places)]) if places else {}
-
-    def train_sample(self, seed: int, index: int) -> Row:
-        data, places = self._side(held_out=False)
-        epoch, at = divmod(index, len(places) or 1)
-        return dict(data[places[_order(len(places), f"{seed}/{epoch}")[at]]]) if places else {}
+    def load_rows(self) -> Sides:
+        if self.dataset is None:
+            own_data = ChosenRows([{}], range(1))  # that of the environments
+            return own_data, own_data
+        data = load_dataset(self.dataset, self.subset, self.split, self.revision)
+        if self.validation_split:
+            held_out = load_dataset(self.dataset, self.subset, self.validation_split, self.revision)
+            sides = ChosenRows(data, range(len(data))), ChosenRows(held_out, range(len(held_out)))
+        else:
+            sides = self.split_rows(data, self.dataset)
+        if not all(sides):
+            raise ConfigError(
+                f"task.dataset = {self.dataset!r} has {len(sides[0])} rows for training and {len(sides[1])} held out; "
+                f"give more, another held_out than {self.held_out}, or a validation_split"
+            )
+        return sides
 
     def validation_samples(self, count: int) -> list[Row]:
-        """Fewer where there are not as many."""
-        data, places = self._side(held_out=True)
-        if data is None:
-            return [{} for _ in range(count)]
-        return [dict(data[places[at]]) for at in _order(len(places), "validation")[:count]]
+        return [{} for _ in range(count)] if self.dataset is None else super().validation_samples(count)
 
     def env(self, sample: Row) -> MessageEnv:
-        messages, tools = self._messages(sample), self._functions()
+        messages, tools = self.messages(sample), self._functions()
         factory = self._factory_of(sample)
         if factory is None:
             return ToolEnv(messages, tools)
@@ -190,10 +185,11 @@ class TRLTask(MessageTask):
         return cast("MessageEnv", ThreadedEnv(made))
 
     def key(self, sample: Row) -> str:
-        return repr(self._messages(sample))
+        return repr(self.messages(sample))
 
     def rubric(self) -> Rubric:
-        """
+        """Make the rubric of the reward functions, and of `get_reward` of the environments.
+
         Raises:
             ConfigError: there is no reward, or not one weight for each.
         """
@@ -210,17 +206,17 @@ class TRLTask(MessageTask):
             raise ConfigError("task.reward_funcs is not set, and no environment has a method get_reward; give one")
         return RewardFuncsRubric(
             [(name, *function) for name, function in zip(names, functions, strict=True)],
-            self._columns,
+            self,
+            self._instances,
             in_thread=self.reward_funcs_in_thread,
             error_reward=self.error_reward,
-            done_with=self._instances.forget,
         )
 
-    def _columns(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
-        """Keyword arguments of reward functions."""
+    def columns(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
+        """Keyword arguments of reward functions, each a list with one value for each rollout."""
         rows = [cast("Row", rollout.sample) for rollout in rollouts]
-        opening = len(self._messages(rows[0]))
-        in_text = isinstance(self._prompt_of(rows[0]), str)
+        opening = len(self.messages(rows[0]))
+        in_text = isinstance(self.prompt_of(rows[0]), str)
         environments: dict[str, Any] = {}
         if self.environment_factory is not None:
             played = [self._instances.of(rollout) for rollout in rollouts]
@@ -233,19 +229,10 @@ class TRLTask(MessageTask):
             **environments,
         }
 
-    def _messages(self, row: Row) -> list[Message]:
-        prompt = self._prompt_of(row)
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        return [*([{"role": "system", "content": self.system}] if self.system else ()), *messages]
-
-    def _prompt_of(self, row: Row) -> str | Sequence[Message]:
-        if self.prompt in row:
-            return row[self.prompt]
-        if self.environment_factory is not None and self.prompt == "prompt":
-            return [{"role": "user", "content": ""}]  # `reset` says it
-        if not any(column for _, column, _, _ in string.Formatter().parse(self.prompt)):
-            raise KeyError(self.prompt)
-        return self.prompt.format_map(row)
+    def prompt_of(self, row: Row) -> str | Sequence[Message]:
+        if self.environment_factory is not None and self.prompt == "prompt" and "prompt" not in row:
+            return [{"role": "user", "content": ""}]  # `reset` gives the text
+        return super().prompt_of(row)
 
     def _factories(self) -> dict[str, Callable[[], Any]]:
         named = self.environment_factory or {}
@@ -263,47 +250,6 @@ class TRLTask(MessageTask):
     def _functions(self) -> list[Callable[..., Any]]:
         return [_find("task.tools", name) for name in self.tools]
 
-    def _side(self, *, held_out: bool) -> tuple[Any, Sequence[int]]:
-        """The rows for training or those held out, by their places in a data set; None and no places without one."""
-        if self.dataset is None:
-            return None, ()
-        if not self._loaded:
-            self._loaded.extend(self._split(load_rows(self.dataset, self.subset, self.split, self.revision)))
-        return self._loaded[held_out]
-
-    def _split(self, data: Any) -> list[tuple[Any, Sequence[int]]]:
-        """
-        Raises:
-            ConfigError: a row has no prompt, or one of the two sides has no rows.
-        """
-        everywhere = range(len(data))
-        if self.validation_split:
-            held_out = load_rows(str(self.dataset), self.subset, self.validation_split, self.revision)
-            sides: list[tuple[Any, Sequence[int]]] = [(data, everywhere), (held_out, range(len(held_out)))]
-        elif not self.held_out:
-            sides = [(data, everywhere), (data, everywhere)]
-        else:
-            there: tuple[list[int], list[int]] = ([], [])
-            for place in everywhere:
-                there[self._is_held_out_at(data, place)].append(place)
-            sides = [(data, there[0]), (data, there[1])]
-        if not all(places for _, places in sides):
-            raise ConfigError(
-                f"task.dataset = {self.dataset!r} has {len(sides[0][1])} rows for training and {len(sides[1][1])} held "
-                f"out; give more, another held_out than {self.held_out}, or a validation_split"
-            )
-        return sides
-
-    def _is_held_out_at(self, data: Any, place: int) -> bool:
-        try:
-            return self.is_held_out(data[place])
-        except (KeyError, IndexError, ValueError, TypeError) as error:
-            wrong = f"has no column {error}" if isinstance(error, KeyError) else f"gives no prompt: {error}"
-            raise ConfigError(
-                f"task.prompt = {self.prompt!r}: row {place} of {self.dataset} {wrong}; "
-                f"its columns are {', '.join(data.column_names)}"
-            ) from None
-
 
 def _find(setting: str, name: str) -> Callable[..., Any]:
     known: dict[str, Callable[..., Any]] = {}
@@ -311,7 +257,7 @@ def _find(setting: str, name: str) -> Callable[..., Any]:
 
 
 def _different(names: Sequence[str]) -> list[str]:
-    """The names, each with a number where it has been there before.
+    """Make names different by numbering repeated ones.
 
     >>> _different(["a", "b", "a"])
     ['a', 'b', 'a_2']
@@ -328,14 +274,9 @@ def _said(messages: Sequence[Message], in_text: bool) -> str | list[dict[str, An
 
 
 def _own_reward(kind: Any, instances: Instances) -> RewardFunc:
-    """The reward that environments of one class give themselves."""
+    """Reward function that returns the rewards of the environments of one class."""
 
     def get_reward(environments: Sequence[Any], **_: Any) -> list[float | None]:
         return [instances.own_reward(each) if type(each) is kind else None for each in environments]
 
     return get_reward
-
-
-@functools.lru_cache(maxsize=4)
-def _order(count: int, key: str) -> list[int]:
-    return random.Random(key).sample(range(count), count)

@@ -9,8 +9,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
+from titan_rl.core.calls.user_code import is_async
 from titan_rl.core.errors import DataError, RewardError
 from titan_rl.rollout.environment.types import MessageObservation, MessageStep
 from titan_rl.rollout.rewards.reward import GroupReward
@@ -19,8 +20,14 @@ from titan_rl.rollout.types import Message, Rollout, RolloutGroup
 from titan_rl.tasks import Tool, ToolEnv
 
 RewardFunc = Callable[..., Any]
-Columns = Callable[[Sequence[Rollout]], Mapping[str, Any]]
-"""The arguments of a reward function, each a list with one value for each rollout."""
+
+
+class RowsOfRollouts(Protocol):
+    """Task of the rollouts."""
+
+    def columns(self, rollouts: Sequence[Rollout]) -> Mapping[str, Any]:
+        """Keyword arguments of a reward function, each a list with one value for each rollout."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,35 +50,35 @@ class _Notes:
 
 
 class RewardFuncsRubric(Rubric):
-    """Judges siblings as TRL judges a batch:
+    """Rubric that judges siblings as TRL judges a batch:
 
         reward = sum_i weight_i * value_i
 
-    over the functions that gave a value. One that gives None for a rollout has no part in its reward, and a rollout
-    for which all give None has no reward, and so no advantage. Async functions run at the same time. What a function
-    gives to `log_metric`, and numbers that it gives to `log_extra`, are in the rollouts' `reward_breakdown`.
+    over the functions that returned a value. A function that returns None for a rollout has no part in its reward. If
+    all functions return None, the rollout has no reward and no advantage. Async functions run concurrently. Numbers
+    passed to `log_metric` and `log_extra` are added to the rollouts' `reward_breakdown`.
 
     Args:
-        functions: with a name and a weight each.
-        columns: their arguments, besides `trainer_state`, `log_extra` and `log_metric`.
-        in_thread: of functions that are not async.
-        done_with: told of rollouts that have been judged, or that never will be.
+        functions: reward functions, each with its name and weight.
+        task: gives the arguments of the functions, except `trainer_state`, `log_extra` and `log_metric`.
+        instances: environments of the rollouts, which are forgotten when these have been judged.
+        in_thread: call functions that are not async in threads.
     """
 
     def __init__(
         self,
         functions: Sequence[tuple[str, RewardFunc, float]],
-        columns: Columns,
+        task: RowsOfRollouts,
+        instances: Instances,
         *,
-        in_thread: bool = False,
-        error_reward: float | None = None,
-        done_with: Callable[[Sequence[Rollout]], None] = lambda rollouts: None,
+        in_thread: bool,
+        error_reward: float,
     ) -> None:
         rewards = [self._group_reward(name, fn, in_thread) for name, fn, _ in functions]
         super().__init__(rewards, error_reward=error_reward)
         self._weights = {name: weight for name, _, weight in functions}
-        self._columns = columns
-        self._done_with = done_with
+        self._task = task
+        self._instances = instances
         self._notes: dict[str, _Notes] = {}  # by rollout id, while their group is judged
 
     async def score(
@@ -86,12 +93,12 @@ class RewardFuncsRubric(Rubric):
                 if rollout.reward_breakdown:
                     self._sum_up(rollout, self._notes.get(rollout.rollout_id, _Notes()))
         except RewardError:
-            self._done_with(rollouts)
+            self._instances.forget(rollouts)
             raise
         finally:
             for rollout in rollouts:
                 self._notes.pop(rollout.rollout_id, None)
-        self._done_with(rollouts)  # not if judging was cancelled, since it restarts
+        self._instances.forget(rollouts)  # not if judging was cancelled, since it restarts
 
     def _sum_up(self, rollout: Rollout, notes: _Notes) -> None:
         values = {name: value for name, value in rollout.reward_breakdown.items() if name not in notes.absent}
@@ -108,7 +115,7 @@ class RewardFuncsRubric(Rubric):
         return GroupReward(awaited if is_async(fn) else call, name=name, in_thread=in_thread)
 
     def _noted(self, name: str, rollouts: Sequence[Rollout], given: Any) -> list[float]:
-        """The values of a function, 0 where it gave None."""
+        """Values of a function, with 0 in the place of None."""
         values: list[Any] = list(given)
         for rollout, value in zip(rollouts, values, strict=False):
             absent = self._of(rollout).absent
@@ -127,7 +134,7 @@ class RewardFuncsRubric(Rubric):
         spans = [span for rollout in rollouts for turn in rollout.turns for span in turn.completion.version_spans]
         state = TrainerState(max((span.version for span in spans), default=0))
         return {
-            **self._columns(rollouts),
+            **self._task.columns(rollouts),
             "trainer_state": state,
             "log_extra": log_extra,
             "log_metric": log_metric,
@@ -137,28 +144,18 @@ class RewardFuncsRubric(Rubric):
         return self._notes.setdefault(rollout.rollout_id, _Notes())
 
 
-def is_async(fn: RewardFunc) -> bool:
-    fn = _unwrapped(fn)
-    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004
-
-
-def name_of(fn: RewardFunc) -> str:
-    fn = _unwrapped(fn)
+def name_of(fn: Any) -> str:
+    while isinstance(fn, functools.partial):
+        fn = cast("functools.partial[Any]", fn).func
     return getattr(fn, "__name__", type(fn).__name__)
 
 
 def completion_ids_of(rollout: Rollout) -> list[int]:
-    """All tokens after the first prompt, those of tools' answers included.  # [num_tokens]"""
+    """All tokens after the first prompt, including results of tools.  # [num_tokens]"""
     if not rollout.turns:
         return []
     last = rollout.turns[-1]
     return [*last.prompt_token_ids, *last.completion.token_ids][len(rollout.turns[0].prompt_token_ids) :]
-
-
-def _unwrapped(fn: RewardFunc) -> RewardFunc:
-    while isinstance(fn, functools.partial):
-        fn = cast("RewardFunc", fn.func)
-    return fn
 
 
 NUMBER = "environment"
@@ -211,7 +208,7 @@ class Instances:
         with self._lock:
             if found := self._places(rollout):
                 return self._ended[found[0]]
-        raise DataError(f"the environment of rollout {rollout.rollout_id!r} is not there to be judged")
+        raise DataError(f"the environment of rollout {rollout.rollout_id!r} is missing, so it cannot be judged")
 
     def own_reward(self, instance: Any) -> float | None:
         with self._lock:
@@ -233,10 +230,10 @@ class Instances:
 
 
 class ToolClassEnv(ToolEnv):
-    """A `MessageEnv` over an object of such a class: `reset(**columns)` starts it, and the result is appended to the
-    last message of the prompt.
+    """A `MessageEnv` over an object of a class written for TRL: `reset(**columns)` begins the episode, and its result
+    is appended to the last message of the prompt.
 
-    Its `get_reward`, if it has one, is called once, at the end, and then its `close`.
+    At the end its `get_reward` and `close` are called once, if it has them.
 
     Args:
         factory: makes the object.

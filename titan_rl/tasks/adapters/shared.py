@@ -1,7 +1,8 @@
-"""Check of names that another library lists: games, data sets, settings."""
+"""Helpers of several adapters: names that another library lists, and seeds of episodes."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection
 from difflib import get_close_matches
 
@@ -25,3 +26,17 @@ def check_name(setting: str, name: str, known: Collection[str], what: str) -> No
     else:
         told = f"there are {', '.join(sorted(known)) or 'none'}"
     raise ConfigError(f"{setting} = {name!r} is none of the {len(known)} {what}; {told}")
+
+
+def train_seed(seed: int, index: int) -> int:
+    """Seed of training sample number `index`: even, and at most 31 bits."""
+    return _number(f"{seed}/{index}") & ~1
+
+
+def validation_seed(index: int) -> int:
+    """Seed of held-out sample number `index`: odd, and at most 31 bits."""
+    return _number(f"validation/{index}") | 1
+
+
+def _number(key: str) -> int:
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "big") >> 1
