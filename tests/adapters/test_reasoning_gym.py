@@ -77,7 +77,7 @@ def test_demonstrations_are_right_as_often_as_is_said_and_none_is_held_out() -> 
     assert [one.messages for one in shown[:5]] == [one.messages for one in task.demonstrations(5)]
     assert not any(question in str(one.messages[0]) for one in shown for question in held_out)
     assert all(str(one.messages[-1]["content"]).startswith("<answer>") for one in shown)
-    with pytest.raises(ConfigError, match="names no right answers"):
+    with pytest.raises(ConfigError, match="has no right answers"):
         list(ReasoningGym(dataset="rush_hour").demonstrations(1))
 
 

@@ -16,7 +16,7 @@ from byte_tokenizer import byte_tokenizer
 from titan_rl import ChatTemplateRenderer, Completion, FinishReason, Rollouter, SamplingParams, VersionSpan
 from titan_rl.core.errors import ConfigError
 from titan_rl.rollout.types import Message, RolloutGroup, RolloutStatus
-from titan_rl.tasks.adapters.textarena import ArenaGame, TextArena, make_game
+from titan_rl.tasks.adapters.textarena import TextArena
 
 if importlib.util.find_spec("textarena") is None:
     pytest.skip("textarena is not installed", allow_module_level=True)
@@ -60,7 +60,7 @@ def test_a_game_begins_and_takes_a_move(name: str) -> None:
     task.check_settings()
     sample = task.train_sample(0, 0)
     assert task.seat_names == tuple(f"player_{number}" for number in range(len(task.seat_names)))
-    game = ArenaGame(lambda: make_game(name, {}, ()), len(task.seat_names), seed=sample["seed"])
+    game = task.begin(sample)
     player, seen = game.observe()
     assert seen
     game.move(player, "[0]")

@@ -163,7 +163,7 @@ async def test_an_agent_that_reports_no_reward_leaves_its_siblings_alone(tmp_pat
     assert group.failure is None
     assert (silent.status, silent.reward, len(silent.turns)) == (RolloutStatus.ERROR_ENV, None, 3)
     assert silent.error is not None
-    assert "reported no 'reward', only []; have it POST" in silent.error
+    assert "ended without reporting 'reward'" in silent.error
     assert '{"rewards": {"reward": 1.0}} to $TITAN_RL_EPISODE_URL/reward' in silent.error
     assert (told.status, told.reward) == (RolloutStatus.COMPLETED, 0.5)
     assert [path.name for path in (tmp_path / "agents").iterdir()] == ["train-1.0"]
@@ -273,7 +273,7 @@ async def test_a_sample_that_no_harness_takes_is_given_up(tmp_path: Path) -> Non
     async with stage(tmp_path, command=(), harness_wait_s=0.05) as it:
         (rollout,) = (await it.group(size=1)).rollouts
     assert (rollout.status, rollout.error) == (
-        RolloutStatus.ERROR_ENV, "no harness has come for it within 0.05 s",
+        RolloutStatus.ERROR_ENV, "no harness has taken it within 0.05 s",
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,8 +13,7 @@ import pytest
 from titan_rl.rollout.types import RolloutStatus
 from titan_rl.serving.episode import Episode, EpisodeLimits
 from titan_rl.tasks.agents import reaper
-from titan_rl.tasks.agents.processes import agent_processes
-from titan_rl.tasks.agents.program import AgentProgram, agent_environment, make_folder
+from titan_rl.tasks.agents.program import AgentProgram, agent_environment, agent_processes, make_folder
 
 URL = "http://127.0.0.1:1"
 STUBBORN = """
@@ -31,8 +31,7 @@ while :; do sleep 0.1; done
 OWNER = """
 import asyncio, sys
 from pathlib import Path
-from titan_rl.tasks.agents.processes import agent_processes
-from titan_rl.tasks.agents.program import AgentProgram
+from titan_rl.tasks.agents.program import AgentProgram, agent_processes
 from titan_rl.serving.episode import Episode
 
 async def main():
@@ -170,14 +169,16 @@ def test_folders_have_one_owner_each(tmp_path: Path) -> None:
 
 
 async def test_where_processes_cannot_be_looked_at_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(is_meant: object) -> None:
+    def fail(owner: str, marks: object = None) -> None:
         raise OSError("too many open files")
+
+    async def run() -> None:
+        async with asyncio.timeout(10), processes.running(["true"], dict(os.environ), subprocess.DEVNULL):
+            pass
 
     async with agent_processes() as processes:
         with monkeypatch.context() as failing:
             failing.setattr(reaper, "kill_marked", fail)
-            async with asyncio.timeout(10):
-                with pytest.raises(OSError, match="too many open files"):
-                    await processes.kill(processes.new_mark())
-        async with asyncio.timeout(10):
-            await processes.kill(processes.new_mark())
+            with pytest.raises(OSError, match="too many open files"):
+                await run()
+        await run()

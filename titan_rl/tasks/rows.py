@@ -41,8 +41,21 @@ def read_rows(path: str | Path) -> list[Row]:
     read = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet}.get(path.suffix.lower())
     if read is None:
         raise ConfigError(f"{path} is of no kind that has rows; give a .jsonl, .json, .csv or .parquet file")
+    return _listed(path, read(path))
+
+
+def read_json_lines(path: str | Path) -> list[Row]:
+    """Read the rows of a file with a JSON object in each line, whatever its suffix.
+
+    Raises:
+        ConfigError: see `read_rows`.
+    """
+    return _listed(path, _jsonl(Path(path)))
+
+
+def _listed(path: str | Path, read: Iterator[Row]) -> list[Row]:
     try:
-        rows = list(read(path))
+        rows = list(read)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:

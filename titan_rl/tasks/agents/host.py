@@ -1,4 +1,4 @@
-"""Host of the agents of one process: the policy server, and the samples that wait for external harnesses."""
+"""Host of the agents of one process: the policy server, samples for external harnesses, and the agents' rollouts."""
 
 from __future__ import annotations
 
@@ -7,34 +7,42 @@ import json
 import math
 import os
 import secrets
+import shutil
 import socket
 from collections import deque
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Generator, Sequence, Set
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from titan_rl.core.calls.plain import plain_json
 from titan_rl.core.calls.threads import in_thread
-from titan_rl.core.errors import BusyError, ConfigError, RequestError
+from titan_rl.core.calls.user_code import Failure
+from titan_rl.core.errors import BusyError, ConfigError, EpisodeEndedError, RequestError
+from titan_rl.core.tracing.spans import span
 from titan_rl.generation.request import EngineRequest, OnChunk
+from titan_rl.generation.resume import request_fn
+from titan_rl.rollout.environment.types import RolloutPolicy
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.rollout.task import RunContext
+from titan_rl.rollout.types import Rollout, RolloutStatus
 from titan_rl.serving.access import Keys
 from titan_rl.serving.app import PolicyApp, make_app
 from titan_rl.serving.episode import Episode, EpisodeLimits
 from titan_rl.serving.episode_store import EpisodeStore, Opened
 from titan_rl.serving.http.errors import ApiError
 from titan_rl.serving.http.exchange import ServerLimits
+from titan_rl.serving.policy import StreamFn, unbroken
 from titan_rl.serving.server import seen_from_elsewhere, serve
 from titan_rl.tasks.agents.processes import agent_processes
-from titan_rl.tasks.agents.program import AgentProgram
-from titan_rl.tasks.agents.settings import AgentSettings
-from titan_rl.types import Completion
+from titan_rl.tasks.agents.program import AgentProgram, agent_environment, make_folder
+from titan_rl.tasks.agents.settings import AgentSettings, fields_of, filled_in
+from titan_rl.types import Completion, FinishReason
 
 
 class WaitingSamples:
-    """Queue of samples for external harnesses."""
+    """Queue of samples that wait for external harnesses."""
 
     def __init__(self) -> None:
         self._offers: deque[tuple[Opened, asyncio.Event]] = deque()
@@ -91,7 +99,7 @@ class WaitingSamples:
 KEY_VARIABLE = "TITAN_RL_HARNESS_KEY"
 """Environment variable with the key for opening episodes; without it each run makes a new key."""
 
-_ENOUGH = 1 << 20  # the run itself limits the number and time of rollouts
+_UNLIMITED = 1 << 20  # the run itself limits the number and time of rollouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +108,7 @@ class AgentHost:
 
     Args:
         url: URL of the policy server.
-        folder: has a folder for each rollout.
+        folder: parent of the rollouts' folders.
         started_in: the current folder at the start of the run.
     """
 
@@ -117,7 +125,7 @@ class AgentHost:
 async def hosting(settings: AgentSettings, run: RunContext) -> AsyncGenerator[AgentHost]:
     """Serve the policy for the length of the block. At its end no agent process is left."""
     # Programs end with their episodes and send no later requests, so episodes need not be kept for long.
-    limits = EpisodeLimits(time_s=math.inf, episodes=_ENOUGH, keep_s=5.0 if settings.command else 60.0)
+    limits = EpisodeLimits(time_s=math.inf, episodes=_UNLIMITED, keep_s=5.0 if settings.command else 60.0)
     store = EpisodeStore(run.renderer, limits)
     waiting = WaitingSamples()
     tokenizer = await in_thread(load_tokenizer, run.model)  # not the renderer's, which another thread may be using
@@ -130,7 +138,7 @@ async def hosting(settings: AgentSettings, run: RunContext) -> AsyncGenerator[Ag
         tokenizer=tokenizer,
         renderer=run.renderer,
         keys=Keys([key]),
-        limits=ServerLimits(num_places=_ENOUGH, request_s=math.inf),
+        limits=ServerLimits(num_places=_UNLIMITED, request_s=math.inf),
         episodes=store,
         open_episode=None if settings.command else waiting.take,
     )
@@ -138,16 +146,17 @@ async def hosting(settings: AgentSettings, run: RunContext) -> AsyncGenerator[Ag
         program = AgentProgram(
             processes, output_bytes=settings.output_bytes, end_s=settings.end_s, is_kept=settings.keep != "none"
         )
+        host = AgentHost(settings, url, run.folder / "agents", Path.cwd(), store, program, waiting)
         if settings.command:
             run.tell(f"agents ask the policy at {seen_from_elsewhere(url)}")
-            yield AgentHost(settings, url, run.folder / "agents", Path.cwd(), store, program, waiting)
+            yield host
             return
         address = run.folder / f"agents-{socket.gethostname()}-{os.getpid()}.json"
         address.touch(0o600)
         address.write_text(json.dumps({"url": seen_from_elsewhere(url), "key": key}), encoding="utf-8")
         run.tell(f"harnesses open episodes at {seen_from_elsewhere(url)}/episodes, with the key in {address}")
         try:
-            yield AgentHost(settings, url, run.folder / "agents", Path.cwd(), store, program, waiting)
+            yield host
         finally:
             address.unlink(missing_ok=True)
             await waiting.close()
@@ -162,11 +171,148 @@ async def _served(app: PolicyApp, settings: AgentSettings) -> AsyncGenerator[str
             if not settings.port:
                 raise
             raise ConfigError(
-                f"task.port = {settings.port}: {error}. Each rollout worker has a server of its own: with several "
-                "(rollout.num_workers) leave task.port at 0, and each takes one that is free"
+                f"task.port = {settings.port}: {error}. Each rollout worker has its own server: with several "
+                "(rollout.num_workers) leave task.port at 0, so that each takes a free port"
             ) from error
         yield url
 
 
 async def _nobody(request: EngineRequest, on_chunk: OnChunk) -> Completion:
-    raise RequestError("this key opens episodes; ask the policy with the key of one")
+    raise RequestError("this key only opens episodes; send requests with the key of an episode")
+
+
+SAMPLE = "sample.json"
+"""File with the sample in the folder of a rollout."""
+
+
+class AgentRollout:
+    """An `AgentEnv`: an episode of the host's server, played by a program or by an external harness."""
+
+    def __init__(self, host: AgentHost, sample: Any) -> None:
+        self._host = host
+        self._sample = sample
+
+    async def play(self, policy: RolloutPolicy, rollout: Rollout) -> None:
+        episode = self._open(policy)
+        ending = asyncio.create_task(_end_in_time(policy, episode))
+        folder: Path | None = None
+        try:
+            if self._host.settings.command:
+                folder = await in_thread(make_folder, self._host.folder, episode.id)
+                await self._run_program(episode, folder)
+            else:
+                await self._wait_for_harness(policy, episode)
+        finally:
+            ending.cancel()
+            is_failed = episode.status is None or episode.status.is_error
+            episode.end(RolloutStatus.ABORTED)
+            _fill_in(rollout, episode, policy)
+            if folder is not None:
+                await self._keep_or_remove(folder, is_failed or rollout.status.is_error)
+
+    async def close(self) -> None:
+        pass
+
+    def _open(self, policy: RolloutPolicy) -> Episode:
+        async def stream(request: Any, on_chunk: Any) -> Completion:
+            return await own(request, on_chunk)  # made below, since it needs the episode
+
+        episode = self._host.store.open(
+            policy.rollout_id.replace("/", "."),
+            stream=stream,
+            sampling=policy.sampling,
+            session_id=policy.rollout_id,
+            max_turns=policy.max_turns,
+        )
+        own = _stream_of(policy, episode)
+        return episode
+
+    async def _run_program(self, episode: Episode, folder: Path) -> None:
+        host, settings = self._host, self._host.settings
+        sample = plain_json(self._sample)
+        (folder / SAMPLE).write_text(json.dumps(sample), encoding="utf-8")
+        fields = fields_of(sample, file=folder / SAMPLE, started_in=host.started_in)
+        command = [filled_in(part, fields) for part in settings.command]
+        environment = {
+            **os.environ,
+            "TITAN_RL_SAMPLE": str(folder / SAMPLE),
+            **agent_environment(host.url, episode),
+            **{name: filled_in(value, fields) for name, value in settings.environment.items()},
+        }
+        with span("program", "environment", fine=True):
+            await host.program.run(episode, command, environment, folder)
+
+    async def _keep_or_remove(self, folder: Path, is_failed: bool) -> None:
+        keep = self._host.settings.keep
+        if keep == "none" or (keep == "failed" and not is_failed):
+            await in_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    async def _wait_for_harness(self, policy: RolloutPolicy, episode: Episode) -> None:
+        limit_s = self._host.settings.harness_wait_s
+        with self._host.waiting.offered(episode, self._sample) as taken:
+            try:
+                with policy.waiting():
+                    async with asyncio.timeout(limit_s):
+                        await taken.wait()
+            except TimeoutError:
+                episode.end(RolloutStatus.ERROR_ENV, f"no harness has taken it within {limit_s:g} s")
+        await episode.wait()
+
+
+def _fill_in(rollout: Rollout, episode: Episode, policy: RolloutPolicy) -> None:
+    episode.fill_in(rollout)
+    reported = {name for turn in rollout.turns for name in turn.rewards}
+    missing = [name for name in policy.env_rewards if name not in reported]
+    if rollout.status is RolloutStatus.COMPLETED and missing:
+        rollout.status, rollout.error = RolloutStatus.ERROR_ENV, _unrewarded(missing, reported)
+    if rollout.status is RolloutStatus.ERROR_ENV and episode.num_prompt_tokens >= policy.max_context:
+        # The policy filled the context, so a failure for lack of room is not the environment's.
+        rollout.status = RolloutStatus.TRUNCATED_PROMPT
+
+
+def _unrewarded(missing: Sequence[str], reported: Set[str]) -> str:
+    body = json.dumps({"rewards": dict.fromkeys(missing, 1.0)})
+    return (
+        f"the agent ended without reporting {', '.join(map(repr, missing))}, which the rubric expects; it reported "
+        f"{sorted(reported)}. Have it POST {body} to $TITAN_RL_EPISODE_URL/reward (a harness elsewhere: "
+        "<base_url>/reward) before it ends"
+    )
+
+
+def _stream_of(policy: RolloutPolicy, episode: Episode) -> StreamFn:
+    """Stream of the rollout's requests. A failed or aborted request ends the episode with the matching status."""
+
+    generate = request_fn(policy.generate)
+
+    async def ask(request: EngineRequest, on_chunk: OnChunk | None) -> Completion:
+        try:
+            completion = await generate(replace(request, session_id=policy.rollout_id), on_chunk)
+        except RequestError:
+            raise
+        except TimeoutError as error:
+            episode.end(RolloutStatus.ERROR_TIMEOUT, Failure.of(error))
+            raise
+        except Exception as error:
+            episode.end(RolloutStatus.ERROR_GENERATE, Failure.of(error))
+            raise
+        if completion.finish_reason is FinishReason.ABORT:
+            if policy.time_is_up.is_set():
+                episode.time_is_up(_time_is_up(policy, episode))
+            else:
+                episode.end(RolloutStatus.ABORTED, "its generation was aborted")
+            raise EpisodeEndedError(f"the episode is over: {episode.status}")
+        return completion
+
+    return unbroken(ask)
+
+
+async def _end_in_time(policy: RolloutPolicy, episode: Episode) -> None:
+    await policy.time_is_up.wait()
+    episode.time_is_up(_time_is_up(policy, episode))
+
+
+def _time_is_up(policy: RolloutPolicy, episode: Episode) -> str:
+    return (
+        f"its own time is up: it has used {policy.time_s:g} s (rollout.rollout_timeout_s), and the policy has answered "
+        f"it {episode.num_turns} times"
+    )

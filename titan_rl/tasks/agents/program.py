@@ -1,23 +1,154 @@
-"""Agent programs: started for one episode with bounded output, and killed with all their children at its end."""
+"""Agent programs: marked at their start, run for one episode with bounded output, and killed with all their children."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import re
+import secrets
 import signal
 import subprocess
-from collections.abc import AsyncGenerator, Coroutine, Generator, Mapping, Sequence
+import sys
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from typing import Any
 
+from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.calls.user_code import summary
 from titan_rl.rollout.types import RolloutStatus
 from titan_rl.serving.episode import Episode
 from titan_rl.serving.episode_store import episode_url
 from titan_rl.tasks.agents import reaper
-from titan_rl.tasks.agents.processes import AgentProcesses
+
+_DEATH_S = 5.0  # for a killed process that the kernel delays
+
+
+@dataclass(frozen=True, slots=True)
+class RunningProgram:
+    """Program that has been started.
+
+    Attributes:
+        ended: done when the process has ended, before it is reaped.
+    """
+
+    process: subprocess.Popen[bytes]
+    ended: asyncio.Future[None]
+
+
+class AgentProcesses:
+    """Agent processes of this process. Each has a mark in its environment, by which it is found and killed with all its
+    children. Made by `agent_processes`."""
+
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+        self._numbers = count()
+        self._doomed: dict[str, asyncio.Future[None]] = {}  # by mark
+        self._killing: asyncio.Task[None] | None = None
+
+    @asynccontextmanager
+    async def running(
+        self, command: Sequence[str], environment: Mapping[str, str], output: int, folder: Path | None = None
+    ) -> AsyncGenerator[RunningProgram]:
+        """Run a program for the length of the block. Then it is killed with all its children, even if the caller is
+        cancelled meanwhile.
+
+        Args:
+            environment: the whole environment.
+            output: file descriptor for its output and errors.
+            folder: current folder of the program.
+
+        Raises:
+            OSError, ValueError: it cannot be started.
+        """
+        mark = f"{self._owner}.{next(self._numbers)}"
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env={**environment, reaper.VARIABLE: mark},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C in the terminal does not reach it
+        )
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+        descriptor = os.pidfd_open(process.pid)
+        loop.add_reader(descriptor, lambda: ended.done() or ended.set_result(None))
+        try:
+            yield RunningProgram(process, ended)
+        finally:
+            killing, cancelled = asyncio.ensure_future(self._kill_program(process, ended, mark)), None
+            while not killing.done():
+                try:
+                    await asyncio.wait((killing,))
+                except asyncio.CancelledError as error:
+                    cancelled = error
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
+            if cancelled is not None:
+                raise cancelled
+            killing.result()
+
+    async def close(self) -> None:
+        if self._killing is not None:
+            await self._killing
+        await in_thread(reaper.kill_marked, self._owner)
+
+    async def _kill_program(self, process: subprocess.Popen[bytes], ended: asyncio.Future[None], mark: str) -> None:
+        # Until the process is reaped, its group has its id; afterwards another group may have it.
+        signal_group(process, signal.SIGKILL)
+        await asyncio.wait((ended,), timeout=_DEATH_S)
+        process.poll()
+        killed = self._doomed[mark] = asyncio.get_running_loop().create_future()
+        if self._killing is None:
+            self._killing = asyncio.create_task(self._kill_doomed())
+        await killed
+
+    async def _kill_doomed(self) -> None:
+        """Kill the processes of all requested marks in one scan of `/proc`, since a scan takes a while."""
+        try:
+            while doomed := self._doomed:
+                self._doomed = {}
+                try:
+                    await in_thread(reaper.kill_marked, self._owner, set(doomed))
+                except Exception as error:
+                    for killed in doomed.values():
+                        killed.set_exception(error)
+                else:
+                    for killed in doomed.values():
+                        killed.set_result(None)
+        finally:
+            self._killing = None
+
+
+@asynccontextmanager
+async def agent_processes() -> AsyncGenerator[AgentProcesses]:
+    """Context of agent processes. At its end none is left, even if this process is killed meanwhile."""
+    owner = secrets.token_hex(16)
+    watching = subprocess.Popen(  # kills the agents once this process has ended
+        [sys.executable, "-I", "-S", reaper.__file__, owner],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C in the terminal does not reach it
+    )
+    processes = AgentProcesses(owner)
+    try:
+        yield processes
+    finally:
+        try:
+            await asyncio.shield(processes.close())
+        finally:
+            watching.kill()
+            watching.communicate()
+
+
+def signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """Send a signal to a process and the children in its group."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)
+
 
 TAIL_BYTES = 4096
 _READ_BYTES = 65536
@@ -86,8 +217,7 @@ def bounded_output(path: Path, limit: int) -> Generator[BoundedOutput]:
         output.close()
 
 
-_TOLD = 2_000  # characters of an agent's output that an error tells
-_DEATH_S = 5.0  # for a process that was killed and is held up in the kernel
+_SHOWN = 2_000  # characters of an agent's output in an error
 OUTPUT = "output.txt"
 
 
@@ -104,7 +234,7 @@ def agent_environment(base_url: str, episode: Episode) -> dict[str, str]:
         "OPENAI_API_KEY": episode.key,
         "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_API_KEY": episode.key,
-        "ANTHROPIC_AUTH_TOKEN": "",  # none: clients warn of two, and the run may have the user's own
+        "ANTHROPIC_AUTH_TOKEN": "",  # the user may have set one, and clients warn about two
         "TITAN_RL_EPISODE_URL": url,
         "TITAN_RL_EPISODE_KEY": episode.key,
         "NO_PROXY": no_proxy,
@@ -139,56 +269,30 @@ class AgentProgram:
         """Play an episode to its end. Returns when it is over and nothing of the program is left.
 
         Args:
-            command: the program and its arguments. No shell reads it.
-            environment: all of it.
-            folder: the program's current one.
+            command: the program and its arguments, which no shell reads.
+            environment: the whole environment.
+            folder: current folder of the program.
         """
-        mark = self._processes.new_mark()
+        over = asyncio.ensure_future(episode.wait())
         try:
             with bounded_output(folder / OUTPUT, self._output_bytes) as output:
-                process = _start(command, {**environment, reaper.VARIABLE: mark}, folder, output.descriptor)
-                await self._wait(process, mark, episode)
+                async with self._processes.running(command, environment, output.descriptor, folder) as running:
+                    await asyncio.wait((running.ended, over), return_when=asyncio.FIRST_COMPLETED)
+                    if not running.ended.done():
+                        signal_group(running.process, signal.SIGTERM)
+                        await asyncio.wait((running.ended,), timeout=self._end_s)
         except (OSError, ValueError) as error:  # there is no such program or folder, or an argument has a NUL in it
             episode.end(RolloutStatus.ERROR_ENV, f"the agent could not be started: {summary(error)}")
             return
-        if process.returncode == 0:
+        finally:
+            over.cancel()
+        exit_code = running.process.returncode
+        if exit_code == 0:
             episode.end()
-        else:
-            file = f" ({folder / OUTPUT})" if self._is_kept else ""
-            episode.end(RolloutStatus.ERROR_ENV, _told(process.returncode, output.tail, file))
-
-    async def _wait(self, process: subprocess.Popen[bytes], mark: str, episode: Episode) -> None:
-        async with _end_of(process) as program:
-            over = asyncio.ensure_future(episode.wait())
-            try:
-                await asyncio.wait((program, over), return_when=asyncio.FIRST_COMPLETED)
-                if not program.done():
-                    _signal_group(process, signal.SIGTERM)
-                    await asyncio.wait((program,), timeout=self._end_s)
-            finally:
-                over.cancel()
-                await _to_its_end(self._kill(process, program, mark))
-
-    async def _kill(self, process: subprocess.Popen[bytes], program: asyncio.Future[None], mark: str) -> None:
-        # The group's id is the process's own until that is waited for, and may be another's after that.
-        _signal_group(process, signal.SIGKILL)
-        await asyncio.wait((program,), timeout=_DEATH_S)
-        process.poll()
-        await self._processes.kill(mark)
-
-
-def _start(
-    command: Sequence[str], environment: Mapping[str, str], folder: Path, output: int
-) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        command,
-        cwd=folder,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
+            return
+        file = f" ({folder / OUTPUT})" if self._is_kept else ""
+        told = f"its output ends: {output.tail[-_SHOWN:]}{file}" if output.tail else "it printed nothing"
+        episode.end(RolloutStatus.ERROR_ENV, f"the agent ended with exit code {exit_code}; {told}")
 
 
 def make_folder(parent: Path, name: str) -> Path:
@@ -205,42 +309,5 @@ def make_folder(parent: Path, name: str) -> Path:
             return folder
 
 
-@asynccontextmanager
-async def _end_of(process: subprocess.Popen[bytes]) -> AsyncGenerator[asyncio.Future[None]]:
-    """Future that resolves when the process has ended, before it is reaped."""
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[None] = loop.create_future()
-    descriptor = os.pidfd_open(process.pid)
-    loop.add_reader(descriptor, lambda: ended.done() or ended.set_result(None))
-    try:
-        yield ended
-    finally:
-        loop.remove_reader(descriptor)
-        os.close(descriptor)
-
-
-async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Finish `work` before a cancellation takes effect."""
-    task, cancelled = asyncio.ensure_future(work), None
-    while not task.done():
-        try:
-            await asyncio.wait((task,))
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
-    task.result()
-
-
-def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, number)
-
-
 def _host(base_url: str) -> str:
     return re.sub(r"^\w+://|:\d+$|[\[\]]", "", base_url.rstrip("/"))
-
-
-def _told(exit_code: int | None, tail: str, file: str) -> str:
-    said = f"its output ends: {tail[-_TOLD:]}{file}" if tail else "it printed nothing"
-    return f"the agent ended with exit code {exit_code}; {said}"

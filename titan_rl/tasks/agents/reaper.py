@@ -1,8 +1,8 @@
 """Kills agent processes, even if the process that started them is gone.
 
-They are found by an environment variable, which a process keeps when it leaves its session or outlives its parent. This
-file also runs as a program next to a process that runs agents, and kills them when that process dies. Standard library
-only.
+Agents are found by an environment variable, which a process keeps when it leaves its session or outlives its parent.
+This file also runs as a program next to a process that runs agents, and kills them when that process dies. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Container
 
 VARIABLE = "TITAN_RL_AGENT"
 """Environment variable with the mark of an agent: "<mark of the process that runs it>.<number>"."""
@@ -20,16 +20,18 @@ _PASSES = 200
 _PAUSE_S = 0.005
 
 
-def kill_marked(is_meant: Callable[[str], bool]) -> None:
-    """Kill marked processes until none is left: one may fork while others are killed. Takes milliseconds for hundreds.
+def kill_marked(owner: str, marks: Container[str] | None = None) -> None:
+    """Kill agents until none is left, since one may fork while others are killed. Takes milliseconds for hundreds.
 
     Args:
-        is_meant: decides by a mark.
+        owner: mark of the process that runs them.
+        marks: marks of the agents to kill; by default all agents of the owner.
     """
     for _ in range(_PASSES):
         found = False
         for entry in os.scandir("/proc"):
-            if entry.name.isdigit() and (mark := _mark_of(entry.name)) is not None and is_meant(mark):
+            mark = _mark_of(entry.name) if entry.name.isdigit() else None
+            if mark is not None and mark.startswith(f"{owner}.") and (marks is None or mark in marks):
                 found = True
                 _kill(int(entry.name), mark)
         if not found:
@@ -38,7 +40,7 @@ def kill_marked(is_meant: Callable[[str], bool]) -> None:
 
 
 def _kill(pid: int, mark: str) -> None:
-    """Kill a process if it still is the one with this mark: its id may be another's by now."""
+    """Kill a process if it still has this mark: another process may have its id by now."""
     try:
         descriptor = os.pidfd_open(pid)
     except OSError:
@@ -56,7 +58,7 @@ def _mark_of(pid: str) -> str | None:
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             environment = file.read()
-    except OSError:  # another user's, or gone
+    except OSError:  # it belongs to another user, or has ended
         return None
     _, found, rest = (b"\0" + environment).partition(f"\0{VARIABLE}=".encode())
     return rest.partition(b"\0")[0].decode("utf-8", "replace") if found else None
@@ -65,5 +67,4 @@ def _mark_of(pid: str) -> str | None:
 if __name__ == "__main__":
     while os.read(0, 4096):  # until its owner has ended
         pass
-    owner = sys.argv[1]
-    kill_marked(lambda mark: mark.startswith(f"{owner}."))
+    kill_marked(sys.argv[1])

@@ -21,10 +21,10 @@ _PART = re.compile(r"\{\{|\}\}|\{([A-Za-z_]\w*)\}|[{}]")
 
 
 def fields_of(sample: Any, *, file: Path, started_in: Path) -> dict[str, Any]:
-    """Fields that the texts of a rollout may name.
+    """Fields for the templates of a rollout.
 
     Args:
-        sample: as plain JSON.
+        sample: the sample as plain JSON.
         file: file with the sample.
         started_in: the current folder at the start of the run.
     """
@@ -33,7 +33,8 @@ def fields_of(sample: Any, *, file: Path, started_in: Path) -> dict[str, Any]:
 
 
 def filled_in(text: str, fields: Mapping[str, Any]) -> str:
-    """`{name}` is the field of that name: a text as it is, other values as JSON. `{{` and `}}` are braces.
+    """Fill in a template: `{name}` becomes the field of that name, unchanged if it is text and otherwise as JSON. `{{` and
+    `}}` become braces.
 
     Raises:
         ValueError: there is no field of a name, or a brace stands alone.
@@ -44,7 +45,7 @@ def filled_in(text: str, fields: Mapping[str, Any]) -> str:
             return match[0][0]
         name = match[1]
         if name is None:
-            raise ValueError(f"{text!r} has a brace that stands alone; write {{{{ or }}}} for one")
+            raise ValueError(f"{text!r} has a single brace; write {{{{ or }}}} for a brace")
         if name not in fields:
             raise ValueError(f"{text!r} names {name!r}; the sample has {', '.join(map(str, fields))}")
         value = fields[name]
@@ -54,10 +55,10 @@ def filled_in(text: str, fields: Mapping[str, Any]) -> str:
 
 
 def split_command(text: str) -> str:
-    """A command line as a list of words, as one writes it in TOML."""
+    """Split a command line into a list of words in the notation of TOML."""
     try:
         words = shlex.split(text)
-    except ValueError:  # a quotation that does not end
+    except ValueError:  # an unclosed quotation
         words = text.split()
     return json.dumps(words, ensure_ascii=False)
 
@@ -81,7 +82,7 @@ def check_command(command: Sequence[str], environment: Mapping[str, str], fields
     begins = f"task.command begins with {command[0]!r}"
     if is_found:
         here = Path(program).as_posix()
-        raise ConfigError(f"{begins}, but programs start in a folder of their own; write {'{cwd}/' + here!r}")
+        raise ConfigError(f"{begins}, but each program starts in its own folder; write {'{cwd}/' + here!r}")
     if not program.strip():
         raise ConfigError(f"{begins}; name a program, or leave the setting out for harnesses that run elsewhere")
     if len(program.split()) > 1:
@@ -100,15 +101,15 @@ class AgentSettings(Section):
     """Agent that plays rollouts, with its samples and rewards."""
 
     command: tuple[str, ...] = ()
-    """The program and its arguments, which no shell reads. {name} is a field of the sample, {sample} the file that it
-    is in, {python} this Python, {cwd} the folder where the run began. Without a command, harnesses that run elsewhere
-    open episodes by HTTP."""
+    """Program and its arguments, which no shell reads. {name} is a field of the sample, {sample} the path of a file
+    with the sample, {python} this Python, {cwd} the folder where the run began. Without a command, external harnesses
+    open episodes over HTTP."""
     environment: Mapping[str, str] = Field(default_factory=dict[str, str])
-    """Environment variables of the program besides those of the run and the episode; fields as in command."""
+    """Environment variables of the program, added to those of the run and the episode; with fields as in command."""
     train_file: str = ""
-    """Samples to train on: JSON objects, one a line."""
+    """File with the training samples: JSON objects, one in each line."""
     validation_file: str = ""
-    """Held-out samples."""
+    """File with the held-out samples."""
     rewards: Mapping[str, float] = Field(default_factory=lambda: {"reward": 1.0}, min_length=1)
     """Names of the rewards that agents report, and their weights."""
     host: str = "127.0.0.1"
@@ -116,9 +117,9 @@ class AgentSettings(Section):
     port: int = Field(default=0, ge=0, lt=65536)
     """Port of the server; 0 takes a free one."""
     output_bytes: PositiveInt = 1 << 20
-    """Most output of a program that is kept, besides its end."""
+    """Most bytes that are kept of a program's output, in addition to its end."""
     keep: Literal["failed", "all", "none"] = "failed"
-    """Rollouts whose folders are kept in the run's folder, under agents/."""
+    """Rollouts whose folders are kept, in the folder agents/ of the run."""
     end_s: NonNegativeFloat = 5.0
     """Time for a program to end when its episode is over."""
     harness_wait_s: PositiveFloat = 600.0
@@ -135,5 +136,5 @@ class AgentSettings(Section):
     @classmethod
     def _is_there(cls, path: str) -> str:
         if path and not Path(path).is_file():
-            raise ValueError(f"there is no file {path!r}; name one of JSON objects, one a line")
+            raise ValueError(f"there is no file {path!r}; name a file of JSON objects, one in each line")
         return path

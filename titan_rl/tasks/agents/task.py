@@ -1,4 +1,4 @@
-"""Task of agents: programs that are started for each rollout, or external harnesses."""
+"""`AgentTask`, whose rollouts are played by agents: programs started for each rollout, or external harnesses."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from pydantic import PrivateAttr
 
-from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.calls.plain import plain_json
 from titan_rl.core.errors import ConfigError
 from titan_rl.rollout.environment.types import AgentEnv
@@ -19,14 +18,14 @@ from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.rewards.reward import env_reward
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.task import RunContext
-from titan_rl.tasks.agents.env import SAMPLE, AgentRollout
-from titan_rl.tasks.agents.host import AgentHost, hosting
+from titan_rl.tasks.agents.host import SAMPLE, AgentHost, AgentRollout, hosting
 from titan_rl.tasks.agents.settings import AgentSettings, check_command, fields_of
+from titan_rl.tasks.rows import read_json_lines
 
 
 class AgentTask(AgentSettings):
-    """Task whose rollouts are episodes of an agent: it queries the policy over HTTP, by OpenAI's or Anthropic's
-    protocol, and reports its rewards.
+    """Task whose rollouts are episodes of an agent. The agent queries the policy over HTTP, by the protocol of OpenAI or
+    Anthropic, and reports its rewards.
 
     Override `train_sample` and `validation_samples` for other data, and `rubric` to judge agents by the messages of
     their rollouts.
@@ -45,14 +44,15 @@ class AgentTask(AgentSettings):
 
     def make_env(self, sample: Any, renderer: Renderer) -> AgentEnv:
         if self._host is None:
-            raise RuntimeError("an AgentTask makes environments while it is open")
+            raise RuntimeError("an AgentTask makes environments only while it is open")
         return AgentRollout(self._host, sample)
 
     def rubric(self) -> Rubric:
         return Rubric([env_reward(name, weight) for name, weight in self.rewards.items()])
 
     def check_settings(self) -> None:
-        """
+        """Read the first samples, and look up the command.
+
         Raises:
             ConfigError: a file has no samples, or the command cannot be started for the first of them.
         """
@@ -65,7 +65,7 @@ class AgentTask(AgentSettings):
 
     @asynccontextmanager
     async def open(self, run: RunContext) -> AsyncGenerator[None]:
-        """A server for agents, for the length of the block."""
+        """Serve the policy to agents for the length of the block."""
         async with hosting(self, run) as self._host:
             try:
                 yield
@@ -73,32 +73,16 @@ class AgentTask(AgentSettings):
                 self._host = None
 
     def _rows(self, path: str, setting: str) -> list[Any]:
+        if not path:
+            raise ConfigError(f"task.{setting} is not set; name a file of JSON objects, one in each line")
         if path not in self._files:
-            self._files[path] = _read_rows(path, setting)
+            try:
+                self._files[path] = read_json_lines(path)
+            except ConfigError as error:
+                raise ConfigError(
+                    f"task.{setting} = {path!r}: {error}; write JSON objects, one in each line"
+                ) from error
         return self._files[path]
-
-
-def _read_rows(path: str, setting: str) -> list[Any]:
-    if not path:
-        raise ConfigError(f"task.{setting} is not set; name a file of JSON objects, one a line")
-    try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"task.{setting} = {path!r} cannot be read: {error}") from error
-    rows = [_row(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1) if line.strip()]
-    if not rows:
-        raise ConfigError(f"task.{setting} = {path!r} has no lines; write JSON objects, one a line")
-    return rows
-
-
-def _row(line: str, where: str) -> dict[str, Any]:
-    try:
-        row = parse_json(line)
-    except ValueError as error:
-        raise ConfigError(f"{where}: {error}; write JSON objects, one a line") from None
-    if not isinstance(row, dict):
-        raise ConfigError(f'{where}: {line[:100]!r} is no JSON object, such as {{"question": "..."}}')
-    return cast("dict[str, Any]", row)
 
 
 @lru_cache(maxsize=4)
