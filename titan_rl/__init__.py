@@ -108,7 +108,7 @@ if TYPE_CHECKING:
         read_rows,
         tools_of,
     )
-    from titan_rl.tasks.players.task import SeatedTask
+    from titan_rl.tasks.players import SeatedTask
     from titan_rl.training.data.sample import TrainingSample
     from titan_rl.training.data.sample_builder import build_samples
     from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams, VersionSpan
@@ -126,7 +126,7 @@ _NAMES = {
     "generation.resume": "resume_on_abort",
     "generation.router": "GeneratorRouter LeastLoaded Limits PauseMode Replica RoundRobin StickySession",
     "generation.scripted_engine": "ScriptedEngine",
-    "tasks.players.task": "SeatedTask",
+    "tasks.players": "SeatedTask",
     "rollout.environment.messages": "MessageGame MessageTokenEnv",
     "rollout.environment.threaded": "ThreadedEnv",
     "rollout.environment.types": "MessageEnv MessageObservation MessagePlayer MessageSeat MessageStep Player "

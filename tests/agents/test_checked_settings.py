@@ -56,7 +56,7 @@ def test_what_can_be_started_is_taken(config: str, command: list[str]) -> None:
         (
             "train_file",
             "empty.jsonl",
-            "task.train_file = 'empty.jsonl': empty.jsonl has no rows; write JSON objects, one in each line",
+            "'empty.jsonl': empty.jsonl has no rows; write JSON objects",
         ),
         ("train_file", "bad.jsonl", "bad.jsonl:2 is no JSON: Expecting ':' delimiter"),
         ("train_file", "words.jsonl", 'words.jsonl:1 is no JSON object: "a"'),

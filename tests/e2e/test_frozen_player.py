@@ -14,8 +14,7 @@ from titan_rl.core.console import LOG
 from titan_rl.core.errors import GenerationError
 from titan_rl.rollout.task import RunContext
 from titan_rl.serving.client import HttpGenerateFn
-from titan_rl.tasks.players.opened import open_players
-from titan_rl.tasks.players.settings import FrozenPolicy
+from titan_rl.tasks.players import FrozenPolicy, open_players
 from titan_rl.training.tiny_model import make_tiny_model
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")

@@ -9,8 +9,7 @@ import httpx
 import pytest
 
 from titan_rl.core.errors import GenerationError
-from titan_rl.tasks.players.opened import EndpointPlayer
-from titan_rl.tasks.players.settings import Endpoint
+from titan_rl.tasks.players import Endpoint, EndpointPlayer
 
 pytestmark = pytest.mark.looptime
 ASKED = [{"role": "user", "content": "Heads or tails?"}]

@@ -22,7 +22,7 @@ from titan_rl import (
 )
 from titan_rl.core.console import LOG
 from titan_rl.rollout.task import RunContext
-from titan_rl.tasks.players.settings import Endpoint, FrozenPolicy
+from titan_rl.tasks.players import Endpoint, FrozenPolicy
 
 
 class Silence:

@@ -32,7 +32,7 @@ from titan_rl.rollout.rewards.reward import env_reward
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.types import RolloutStatus
 from titan_rl.tasks.adapters.shared import check_name, train_seed, validation_seed
-from titan_rl.tasks.players.task import SeatedTask
+from titan_rl.tasks.players import SeatedTask
 from titan_rl.tasks.tools import messages_of, text_of
 
 MOST_PLAYERS = 16

@@ -35,8 +35,7 @@ from titan_rl.serving.http.errors import ApiError
 from titan_rl.serving.http.exchange import ServerLimits
 from titan_rl.serving.policy import StreamFn, unbroken
 from titan_rl.serving.server import seen_from_elsewhere, serve
-from titan_rl.tasks.agents.processes import agent_processes
-from titan_rl.tasks.agents.program import AgentProgram, agent_environment, make_folder
+from titan_rl.tasks.agents.program import AgentProgram, agent_environment, agent_processes, make_folder
 from titan_rl.tasks.agents.settings import AgentSettings, fields_of, filled_in
 from titan_rl.types import Completion, FinishReason
 

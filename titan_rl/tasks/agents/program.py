@@ -1,4 +1,4 @@
-"""Agent programs: marked at their start, run for one episode with bounded output, and killed with all their children."""
+"""Agent programs: started with a mark, run for one episode with bounded output, and killed with all their children."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class AgentProcesses:
             OSError, ValueError: it cannot be started.
         """
         mark = f"{self._owner}.{next(self._numbers)}"
-        process = subprocess.Popen(
+        process = subprocess.Popen(  # noqa: ASYNC220  it returns at once
             command,
             cwd=folder,
             env={**environment, reaper.VARIABLE: mark},
@@ -97,8 +97,8 @@ class AgentProcesses:
         await in_thread(reaper.kill_marked, self._owner)
 
     async def _kill_program(self, process: subprocess.Popen[bytes], ended: asyncio.Future[None], mark: str) -> None:
-        # Until the process is reaped, its group has its id; afterwards another group may have it.
-        signal_group(process, signal.SIGKILL)
+        if process.returncode is None:  # once a process is reaped, another group may have its id
+            signal_group(process, signal.SIGKILL)
         await asyncio.wait((ended,), timeout=_DEATH_S)
         process.poll()
         killed = self._doomed[mark] = asyncio.get_running_loop().create_future()
@@ -127,7 +127,8 @@ class AgentProcesses:
 async def agent_processes() -> AsyncGenerator[AgentProcesses]:
     """Context of agent processes. At its end none is left, even if this process is killed meanwhile."""
     owner = secrets.token_hex(16)
-    watching = subprocess.Popen(  # kills the agents once this process has ended
+    # This process kills the agents once the current process has ended.
+    watching = subprocess.Popen(  # noqa: ASYNC220  it returns at once
         [sys.executable, "-I", "-S", reaper.__file__, owner],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,

@@ -33,8 +33,8 @@ def fields_of(sample: Any, *, file: Path, started_in: Path) -> dict[str, Any]:
 
 
 def filled_in(text: str, fields: Mapping[str, Any]) -> str:
-    """Fill in a template: `{name}` becomes the field of that name, unchanged if it is text and otherwise as JSON. `{{` and
-    `}}` become braces.
+    """Fill in a template. `{name}` becomes the field of that name, unchanged if it is text and otherwise as JSON; `{{`
+    and `}}` become braces.
 
     Raises:
         ValueError: there is no field of a name, or a brace stands alone.

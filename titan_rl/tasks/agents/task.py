@@ -24,8 +24,8 @@ from titan_rl.tasks.rows import read_json_lines
 
 
 class AgentTask(AgentSettings):
-    """Task whose rollouts are episodes of an agent. The agent queries the policy over HTTP, by the protocol of OpenAI or
-    Anthropic, and reports its rewards.
+    """Task whose rollouts are episodes of an agent. The agent queries the policy over HTTP, in the protocol of OpenAI
+    or Anthropic, and reports its rewards.
 
     Override `train_sample` and `validation_samples` for other data, and `rubric` to judge agents by the messages of
     their rollouts.

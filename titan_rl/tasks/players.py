@@ -1,0 +1,323 @@
+"""Tasks with several seats, and the players of these: the policy, scripts, endpoints, checkpoints that are served."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import zlib
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Discriminator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, PrivateAttr, Tag
+
+from titan_rl.core.calls.imports import find_function
+from titan_rl.core.calls.plain import plain_json
+from titan_rl.core.errors import ConfigError, GenerationError
+from titan_rl.core.settings import FilePath, FunctionName, Section
+from titan_rl.rollout.environment.messages import MessageGame
+from titan_rl.rollout.environment.types import MessagePlayer, Player, SeatedEnv, SeatedMessageEnv, TokenPlayer
+from titan_rl.rollout.renderer.types import Renderer
+from titan_rl.rollout.task import RunContext
+from titan_rl.rollout.types import Message
+
+if TYPE_CHECKING:  # imported where they are used, because they are slow and few seats need them
+    import httpx
+
+    from titan_rl.serving.client import HttpGenerateFn
+    from titan_rl.tasks.agents.program import AgentProcesses
+
+
+class Endpoint(Section):
+    """Model behind OpenAI's chat protocol."""
+
+    url: str = Field(min_length=1)
+    """Base URL, such as "https://api.openai.com/v1"."""
+    model: str = Field(min_length=1)
+    """Name of the model at the endpoint."""
+    api_key: str = "OPENAI_API_KEY"
+    """Environment variable with the key, if the endpoint needs one."""
+    max_tokens: PositiveInt | None = None
+    """Most tokens of one answer; by default the endpoint's limit."""
+    temperature: NonNegativeFloat | None = None
+    """Sampling temperature; by default the endpoint's."""
+    timeout_s: PositiveFloat = 60.0
+    """Longest time of one answer, retries included."""
+
+
+class FrozenPolicy(Section):
+    """Frozen checkpoint that is served next to the run."""
+
+    policy: FilePath = Field(min_length=1)
+    """Folder of a run, whose newest checkpoint is used, of an export, or of a model. Its tokens must be those of the
+    policy in training."""
+    settings: dict[str, str] = Field(default_factory=dict)
+    """Settings of its server, such as {"generation.kv_cache_gib" = "0.5"}; `titan-rl serve --help` lists them."""
+    temperature: NonNegativeFloat | None = None
+    """Sampling temperature; by default the policy's."""
+    start_s: PositiveFloat = 300.0
+    """Longest time until the server listens."""
+    timeout_s: PositiveFloat = 60.0
+    """Longest time of one answer."""
+
+
+def _kind(given: Any) -> str | None:
+    if isinstance(given, str):
+        return "named"
+    if isinstance(given, Endpoint) or (isinstance(given, Mapping) and "url" in given):
+        return "endpoint"
+    if isinstance(given, FrozenPolicy) or (isinstance(given, Mapping) and "policy" in given):
+        return "frozen"
+    return None
+
+
+PlayerSetting = Annotated[
+    Annotated[str, FunctionName(("policy",)), Tag("named")]
+    | Annotated[Endpoint, Tag("endpoint")]
+    | Annotated[FrozenPolicy, Tag("frozen")],
+    Discriminator(
+        _kind,
+        custom_error_type="player",
+        custom_error_message=(
+            'must be "policy", "module:function" of a script, {url = "...", model = "..."} or {policy = "folder"}'
+        ),
+    ),
+]
+"""Player of a seat: "policy", the one in training; "module:function", a script that replies to messages; an endpoint;
+or a checkpoint."""
+
+
+class SeatedTask(Section):
+    """Base class of a `Task` with several seats: subclasses define `seat_names` and `game`, and `train_sample`,
+    `validation_samples` and `rubric` of any task.
+
+    Example:
+
+        class Debates(SeatedTask):
+            seat_names = ("pro", "contra")
+
+            def game(self, sample):
+                return Debate(sample)  # a SeatedMessageEnv
+    """
+
+    seat_names: ClassVar[tuple[str, ...]]
+    """The seats of every game, in order."""
+
+    seats: dict[str, PlayerSetting] = Field(default_factory=dict)
+    """Player of each seat; by default the policy."""
+    rotate: Literal["never", "sibling", "sample"] = "never"
+    """Rotate the players by a seat from sibling to sibling, or from sample to sample. Advantages compare rollouts of
+    one seat, so with "sibling" a seat has fewer of them to compare."""
+
+    _opened: dict[str, Player] | None = PrivateAttr(None)
+
+    @abstractmethod
+    def game(self, sample: Any) -> SeatedMessageEnv:
+        """Make a fresh environment for one game of the sample."""
+
+    def make_env(self, sample: Any, renderer: Renderer) -> SeatedEnv:
+        first = zlib.crc32(repr(sample).encode()) if self.rotate == "sample" else 0
+        players: list[Player] = [self._player(seat) for seat in self.seat_names]
+
+        def of_sibling(sibling: int) -> Mapping[str, Player]:
+            moved = (first + sibling * (self.rotate == "sibling")) % len(players)
+            return dict(zip(self.seat_names, players[moved:] + players[:moved], strict=True))
+
+        return MessageGame(self.game(sample), renderer, of_sibling)
+
+    def check_settings(self) -> None:
+        """Check the names of the seats.
+
+        Raises:
+            ConfigError: there is no seat of a name, or the policy plays none.
+        """
+        if strange := sorted(self.seats.keys() - set(self.seat_names)):
+            raise ConfigError(f"task.seats has {', '.join(strange)}; the seats are {', '.join(self.seat_names)}")
+        if all(self.seats.get(seat, "policy") != "policy" for seat in self.seat_names):
+            raise ConfigError('task.seats leaves the policy none; give one of them "policy"')
+
+    @asynccontextmanager
+    async def open(self, run: RunContext) -> AsyncGenerator[None]:
+        """Open endpoints and serve checkpoints for the length of the block. In a dry run the policy plays their
+        seats."""
+        if run.dry:
+            self._opened = {seat: "policy" for seat, setting in self.seats.items() if not isinstance(setting, str)}
+            yield
+            return
+        async with open_players(self.seats, run) as self._opened:
+            try:
+                yield
+            finally:
+                self._opened = None
+
+    def _player(self, seat: str) -> Player:
+        if self._opened is not None and seat in self._opened:
+            return self._opened[seat]
+        setting = self.seats.get(seat, "policy")
+        if not isinstance(setting, str):
+            raise RuntimeError(f"seat {seat!r} is played by another model, which only answers while the task is open")
+        return _named_player(seat, setting)
+
+
+def _named_player(seat: str, setting: str) -> Player:
+    return "policy" if setting == "policy" else MessagePlayer(find_function(f"task.seats.{seat}", setting, {}))
+
+
+@asynccontextmanager
+async def open_players(settings: Mapping[str, PlayerSetting], run: RunContext) -> AsyncGenerator[dict[str, Player]]:
+    """Open the players of seats for the length of the block. A checkpoint that plays several seats is served once.
+
+    Raises:
+        ConfigError: a script is missing.
+        GenerationError: a checkpoint cannot be served.
+    """
+    async with AsyncExitStack() as stack:
+        served: list[tuple[FrozenPolicy, Player]] = []
+        players: dict[str, Player] = {}
+        for seat, setting in settings.items():
+            known: Player | None = next((player for of, player in served if of == setting), None)
+            players[seat] = known or await _open(seat, setting, run, stack)
+            if isinstance(setting, FrozenPolicy) and known is None:
+                served.append((setting, players[seat]))
+        yield players
+
+
+async def _open(seat: str, setting: PlayerSetting, run: RunContext, stack: AsyncExitStack) -> Player:
+    if isinstance(setting, str):
+        return _named_player(seat, setting)
+    if isinstance(setting, Endpoint):
+        endpoint = EndpointPlayer(setting)
+        stack.push_async_callback(endpoint.close)
+        return MessagePlayer(endpoint.reply, timeout_s=setting.timeout_s)
+    from titan_rl.tasks.agents.program import agent_processes
+
+    log = run.folder / "logs" / f"player-{seat}-{socket.gethostname()}-{os.getpid()}.log"
+    run.tell(f"seat {seat!r} is played by {setting.policy}, which is being served; log: {log}")
+    processes = await stack.enter_async_context(agent_processes())
+    generate = await stack.enter_async_context(_serving(setting, processes, log, run.max_context))
+    return TokenPlayer(generate, temperature=setting.temperature, timeout_s=setting.timeout_s)
+
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
+
+
+class EndpointPlayer:
+    """Player behind an endpoint of OpenAI's chat protocol. Transient failures, such as a full or unreachable server,
+    are retried until the time is up.
+
+    Args:
+        transport: httpx transport for tests.
+    """
+
+    def __init__(self, settings: Endpoint, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        import httpx
+
+        self._settings = settings
+        key = os.environ.get(settings.api_key)
+        self._url = f"{settings.url.rstrip('/')}/chat/completions"
+        self._transient = httpx.TransportError
+        self._client = httpx.AsyncClient(
+            headers={} if key is None else {"authorization": f"Bearer {key}"},
+            timeout=settings.timeout_s,
+            transport=transport,
+        )
+
+    async def reply(self, messages: Sequence[Message]) -> Message:
+        """Request an answer.
+
+        Raises:
+            GenerationError: the endpoint refuses the request, or its answer is not a message.
+            TimeoutError: it has not answered in time.
+        """
+        asked = {"max_tokens": self._settings.max_tokens, "temperature": self._settings.temperature}
+        body = {"model": self._settings.model, "messages": [plain_json(message) for message in messages]}
+        body |= {name: value for name, value in asked.items() if value is not None}
+        async with asyncio.timeout(self._settings.timeout_s):
+            response = await self._post(body)
+        try:
+            said = response.json()["choices"][0]["message"]
+            return {"role": "assistant", "content": str(said.get("content") or "")}
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise GenerationError(f"{self._url} sent an answer that is not a message: {error!r}") from error
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _post(self, body: dict[str, Any]) -> httpx.Response:
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                response = await self._client.post(self._url, json=body)
+            except self._transient:
+                response = None
+            if response is not None and response.status_code == 200:
+                return response
+            if response is not None and response.status_code != 429 and response.status_code < 500:
+                raise GenerationError(f"{self._url} answered {response.status_code}: {response.text[:200]}")
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+_LOOK_S = 0.1
+_END_S = 10.0  # for a server to shut down
+_URL = re.compile(r"OPENAI_BASE_URL=(\S+?)/v1\b")
+
+
+@asynccontextmanager
+async def _serving(
+    settings: FrozenPolicy, processes: AgentProcesses, log: Path, max_context: int
+) -> AsyncGenerator[HttpGenerateFn]:
+    """Serve a checkpoint for the length of the block.
+
+    Args:
+        log: file for the server's output.
+
+    Raises:
+        GenerationError: the server ended, or did not answer in time. Has the end of its output.
+    """
+    from titan_rl.serving.client import HttpGenerateFn
+
+    key = secrets.token_urlsafe(32)
+    options = {"server.port": "0", "server.request_s": f"{settings.timeout_s}", "model.max_context": str(max_context)}
+    command = [sys.executable, "-m", "titan_rl.cli.main", "serve", settings.policy]
+    for name, value in (options | settings.settings).items():
+        command += [f"--{name}", value]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output:
+        async with processes.running(command, {**os.environ, "TITAN_RL_API_KEY": key}, output.fileno()) as server:
+            try:
+                url = await _url_of(server.process, log, settings)
+                async with HttpGenerateFn(url, api_key=key, timeout_s=settings.timeout_s) as generate:
+                    yield generate
+            finally:
+                with suppress(ProcessLookupError):
+                    server.process.send_signal(signal.SIGTERM)
+                await asyncio.shield(asyncio.wait((server.ended,), timeout=_END_S))
+
+
+async def _url_of(process: subprocess.Popen[bytes], log: Path, settings: FrozenPolicy) -> str:
+    """URL of the server, which it prints once it listens."""
+    try:
+        async with asyncio.timeout(settings.start_s):
+            while (told := _URL.search(_printed(log))) is None:
+                if process.poll() is not None:
+                    raise GenerationError(f"the server of {settings.policy} ended: {_printed(log)[-500:]} ({log})")
+                await asyncio.sleep(_LOOK_S)
+    except TimeoutError:
+        raise GenerationError(
+            f"the server of {settings.policy} did not answer within start_s = {settings.start_s:g} s: "
+            f"{_printed(log)[-500:]} ({log})"
+        ) from None
+    return told[1]
+
+
+def _printed(log: Path) -> str:
+    return log.read_text(encoding="utf-8", errors="replace")
