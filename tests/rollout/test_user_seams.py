@@ -24,7 +24,7 @@ from titan_rl import (
     TokenStep,
     VersionSpan,
 )
-from titan_rl.rollout.group.sessions import Sessions
+from titan_rl.rollout.group.rollouter import Sessions
 from titan_rl.rollout.rewards.reward import env_reward
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.training.data.sample_builder import build_samples
@@ -50,6 +50,14 @@ BAD_ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
         "the completion has 'a' at 0; token ids are integers",
     ),
     "logprobs of text": (lambda: replace(GOOD, logprobs=[-0.5, "x"]), "a logprob of 'x'; each must be a number"),
+    "a positive logprob": (
+        lambda: replace(GOOD, logprobs=[-0.5, 0.5]),
+        "generate gave a logprob of 0.5; each must be at most 0",
+    ),
+    "True as a token": (
+        lambda: replace(GOOD, token_ids=[5, True]),
+        "the completion has True at 1; token ids are integers",
+    ),
     "a huge token": (lambda: replace(GOOD, token_ids=[5, 10**30]), "the completion has token 1000000"),
     "a negative span": (
         lambda: replace(GOOD, version_spans=(VersionSpan(0, 3), VersionSpan(1, -1))),
@@ -101,6 +109,7 @@ BAD_STEPS: dict[str, tuple[Callable[[], Any], str]] = {
         "TokenStep.messages is 'hi'; it must be a list of messages",
     ),
     "prompt of text": (lambda: TokenStep(["a"]), "the next prompt has 'a' at 0; token ids are integers"),  # pyright: ignore
+    "True as a token": (lambda: TokenStep([True]), "the next prompt has True at 0; token ids are integers"),
     "negative token": (lambda: TokenStep([-1]), "the next prompt has token -1"),
     "it exits": (lambda: exit(3), "SystemExit: 3"),
 }

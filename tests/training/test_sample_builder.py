@@ -89,6 +89,12 @@ def sampled(turn: Turn, **settings: Any) -> Turn:
     return replace(turn, sampling=SamplingParams(**{"max_tokens": 8, **settings}))
 
 
+@pytest.mark.parametrize("version", [None, "3", float("nan"), True])
+def test_an_oldest_version_that_is_no_integer_is_refused(version: Any):
+    with pytest.raises(ValueError, match=r"oldest_version is .*; it must be an integer"):
+        build_samples(RolloutGroup("g", None, []), oldest_version=version)
+
+
 def test_the_temperature_is_that_of_the_turns():
     played = [sampled(turn([7], [5]), temperature=0.7), sampled(turn([7, 5, 9], [6]), temperature=0.7)]
     (sample,) = build_samples(group(rollout(*played)))

@@ -29,7 +29,7 @@ from titan_rl.core.console import Console
 from titan_rl.core.errors import ActorDiedError, RequestError
 from titan_rl.generation.request import EngineRequest
 from titan_rl.rollout.copies import portable
-from titan_rl.rollout.group.sessions import Callbacks
+from titan_rl.rollout.group.rollouter import Callbacks
 from titan_rl.rollout.group.turns import generate_within
 from titan_rl.rollout.types import Rollout, RolloutGroup
 from titan_rl.types import Completion, GenerateFn, SamplingParams

@@ -124,6 +124,14 @@ class NumberArray(Sequence[N]):
         """
         return self._view().min().item()
 
+    def most(self) -> N:
+        """Largest number.
+
+        Raises:
+            ValueError: there are none.
+        """
+        return self._view().max().item()
+
     def is_finite(self) -> bool:
         """Whether none of them is NaN or infinite."""
         import numpy as np

@@ -1,11 +1,11 @@
-"""Policies of chat messages without known tokens, and the environment adapter that plays them."""
+"""Policies in chat messages whose tokens are not known, and `ChatEnv`, which plays a `MessageEnv` with one."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 from titan_rl.core.calls.plain import snapshot
 from titan_rl.core.errors import PromptTooLongError
@@ -15,7 +15,6 @@ from titan_rl.rollout.environment.threaded import EnvMethods
 from titan_rl.rollout.environment.types import MessageEnv, MessageObservation, MessageStep, RolloutPolicy
 from titan_rl.rollout.group.boundary import EndsWith, RolloutEnded
 from titan_rl.rollout.group.turns import turn_seed
-from titan_rl.rollout.renderer.types import ParsedResponse, RenderedTokens
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.rollout.types import Message, Rollout, RolloutStatus, Turn
 from titan_rl.types import Completion, FinishReason, SamplingParams
@@ -68,9 +67,9 @@ class ChatEnv:
     """An `AgentEnv` over a `MessageEnv`, for a policy whose tokens are not known. Its rollouts can be judged, but not
     trained on: their turns have rewards and metrics, but no tokens or logprobs.
 
-    A rollout ends as with `MessageTokenEnv`:
+    A rollout ends with the environment's status, or in one of these ways:
 
-        a call of a tool whose arguments are no JSON object   ERROR_PARSE
+        a tool call whose arguments are not a JSON object     ERROR_PARSE
         the reply used up its token budget                    TRUNCATED_LENGTH
         the conversation leaves no room for a reply           TRUNCATED_PROMPT
         another request that fails                            ERROR_GENERATE
@@ -188,30 +187,15 @@ async def _until(time_is_up: asyncio.Event, reply: Any) -> ChatReply:
 
 
 class NoTokens:
-    """The `Renderer` for environments of a policy without known tokens. It renders nothing."""
+    """Renderer for environments of a policy without known tokens, which raises an error instead of rendering."""
 
-    def render_ids(
-        self, messages: list[Any], *, tools: list[Any] | None = None, add_generation_prompt: bool = False
-    ) -> list[int]:
-        raise TypeError(_NO_TOKENS)
+    def render_ids(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError("this policy answers in messages, and its tokens are not known")
 
-    def parse_response(
-        self, token_ids: list[int], *, tools: list[Any] | None = None, prompt_ids: list[int] | None = None
-    ) -> ParsedResponse:
-        raise TypeError(_NO_TOKENS)
+    parse_response = bridge_to_next_turn = render_ids
 
     def get_stop_token_ids(self) -> list[int]:
         return []
-
-    def bridge_to_next_turn(
-        self,
-        previous_prompt_ids: list[int],
-        previous_completion_ids: list[int],
-        new_messages: list[Any],
-        *,
-        tools: list[Any] | None = None,
-    ) -> RenderedTokens | None:
-        raise TypeError(_NO_TOKENS)
 
 
 def message_env_of(env: object) -> MessageEnv:
@@ -223,6 +207,3 @@ def message_env_of(env: object) -> MessageEnv:
     if isinstance(env, MessageTokenEnv):
         return env.env
     raise TypeError(f"{type(env).__name__} plays in tokens, and this policy answers in messages; ask it for tokens")
-
-
-_NO_TOKENS = "this policy answers in messages, and its tokens are not known"

@@ -1,4 +1,4 @@
-"""Copies of user data that a rollout owns, and the shared arrays that hold the tokens of its turns."""
+"""Checked copies of the data that a rollout receives, and the shared arrays that hold the tokens of its turns."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from titan_rl.types import Completion, float_or_none
 
 
 class Contexts:
-    """Shared token storage of one rollout's turns. A hundred turns with 56,000 tokens in all take four bytes per token.
+    """Shared token storage of one rollout's turns, with four bytes for each token.
 
     Turns that continue each other share one array of prompts and completions, and have windows on it. A turn whose
     history was rewritten starts a new array.
@@ -109,6 +109,8 @@ def token_ids_of(given: Any, what: str) -> list[int]:
     tokens: list[int] = []
     for place, token in enumerate(given):
         try:
+            if isinstance(token, bool):
+                raise TypeError
             tokens.append(index(token))
         except TypeError as error:
             told = safe_text(token, repr)[:100]
@@ -117,15 +119,6 @@ def token_ids_of(given: Any, what: str) -> list[int]:
         wrong = next(token for token in tokens if not 0 <= token <= LARGEST_TOKEN_ID)
         raise ValueError(f"{what} has token {wrong}; token ids are between 0 and {LARGEST_TOKEN_ID}")
     return tokens
-
-
-def token_array_of(given: Any, what: str) -> NumberArray[int]:
-    """Checked, packed copy of tokens; see `token_ids_of`."""
-    if isinstance(given, NumberArray) and cast("NumberArray[Any]", given).typecode == TOKENS:
-        tokens = cast("NumberArray[int]", given)
-        if not tokens or tokens.least() >= 0:
-            return tokens
-    return token_array(token_ids_of(given, what))
 
 
 def completion_of(given: Any, max_tokens: int) -> Completion:
@@ -137,7 +130,7 @@ def completion_of(given: Any, max_tokens: int) -> Completion:
 
     Raises:
         TypeError: it is not a `Completion`, or its tokens or logprobs are not numbers.
-        ValueError: a logprob or a metric is not finite, or there are too many tokens.
+        ValueError: a logprob is positive, a logprob or a metric is not finite, or there are too many tokens.
     """
     if not isinstance(given, Completion):
         raise TypeError(f"generate gave {type(given).__name__}; it must give a Completion")
@@ -145,12 +138,15 @@ def completion_of(given: Any, max_tokens: int) -> Completion:
         raise ValueError(
             f"generate gave {len(given.token_ids)} tokens; it was asked for sampling.max_tokens = {max_tokens} at most"
         )
-    logprobs = _finite(given.logprobs)
+    logprobs = _logprobs_of(given.logprobs)
     metrics = dict(given.metrics)
     for name, value in metrics.items():
         if not math.isfinite(value):
             raise ValueError(f"generate gave metrics[{name!r}] = {value}; it must be finite")
-    token_ids = token_array_of(given.token_ids, "the completion")
+    token_ids: Any = given.token_ids
+    is_packed = isinstance(token_ids, NumberArray) and cast("NumberArray[Any]", token_ids).typecode == TOKENS
+    if not is_packed or (token_ids and token_ids.least() < 0):
+        token_ids = token_array(token_ids_of(token_ids, "the completion"))
     return Completion(
         given.request_id,
         token_ids,
@@ -161,11 +157,15 @@ def completion_of(given: Any, max_tokens: int) -> Completion:
         metrics,
         given.ended,
         given.top_logprobs,
-        None if given.allowed_logprobs is None else _finite(given.allowed_logprobs),
+        None if given.allowed_logprobs is None else _logprobs_of(given.allowed_logprobs),
     )
 
 
-def _finite(logprobs: Sequence[float]) -> NumberArray[float]:
+ROUNDING = 1e-3
+"""Largest logprob that counts as a rounded 0."""
+
+
+def _logprobs_of(logprobs: Sequence[float]) -> NumberArray[float]:
     try:
         packed = logprob_array(logprobs)
     except TypeError as error:
@@ -174,12 +174,14 @@ def _finite(logprobs: Sequence[float]) -> NumberArray[float]:
     if not packed.is_finite():
         wrong = next(logprob for logprob in packed if not math.isfinite(logprob))
         raise ValueError(f"generate gave a logprob of {wrong}; each must be finite")
+    if packed and packed.most() > ROUNDING:
+        raise ValueError(f"generate gave a logprob of {packed.most():g}; each must be at most 0")
     return packed
 
 
 def completion_to_give(own: Completion) -> Completion:
-    """Copy for user code, which may change it: tokens and logprobs are shared, but immutable. Routed experts, which
-    only training needs, and top logprobs are left out."""
+    """Copy for user code, which may change it: tokens and logprobs are shared, but immutable. Routed experts and top
+    logprobs are left out, since only training needs them."""
     return Completion(
         own.request_id,
         token_array(own.token_ids),

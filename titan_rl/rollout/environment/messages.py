@@ -23,8 +23,7 @@ from titan_rl.rollout.environment.types import (
     TokenSeat,
     TokenStep,
 )
-from titan_rl.rollout.renderer.messages import message_of, renderable, require_tool_support
-from titan_rl.rollout.renderer.types import Renderer
+from titan_rl.rollout.renderer.types import Renderer, message_of, renderable, require_tool_support
 from titan_rl.rollout.types import Message, RolloutStatus
 from titan_rl.types import Completion, FinishReason
 

@@ -14,8 +14,8 @@ from titan_rl.config.conflicts import reset_without_effect
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import ConfigError, DataError
 from titan_rl.rollout.renderer import Renderer
-from titan_rl.rollout.renderer.messages import renderable
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
+from titan_rl.rollout.renderer.types import renderable
 from titan_rl.run.sft.demonstrations import Found, TokenSource, best_rollouts, read_chats, task_demonstrations
 from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
 from titan_rl.training.tiny_model import make_tiny_model

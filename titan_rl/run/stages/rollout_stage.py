@@ -13,8 +13,7 @@ from titan_rl.config.tasks import ResolvedSuite
 from titan_rl.generation.resume import Attempt, Generation, Resume
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.generation.types import PauseMode
-from titan_rl.rollout.group.rollouter import GroupRunner
-from titan_rl.rollout.group.sessions import Sessions
+from titan_rl.rollout.group.rollouter import GroupRunner, Sessions
 from titan_rl.rollout.task import calling, held_out_samples
 from titan_rl.rollout.types import Rollout, RolloutGroup
 from titan_rl.run.journal.run_journal import RunJournal

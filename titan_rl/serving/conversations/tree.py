@@ -13,8 +13,7 @@ from typing import Any, Generic, TypeVar, cast
 from titan_rl.core.calls.plain import snapshot
 from titan_rl.core.calls.user_code import summary
 from titan_rl.core.errors import RequestError
-from titan_rl.rollout.renderer.messages import renderable
-from titan_rl.rollout.renderer.types import Renderer, Tools
+from titan_rl.rollout.renderer.types import Renderer, Tools, renderable
 from titan_rl.rollout.types import Message
 from titan_rl.serving.conversations.identity import Identity, identity_of, identity_of_tokens, identity_of_tools
 from titan_rl.types import Completion

@@ -10,8 +10,7 @@ from typing import Any
 from titan_rl.core.arrays import LOGPROBS, TOKENS, VERSIONS, MaskArray, NumberArray
 from titan_rl.core.calls.user_code import describe
 from titan_rl.core.errors import DataError
-from titan_rl.rollout.renderer.messages import renderable
-from titan_rl.rollout.renderer.types import Renderer
+from titan_rl.rollout.renderer.types import Renderer, renderable
 from titan_rl.rollout.task import Demonstration
 from titan_rl.training.data.sample import TrainingSample
 

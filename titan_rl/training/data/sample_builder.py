@@ -87,6 +87,8 @@ def build_samples(
                 f"temperature is {temperature!r}; completions to train on are sampled at a finite temperature above 0"
             )
         temperature = value
+    if not isinstance(oldest_version, int) or isinstance(oldest_version, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"oldest_version is {oldest_version!r}; it must be an integer")
     samples: list[TrainingSample] = []
     for rollout in group.rollouts:
         if rollout.advantage is None or rollout.status.is_fault or rollout.status is RolloutStatus.ABORTED:
