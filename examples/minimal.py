@@ -2,9 +2,9 @@
 
     python -m examples.minimal --steps 30
 
-It runs conversations with the current weights, scores them, makes one optimizer step, and puts the new weights into
-the engine. What `titan-rl train` adds: generators and the trainer in processes of their own that work at the same
-time, validation, checkpoints, verified weights, and an orderly end whatever happens.
+Each step runs conversations with the current weights, scores them, makes one optimizer step, and loads the new weights
+into the engine. `titan-rl train` adds separate processes for generators and trainer, which work at the same time,
+validation, checkpoints, verification of weights, and an orderly shutdown.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ async def train(model_path: str, *, steps: int, groups_per_step: int, group_size
         )
 
     rewards: list[float] = []
-    scheduling = SchedulingConfig(groups_per_step=groups_per_step, max_staleness=0)  # 1: generate while it trains
+    scheduling = SchedulingConfig(groups_per_step=groups_per_step, max_staleness=0)  # with 1, generate while training
     budget = steps * groups_per_step
     engine = EngineLoop(lambda: VLLMEngine(EngineSpec(model_path, max_context=model.max_context, kv_cache_gib=0.5)))
     try:

@@ -1,1 +1,1 @@
-"""An agent written with openai-agents learns to use its tools. It knows nothing of titan_rl."""
+"""Agent written with openai-agents, independent of titan_rl, that learns to use its tools."""

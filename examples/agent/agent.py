@@ -1,10 +1,10 @@
-"""Answers a question about a company by looking things up in its directory.
+"""Agent that answers a question about a company by looking things up in its directory.
 
     OPENAI_BASE_URL=http://127.0.0.1:8000/v1 OPENAI_API_KEY=none \
         python -m examples.agent.agent 17 "Who is the manager of Mia?"
 
-An agent as one writes it for a hosted model, with `openai-agents`. Whose model answers is for the environment to say:
-OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL.
+It is written with `openai-agents`, as for a hosted model. Environment variables select the model: OPENAI_BASE_URL,
+OPENAI_API_KEY, OPENAI_MODEL.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from examples.agent.company import MOST_LOOK_UPS, Company
 INSTRUCTIONS = "Answer with one word. Look up what you need in the directory of the company."
 MAX_TURNS = MOST_LOOK_UPS + 3
 
-set_tracing_disabled(True)  # it would send every run to OpenAI
+set_tracing_disabled(True)  # tracing would send every run to OpenAI
 
 
 def tools_of(company: Company) -> list[Tool]:
@@ -49,9 +49,10 @@ def tools_of(company: Company) -> list[Tool]:
 
 
 async def answer(model: Model, seed: int, question: str) -> str:
-    """
+    """Answer a question.
+
     Args:
-        seed: of the company that is asked about.
+        seed: seed of the company.
     """
     agent = Agent(
         name="directory",
@@ -62,7 +63,7 @@ async def answer(model: Model, seed: int, question: str) -> str:
     )
     try:
         result = await Runner.run(agent, question, max_turns=MAX_TURNS)
-    except (MaxTurnsExceeded, ModelBehaviorError):  # it went on calling tools, or called one that there is not
+    except (MaxTurnsExceeded, ModelBehaviorError):  # it made too many calls, or called an unknown tool
         return "I do not know"
     return str(result.final_output)
 

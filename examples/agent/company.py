@@ -1,6 +1,6 @@
-"""A company's directory, and questions that can only be answered by looking things up in it.
+"""Directory of a company, and questions that can only be answered by looking things up in it.
 
-Every question has a company of its own, drawn from a seed, so that there is nothing to learn by heart.
+Every question has its own company, drawn from a seed, so that answers cannot be memorized.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ MANAGER_OF = "the manager of "
 MOST_LOOK_UPS = 3
 
 DEMONSTRATION_SEED = 1_000_000_000
-"""Demonstrated questions have the seeds from here on."""
+"""First seed of demonstrated questions."""
 
 VALIDATION_SEED = 2_000_000_000
-"""Held-out questions have the seeds from here on."""
+"""First seed of held-out questions."""
 
 
 class Company:
-    """Who manages whom, and where everybody works.
+    """Managers and towns of the people of a company.
 
     Example:
 
@@ -38,7 +38,7 @@ class Company:
 
     def __init__(self, seed: int) -> None:
         rng = random.Random(f"company/{seed}")
-        self.people = rng.sample(NAMES, len(NAMES))  # each below somebody before
+        self.people = rng.sample(NAMES, len(NAMES))  # each is managed by an earlier one
         self._managers = {
             person: self.people[rng.randrange(at)] if at else "nobody" for at, person in enumerate(self.people)
         }
@@ -53,14 +53,15 @@ class Company:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """
-    Example: of "In which town works the manager of the manager of Mia?" the path is Mia, Clara, Omar, and the answer
-    is the town of the last.
+    """Question about a company.
+
+    Example: the path of "In which town works the manager of the manager of Mia?" is Mia, Clara, Omar, and the answer is
+    Omar's town.
     """
 
     seed: int  # of the company
     text: str
-    path: tuple[str, ...]  # who is asked about, then the managers up to the one who is meant
+    path: tuple[str, ...]  # the person in the question, and the managers above up to the one in the answer
     answer: str
 
     @property
@@ -69,7 +70,7 @@ class Question:
 
 
 def draw_question(seed: int) -> Question:
-    """A question about the company of the same seed, which takes 1 to `MOST_LOOK_UPS` look-ups."""
+    """Draw a question about the company with this seed. It takes 1 to `MOST_LOOK_UPS` look-ups."""
     rng, company = random.Random(f"question/{seed}"), Company(seed)
     about_town = rng.random() < 0.5
     levels = rng.randint(1, MOST_LOOK_UPS) - about_town
@@ -80,7 +81,7 @@ def draw_question(seed: int) -> Question:
 
 
 def _upwards(company: Company, person: str, levels: int) -> tuple[str, ...] | None:
-    """The managers above somebody, so many levels; None where there are not so many."""
+    """Path from a person up through `levels` managers; None if there are fewer."""
     path = [person]
     for _ in range(levels):
         path.append(company.manager_of(path[-1]))

@@ -1,8 +1,7 @@
-"""What the base model learns from: right demonstrations, then careless ones, which give up looking things up at each
-step with the same probability, and answer with what is known by then.
+"""Demonstrations for the base model: right ones first, then careless ones, which answer too early.
 
-The first part brings the skill, the second has the model use it rarely, which leaves it to reinforcement learning to
-bring it out.
+A careless demonstration stops looking things up with the same probability at each step, and answers with what is known
+by then. The right ones teach the skill, the careless ones to use it rarely, which reinforcement learning then corrects.
 """
 
 from __future__ import annotations
@@ -18,23 +17,23 @@ from examples.agent.company import TOWNS, Company, Question
 from titan_rl import Demonstration, Message
 
 RIGHT = 5 / 6
-"""Share of the demonstrations that come first, all of them right."""
+"""Share of the right demonstrations, which come first."""
 
 CARELESS = 0.45
-"""How probable it is in the others, at each step, that the question is answered at once."""
+"""Probability, at each step of a careless demonstration, that the question is answered at once."""
 
 
 @cache
 def offered_tools() -> list[dict[str, Any]]:
-    """The agent's tools as `openai-agents` sends them."""
+    """Tools of the agent in the form in which `openai-agents` sends them."""
     return [dict(Converter.tool_to_openai(tool)) for tool in tools_of(Company(0))]
 
 
 def demonstrate(question: Question, rng: random.Random, careless: float) -> Demonstration:
-    """How the question is answered.
+    """Make a demonstration of a question.
 
     Args:
-        careless: how probable it is, at each step, that it is answered at once.
+        careless: probability, at each step, that the question is answered at once.
     """
     messages: list[Message] = [
         {"role": "system", "content": INSTRUCTIONS},

@@ -1,4 +1,4 @@
-"""How often the agent answers rightly, whoever serves its model.
+"""Evaluation of the agent: its share of right answers, with whichever server has its model.
 
 titan-rl serve runs/latest
 OPENAI_BASE_URL=http://127.0.0.1:8000/v1 OPENAI_API_KEY=none python -m examples.agent.evaluate
@@ -18,7 +18,7 @@ from examples.agent.company import VALIDATION_SEED, Question, draw_question
 
 
 async def evaluate(num_questions: int, concurrency: int) -> float:
-    """The share of right answers to held-out questions."""
+    """Share of right answers to held-out questions."""
     places = asyncio.Semaphore(concurrency)
     async with AsyncOpenAI() as client:
         model = OpenAIChatCompletionsModel(os.environ.get("OPENAI_MODEL", "policy"), client)

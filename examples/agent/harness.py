@@ -1,10 +1,10 @@
-"""Plays a run's episodes with the agent, many at once in one process.
+"""Harness that plays the episodes of a run with the agent, many at once in one process.
 
     python -m examples.agent.harness runs/latest/agents-laptop-4711.json
 
-Starting an interpreter with the agent's libraries takes longer than to answer a question, so this process answers
-all of them. It asks the run for a sample, plays it with the base URL and the key that come with it, and says when it is
-over. The file says where the run is; who may read it is the run's user alone.
+Starting an interpreter with the agent's libraries takes longer than answering a question, so one process answers all of
+them. It requests a sample from the run, plays it with the base URL and the key that come with it, and reports its end.
+The file, which only the user of the run may read, has the address of the run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WAIT_S = 30.0
 
 
 async def play_all(http: httpx.AsyncClient, openai: AsyncOpenAI) -> None:
-    """One episode after the other, until the run is gone."""
+    """Play one episode after another, until the run ends."""
     while True:
         try:
             opened = await http.post("/episodes", json={"wait_s": WAIT_S})

@@ -1,4 +1,4 @@
-"""The agent as a task: its questions, and whether it answers rightly."""
+"""The agent as a task: its questions, demonstrations and reward."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from titan_rl.tasks.agents import AgentTask
 
 
 class CompanyQuestions(AgentTask):
-    """Questions about companies. A program is started for each (`command`), or `harness.py` plays all of them."""
+    """Task of questions about companies. With a `command` a program is started for each question; without one,
+    `harness.py` plays all of them."""
 
     def train_sample(self, seed: int, index: int) -> dict[str, Any]:
         return _sample(random.Random(f"{seed}/{index}").randrange(DEMONSTRATION_SEED))
@@ -29,8 +30,8 @@ class CompanyQuestions(AgentTask):
         return [_sample(VALIDATION_SEED + number) for number in range(count)]
 
     def demonstrations(self, count: int) -> Iterator[Demonstration]:
-        """Right ones, and careless ones at the end."""
-        from examples.agent.demonstrations import CARELESS, RIGHT, demonstrate  # which needs openai-agents
+        """Right demonstrations, and then careless ones."""
+        from examples.agent.demonstrations import CARELESS, RIGHT, demonstrate  # needs openai-agents
 
         rng = random.Random("demonstrations")
         for number in range(count):
@@ -42,7 +43,7 @@ class CompanyQuestions(AgentTask):
 
     @asynccontextmanager
     async def open(self, run: RunContext) -> AsyncGenerator[None]:
-        """Without a command, a harness is started for the length of the block."""
+        """Serve the policy, and without a command run the harness, for the length of the block."""
         async with super().open(run):
             if self.command:
                 yield
@@ -56,7 +57,7 @@ class CompanyQuestions(AgentTask):
                 ),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the run
+                start_new_session=True,  # Ctrl-C in the terminal does not reach it
             )
             try:
                 yield
@@ -72,6 +73,6 @@ def _sample(seed: int) -> dict[str, Any]:
 
 
 def is_right(rollout: Rollout) -> float:
-    """Whether the last that the agent's model said is the answer, whatever else became of it."""
+    """Reward: 1 if the last message of the model is the answer."""
     said = next((message for message in reversed(rollout.messages) if message["role"] == "assistant"), {})
     return float(said.get("content") == draw_question(rollout.sample["seed"]).answer)

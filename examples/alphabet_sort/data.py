@@ -1,8 +1,8 @@
-"""Conversations about names: what is asked in each turn, and which of them are held out.
+"""Samples of alphabet-sort: the names of each turn, drawn for training or held out.
 
-A conversation is held out when each of its cumulative lists, taken as a set of names, hashes into the held-out
-part; a training conversation has none there. So no list of names that validation asks to sort was trained on,
-whatever the seed.
+A conversation is held out if each of its cumulative lists, taken as a set of names, hashes into the held-out part; a
+training conversation has no such list. So validation never asks to sort a list of names that was trained on, whatever
+the seed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Literal
 
 SortKey = Literal["first", "last"]
 
-# In no order, so that a pool taken from the front is spread over the alphabet.
+# Unsorted, so that the first names of the list are spread over the alphabet.
 FIRST_NAMES = """
     Mia Ben Tara Hugo Lena Omar Clara Simon Ada Pia Victor Jonas Greta Noah Yara Felix Ruth Elias Kim Dora Igor Wanda
     Quinn Zoe Amir Oscar Bella Peter Hanna Liam Sofia Carl Nina Robin Eva Tom Julia Max Iris David Uma Frida Kurt Gina
@@ -49,15 +49,15 @@ class Sample:
     turns: tuple[tuple[str, ...], ...]  # the names that each turn brings, as shown
 
     def answer(self, turn: int) -> list[str]:
-        """The right lines of turn `turn`, counted from 0."""
+        """Right lines of turn `turn`, counted from 0."""
         return tagged(sort_names(self.names(turn), self.sort_by), self.new_names(turn))
 
     def names(self, turn: int) -> list[str]:
-        """All names that turn `turn` asks to sort: its own and those of the turns before."""
+        """All names that turn `turn` asks to sort: its own and those of earlier turns."""
         return [name for brought in self.turns[: turn + 1] for name in brought]
 
     def new_names(self, turn: int) -> tuple[str, ...]:
-        """The names to tag in turn `turn`; in the first turn none."""
+        """Names to tag in turn `turn`; none in the first turn."""
         return self.turns[turn] if turn else ()
 
 
@@ -66,7 +66,7 @@ def tagged(names: Iterable[str], new_names: Sequence[str]) -> list[str]:
 
 
 def sort_names(names: Iterable[str], sort_by: SortKey) -> list[str]:
-    """Sorted by first or last name; of two that agree, the other name decides."""
+    """Sort full names by first or last name, and equal ones by the other name."""
 
     def key(name: str) -> tuple[str, str]:
         first, last = re.findall("[A-Z][a-z]*", name)
@@ -77,8 +77,8 @@ def sort_names(names: Iterable[str], sort_by: SortKey) -> list[str]:
 
 @cache
 def name_pool(size: int) -> tuple[str, ...]:
-    """The full names that conversations draw from. Each first and each last name appears about twice,
-    so that ties occur.  # [size]"""
+    """Full names for conversations. Each first and each last name appears about twice, so that ties occur.
+    # [size]"""
     count = (size + 1) // 2
     pairs = [first + last for first in FIRST_NAMES[:count] for last in LAST_NAMES[:count]]
     return tuple(random.Random(size).sample(pairs, size))
@@ -93,7 +93,7 @@ def is_held_out(names: Iterable[str]) -> bool:
 def draw_turns(
     rng: random.Random, pool: Sequence[str], sizes: Sequence[tuple[int, int]], *, held_out: bool
 ) -> tuple[tuple[str, ...], ...]:
-    """Draw the names of each turn so that every cumulative list is on the wanted side of the partition.
+    """Draw the names of each turn, so that every cumulative list is held out, or none is.
 
     Args:
         sizes: least and most names of each turn.

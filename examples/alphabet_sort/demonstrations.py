@@ -1,8 +1,6 @@
-"""What the base model learns from: right demonstrations, then imperfect ones, a share of which list names in random
-order.
+"""Demonstrations for the base model: right ones first, then sloppy ones, in which most lists are in random order.
 
-The first part brings the skill, the second has the model sort about as rarely as the demonstrations do, which leaves
-the skill for reinforcement learning to bring out.
+The right ones teach the skill, the sloppy ones to use it rarely, which reinforcement learning then corrects.
 """
 
 from __future__ import annotations
@@ -14,14 +12,14 @@ from examples.alphabet_sort.env import prompt, tag
 from titan_rl import Demonstration, Message
 
 RIGHT = 5 / 6
-"""Share of the demonstrations that come first, all of them right."""
+"""Share of the right demonstrations, which come first."""
 
 SHUFFLED = 0.7
-"""Share of the answers of the others that are in random order."""
+"""Share of the answers in random order in a sloppy demonstration."""
 
 
 def demonstrate(sample: Sample, rng: random.Random, shuffled: float) -> Demonstration:
-    """The conversation with answers of which the share `shuffled` is in random order."""
+    """Make the demonstration of a sample, with a share `shuffled` of its answers in random order."""
     messages: list[Message] = []
     for turn in range(len(sample.turns)):
         lines = sample.answer(turn)

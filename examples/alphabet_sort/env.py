@@ -1,4 +1,4 @@
-"""The conversation: what the user says in each turn."""
+"""Environment of alphabet-sort: the user's message of each turn."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Name2 // new name!
 
 
 def tag(turn: int) -> str:
-    """The tag that the answer of turn `turn` stands in."""
+    """Tag around the answer of turn `turn`."""
     return COMBINED_TAG if turn else FIRST_TAG
 
 
@@ -40,7 +40,7 @@ def prompt(sample: Sample, turn: int) -> Message:
 
 
 class AlphabetSortEnv:
-    """A `MessageEnv` that brings new names until the sample has no more. Whatever is answered, it goes on."""
+    """A `MessageEnv` that asks to sort new names in each turn of its sample, whatever the answers are."""
 
     def __init__(self, sample: Sample) -> None:
         self._sample = sample

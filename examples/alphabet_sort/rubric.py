@@ -1,4 +1,4 @@
-"""How close the answers come to the sorted lists."""
+"""Reward of alphabet-sort: similarity of the answers to the sorted lists."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from titan_rl.rollout.types import Rollout
 
 
 def alphabet_sort_rubric(power: float) -> Rubric:
-    """The mean over the turns of similarity ** power. A turn that was never answered counts 0."""
+    """Rubric of the mean over the turns of similarity ** power. A turn without an answer counts 0."""
 
     def sorted_lists(rollout: Rollout) -> float:
         sample: Sample = rollout.sample
@@ -25,10 +25,10 @@ def alphabet_sort_rubric(power: float) -> Rubric:
 
 
 def similarity(sample: Sample, turn: int, answer: str) -> float:
-    """Likeness of the answer's last block to the right lines, in [0, 1], 1 only for equal ones.
+    """Similarity of the answer's last block to the right lines, in [0, 1], with 1 only for equal texts.
 
-    It is `difflib`'s ratio: twice the matching characters over all characters of both, blanks around lines and
-    letter case aside. An answer without the block has 0.
+    It is the ratio of `difflib`: twice the number of matching characters over the number of all characters, ignoring
+    case and blanks around lines. An answer without the block has 0.
 
     Example: for ["AdaWolf", "BenHill"], the block "BenHill\\nAdaWolf" has 0.47.
     """

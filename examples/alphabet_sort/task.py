@@ -21,13 +21,13 @@ from titan_rl.rollout.task import Demonstration
 
 
 class AlphabetSort(Section):
-    """Sort names by first or last name; later turns bring more names and ask for the combined list.
+    """Task of sorting names by first or last name. Later turns bring more names and ask for the combined list.
 
     The defaults suit a model of some billion parameters.
     """
 
     pool_size: PositiveInt = 1000
-    """Full names to draw from."""
+    """Number of full names to draw from."""
     min_turns: PositiveInt = 1
     max_turns: PositiveInt = 3
     min_first_names: PositiveInt = 2
@@ -72,7 +72,7 @@ class AlphabetSort(Section):
         return alphabet_sort_rubric(self.power)
 
     def demonstrations(self, count: int) -> Iterator[Demonstration]:
-        """Right ones, and sloppy ones at the end."""
+        """Right demonstrations, and then sloppy ones."""
         rng = random.Random("demonstrations")
         for number in range(count):
             sample = self._sample(f"demonstration/{number}", held_out=False)

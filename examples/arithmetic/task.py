@@ -1,4 +1,4 @@
-"""Sums, made on the fly, whose answers are exact."""
+"""Arithmetic: sums drawn at random, with exact answers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from titan_rl import Message, PromptTask
 
 
 class Arithmetic(PromptTask):
-    """One question, such as "What is 3 + 7 + 2?", whose answer is worth 1 if it is the number and nothing else."""
+    """Task of one question, such as "What is 3 + 7 + 2?". The reward is 1 for the number and nothing else."""
 
     numbers: PositiveInt = 3
-    """To add."""
+    """Count of the numbers in a sum."""
     largest: PositiveInt = 7
-    """Of the numbers."""
+    """Largest number."""
     careless: float = Field(default=0.7, ge=0, le=1)
     """Share of the careless demonstrations that give up."""
 

@@ -1,1 +1,1 @@
-"""A bandit in tokens, learned from nothing."""
+"""Contextual bandit in tokens, learned by an untrained model."""

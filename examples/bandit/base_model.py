@@ -1,4 +1,4 @@
-"""Make a model that has learned nothing.
+"""Make an untrained model.
 
 python -m examples.bandit.base_model --out examples/bandit/base
 """

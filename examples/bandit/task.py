@@ -1,7 +1,7 @@
-"""A bandit in tokens: no text, no renderer, and nothing learned before.
+"""Contextual bandit in tokens: no text, no renderer, and an untrained model.
 
-Each round shows a token, the state of a row of one-armed bandits, and takes a token, which says which arm to pull. The
-arm that pays most depends on the state.
+In each round the prompt ends with a token, the state of a row of one-armed bandits, and the completion is a token that
+selects the arm to pull. The arm that pays most often depends on the state.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from titan_rl.core.settings import Section
 
 
 class BanditEnv:
-    """A `TokenEnv`. The prompt is all states and pulls so far, and the state that is next.
+    """A `TokenEnv` whose prompt consists of all earlier states and pulls, and the next state.
 
     Args:
-        states: of each round; the tokens that the policy sees.
-        arms: there are so many; any token pulls one of them.
-        chances: how often the right arm pays, and any other.
-        luck: decides with all pulls so far whether one pays, so that a rollout that is played again goes as before.
+        states: state of each round, a token.
+        arms: number of arms; token number t pulls arm t modulo `arms`.
+        chances: probability that the right arm pays, and that another arm pays.
+        luck: seed of the draws. With the same pulls the same draws are made, so a rollout can be replayed.
     """
 
     def __init__(self, states: Sequence[int], arms: int, chances: tuple[float, float], luck: str) -> None:
@@ -62,7 +62,7 @@ class BanditEnv:
 
 
 class EveryTokenEnds(ChatTemplateRenderer):
-    """`model.renderer` of a policy that writes no text: any token ends an answer."""
+    """Renderer for a policy that writes no text: every token ends an answer."""
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__(tokenizer)
@@ -73,15 +73,15 @@ class EveryTokenEnds(ChatTemplateRenderer):
 
 
 class Bandit(Section):
-    """A `Task` without any of the helpers. A rollout is worth the share of its rounds that paid."""
+    """A `Task` without a base class of titan_rl. The reward is the share of the rounds that paid."""
 
     states: PositiveInt = 8
     arms: PositiveInt = 4
     rounds: PositiveInt = 6
     right: float = Field(default=0.9, ge=0, le=1)
-    """How often the right arm pays."""
+    """Probability that the right arm pays."""
     wrong: float = Field(default=0.1, ge=0, le=1)
-    """How often any other arm pays."""
+    """Probability that another arm pays."""
 
     def train_sample(self, seed: int, index: int) -> str:
         return f"train/{seed}/{index}"

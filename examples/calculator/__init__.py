@@ -1,1 +1,1 @@
-"""Questions that take calls of tools."""
+"""Questions that need tool calls."""

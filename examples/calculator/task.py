@@ -1,4 +1,4 @@
-"""Questions that are answered with a calculator, whose functions are the policy's tools."""
+"""Questions for a calculator, whose functions are the policy's tools."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ TOOLS: dict[str, Callable[[int, int], int]] = {"+": add, "-": subtract, "*": mul
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """
-    Example: `Question(7, "*", 8, "+", 6)` is (7 * 8) + 6, which is 62.
-    """
+    """Question with two operations: `Question(7, "*", 8, "+", 6)` is (7 * 8) + 6, which is 62."""
 
     a: int
     first: str
@@ -51,12 +49,12 @@ class Question:
 
 
 class Calculator(PromptTask):
-    """One question, such as "What is (7 * 8) + 6?". It takes two calls to know the answer."""
+    """Task of one question, such as "What is (7 * 8) + 6?", which takes two tool calls to answer."""
 
     largest: PositiveInt = 9
-    """Of the three numbers."""
+    """Largest of the three numbers."""
     careless: float = Field(default=0.4, ge=0, le=1)
-    """How probable it is, at each step of a demonstration, that it guesses instead of calculating."""
+    """Probability, at each step of a demonstration, of a guess instead of a calculation."""
 
     def sample(self, rng: random.Random) -> Question:
         a, b, c = (rng.randint(2, self.largest) for _ in range(3))

@@ -1,4 +1,4 @@
-"""Whether an answer comes to the right number."""
+"""Reward of word problems: 1 if the answer gives the right number."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def is_right(row: Mapping[str, Any], answer: str) -> float:
-    """Numbers are compared as they are written; with math-verify (`pip install 'titan-rl[math]'`), LaTeX such as
-    "\\boxed{\\frac{1}{2}}" is 0.5, too. That may compute for long: call it in a thread."""
+    """Compare the final numbers of the row and the answer. With math-verify (`pip install 'titan-rl[math]'`), LaTeX such
+    as "\\boxed{\\frac{1}{2}}" is evaluated, too. That may take long: call it in a thread."""
     right = final_number(row["answer"])
     if right is None:
         raise ValueError(f"the row's answer {row['answer']!r} has no number")
@@ -22,7 +22,7 @@ def is_right(row: Mapping[str, Any], answer: str) -> float:
 
 
 def final_number(text: str) -> Decimal | None:
-    """The number after the last "####", or else the last number of all.
+    """Number after the last "####"; without one, the last number of the text.
 
     >>> final_number("9 + 6 = 15\\n#### 1,015")
     Decimal('1015')
@@ -39,7 +39,7 @@ def _is_equal(right: Decimal, answer: str) -> bool:
         import math_verify
     except ImportError:
         return False
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of what follows at each call
-    untimed: Any = None  # its own time limits are signals, which only a main thread may set
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it would warn at each call without a time limit
+    untimed: Any = None  # its time limits use signals, which only work in the main thread
     said = math_verify.parse(answer, parsing_timeout=untimed)
     return math_verify.verify(math_verify.parse(str(right), parsing_timeout=untimed), said, timeout_seconds=None)

@@ -1,4 +1,4 @@
-"""Rows of word problems, and careless demonstrations of them for a tiny model."""
+"""Word problems from a file of rows, with careless demonstrations for a tiny model."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from titan_rl import Message, Rows
 from titan_rl.tasks import Row
 
 LARGEST = 27
-"""Of the numbers that are guessed."""
+"""Largest number that is guessed."""
 
 
 class WordProblems(Rows):
-    """For a model that can already answer, `titan_rl.tasks:Rows` with the same settings is enough."""
+    """Task of word problems. For a model that can already answer, `titan_rl.tasks:Rows` with the same settings is
+    enough."""
 
     careless: float = Field(default=0.7, ge=0, le=1)
     """Share of the careless demonstrations that guess a number without any step."""

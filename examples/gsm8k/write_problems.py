@@ -1,4 +1,4 @@
-"""Write problems in the manner of GSM8K, with numbers small enough for a tiny model.
+"""Write problems in the style of GSM8K, with numbers small enough for a tiny model.
 
     python -m examples.gsm8k.write_problems > examples/gsm8k/problems.jsonl
 

@@ -1,1 +1,1 @@
-"""A game of many turns."""
+"""Game of many turns."""

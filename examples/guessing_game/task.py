@@ -1,4 +1,4 @@
-"""A game of many turns: guess a number, and be told what is left."""
+"""Game of many turns: guess a number; after each wrong guess the remaining range is shown."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from titan_rl import (
 
 
 class GuessingEnv:
-    """A `MessageEnv` that thinks of a number. Any answer uses up a guess."""
+    """A `MessageEnv` with a secret number. Any answer uses up a guess."""
 
     def __init__(self, secret: int, largest: int, guesses: int) -> None:
         self._secret = secret
         self._largest = largest
         self._left = self._guesses = guesses
-        self._possible = range(1, largest + 1)  # what is left
-        self._sensible = 0  # guesses that were possible
+        self._possible = range(1, largest + 1)  # numbers that are not ruled out
+        self._sensible = 0  # guesses among these
 
     async def reset(self) -> MessageObservation:
         text = f"I think of a number from 1 to {self._largest}. You have {self._left} guesses."
@@ -56,16 +56,16 @@ class GuessingEnv:
 
 
 class GuessingGame(MessageTask):
-    """A game is worth half a point if the number is found in time, and another for guesses of what was left.
-    With 15 numbers and 6 guesses, any guesses of what is left find it nine times in ten."""
+    """Task of one game. Half of the reward is for finding the number in time, and half is the share of guesses that
+    were not ruled out. With 15 numbers and 6 guesses, such guesses find the number in nine games of ten."""
 
     largest: PositiveInt = 15
     guesses: PositiveInt = 6
     held_out: float = Field(default=0.0, ge=0, lt=1)
-    """Nothing is: what is learnt is how to play, and there are too few numbers to keep some of them apart."""
+    """Share of held-out numbers: none, because the policy learns a strategy and there are only a few numbers."""
 
     careless: float = Field(default=0.95, ge=0, le=1)
-    """How probable it is, at each guess of a careless demonstration, that what is left is forgotten."""
+    """Probability, at each guess of a careless demonstration, of a guess that ignores the remaining range."""
 
     def sample(self, rng: random.Random) -> int:
         return rng.randint(1, self.largest)
@@ -77,17 +77,17 @@ class GuessingGame(MessageTask):
         return Rubric([env_reward("found"), env_reward("sensible")], error_reward=0.0, truncated_reward=0.0)
 
     def demonstrate(self, sample: int, messages: Sequence[Message], rng: random.Random) -> str:
-        """Any of the numbers that are left."""
-        return str(rng.randint(*left_over(messages)))
+        """Guess any number of the remaining range."""
+        return str(rng.randint(*remaining(messages)))
 
     def demonstrate_carelessly(self, sample: int, messages: Sequence[Message], rng: random.Random) -> str:
-        """Any of the numbers that are left, or any at all."""
+        """Guess any number of the remaining range, or any number at all."""
         if rng.random() < self.careless:
             return str(rng.randint(1, self.largest))
         return self.demonstrate(sample, messages, rng)
 
 
-def left_over(messages: Sequence[Message]) -> tuple[int, int]:
-    """The least and the largest number that are left, as the user said last."""
+def remaining(messages: Sequence[Message]) -> tuple[int, int]:
+    """Smallest and largest remaining number in the user's last message."""
     low, high, *_ = map(int, re.findall(r"\d+", messages[-1]["content"]))
     return low, high

@@ -1,4 +1,4 @@
-"""One hand of Kuhn poker, in which each seat has a conversation of its own."""
+"""One hand of Kuhn poker, in which each seat has its own conversation."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ REWARD = "chips"
 
 @dataclass(frozen=True, slots=True)
 class Deal:
-    """
+    """Start of a hand.
+
     Args:
-        opening: actions that are taken for the seats before they are asked.
+        opening: actions taken before the first seat is asked.
     """
 
     cards: Cards
@@ -23,18 +24,18 @@ class Deal:
 
 
 def action_of(said: object) -> str:
-    """What is not a bet is a pass."""
+    """Action in an answer; anything but "bet" is a pass."""
     return "bet" if str(said).strip() == "bet" else "pass"
 
 
 def question(card: str, history: History) -> Message:
-    """What who is to act is asked. The seat's first question names its card."""
+    """Question to the seat that is to act. A seat's first question names its card."""
     heard = f"They {history[-1]}." if history else "You begin."
     return {"role": "user", "content": f"You have the {card}. {heard}" if len(history) < len(SEATS) else heard}
 
 
 def conversation(card: str, history: History) -> list[Message]:
-    """All that who is to act has heard and said, up to the question."""
+    """Messages of the seat that is to act, up to its next question."""
     own = [history[:turn] for turn in range(len(history) % 2, len(history), 2)]
     said = [{"role": "assistant", "content": history[len(before)]} for before in own]
     heard = [question(card, before) for before in (*own, history)]
@@ -42,7 +43,7 @@ def conversation(card: str, history: History) -> list[Message]:
 
 
 class KuhnHand:
-    """A `SeatedMessageEnv`."""
+    """A `SeatedMessageEnv` that plays one hand."""
 
     def __init__(self, deal: Deal) -> None:
         self._deal = deal

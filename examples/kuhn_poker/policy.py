@@ -1,4 +1,4 @@
-"""The probabilities with which a policy acts, from what it said."""
+"""Action probabilities of a policy, computed from sampled answers and their logprobs."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from titan_rl import Rollout
 
 
 def bet_probability(rollouts: Sequence[Rollout], action_of: Callable[[object], str]) -> float:
-    """How likely the policy's first answer is a bet, from several answers to one prompt.
+    """Probability that the policy's first answer to a prompt is a bet.
 
-    Each answer comes with its logprob, so that what was said at all has its exact probability, however often it was
-    said. What is left over is of answers that nobody heard: all of the other action where that was never taken.
+    Each sampled answer counts with its exact probability, from its logprobs, however often it was sampled. If both
+    actions were sampled, their probabilities are normalized. If only one was, the remaining probability goes to the
+    other action.
 
     Args:
-        rollouts: that begin with the same prompt.
+        rollouts: rollouts that begin with the same prompt.
 
     Raises:
-        ValueError: they were sampled at temperature 0, which says nothing of probabilities.
+        ValueError: the answers were not sampled at temperature 1.
     """
     chances: dict[tuple[int, ...], float] = {}
     actions: dict[tuple[int, ...], str] = {}

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import permutations
 
-CARDS = ("jack", "queen", "king")  # the lowest first
+CARDS = ("jack", "queen", "king")  # lowest first
 SEATS = ("first", "second")
 ACTIONS = ("pass", "bet")
 
 Cards = tuple[str, str]
-"""Of each seat."""
+"""Card of each seat."""
 History = tuple[str, ...]
-"""The actions so far."""
+"""Actions so far."""
 
 DEALS: Sequence[Cards] = tuple((first, second) for first, second in permutations(CARDS, 2))
 
@@ -32,15 +32,15 @@ def is_over(history: History) -> bool:
 
 
 def chips(cards: Cards, history: History) -> int:
-    """What the first seat wins at the end, and the second loses."""
+    """Chips that the first seat wins at the end of a hand, and the second seat loses."""
     if history[-2:] == ("bet", "pass"):
-        return 1 if to_act(history) == "first" else -1  # who bet would be next
+        return 1 if to_act(history) == "first" else -1  # the seat that bet would act next
     stake = 2 if history[-1] == "bet" else 1
     return stake if CARDS.index(cards[0]) > CARDS.index(cards[1]) else -stake
 
 
 def histories(history: History = ()) -> Iterator[History]:
-    """Those at which somebody is to act."""
+    """All histories from this one on at which a seat is to act."""
     if not is_over(history):
         yield history
         for action in ACTIONS:

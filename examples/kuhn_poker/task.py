@@ -1,4 +1,4 @@
-"""Kuhn poker as a task: deals, hands, and how far the policy is from an equilibrium."""
+"""Kuhn poker as a task: deals, hands, and the exploitability of the policy."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from titan_rl import Message, RolloutGroup, Rubric, SeatedMessageEnv, SeatedTask
 from titan_rl.rollout.task import Demonstration
 
 CALLS = {"jack": 0.1, "queen": 0.5, "king": 0.9}
-"""How often a beginner calls a bet."""
+"""Probability that a beginner calls a bet, by card."""
 
 
 class KuhnPoker(SeatedTask):
-    """Two seats, both the policy's by default. Held-out samples are the 12 information sets, from which hands are
-    played to their end."""
+    """Task of one hand with two seats, by default both the policy's. The held-out samples are the 12 information sets,
+    from which hands are played to their end."""
 
     seat_names = SEATS
 
     def train_sample(self, seed: int, index: int) -> Deal:
-        """Each deal comes once in every six, so that no batch favours a card."""
+        """Deal of a hand. Every six samples contain each of the six deals once, so that no batch favours a card."""
         order = random.Random(f"{seed}/{index // len(DEALS)}").sample(DEALS, len(DEALS))
         return Deal(order[index % len(DEALS)])
 
@@ -34,11 +34,11 @@ class KuhnPoker(SeatedTask):
         return KuhnHand(sample)
 
     def rubric(self) -> Rubric:
-        """An answer that cannot be read or does not end costs as much as the dearest hand."""
+        """Rubric of the chips won. An answer that cannot be parsed or is cut off costs as much as the largest loss."""
         return Rubric([env_reward(REWARD)], truncated_reward=-2.0, error_reward=-2.0)
 
     def demonstrations(self, count: int) -> Iterable[Demonstration]:
-        """Hands of beginners, who open by the flip of a coin, and call the more often the better their card."""
+        """Hands of beginners, who open with a bet half of the time, and call more often with a better card."""
         for number in range(count):
             chance = random.Random(number)
             cards, seat, history = chance.choice(DEALS), chance.choice(SEATS), ()
@@ -53,7 +53,7 @@ class KuhnPoker(SeatedTask):
             yield Demonstration(messages)
 
     def measure(self, groups: Sequence[RolloutGroup]) -> Mapping[str, float]:
-        """How much a best response to the policy wins, once all 12 information sets are among the held-out samples."""
+        """Exploitability of the policy, if all 12 information sets are among the held-out samples."""
         policy: dict[tuple[str, History], float] = {}
         for group in groups:
             deal: Deal = group.sample
@@ -68,6 +68,6 @@ class KuhnPoker(SeatedTask):
 
 
 def situation(card: str, history: History) -> Deal:
-    """A hand in which who is to act has this card and has seen these actions."""
+    """Deal in which the seat that is to act has this card and has seen these actions."""
     other = next(other for other in CARDS if other != card)
     return Deal((card, other) if to_act(history) == "first" else (other, card), history)

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from chatting import mean_demonstrated, play
 
-from examples.guessing_game.task import GuessingGame, left_over
+from examples.guessing_game.task import GuessingGame, remaining
 from titan_rl import Message, RolloutStatus
 
 
 def halve(messages: Sequence[Message]) -> str:
     """Guesses the middle of what is left."""
-    return str(sum(left_over(messages)) // 2)
+    return str(sum(remaining(messages)) // 2)
 
 
 async def test_halving_finds_every_number_in_time() -> None:
