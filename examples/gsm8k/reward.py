@@ -12,8 +12,8 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def is_right(row: Mapping[str, Any], answer: str) -> float:
-    """Compare the final numbers of the row and the answer. With math-verify (`pip install 'titan-rl[math]'`), LaTeX such
-    as "\\boxed{\\frac{1}{2}}" is evaluated, too. That may take long: call it in a thread."""
+    """Compare the final numbers of the row and the answer. With math-verify (`pip install 'titan-rl[math]'`), LaTeX
+    such as "\\boxed{\\frac{1}{2}}" is evaluated, too. That may take long: call it in a thread."""
     right = final_number(row["answer"])
     if right is None:
         raise ValueError(f"the row's answer {row['answer']!r} has no number")

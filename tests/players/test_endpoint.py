@@ -68,8 +68,8 @@ async def test_what_may_pass_is_tried_again() -> None:
     ("answer", "error"),
     [
         (httpx.Response(401, text="who are you?"), "answered 401: who are you"),
-        (httpx.Response(200, json={"choices": []}), "what is no message"),
-        (httpx.Response(200, text="hello"), "what is no message"),
+        (httpx.Response(200, json={"choices": []}), "that is not a message"),
+        (httpx.Response(200, text="hello"), "that is not a message"),
     ],
 )
 async def test_what_will_not_pass_is_an_error(answer: httpx.Response, error: str) -> None:
