@@ -23,19 +23,36 @@ from titan_rl.rollout.types import Message, RolloutGroup
 
 @runtime_checkable
 class Task(Protocol):
-    """A dataset with its environment and rubric.
+    """Samples to train on, with their environments and rubric.
 
-    `[task] type = "module:Class"` names an implementation that is also a `titan_rl.core.settings.Section`;
-    the table's other keys are its fields.
+    `[task] type = "module:Class"` names an implementation that is also a `titan_rl.core.settings.Section`; the other
+    keys of the table are its fields. The base classes in `titan_rl.tasks` implement most of it.
+
+    Example:
+
+        class Spelling(Section):
+            length: int = 5  # a setting of [task]
+
+            def train_sample(self, seed, index):
+                return "".join(random.Random(f"{seed}/{index}").choices("abc", k=self.length))
+
+            def validation_samples(self, count):
+                return [self.train_sample(-1, index) for index in range(count)]
+
+            def make_env(self, sample, renderer):
+                return MessageTokenEnv(SpellingEnv(sample), renderer)
+
+            def rubric(self):
+                return Rubric([env_reward("spelled")])
     """
 
     def train_sample(self, seed: int, index: int) -> Any:
-        """Training sample number `index`. It must depend only on its arguments, so that one integer is the position
-        in the data."""
+        """Training sample number `index`. It must depend only on the arguments, because a run stores only its position
+        in the data, and resumes from there."""
         ...
 
     def validation_samples(self, count: int) -> Sequence[Any]:
-        """First `count` held-out samples, the same at every call."""
+        """First `count` held-out samples, the same at every call. Fewer if there are not as many."""
         ...
 
     def make_env(self, sample: Any, renderer: Renderer) -> TokenEnv | AgentEnv | SeatedEnv:
@@ -43,7 +60,9 @@ class Task(Protocol):
         `MessageTokenEnv(env, renderer)`, with several seats `MessageGame(env, renderer, players)`."""
         ...
 
-    def rubric(self) -> Rubric: ...
+    def rubric(self) -> Rubric:
+        """Make the rubric that scores the rollouts."""
+        ...
 
 
 @runtime_checkable
@@ -51,16 +70,16 @@ class FilteringTask(Task, Protocol):
     """Task with its own filter of groups."""
 
     def drop_reason(self, group: RolloutGroup) -> str | None:
-        """Reason not to train on a finished group, as a metric's name; None to train on it."""
+        """Reason not to train on a finished group, in the form of a metric's name; None to train on it."""
         ...
 
 
 @runtime_checkable
 class MeasuredTask(Task, Protocol):
-    """Task with validation metrics of its own besides rewards, such as how far a player is from unbeatable."""
+    """Task with its own validation metrics, such as the exploitability of a policy in a game."""
 
     def measure(self, groups: Sequence[RolloutGroup]) -> Mapping[str, float]:
-        """Metrics by name, computed from the groups of all held-out samples that were judged."""
+        """Metrics by name, computed from all groups of held-out samples that were judged."""
         ...
 
 
@@ -79,10 +98,10 @@ class CheckedTask(Task, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """Conversation to learn from: the assistant's messages in their context.
+    """Conversation whose assistant messages are learned by supervised fine-tuning.
 
     Args:
-        messages: the whole conversation, with the assistant in the place of the policy.
+        messages: the whole conversation.
         tools: tools offered in it, as in `MessageObservation.tools`.
 
     Example: `Demonstration([{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}])`
@@ -101,7 +120,7 @@ class DemonstratingTask(Task, Protocol):
     """Task with demonstrations, which `titan-rl sft` teaches."""
 
     def demonstrations(self, count: int) -> Iterable[Demonstration]:
-        """Up to `count` conversations, the same at every call, and none of a validation sample.
+        """Up to `count` conversations, the same at every call, without validation samples.
 
         With `sft.shuffle = false` they are learned in this order, and the last ones have the strongest effect.
         """
@@ -110,7 +129,7 @@ class DemonstratingTask(Task, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """Run of a task's rollouts, as known to the process that runs them.
+    """Run of a task's rollouts, in one of the processes that run them.
 
     Args:
         model: folder of the model.
@@ -136,7 +155,7 @@ class OpenedTask(Task, Protocol):
     """Task with a resource that is open while its rollouts run, such as a server."""
 
     def open(self, run: RunContext) -> AbstractAsyncContextManager[object]:
-        """Context of the rollouts: entered in each process before the first rollout, and left after the last."""
+        """Context that each process enters before its first rollout, and leaves after its last."""
         ...
 
 
@@ -171,8 +190,8 @@ def calling(call: str, task: str | None = None) -> Generator[None]:
         if is_ctrl_c(error):
             raise
         owner = "the task" if task is None else f"task {task!r}"
-        told = reason(error) if isinstance(error, DataError) else describe(error)
-        raise DataError(f"{call} of {owner} failed: {told}") from error
+        text = reason(error) if isinstance(error, DataError) else describe(error)
+        raise DataError(f"{call} of {owner} failed: {text}") from error
 
 
 def wrong_result(task: Task, method: str, text: str) -> TypeError:
@@ -207,13 +226,13 @@ def drop_reason(task: FilteringTask, group: RolloutGroup) -> str | None:
     with calling(f"drop_reason of group {group.group_id!r}"):
         reason: Any = task.drop_reason(group)
         if reason is not None and not isinstance(reason, str):
-            told = f"it gave {reason!r}; it must give a metric's name, or None to train on the group"
-            raise wrong_result(task, "drop_reason", told)
+            text = f"it gave {reason!r}; it must give a metric's name, or None to train on the group"
+            raise wrong_result(task, "drop_reason", text)
     return reason
 
 
 def held_out_samples(task: Task, count: int, name: str | None = None) -> list[Any]:
-    """First `count` held-out samples of a task, whose samples may be endless.
+    """First `count` held-out samples of a task, which may return an endless iterable.
 
     Args:
         name: name of the task, for the message.

@@ -11,7 +11,7 @@ from titan_rl.core.calls.user_code import Failure
 from titan_rl.types import Completion, SamplingParams, require_member
 
 Message = Mapping[str, Any]
-"""One chat message: `{"role": "user", "content": "..."}`, plus what the chat template knows of."""
+"""Chat message: `{"role": "user", "content": "..."}`, and further keys that the chat template reads."""
 
 
 class RolloutStatus(StrEnum):
@@ -79,14 +79,14 @@ class Rollout:
     sample: Any
     status: RolloutStatus = RolloutStatus.COMPLETED
     turns: list[Turn] = field(default_factory=list[Turn])
-    messages: list[Message] = field(default_factory=list[Message])  # the transcript, where the env has one
-    error: str | None = None  # "ExceptionType: message" of what ended it
+    messages: list[Message] = field(default_factory=list[Message])  # the transcript, if the environment has messages
+    error: str | None = None  # "ExceptionType: message" of the exception that ended it
     reward: float | None = None
     reward_breakdown: dict[str, float] = field(default_factory=dict[str, float])  # unweighted, by reward name
     advantage: float | None = None
     metrics: dict[str, float] = field(default_factory=dict[str, float])
-    failure: Failure | None = None  # `error` with its place and traceback, where an exception ended it
-    seat: str | None = None  # of an environment with several
+    failure: Failure | None = None  # `error` with its place and traceback, if an exception ended it
+    seat: str | None = None  # in an environment with several seats
 
     def __post_init__(self) -> None:
         require_member(self, "status", RolloutStatus)
@@ -103,8 +103,8 @@ class RolloutGroup:
     group_id: str
     sample: Any
     rollouts: list[Rollout]  # [group_size], or as many for each trained seat, siblings together
-    failure: Failure | None = None  # of a reward: the group was given up, and has neither rewards nor advantages
-    task: str = ""  # the name of the task that the sample is of, in a run
+    failure: Failure | None = None  # of a reward; the group then has neither rewards nor advantages
+    task: str = ""  # name of the sample's task, in a run
 
     @property
     def by_seat(self) -> dict[str | None, list[Rollout]]:

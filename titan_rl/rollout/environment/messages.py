@@ -41,7 +41,7 @@ class ParsedAnswer:
 
 
 _WELL_FORMED = ("ok", "unknown_tool")
-"""Statuses of calls that environments answer. Only some renderers check the names of tools."""
+"""Statuses of tool calls that are passed to the environment. Only some renderers check the names of tools."""
 
 
 MAX_CONTEXT: ContextVar[int | None] = ContextVar("MAX_CONTEXT", default=None)
@@ -71,8 +71,8 @@ class GrowingPrompt:
         self._completion: list[int] | None = None  # the answer to it
 
     async def next(self, messages: Sequence[Message], whose: str) -> list[int]:
-        """Next prompt after messages of any length: a long text is tokenized off the event loop, one that cannot fit
-        into the rollout's context is refused.
+        """Next prompt after messages of any length. A long text is tokenized off the event loop, and a text that cannot
+        fit into the rollout's context is refused.
 
         Args:
             whose: source of the messages, for the error.
@@ -117,7 +117,7 @@ class GrowingPrompt:
             parsed = self._renderer.parse_response(
                 list(completion.token_ids), tools=self._tools, prompt_ids=list(self._prompt)
             )
-        except Exception:  # the model's doing: a parser may raise anything on malformed output
+        except Exception:  # a parser may raise anything on malformed output of the model
             return None
         if wrong := [call for call in parsed.tool_calls if not hasattr(call, "status")]:
             raise TypeError(
@@ -158,12 +158,12 @@ class MessageTokenEnv:
 
     A completion ends the rollout without a step of the environment if it
 
-    - cannot be parsed, breaks off inside its reasoning, or holds a malformed tool call: ERROR_PARSE;
+    - cannot be parsed, ends inside its reasoning, or has a malformed tool call: ERROR_PARSE;
     - used up its token budget: TRUNCATED_LENGTH. The transcript has its text.
 
     Messages too long to fit into the context are not tokenized: TRUNCATED_PROMPT.
 
-    `reset` fails if the environment gives tools that the renderer does not show, or whose calls it does not parse.
+    `reset` fails if the environment has tools that the renderer does not show, or whose calls it does not parse.
 
     The environment's methods may be plain functions, which run in a thread of the environment: see `EnvMethods`.
 
@@ -179,7 +179,7 @@ class MessageTokenEnv:
         require_methods(env)
         self.env = env
         self._methods = EnvMethods(env)
-        self.tools: list[Mapping[str, object]] | None = None  # that the policy may call, once it is reset
+        self.tools: list[Mapping[str, object]] | None = None  # known after `reset`
         self._renderer = renderer
         self._prompt = GrowingPrompt(renderer)
 
@@ -226,7 +226,7 @@ class MessageGame:
         MessageGame(KuhnHand(sample), renderer, {"first": "policy", "second": MessagePlayer(always_pass)})
 
     Args:
-        players: the player of each seat; or a function from a sibling's number to these.
+        players: player of each seat; or a function from the number of a sibling to its players.
     """
 
     def __init__(
@@ -261,8 +261,8 @@ class _Chat:
     def __init__(self, seat: TokenSeat, renderer: Renderer) -> None:
         self._seat = seat
         self._prompt = GrowingPrompt(renderer)
-        self._messages: list[Message] = []  # so far, as a `MessagePlayer` is given them
-        self._told: list[Message] = []
+        self._messages: list[Message] = []  # so far, for a `MessagePlayer`
+        self._told: list[Message] = []  # since the last question
 
     @property
     def name(self) -> str:

@@ -47,8 +47,8 @@ class OwnTime:
     def is_up(self) -> TimeIsUp:
         """Exception for the end of the time.
 
-        Without the slowest rollouts, training would be biased towards short ones: finished turns are judged as
-        truncated. Only without any turn it is an error.
+        Without the slowest rollouts, training would be biased towards short ones, so finished turns are judged as
+        truncated. Only a rollout without any turn ends in an error.
         """
         has_turns = any(rollout.turns for rollout in self.rollouts)
         status = RolloutStatus.TRUNCATED_TIME if has_turns else RolloutStatus.ERROR_TIMEOUT
@@ -67,7 +67,7 @@ class EndsWith:
     Args:
         deadline: by the event loop's clock.
         watch: runs within the block.
-        own_time: the deadline is the end of this time, which replaces ERROR_TIMEOUT.
+        own_time: set if the deadline is the end of this time; the rollout then ends as its `is_up` says.
 
     Raises:
         RolloutEnded: for any exception but a cancellation of the rollout itself.
@@ -108,7 +108,7 @@ class EndsWith:
             return
         if isinstance(error, asyncio.CancelledError) and asked_to_cancel():
             return
-        # Any other cancellation came from something it waited for, such as a future of a client that closed. Other
+        # Any other cancellation comes from an awaited object, such as a future of a client that closed. Other
         # BaseExceptions may be the SystemExit of a tool written as a program.
         if isinstance(error, PromptTooLongError):
             raise RolloutEnded(RolloutStatus.TRUNCATED_PROMPT, str(error)) from error
@@ -148,11 +148,11 @@ class EnvCalls:
         self.env: Any = env
         self._methods = EnvMethods(env)
         self._calls: deque[_Call] = deque()  # not begun
-        self._closes = False  # the last call is `close`
-        self._idle: asyncio.Future[None] | None = None  # the task waits for it while there is no call
+        self._closes = False  # whether the last call is `close`
+        self._idle: asyncio.Future[None] | None = None  # awaited by the task while there is no call
         self._task: asyncio.Task[None] | None = None
         self._left_behind = False
-        self._seconds = 0.0  # of calls, but for `close`
+        self._seconds = 0.0  # of calls except `close`
         # Checking a protocol takes many times as long as looking for one method.
         self.has_seats = hasattr(env, "play_seats") and isinstance(env, SeatedEnv)
         self.is_agent = hasattr(env, "play") and isinstance(env, AgentEnv)
@@ -225,7 +225,7 @@ class EnvCalls:
                 self._leave_behind_unless_over(call, task)
             call.is_given_up = True
             if call.failure is not None and call.failure is not error:
-                error.__cause__ = call.failure  # it has the line at which a thread stood
+                error.__cause__ = call.failure  # has the line at which a thread was
             raise
         if call.failure is not None:
             raise call.failure
@@ -244,9 +244,9 @@ class EnvCalls:
         return call, self._task
 
     def _ended(self, first: _Call, task: asyncio.Task[None]) -> None:
-        first.wake()  # where it is cancelled before it begins
+        first.wake()  # needed if the task was cancelled before it began
         if not task.cancelled():
-            task.exception()  # its call has it as its failure
+            task.exception()  # retrieved here; the call has it as its failure
 
     def _leave_behind_unless_over(self, call: _Call, task: asyncio.Task[None]) -> None:
         if not call.is_over:
@@ -265,7 +265,7 @@ class EnvCalls:
                 return
             else:
                 self._idle = asyncio.get_running_loop().create_future()
-                with suppress(asyncio.CancelledError):  # by a scope that the environment entered; `close` leaves it
+                with suppress(asyncio.CancelledError):  # of a scope that `reset` entered and `close` leaves
                     await self._idle
 
     @property
@@ -309,7 +309,7 @@ class _Call:
         task = asyncio.current_task()
         try:
             self.result = await self._made()
-        except BaseException as error:  # such as SystemExit, which would end the event loop
+        except BaseException as error:  # also SystemExit, which would end the event loop
             self.failure = error
             if passes(error, task):
                 raise

@@ -13,7 +13,7 @@ from titan_rl.rollout.copies import num_shared
 from titan_rl.rollout.renderer.tokenizer import TokenTexts
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
 
-_FIRST, _LAST = 100, 500  # characters of an error's text in a message; what went wrong often stands at its end
+_FIRST, _LAST = 100, 500  # characters of an error's text in a message; the cause is often at the end
 
 
 def error_kind(rollout: Rollout) -> str:
@@ -56,7 +56,7 @@ class ErrorCounts:
     def __init__(self, rollouts: Iterable[Rollout] = ()) -> None:
         self.num_rollouts = 0
         self._counts: Counter[str] = Counter()
-        self._texts: dict[str, str] = {}  # of the first of each kind
+        self._texts: dict[str, str] = {}  # of the first error of each kind
         self.add(rollouts)
 
     def add(self, rollouts: Iterable[Rollout]) -> None:
@@ -144,7 +144,7 @@ class TokenRecords:
     def _read(self, token_ids: list[int]) -> dict[str, Any]:
         try:
             text = None if self._texts is None else self._texts.of(token_ids)
-        except Exception:  # an environment may ask with tokens that the tokenizer does not have
+        except Exception:  # an environment may use tokens that the tokenizer does not have
             text = None
         return {"ids": token_ids, "text": text}
 

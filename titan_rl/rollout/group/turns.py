@@ -1,4 +1,4 @@
-"""Turns of a rollout: request IDs and seeds, and generation within the time that the rollout has left."""
+"""Turns of a rollout: request IDs, seeds, and generation within the time that the rollout has left."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class RequestIds:
     def next(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> str:
         try:
             prompt = token_array(prompt_token_ids).tobytes()
-        except (TypeError, ValueError, OverflowError):  # not tokens, which whoever generates refuses
+        except (TypeError, ValueError, OverflowError):  # not tokens; `generate` will refuse them
             prompt = repr(prompt_token_ids).encode(errors="backslashreplace")
         digest = hashlib.blake2b(prompt, digest_size=8)
         digest.update(repr(sampling).encode())

@@ -1,10 +1,10 @@
-"""Between chat messages and tokens.
+"""Conversion between chat messages and tokens.
 
-A `Renderer` turns messages into a prompt, a completion into a message, and, most of all, extends a conversation
-by appending tokens to it. Nothing that was sampled is ever rendered or tokenized again.
+A `Renderer` turns messages into a prompt and a completion into a message, and extends a conversation by appending
+tokens. Sampled tokens are never rendered or tokenized again.
 
-`renderers.create_renderer(tokenizer)` of the `renderers` package can be used as it is. `ChatTemplateRenderer` is for
-everything else that has a Hugging Face tokenizer with a chat template.
+A renderer of the `renderers` package, made by `renderers.create_renderer(tokenizer)`, can be used unchanged.
+`ChatTemplateRenderer` supports all other Hugging Face tokenizers with a chat template.
 """
 
 from titan_rl.rollout.renderer.chat_template import ChatTemplateRenderer

@@ -71,8 +71,8 @@ class ChatTemplateRenderer:
         self._name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
         if not getattr(tokenizer, "chat_template", None):
             raise ModelError(f"the tokenizer of {self._name!r} has no chat template; add a chat_template.jinja to it")
-        self._rendered: dict[tuple[str, bool], list[int]] = {}  # the one longest unused comes first
-        self._one_at_a_time = threading.RLock()  # no two threads may render at once
+        self._rendered: dict[tuple[str, bool], list[int]] = {}  # least recently used first
+        self._one_at_a_time = threading.RLock()  # tokenizers are not safe to use in two threads at once
         self._answers = self._find_answers()
         self._stop_token_ids = self._find_stop_token_ids()
 
@@ -108,7 +108,7 @@ class ChatTemplateRenderer:
 
         try:
             read = meta.find_undeclared_variables(Environment().parse(self._tokenizer.chat_template))
-        except TemplateError:  # it has an extension of transformers' own
+        except TemplateError:  # it uses an extension of transformers
             read = None
         if read is not None and (unread := sorted(kwargs.keys() - read)):
             raise RequestError(
@@ -157,7 +157,7 @@ class ChatTemplateRenderer:
         while ids and ids[-1] in self._stop_token_ids:
             ids.pop()
         # Special tokens are dropped: in an environment's reply they would become control tokens again.
-        # Decoding changes nothing in a tokenizer, and so need not wait for a long conversation to be rendered.
+        # Decoding does not change the tokenizer, so it need not wait until another thread has rendered.
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         reasoning, closed, content = text.rpartition("</think>")
         if closed:

@@ -1,4 +1,4 @@
-"""Advantages: functions from the rewards of siblings to how much better each is than the others.
+"""Advantages: functions that compare the rewards of siblings.
 
 `training.advantage` names one of these, or yours as "module:function"; in code pass it to `Rollouter`.
 """
@@ -17,6 +17,7 @@ from titan_rl.core.errors import RewardError
 from titan_rl.rollout.types import Rollout, RolloutGroup
 
 AdvantageFn = Callable[[Sequence[float]], Sequence[float]]
+"""Function from the rewards of siblings to their advantages.  # [num_siblings] -> [num_siblings]"""
 
 
 def reward(rewards: Sequence[float]) -> list[float]:
@@ -30,7 +31,7 @@ def reward(rewards: Sequence[float]) -> list[float]:
 
 @runtime_checkable
 class BatchAdvantage(Protocol):
-    """Advantage that compares a rollout with its whole batch, too."""
+    """Advantage that also compares a rollout with the rest of its batch."""
 
     def __call__(self, rewards: Sequence[float]) -> Sequence[float]:
         """Advantages of siblings, before the batch is known."""
@@ -106,8 +107,8 @@ def standardized(rewards: Sequence[float], eps: float = 1e-6) -> list[float]:
 
 
 def compare(group: RolloutGroup, advantage: AdvantageFn) -> None:
-    """Fill in the advantages of the siblings that have a reward and did not end in a fault of others, in place. Each
-    seat is compared for itself, since seats differ in their chances.
+    """Fill in the advantages of the siblings that have a reward and did not end in a fault, in place. Each seat is
+    compared separately, since seats may have different odds.
 
     Raises:
         RewardError: the function raised, or did not return one finite number per reward.
@@ -125,7 +126,7 @@ def _compare(rollouts: Sequence[Rollout], advantage: AdvantageFn, whose: str) ->
     try:
         given = list(advantage(list(rewards)))
         values = [float(value) for value in given]
-    except BaseException as error:  # also a CancelledError: nothing is awaited here that could bring one
+    except BaseException as error:  # also a CancelledError, which cannot be the caller's without an await
         if is_ctrl_c(error):
             raise
         raise RewardError(

@@ -104,7 +104,7 @@ class UserFunction:
         def call() -> Any:
             try:
                 return self._fn(argument)
-            except BaseException as error:  # also SystemExit, and a CancelledError that no await brought
+            except BaseException as error:  # also SystemExit, and a CancelledError, which is not the caller's
                 if is_ctrl_c(error):
                     raise
                 raise failed(self._name, about, error) from error
