@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -11,23 +12,16 @@ from pydantic import PrivateAttr
 
 from titan_rl.core.calls.imports import find_function, require
 from titan_rl.core.calls.user_code import is_async, summary
-from titan_rl.core.errors import ConfigError
+from titan_rl.core.errors import ConfigError, RewardError
 from titan_rl.core.settings import FilePath, FunctionName
 from titan_rl.rollout.environment.threaded import ThreadedEnv
 from titan_rl.rollout.environment.types import MessageEnv
+from titan_rl.rollout.rewards.reward import GroupReward
 from titan_rl.rollout.rewards.rubric import Rubric
-from titan_rl.rollout.types import Message, Rollout
+from titan_rl.rollout.types import Message, Rollout, RolloutGroup
 from titan_rl.tasks import Row, ToolEnv
 from titan_rl.tasks.adapters.shared import check_name
-from titan_rl.tasks.adapters.trl_code import (
-    Instances,
-    RewardFunc,
-    RewardFuncsRubric,
-    ToolClassEnv,
-    completion_ids_of,
-    name_of,
-    tools_of_class,
-)
+from titan_rl.tasks.adapters.trl_env import Instances, ToolClassEnv, tools_of_class
 from titan_rl.tasks.rows import ChosenRows, RowTask, Sides
 
 KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".txt": "text"}
@@ -249,6 +243,137 @@ class TRLTask(RowTask):
 
     def _functions(self) -> list[Callable[..., Any]]:
         return [_find("task.tools", name) for name in self.tools]
+
+
+RewardFunc = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerState:
+    """Subset of transformers' `TrainerState`.
+
+    Args:
+        global_step: optimizer steps of the policy that wrote the newest token of the group.
+    """
+
+    global_step: int
+
+
+@dataclass(slots=True)
+class _Notes:
+    """Logged values of one rollout besides its rewards."""
+
+    absent: set[str] = field(default_factory=set[str])  # functions that gave None
+    logged: dict[str, float] = field(default_factory=dict[str, float])
+
+
+class RewardFuncsRubric(Rubric):
+    """Rubric that judges siblings as TRL judges a batch:
+
+        reward = sum_i weight_i * value_i
+
+    over the functions that returned a value. A function that returns None for a rollout has no part in its reward. If
+    all functions return None, the rollout has no reward and no advantage. Async functions run concurrently. Numbers
+    passed to `log_metric` and `log_extra` are added to the rollouts' `reward_breakdown`.
+
+    Args:
+        functions: reward functions, each with its name and weight.
+        task: gives the arguments of the functions, except `trainer_state`, `log_extra` and `log_metric`.
+        instances: environments of the rollouts, which are forgotten when these have been judged.
+        in_thread: call functions that are not async in threads.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[tuple[str, RewardFunc, float]],
+        task: TRLTask,
+        instances: Instances,
+        *,
+        in_thread: bool,
+        error_reward: float,
+    ) -> None:
+        rewards = [self._group_reward(name, fn, in_thread) for name, fn, _ in functions]
+        super().__init__(rewards, error_reward=error_reward)
+        self._weights = {name: weight for name, _, weight in functions}
+        self._task = task
+        self._instances = instances
+        self._notes: dict[str, _Notes] = {}  # by rollout id, while their group is judged
+
+    async def score(
+        self,
+        group: RolloutGroup | Sequence[Rollout],
+        begun: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> None:
+        rollouts = group.rollouts if isinstance(group, RolloutGroup) else group
+        try:
+            await super().score(rollouts, begun)
+            for rollout in rollouts:
+                if rollout.reward_breakdown:
+                    self._sum_up(rollout, self._notes.get(rollout.rollout_id, _Notes()))
+        except RewardError:
+            self._instances.forget(rollouts)
+            raise
+        finally:
+            for rollout in rollouts:
+                self._notes.pop(rollout.rollout_id, None)
+        self._instances.forget(rollouts)  # not if judging was cancelled, since it restarts
+
+    def _sum_up(self, rollout: Rollout, notes: _Notes) -> None:
+        values = {name: value for name, value in rollout.reward_breakdown.items() if name not in notes.absent}
+        rollout.reward = sum(self._weights[name] * value for name, value in values.items()) if values else None
+        rollout.reward_breakdown = {**notes.logged, **values}
+
+    def _group_reward(self, name: str, fn: RewardFunc, in_thread: bool) -> GroupReward:
+        def call(rollouts: Sequence[Rollout]) -> list[float]:
+            return self._noted(name, rollouts, fn(**self._arguments(rollouts)))
+
+        async def awaited(rollouts: Sequence[Rollout]) -> list[float]:
+            return self._noted(name, rollouts, await fn(**self._arguments(rollouts)))
+
+        return GroupReward(awaited if is_async(fn) else call, name=name, in_thread=in_thread)
+
+    def _noted(self, name: str, rollouts: Sequence[Rollout], given: Any) -> list[float]:
+        """Values of a function, with 0 in the place of None."""
+        values: list[Any] = list(given)
+        for rollout, value in zip(rollouts, values, strict=False):
+            absent = self._of(rollout).absent
+            (absent.add if value is None else absent.discard)(name)
+        return [0.0 if value is None else value for value in values]
+
+    def _arguments(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
+        def log_extra(column: str, values: Sequence[Any]) -> None:
+            for rollout, value in zip(rollouts, values, strict=False):
+                if isinstance(value, int | float):
+                    self._of(rollout).logged[column] = float(value)
+
+        def log_metric(name: str, value: float) -> None:
+            log_extra(name, [value] * len(rollouts))
+
+        spans = [span for rollout in rollouts for turn in rollout.turns for span in turn.completion.version_spans]
+        state = TrainerState(max((span.version for span in spans), default=0))
+        return {
+            **self._task.columns(rollouts),
+            "trainer_state": state,
+            "log_extra": log_extra,
+            "log_metric": log_metric,
+        }
+
+    def _of(self, rollout: Rollout) -> _Notes:
+        return self._notes.setdefault(rollout.rollout_id, _Notes())
+
+
+def name_of(fn: Any) -> str:
+    while isinstance(fn, functools.partial):
+        fn = cast("functools.partial[Any]", fn).func
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def completion_ids_of(rollout: Rollout) -> list[int]:
+    """All tokens after the first prompt, including results of tools.  # [num_tokens]"""
+    if not rollout.turns:
+        return []
+    last = rollout.turns[-1]
+    return [*last.prompt_token_ids, *last.completion.token_ids][len(rollout.turns[0].prompt_token_ids) :]
 
 
 def _find(setting: str, name: str) -> Callable[..., Any]:
