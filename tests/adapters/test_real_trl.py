@@ -15,8 +15,7 @@ from adapters import trl_functions
 from adapters.playing import play
 from own_venv import asked_for
 
-from titan_rl.tasks.adapters.trl import TRLTask
-from titan_rl.tasks.adapters.trl import name_of
+from titan_rl.tasks.adapters.trl import TRLTask, name_of
 
 pytestmark = asked_for
 

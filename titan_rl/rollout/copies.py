@@ -143,9 +143,8 @@ def completion_of(given: Any, max_tokens: int) -> Completion:
     for name, value in metrics.items():
         if not math.isfinite(value):
             raise ValueError(f"generate gave metrics[{name!r}] = {value}; it must be finite")
-    token_ids: Any = given.token_ids
-    is_packed = isinstance(token_ids, NumberArray) and cast("NumberArray[Any]", token_ids).typecode == TOKENS
-    if not is_packed or (token_ids and token_ids.least() < 0):
+    token_ids = given.token_ids
+    if not _are_packed(token_ids):
         token_ids = token_array(token_ids_of(token_ids, "the completion"))
     return Completion(
         given.request_id,
@@ -159,6 +158,14 @@ def completion_of(given: Any, max_tokens: int) -> Completion:
         given.top_logprobs,
         None if given.allowed_logprobs is None else _logprobs_of(given.allowed_logprobs),
     )
+
+
+def _are_packed(tokens: Sequence[int]) -> bool:
+    """Whether tokens are packed already, and none is negative."""
+    if not isinstance(tokens, NumberArray):
+        return False
+    packed = cast("NumberArray[int]", tokens)
+    return packed.typecode == TOKENS and (not packed or packed.least() >= 0)
 
 
 ROUNDING = 1e-3
