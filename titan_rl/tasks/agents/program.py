@@ -9,8 +9,8 @@ import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -156,7 +156,10 @@ _READ_BYTES = 65536
 
 
 class BoundedOutput:
-    """Pipe into a file that keeps the first and the last bytes. Made by `bounded_output`.
+    """Pipe into a file that keeps the first and the last bytes.
+
+    Args:
+        limit: bytes kept from the beginning; of the rest, the last `TAIL_BYTES` are kept.
 
     Attributes:
         descriptor: the writing end.
@@ -202,20 +205,6 @@ class BoundedOutput:
         with suppress(OSError):
             self._file.write(kept)
         return bool(data)
-
-
-@contextmanager
-def bounded_output(path: Path, limit: int) -> Generator[BoundedOutput]:
-    """Open a bounded output file.
-
-    Args:
-        limit: bytes kept from the beginning; of the rest, the last `TAIL_BYTES` are kept.
-    """
-    output = BoundedOutput(path, limit)
-    try:
-        yield output
-    finally:
-        output.close()
 
 
 _SHOWN = 2_000  # characters of an agent's output in an error
@@ -276,7 +265,7 @@ class AgentProgram:
         """
         over = asyncio.ensure_future(episode.wait())
         try:
-            with bounded_output(folder / OUTPUT, self._output_bytes) as output:
+            with closing(BoundedOutput(folder / OUTPUT, self._output_bytes)) as output:
                 async with self._processes.running(command, environment, output.descriptor, folder) as running:
                     await asyncio.wait((running.ended, over), return_when=asyncio.FIRST_COMPLETED)
                     if not running.ended.done():
