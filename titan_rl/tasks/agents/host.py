@@ -9,7 +9,6 @@ import os
 import secrets
 import shutil
 import socket
-from collections import deque
 from collections.abc import AsyncGenerator, Generator, Sequence, Set
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
@@ -44,22 +43,17 @@ class WaitingSamples:
     """Queue of samples that wait for external harnesses."""
 
     def __init__(self) -> None:
-        self._offers: deque[tuple[Opened, asyncio.Event]] = deque()
-        self._more = asyncio.Condition()
-        self._closed = False
+        self._offers: asyncio.Queue[tuple[Opened, asyncio.Future[None]] | None] = asyncio.Queue()  # None: the end
 
     @contextmanager
-    def offered(self, episode: Episode, sample: Any) -> Generator[asyncio.Event]:
-        """Offer a sample during the block. The event is set once a harness has taken it."""
-        offer = Opened(episode, sample), asyncio.Event()
-        self._offers.append(offer)
-        waking = asyncio.ensure_future(self._wake())
+    def offered(self, episode: Episode, sample: Any) -> Generator[asyncio.Future[None]]:
+        """Offer a sample during the block. The future is done once a harness has taken it."""
+        taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._offers.put_nowait((Opened(episode, sample), taken))
         try:
-            yield offer[1]
+            yield taken
         finally:
-            waking.cancel()
-            if offer in self._offers:
-                self._offers.remove(offer)
+            taken.cancel()
 
     async def take(self, wait_s: float) -> Opened:
         """Take the sample that has waited longest.
@@ -71,28 +65,21 @@ class WaitingSamples:
             BusyError: no sample is waiting.
             ApiError: 503, the run is over.
         """
-        async with self._more:
-            try:
-                async with asyncio.timeout(wait_s):
-                    await self._more.wait_for(lambda: bool(self._offers) or self._closed)
-            except TimeoutError:
-                if not self._offers:
-                    raise BusyError("no sample waits for a harness; ask again, or with a longer wait_s") from None
-        if self._closed:
-            raise ApiError(503, "the run is over", code="run_over")
-        opened, taken = self._offers.popleft()
-        taken.set()
-        return opened
+        try:
+            async with asyncio.timeout(wait_s):
+                while (offer := await self._offers.get()) is not None:
+                    opened, taken = offer
+                    if not taken.done():  # else it was withdrawn
+                        taken.set_result(None)
+                        return opened
+        except TimeoutError:
+            raise BusyError("no sample waits for a harness; ask again, or with a longer wait_s") from None
+        self.close()  # for the other harnesses that wait
+        raise ApiError(503, "the run is over", code="run_over")
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """End the run for waiting and later harnesses."""
-        self._closed = True
-        async with self._more:
-            self._more.notify_all()
-
-    async def _wake(self) -> None:
-        async with self._more:
-            self._more.notify()
+        self._offers.put_nowait(None)
 
 
 KEY_VARIABLE = "TITAN_RL_HARNESS_KEY"
@@ -158,7 +145,7 @@ async def hosting(settings: AgentSettings, run: RunContext) -> AsyncGenerator[Ag
             yield host
         finally:
             address.unlink(missing_ok=True)
-            await waiting.close()
+            waiting.close()
 
 
 @asynccontextmanager
@@ -252,7 +239,7 @@ class AgentRollout:
             try:
                 with policy.waiting():
                     async with asyncio.timeout(limit_s):
-                        await taken.wait()
+                        await taken
             except TimeoutError:
                 episode.end(RolloutStatus.ERROR_ENV, f"no harness has taken it within {limit_s:g} s")
         await episode.wait()
