@@ -117,9 +117,9 @@ def nothing(observation: Any) -> str:
     [
         ("drop", "failed at a step: ConnectionClosed"),
         ("hang", "has not answered a step in 0.1 s"),
-        (error("EXECUTION_ERROR"), "says of a step: it was EXECUTION_ERROR"),
+        (error("EXECUTION_ERROR"), "reports an error of a step: it was EXECUTION_ERROR"),
         ({"type": "state", "data": {}}, "answered a step with"),
-        ({"type": "observation", "data": {"observation": 3}}, "observation that is no table: 3"),
+        ({"type": "observation", "data": {"observation": 3}}, "observation that is not a table: 3"),
     ],
 )
 async def test_faults_of_the_server_are_no_doing_of_the_policy(fault: Any, said: str) -> None:

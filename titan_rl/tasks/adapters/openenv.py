@@ -76,7 +76,7 @@ class Session:
         while True:
             try:
                 await self._connect(deadline)
-                return await self._observed({"type": "reset", "data": reset})
+                return await self._ask("reset", reset)
             except OpenEnvError as error:
                 await self.close()
                 if error.code != "CAPACITY_REACHED":
@@ -96,10 +96,7 @@ class Session:
         Raises:
             OpenEnvError: the code is "VALIDATION_ERROR" if the environment does not take such an action.
         """
-        return await self._observed({"type": "step", "data": dict(action)})
-
-    async def state(self) -> dict[str, Any]:
-        return await self._ask({"type": "state"}, "state")
+        return await self._ask("step", action)
 
     async def close(self) -> None:
         socket, self._socket = self._socket, None
@@ -125,39 +122,32 @@ class Session:
         except Exception as error:
             raise OpenEnvError(f"{self.url} cannot be reached: {type(error).__name__}: {error}") from error
 
-    async def _observed(self, message: Mapping[str, Any]) -> Observed:
-        data = await self._ask(message, "observation")
-        observation, reward = data.get("observation"), data.get("reward")
-        if not isinstance(observation, dict):
-            raise OpenEnvError(f"{self.url} gave an observation that is no table: {observation!r:.200}")
-        given = None if reward is None else float(reward)
-        return Observed(cast("dict[str, Any]", observation), given, bool(data.get("done")))
-
-    async def _ask(self, message: Mapping[str, Any], wanted: str) -> dict[str, Any]:
-        """Send a message and return the data of its answer."""
+    async def _ask(self, kind: str, data: Mapping[str, Any]) -> Observed:
+        """Send a message and return the observation in its answer."""
         closed = require("websockets.exceptions", "openenv").ConnectionClosed
         try:
             async with asyncio.timeout(self._answer_timeout_s):
                 with suppress(closed):  # a full server sends an error and closes before it reads anything
-                    await self._socket.send(json.dumps(message))
+                    await self._socket.send(json.dumps({"type": kind, "data": dict(data)}))
                 answer: Any = json.loads(await self._socket.recv())
         except TimeoutError as error:
-            raise OpenEnvError(
-                f"{self.url} has not answered a {message['type']} in {self._answer_timeout_s:g} s"
-            ) from error
+            raise OpenEnvError(f"{self.url} has not answered a {kind} in {self._answer_timeout_s:g} s") from error
         except Exception as error:
             raise OpenEnvError(
-                f"the connection to {self.url} failed at a {message['type']}: {type(error).__name__}: {error}"
+                f"the connection to {self.url} failed at a {kind}: {type(error).__name__}: {error}"
             ) from error
         whole = cast("dict[str, Any]", answer) if isinstance(answer, dict) else {}
-        kind, data = whole.get("type"), whole.get("data")
-        if not isinstance(data, dict) or kind not in ("error", wanted):
-            raise OpenEnvError(f"{self.url} answered a {message['type']} with {answer!r:.200}")
-        told = cast("dict[str, Any]", data)
-        if kind == "error":
-            about = told.get("errors") or told.get("message")
-            raise OpenEnvError(f"{self.url} says of a {message['type']}: {about}", str(told.get("code", "")))
-        return told
+        if not isinstance(whole.get("data"), dict) or whole.get("type") not in ("error", "observation"):
+            raise OpenEnvError(f"{self.url} answered a {kind} with {answer!r:.200}")
+        given: dict[str, Any] = whole["data"]
+        if whole["type"] == "error":
+            about = given.get("errors") or given.get("message")
+            raise OpenEnvError(f"{self.url} reports an error of a {kind}: {about}", str(given.get("code", "")))
+        observation, reward = given.get("observation"), given.get("reward")
+        if not isinstance(observation, dict):
+            raise OpenEnvError(f"{self.url} sent an observation that is not a table: {observation!r:.200}")
+        found = cast("dict[str, Any]", observation)
+        return Observed(found, None if reward is None else float(reward), bool(given.get("done")))
 
 
 def socket_url(url: str) -> str:
