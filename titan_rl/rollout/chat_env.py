@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
 from titan_rl.core.calls.plain import snapshot
-from titan_rl.core.errors import PromptTooLongError
 from titan_rl.rollout.copies import messages_of
 from titan_rl.rollout.environment.messages import MessageTokenEnv
 from titan_rl.rollout.environment.threaded import EnvMethods
@@ -133,23 +132,18 @@ class ChatEnv:
         messages: list[Message] = snapshot(rollout.messages)
         deadline = asyncio.get_running_loop().time() + self._limits.generate_timeout_s
         async with EndsWith(RolloutStatus.ERROR_GENERATE, deadline):
-            try:
-                return await _until(
-                    policy.time_is_up,
-                    self._chat(
-                        messages,
-                        tools=tools,
-                        request_id=f"{rollout.rollout_id}/{turn}",
-                        session_id=rollout.rollout_id,
-                        sampling=replace(policy.sampling, seed=seed),
-                    ),
-                )
-            except PromptTooLongError as error:
-                ended = RolloutEnded(RolloutStatus.TRUNCATED_PROMPT, str(error))
-            except _TimeIsUp:
-                status = RolloutStatus.TRUNCATED_TIME if rollout.turns else RolloutStatus.ERROR_TIMEOUT
-                ended = RolloutEnded(status, f"its own time is up: rollout_timeout_s is {policy.time_s:g}")
-        raise ended
+            asked = self._chat(
+                messages,
+                tools=tools,
+                request_id=f"{rollout.rollout_id}/{turn}",
+                session_id=rollout.rollout_id,
+                sampling=replace(policy.sampling, seed=seed),
+            )
+            reply = await _unless(policy.time_is_up, asked)
+        if reply is None:
+            status = RolloutStatus.TRUNCATED_TIME if rollout.turns else RolloutStatus.ERROR_TIMEOUT
+            raise RolloutEnded(status, f"its own time is up: rollout_timeout_s is {policy.time_s:g}")
+        return reply
 
     def _record(self, policy: RolloutPolicy, rollout: Rollout, reply: ChatReply, turn: int) -> None:
         metrics = {} if reply.num_tokens is None else {"completion_tokens": float(reply.num_tokens)}
@@ -161,22 +155,14 @@ class ChatEnv:
         return EndsWith(RolloutStatus.ERROR_ENV, deadline)
 
 
-class _TimeIsUp(Exception):
-    """The rollout's own time is used up."""
-
-
-async def _until(time_is_up: asyncio.Event, reply: Any) -> ChatReply:
-    """Wait for the reply until the time is up.
-
-    Raises:
-        _TimeIsUp: there is no reply by then.
-    """
+async def _unless(time_is_up: asyncio.Event, reply: Any) -> ChatReply | None:
+    """Wait for the reply; None if the time is up before."""
     replying = asyncio.ensure_future(reply)
     waiting = asyncio.ensure_future(time_is_up.wait())
     try:
         await asyncio.wait({replying, waiting}, return_when=asyncio.FIRST_COMPLETED)
         if not replying.done():
-            raise _TimeIsUp
+            return None
         answer: Any = await replying
         if not isinstance(answer, ChatReply):
             raise TypeError(f"the policy gave {type(answer).__name__}; it must give a ChatReply")
