@@ -10,9 +10,7 @@ import string
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, cast, overload
-
-from pydantic import PrivateAttr
+from typing import Annotated, Any, cast
 
 from titan_rl.core.calls.imports import find_function, require
 from titan_rl.core.calls.parsing import parse_json
@@ -111,31 +109,25 @@ def _row(value: Any, where: str) -> Row:
     return cast("Row", value)
 
 
-class ChosenRows(Sequence[Row]):
-    """Rows of a data set at some places.
+class ChosenRows:
+    """Rows of a data set, all or those at some places. They are read one at a time.
 
     Args:
-        data: has its rows by number; they are read one at a time.
+        data: sequence of rows.
     """
 
-    def __init__(self, data: Any, places: Sequence[int]) -> None:
+    def __init__(self, data: Any, places: Sequence[int] | None = None) -> None:
         self._data = data
-        self._places = places
+        self._places = range(len(data)) if places is None else places
 
     def __len__(self) -> int:
         return len(self._places)
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> ChosenRows: ...
-    def __getitem__(self, index: int | slice) -> Row | ChosenRows:
-        if isinstance(index, slice):
-            return ChosenRows(self._data, self._places[index])
+    def __getitem__(self, index: int) -> Row:
         return dict(self._data[self._places[index]])
 
 
-Sides = tuple[Sequence[Row], Sequence[Row]]
+Sides = tuple[ChosenRows, ChosenRows]
 """Rows for training, and held-out rows."""
 
 
@@ -147,11 +139,13 @@ class RowTask(MessageTask):
     system: str = ""
     """System message before the prompt, if any."""
 
-    _loaded: list[Sides] = PrivateAttr(default_factory=list[Sides])
-
     @abstractmethod
     def load_rows(self) -> Sides:
         """Load the rows; called once."""
+
+    @functools.cached_property  # not a private attribute, which would count in comparisons of settings
+    def _sides(self) -> Sides:
+        return self.load_rows()
 
     def sample(self, rng: random.Random) -> Row:
         """Draw one of the rows for training."""
@@ -167,10 +161,8 @@ class RowTask(MessageTask):
         rows = self.rows(held_out=True)
         return [rows[place] for place in _order(len(rows), "validation")[:count]]
 
-    def rows(self, *, held_out: bool) -> Sequence[Row]:
-        if not self._loaded:
-            self._loaded.append(self.load_rows())
-        return self._loaded[0][held_out]
+    def rows(self, *, held_out: bool) -> ChosenRows:
+        return self._sides[held_out]
 
     def prompt_of(self, row: Row) -> str | Sequence[Message]:
         """Prompt of a row.
@@ -209,17 +201,16 @@ class RowTask(MessageTask):
         """Split rows by `held_out` and their keys.
 
         Args:
-            data: has its rows by number.
+            data: sequence of rows.
             name: name of the data, for the error.
 
         Raises:
             ConfigError: a row has no prompt.
         """
-        everywhere = range(len(data))
         if not self.held_out:
-            return ChosenRows(data, everywhere), ChosenRows(data, everywhere)
+            return ChosenRows(data), ChosenRows(data)
         places: tuple[list[int], list[int]] = ([], [])
-        for number in everywhere:
+        for number in range(len(data)):
             row: Row = data[number]
             self.require_prompt(row, f"row {number} of {name}")
             places[self.is_held_out(row)].append(number)
@@ -255,7 +246,7 @@ class Rows(RowTask):
     def load_rows(self) -> Sides:
         rows = self._read(self.path)
         if self.validation_path is not None:
-            return rows, self._read(self.validation_path)
+            return ChosenRows(rows), ChosenRows(self._read(self.validation_path))
         sides = self.split_rows(rows, self.path)
         if not all(sides):
             raise ConfigError(
@@ -288,7 +279,7 @@ class Rows(RowTask):
             ConfigError: a file cannot be read, lacks a column, or has no rows for training or none held out.
         """
         rows = self.rows(held_out=False)
-        if self.demonstration and not all(self.demonstration in row for row in rows):
+        if self.demonstration and not all(self.demonstration in rows[place] for place in range(len(rows))):
             raise ConfigError(
                 f"task.demonstration = {self.demonstration!r}: not all rows of {self.path} have such a column"
             )

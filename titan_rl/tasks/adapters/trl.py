@@ -149,12 +149,12 @@ class TRLTask(RowTask):
 
     def load_rows(self) -> Sides:
         if self.dataset is None:
-            own_data = ChosenRows([{}], range(1))  # that of the environments
+            own_data = ChosenRows([{}])  # that of the environments
             return own_data, own_data
         data = load_dataset(self.dataset, self.subset, self.split, self.revision)
         if self.validation_split:
             held_out = load_dataset(self.dataset, self.subset, self.validation_split, self.revision)
-            sides = ChosenRows(data, range(len(data))), ChosenRows(held_out, range(len(held_out)))
+            sides = ChosenRows(data), ChosenRows(held_out)
         else:
             sides = self.split_rows(data, self.dataset)
         if not all(sides):
