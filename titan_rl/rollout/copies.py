@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from operator import index
-from typing import Any, cast
+from typing import Any
 
 from titan_rl.core.arrays import (
     LARGEST_TOKEN_ID,
@@ -162,10 +162,7 @@ def completion_of(given: Any, max_tokens: int) -> Completion:
 
 def _are_packed(tokens: Sequence[int]) -> bool:
     """Whether tokens are packed already, and none is negative."""
-    if not isinstance(tokens, NumberArray):
-        return False
-    packed = cast("NumberArray[int]", tokens)
-    return packed.typecode == TOKENS and (not packed or packed.least() >= 0)
+    return isinstance(tokens, NumberArray) and tokens.typecode == TOKENS and (len(tokens) == 0 or tokens.least() >= 0)
 
 
 ROUNDING = 1e-3
