@@ -159,8 +159,7 @@ async def test_of_a_tasks_own_functions(where: str) -> None:
         router=unused,
         journal=unused,
         stop_token_ids=(),
-        on_ended=unused,
-        on_lost=unused,
+        transcripts=unused,
     )
     with LoopWatchdog(block, blocked_after_s=0.05):
         groups.train_sample("data", 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from collections import namedtuple
 from pathlib import Path
@@ -12,20 +13,35 @@ import pytest
 
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import CheckpointConfig
-from titan_rl.core.console import ConsoleLines
 from titan_rl.core.errors import CheckpointError, ConfigError, NoSpaceError
 from titan_rl.run.checkpoints import saver
 from titan_rl.run.checkpoints.saver import CheckpointSaver
 from titan_rl.run.machine import requirements
 from titan_rl.run.machine.requirements import check_room, checkpoint_bytes
+from titan_rl.run.observability.progress import Progress
+from titan_rl.run.stages.training import TrainerCalls
 from titan_rl.training.state.checkpoint import step_directory, write_checksums, write_summed
 
 Usage = namedtuple("Usage", "total used free")
 SIZE = 100_000_000
 
 
+class Said(Progress):
+    """Keeps what it is to show."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.said: list[str] = []
+
+    def message(self, text: str) -> None:
+        self.said.append(text)
+
+    def warning(self, text: str) -> None:
+        self.said.append(text)
+
+
 class Disk:
-    """Where a trainer that is slow to save writes its checkpoints."""
+    """Where a run whose trainer is slow to save writes its checkpoints."""
 
     def __init__(self, root: Path, *, write_s: float, copy_s: float = 0.0) -> None:
         self.root = root
@@ -35,25 +51,24 @@ class Disk:
         self.failure: CheckpointError | None = None
         self.saved: list[tuple[int, float]] = []  # version, when it was whole
         self.forgotten: list[int] = []
-        self.said = ConsoleLines()
+        self.progress = Said(0, io.StringIO())
+        self.said = self.progress.said
+        self.version = 0
         self._copied = 0
 
-    def saver(self, version: int = 0, **settings: Any) -> CheckpointSaver:
+    def saver(self, **settings: Any) -> CheckpointSaver:
+        calls = TrainerCalls(self)  # pyright: ignore[reportArgumentType]
         return CheckpointSaver(
-            CheckpointConfig(**settings),
-            self.root,
-            self,  # pyright: ignore[reportArgumentType]
-            estimate=SIZE,
-            copy=self._copy,
-            forget_before=self.forgotten.append,
-            console=self.said,
-            version=version,
+            self, calls, CheckpointConfig(**settings), self.root, estimate=SIZE, progress=self.progress
         )
 
-    async def _copy(self, version: int) -> dict[str, Any]:
+    async def copy_state(self) -> dict[str, Any]:
         await asyncio.sleep(self.copy_s)
-        self._copied = version
+        self._copied = self.version
         return {}
+
+    def forget_before(self, version: int) -> None:
+        self.forgotten.append(version)
 
     async def finish_save(self) -> None:
         await asyncio.sleep(self.write_s)
@@ -72,23 +87,25 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
     return made
 
 
-async def train(saver: CheckpointSaver, steps: int, *, step_s: float, first: int = 1) -> None:
+async def train(disk: Disk, saver: CheckpointSaver, steps: int, *, step_s: float, first: int = 1) -> None:
     """As the controller: the disk is written while training goes on."""
-    saving: asyncio.Task[None] | None = None
-    for step in range(first, first + steps):
-        await asyncio.sleep(step_s)
-        if saver.is_due(step):
-            if saving is not None:
-                await saving
-            if await saver.begin(step):
-                saving = asyncio.create_task(saver.finish())
-    if saving is not None:
-        await saving
+    async with asyncio.TaskGroup() as background:
+        for disk.version in range(first, first + steps):
+            await asyncio.sleep(step_s)
+            if saver.is_due(disk.version):
+                await saver.begin(background)
+
+
+def saver_at(disk: Disk, version: int) -> CheckpointSaver:
+    """Saver of a run that has trained so many steps since it began."""
+    saver = disk.saver()
+    disk.version = version
+    return saver
 
 
 @pytest.mark.looptime
 async def test_by_default_a_run_is_saved_every_ten_minutes(disk: Disk):
-    await train(disk.saver(), 100, step_s=60.0)
+    await train(disk, disk.saver(), 100, step_s=60.0)
     assert disk.saved[0][0] <= 12
     gaps = [later - earlier for (_, earlier), (_, later) in zip(disk.saved, disk.saved[1:], strict=False)]
     assert gaps
@@ -98,7 +115,7 @@ async def test_by_default_a_run_is_saved_every_ten_minutes(disk: Disk):
 @pytest.mark.looptime
 async def test_slow_saves_take_a_tenth_of_the_time_at_most(disk: Disk):
     disk.write_s, disk.copy_s = 280.0, 20.0
-    await train(disk.saver(), 1000, step_s=30.0)
+    await train(disk, disk.saver(), 1000, step_s=30.0)
     time_s = asyncio.get_running_loop().time()
     assert 5 <= len(disk.saved) <= time_s * 0.1 / 300 + 1
 
@@ -106,16 +123,16 @@ async def test_slow_saves_take_a_tenth_of_the_time_at_most(disk: Disk):
 @pytest.mark.looptime
 async def test_steps_count_beside_time_and_either_can_be_off(disk: Disk):
     disk.write_s = 0.0
-    await train(disk.saver(interval=7, interval_s=0.0), 30, step_s=600.0)
+    await train(disk, disk.saver(interval=7, interval_s=0.0), 30, step_s=600.0)
     assert [version for version, _ in disk.saved] == [7, 14, 21, 28]
     disk.saved.clear()
-    await train(disk.saver(interval=0, interval_s=0.0), 30, step_s=600.0, first=31)
+    await train(disk, disk.saver(interval=0, interval_s=0.0), 30, step_s=600.0, first=31)
     assert disk.saved == []
 
 
 @pytest.mark.looptime
 async def test_the_journal_is_kept_of_every_checkpoint_that_is_kept(disk: Disk):
-    await train(disk.saver(interval=2, interval_s=0.0, keep=2), 8, step_s=30.0)
+    await train(disk, disk.saver(interval=2, interval_s=0.0, keep=2), 8, step_s=30.0)
     assert [version for version, _ in disk.saved] == [2, 4, 6, 8]
     assert disk.forgotten == [2, 2, 4, 6], "what the older of the two needs stays"
 
@@ -123,11 +140,11 @@ async def test_the_journal_is_kept_of_every_checkpoint_that_is_kept(disk: Disk):
 @pytest.mark.looptime
 async def test_a_full_disk_costs_a_checkpoint_and_not_the_run(disk: Disk):
     saver = disk.saver(interval=2, interval_s=0.0)
-    await train(saver, 3, step_s=1.0)
+    await train(disk, saver, 3, step_s=1.0)
     disk.free = SIZE // 2
     (disk.root / "step-000002" / "weights").write_bytes(bytes(1000))  # what a checkpoint takes is known by now
     disk.free = 500
-    await train(saver, 2, step_s=1.0, first=4)
+    await train(disk, saver, 2, step_s=1.0, first=4)
     assert [version for version, _ in disk.saved] == [2]
     (left_out,) = disk.said
     assert "no checkpoint of step 4: no space left in" in left_out
@@ -136,18 +153,18 @@ async def test_a_full_disk_costs_a_checkpoint_and_not_the_run(disk: Disk):
     assert "0.0 MB are free" in left_out
     assert "the last is that of step 2" in left_out
     disk.free, disk.failure = 1 << 40, NoSpaceError("[Errno 28]")  # another process fills it
-    await train(saver, 2, step_s=1.0, first=6)
+    await train(disk, saver, 2, step_s=1.0, first=6)
     assert f"no checkpoint of step 6: no space left in {disk.root}: a checkpoint takes" in disk.said[-1]
     assert "are free again, now that what was written is removed" in disk.said[-1]
     disk.failure = None
-    await train(saver, 2, step_s=1.0, first=8)
+    await train(disk, saver, 2, step_s=1.0, first=8)
     assert [version for version, _ in disk.saved] == [2, 8]
 
 
 @pytest.mark.looptime
 async def test_the_last_one_says_what_it_does_for_as_long_as_it_takes(disk: Disk):
     disk.write_s = 7200.0
-    await disk.saver().save_last(5)
+    await saver_at(disk, 5).save_last()
     assert disk.saved == [(5, 7200.0)]
     assert disk.said[0] == f"saving step 5, 100.0 MB, to {step_directory(disk.root, 5)}"
     assert disk.said[-1] == "step 5 is saved"
@@ -157,7 +174,7 @@ async def test_the_last_one_says_what_it_does_for_as_long_as_it_takes(disk: Disk
 @pytest.mark.looptime
 async def test_cancelling_ends_the_last_one_at_once(disk: Disk):
     disk.write_s = 7200.0
-    saving = asyncio.create_task(disk.saver().save_last(5))
+    saving = asyncio.create_task(saver_at(disk, 5).save_last())
     await asyncio.sleep(100)
     saving.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -170,7 +187,7 @@ async def test_cancelling_ends_the_last_one_at_once(disk: Disk):
 async def test_the_last_one_has_to_fit(disk: Disk):
     disk.free = SIZE
     with pytest.raises(NoSpaceError, match="no space left") as caught:
-        await disk.saver().save_last(5)
+        await saver_at(disk, 5).save_last()
     assert disk.said == [f"saving step 5, 100.0 MB, to {step_directory(disk.root, 5)}"]
     assert "a checkpoint takes 100.0 MB and leaves 16.8 MB for journal, metrics and logs" in str(caught.value)
     assert str(caught.value).endswith("116.8 MB together; 100.0 MB are free")
@@ -179,10 +196,11 @@ async def test_the_last_one_has_to_fit(disk: Disk):
 @pytest.mark.looptime
 async def test_another_failure_is_not_taken_for_a_full_disk(disk: Disk):
     disk.failure = CheckpointError("input/output error")
-    saver = disk.saver()
-    assert await saver.begin(1)
-    with pytest.raises(CheckpointError, match="input/output"):
-        await saver.finish()
+    saver = saver_at(disk, 1)
+    with pytest.raises(ExceptionGroup) as caught:
+        async with asyncio.TaskGroup() as background:
+            await saver.begin(background)
+    assert [str(error) for error in caught.value.exceptions] == ["input/output error"]
 
 
 def a_config(tmp_path: Path, keep: int) -> RunConfig:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kept_metrics import KeptMetrics
 from test_readme_examples import CountDown, count_down
 
 from titan_rl import (
@@ -184,7 +185,7 @@ class Rig:
         )
         self.trainer = trainer or FakeTrainer()
         self.replica = replica or FakeReplica(refuse)
-        self.records: list[tuple[int, dict[str, float]]] = []
+        self.records = KeptMetrics()
         self.run_dir = RunDirectory(folder / "run")
         self.progress_file = (folder / "progress.txt").open("w")
         self.progress = Progress(steps, self.progress_file)
@@ -196,7 +197,7 @@ class Rig:
             stop_token_ids=[],
             published=PublishedWeights(),
             run_dir=self.run_dir,
-            log=lambda step, metrics: self.records.append((step, metrics)),
+            sinks=self.records,
             progress=self.progress,
             journal=RunJournal(self.run_dir.journal),
         )

@@ -20,6 +20,7 @@ from titan_rl.config.sections import ValidationConfig
 from titan_rl.config.tasks import TaskSource
 from titan_rl.core.console import ConsoleLines
 from titan_rl.core.settings import Section
+from titan_rl.run.directory import RunDirectory
 from titan_rl.run.journal.log import frame, read_log
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.observability.rollout_log import GroupRecords, RolloutLog
@@ -152,7 +153,7 @@ def test_a_group_that_is_generated_again_is_told_of(tmp_path: Path):
     told = ConsoleLines()
     journal = RunJournal(tmp_path)
     mix = TaskMix({"task": Share(1.0, InOrder())})
-    records = GroupRecords(mix, journal, RolloutLog(lambda record: None, 0, told), told)
+    records = GroupRecords(mix, journal, RolloutLog(RunDirectory(tmp_path), 0, told), told)
     records.discarded(3, group_of(3))
     assert told[0].startswith("group train-3 is generated again: it has tokens of version 2, which are too old")
     assert list(journal.state.unsettled) == [0, 1, 2, 3]

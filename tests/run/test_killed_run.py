@@ -25,6 +25,7 @@ from titan_rl.run.directory import RunDirectory, read_jsonl
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.journal.state import RunState
 from titan_rl.run.observability.progress import Progress
+from titan_rl.run.observability.sinks import JSONLSink
 from titan_rl.scheduling.settings import SchedulingConfig
 from titan_rl.training.protocol import StepResult, Trainer
 from titan_rl.training.settings import ModelConfig, TrainingConfig
@@ -225,7 +226,7 @@ class Rig:
             stop_token_ids=[],
             published=published,
             run_dir=run_dir,
-            log=run_dir.write_metrics,
+            sinks=JSONLSink(run_dir),
             progress=progress,
             journal=self.journal,
             start=start,

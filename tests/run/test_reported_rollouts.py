@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kept_metrics import KeptMetrics
 from test_controller import Counting, FakeReplica, FakeTrainer
 from test_readme_examples import CountDown
 
@@ -78,7 +79,7 @@ class Run:
         self.run_dir = RunDirectory(folder / "run")
         trainer = FakeTrainer()
         trainer.version = start.step
-        self.records: list[tuple[int, dict[str, float]]] = []
+        self.records = KeptMetrics()
         self.output = folder / "output.txt"
         self._file = self.output.open("w")
         self.controller = Controller(
@@ -89,7 +90,7 @@ class Run:
             stop_token_ids=[],
             published=PublishedWeights(),
             run_dir=self.run_dir,
-            log=lambda step, metrics: self.records.append((step, metrics)),
+            sinks=self.records,
             progress=Progress(steps, self._file),
             journal=RunJournal(self.run_dir.journal, start.position),
             start=start,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from titan_rl import Rollout, RolloutGroup, RolloutStatus
 from titan_rl.core.calls.user_code import Failure
 from titan_rl.core.console import ConsoleLines
+from titan_rl.run.directory import RunDirectory
 from titan_rl.run.observability.rollout_log import FIRST_OF_A_KIND, RolloutLog
 
 
@@ -25,7 +28,8 @@ def group_of(group: int, where: str) -> RolloutGroup:
 
 def test_the_first_of_each_kind_are_written_and_the_others_counted():
     records: list[dict[str, Any]] = []
-    log = RolloutLog(lambda record: records.append(dict(record)), 0, ConsoleLines())
+    run_dir: Any = SimpleNamespace(write_rollout=lambda record: records.append(dict(record)))
+    log = RolloutLog(run_dir, 0, ConsoleLines())
     for number in range(100):
         log.dropped(group_of(number, "env.py:1 in reset"), "failed", step=3)
     log.dropped(group_of(100, "env.py:2 in step"), "failed", step=3)
@@ -37,9 +41,9 @@ def test_the_first_of_each_kind_are_written_and_the_others_counted():
     assert len(records) == FIRST_OF_A_KIND + 8, "each step has its own"
 
 
-def test_an_error_is_told_when_it_first_happens_and_counted_at_the_end():
+def test_an_error_is_told_when_it_first_happens_and_counted_at_the_end(tmp_path: Path):
     told = ConsoleLines()
-    log = RolloutLog(lambda record: None, 0, told)
+    log = RolloutLog(RunDirectory(tmp_path), 0, told)
     for sibling in range(3):
         log.ended(errored(0, sibling, "env.py:1 in reset"))
     log.ended(errored(1, 0, "env.py:2 in step"))
@@ -54,9 +58,11 @@ def test_an_error_is_told_when_it_first_happens_and_counted_at_the_end():
     ]
 
 
-def test_of_a_long_error_the_end_is_shown_once_and_the_log_has_it_whole(caplog: pytest.LogCaptureFixture):
+def test_of_a_long_error_the_end_is_shown_once_and_the_log_has_it_whole(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+):
     told = ConsoleLines()
-    log = RolloutLog(lambda record: None, 0, told)
+    log = RolloutLog(RunDirectory(tmp_path), 0, told)
     frames = [f"  File agent.py, line {number}, ^^^^" for number in range(200)]
     last = "ValueError: no such city (runs/r/agents/g.0/output.txt)"
     error = "\n".join(["it ended with exit code 1: Traceback", *frames, last])
@@ -70,9 +76,9 @@ def test_of_a_long_error_the_end_is_shown_once_and_the_log_has_it_whole(caplog: 
     assert error in caplog.text
 
 
-def test_an_answer_that_cannot_be_parsed_is_no_error_of_the_environment():
+def test_an_answer_that_cannot_be_parsed_is_no_error_of_the_environment(tmp_path: Path):
     told = ConsoleLines()
-    log = RolloutLog(lambda record: None, 0, told)
+    log = RolloutLog(RunDirectory(tmp_path), 0, told)
     log.ended(Rollout("g/0", "g", 0, None, RolloutStatus.ERROR_PARSE))
     log.ended(Rollout("g/1", "g", 1, None, RolloutStatus.COMPLETED))
     log.close()

@@ -12,9 +12,12 @@ from titan_rl import GeneratorRouter, Rollouter
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import SamplingConfig, ValidationConfig
 from titan_rl.config.tasks import TaskSource
+from titan_rl.core.console import ConsoleLines
 from titan_rl.generation.router.strategies import LeastLoaded
 from titan_rl.rollout.settings import RolloutConfig
+from titan_rl.run.directory import RunDirectory
 from titan_rl.run.journal.run_journal import RunJournal
+from titan_rl.run.observability.rollout_log import RolloutLog
 from titan_rl.run.stages.rollout_stage import RolloutStage
 from titan_rl.scheduling.curriculum import InOrder
 from titan_rl.scheduling.task_mix import Share, TaskMix
@@ -73,8 +76,7 @@ async def test_sessions_of_retried_rollouts_are_finished_too(tmp_path: Path) -> 
         router=router,
         journal=RunJournal(tmp_path),
         stop_token_ids=[],
-        on_ended=lambda rollout: None,
-        on_lost=lambda group: None,
+        transcripts=RolloutLog(RunDirectory(tmp_path), 0, ConsoleLines()),
     )
     group = await asyncio.wait_for(groups.run_validation_group(config.suites[0], "validation-0", 4), 10)
     assert any(rollout.metrics["retries"] for rollout in group.rollouts)

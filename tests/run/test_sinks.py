@@ -7,7 +7,7 @@ import json
 import resource
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 from titan_rl.core.console import ConsoleLines
+from titan_rl.metrics.sinks.registry import SinkKind
 from titan_rl.metrics.sinks.settings import LoggingConfig
+from titan_rl.metrics.sinks.types import SinkSpec
 from titan_rl.run.directory import RunDirectory, read_jsonl
 from titan_rl.run.observability.sinks import BackgroundSink, Sinks, open_sinks
 
@@ -42,6 +44,11 @@ class Service:
         self.closed = True
 
 
+def in_background(make: Callable[[], Service], told: ConsoleLines, **limits: Any) -> BackgroundSink:
+    spec = SinkSpec("run", Path(), LoggingConfig(), 0, told)
+    return BackgroundSink(SinkKind(lambda _: make(), "W&B"), spec, **limits)
+
+
 def test_a_sink_that_raises_is_told_of_once_and_again_when_it_works():
     told, service, other = ConsoleLines(), Service(), Service()
     sinks = Sinks({"W&B": service, "other": other}, told)
@@ -62,7 +69,7 @@ def test_a_sink_that_raises_is_told_of_once_and_again_when_it_works():
 def test_a_service_that_does_not_answer_holds_up_nothing_and_gets_its_records_later():
     told, service = ConsoleLines(), Service()
     service.answers.clear()
-    sink = BackgroundSink(lambda: service, "W&B", told)
+    sink = in_background(lambda: service, told)
     for step in range(3):
         sink.log(step, {})
     assert service.asked.wait(20)
@@ -77,7 +84,7 @@ def test_a_service_that_does_not_answer_holds_up_nothing_and_gets_its_records_la
 def test_a_service_that_never_answers_does_not_keep_the_run_from_ending():
     told, service = ConsoleLines(), Service()
     service.answers.clear()
-    sink = BackgroundSink(lambda: service, "W&B", told, close_timeout_s=0.01, max_waiting=2)
+    sink = in_background(lambda: service, told, close_timeout_s=0.01, max_waiting=2)
     sink.log(0, {})
     assert service.asked.wait(20)
     sinks = Sinks({"W&B": sink}, told)
@@ -98,7 +105,7 @@ def test_a_service_that_is_down_from_the_start_is_left_out():
         raise ConnectionError("no route to host")
 
     told = ConsoleLines()
-    sink = BackgroundSink(refuse, "W&B", told)
+    sink = in_background(refuse, told)
     for step in range(3):
         sink.log(step, {})
     sink.close()
@@ -130,10 +137,10 @@ class Leaves(Service):
 
 
 @pytest.mark.parametrize("error", WORSE_THAN_EXCEPTIONS)
-@pytest.mark.parametrize("in_background", [False, True])
-def test_a_sink_that_ends_more_than_itself_is_told_of(error: BaseException, in_background: bool):
+@pytest.mark.parametrize("has_thread", [False, True])
+def test_a_sink_that_ends_more_than_itself_is_told_of(error: BaseException, has_thread: bool):
     told, service, other = ConsoleLines(), Leaves(error), Service()
-    sink = BackgroundSink(lambda: service, "W&B", told) if in_background else service
+    sink = in_background(lambda: service, told) if has_thread else service
     sinks = Sinks({"W&B": sink, "other": other}, told)
     for step in range(4):
         sinks.log(step, {})
@@ -151,7 +158,7 @@ def test_a_service_whose_client_leaves_when_opened_is_left_out(error: BaseExcept
         raise error
 
     told = ConsoleLines()
-    sink = BackgroundSink(leave, "W&B", told)
+    sink = in_background(leave, told)
     sink.log(0, {})
     sink.close()
     assert told == [f"opening W&B failed, and the run goes on without it: {type(error).__name__}: no login"]

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kept_metrics import KeptMetrics
 
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
+from titan_rl.run.directory import RunDirectory
 from titan_rl.run.observability.group_metrics import group_metrics
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.rollout_log import DroppedGroups, RolloutLog
@@ -66,10 +68,10 @@ def test_the_page_says_in_which_step(tmp_path: Path):
     assert warning.startswith("step 3: for 3 steps all rollouts of every group earned the same reward")
 
 
-def test_a_person_is_told_beside_the_steps():
+def test_a_person_is_told_beside_the_steps(tmp_path: Path):
     shown = io.StringIO()
     progress = Progress(5, shown)
-    reports = StepReports(lambda step, metrics: None, progress, RolloutLog(lambda record: None, 0, progress))
+    reports = StepReports(KeptMetrics(), progress, RolloutLog(RunDirectory(tmp_path), 0, progress))
     for step in range(1, 6):
         groups = [group([0.5, 0.5])]
         batch = GroupBatch(groups, step - 1, {}, lambda: None)

@@ -25,7 +25,7 @@ only then its version is known, and what is trained is saved.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -35,6 +35,7 @@ from titan_rl.config.changes import settings_of
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import CheckpointError
 from titan_rl.generation.router.router import GeneratorRouter
+from titan_rl.metrics.sinks.types import MetricSink
 from titan_rl.rollout.group.rollouter import GroupRunner
 from titan_rl.rollout.group.transcript import TokenRecords
 from titan_rl.rollout.renderer.tokenizer import TokenTexts
@@ -64,7 +65,7 @@ class Controller(TrainingLoop):
         group_runners: by the tasks' names.
         start: of the checkpoint that the trainer has loaded.
         published: where the router's replicas find the manifests of published versions.
-        log: called with (step, metrics) for every record.
+        sinks: receives the metrics.
         token_texts: reads tokens for transcripts.
         filters: which groups are not trained on, in the place of those that settings name.
         hosts: what becomes of those on which it all happens.
@@ -80,7 +81,7 @@ class Controller(TrainingLoop):
         stop_token_ids: Sequence[int],
         published: PublishedWeights,
         run_dir: RunDirectory,
-        log: Callable[[int, dict[str, float]], None],
+        sinks: MetricSink,
         progress: Progress,
         journal: RunJournal,
         start: RunState = RunState(),  # noqa: B008  it is frozen
@@ -89,19 +90,19 @@ class Controller(TrainingLoop):
         hosts: HostHistory | None = None,
     ) -> None:
         state = replace(start, settings=settings_of(config))
-        super().__init__(config, trainer, run_dir=run_dir, state=state, log=log, progress=progress)
+        super().__init__(config, trainer, run_dir=run_dir, state=state, sinks=sinks, progress=progress)
         self._router = router
         self._journal = journal
         self._syncing: asyncio.Task[None] | None = None  # the newest version, until all generators have it
         tokens = TokenRecords(token_texts, config.scheduling.max_token_age)
         self._transcripts = RolloutLog(
-            run_dir.write_rollout,
+            run_dir,
             config.logging.transcripts_per_step,
             progress,
             tokens if config.logging.transcript_tokens else None,
         )
         tasks = [source.name for source in config.tasks]
-        self._reports = StepReports(log, progress, self._transcripts, tasks if len(tasks) > 1 else ())
+        self._reports = StepReports(sinks, progress, self._transcripts, tasks if len(tasks) > 1 else ())
         self._mix = make_mix(config, journal, start)
         self._groups = RolloutStage(
             config,
@@ -110,8 +111,7 @@ class Controller(TrainingLoop):
             router=router,
             journal=journal,
             stop_token_ids=stop_token_ids,
-            on_ended=self._transcripts.ended,
-            on_lost=self._transcripts.lost,
+            transcripts=self._transcripts,
         )
         self._records = GroupRecords(self._mix, journal, self._transcripts, progress)
         self._algorithm = make_algorithm(config, filters)
@@ -119,7 +119,7 @@ class Controller(TrainingLoop):
         self._sync = WeightSync(
             trainer, published, router, "drain" if config.generation.pull_mode == "drain" else "hot_swap"
         )
-        self._validation = Validation(config, self._groups, self._transcripts, run_dir, log=log, progress=progress)
+        self._validation = Validation(config, self._groups, self._transcripts, run_dir, sinks=sinks, progress=progress)
         self._generation = GenerationStatus(router, self._groups.requests, config.generation.num_generators, hosts)
 
     async def run(self) -> RunSummary:
@@ -181,9 +181,7 @@ class Controller(TrainingLoop):
         while self.version < self._config.training.steps:
             self._stages.enter(Stage.BATCH, self.version + 1)
             with self._progress.working(f"waiting for the rollouts of step {self.version + 1}", self._progress.slots):
-                batch = await self._saving.save_while_waiting(
-                    self._scheduler.next_batch(), lambda: self._save_now(background)
-                )
+                batch = await self._next_batch(background)
             async with self._groups.paused(self._config.scheduling.on_batch_ready) as paused:
                 with self._progress.working(f"training step {batch.step}"):
                     step = await self._calls.finish(self._train_on(batch))
@@ -193,11 +191,22 @@ class Controller(TrainingLoop):
                     await self._pulled(step)
             if step < self._config.training.steps:  # the end has a validation and a checkpoint of its own
                 await self._validate_if_due(step)
-                if self._saving.is_due(step):
-                    await self._save(step, background)
+                if self._saver.is_due(step):
+                    await self._save(background)
         await self._pulled(self.version)
         self._stages.enter(Stage.CHECKPOINT, self.version)
-        await self._saving.written()
+        await self._saver.written()
+
+    async def _next_batch(self, background: asyncio.TaskGroup) -> GroupBatch:
+        """BATCH, during which the trainer is idle and a checkpoint may be asked for."""
+        coming = asyncio.ensure_future(self._scheduler.next_batch())
+        try:
+            while await self._saver.asked_before(coming):
+                await self._save(background)
+                self._stages.enter(Stage.BATCH, self.version + 1)
+            return await coming
+        finally:
+            coming.cancel()
 
     async def _train_on(self, batch: GroupBatch) -> int:
         """Run TRAIN and return the new version. The batch counts as trained only once the trainer reports it."""
@@ -244,15 +253,11 @@ class Controller(TrainingLoop):
             self._stages.enter(Stage.VALIDATION, step)
             await self._validation.run_due(step)
 
-    async def _save_now(self, background: asyncio.TaskGroup) -> None:
-        await self._save(self.version, background)
-        self._stages.enter(Stage.BATCH, self.version + 1)
-
-    async def _save(self, step: int, background: asyncio.TaskGroup) -> None:
+    async def _save(self, background: asyncio.TaskGroup) -> None:
         """SAVE."""
-        await self._pulled(step)
-        self._stages.enter(Stage.CHECKPOINT, step)
-        await self._saving.begin(step, background)
+        await self._pulled(self.version)
+        self._stages.enter(Stage.CHECKPOINT, self.version)
+        await self._saver.begin(background)
 
     def _report(self, step: int) -> None:
         self._reports.add(step, self._generation.take_metrics(step))
@@ -264,7 +269,7 @@ class Controller(TrainingLoop):
         for step in self._reports.unreported:
             self._report(step)
 
-    async def _copy(self, version: int) -> Mapping[str, Any]:
+    async def copy_state(self) -> Mapping[str, Any]:
         """Copy the weights with their position in the data, and begin the journal's segment that follows them.
 
         Returns:
@@ -283,5 +288,5 @@ class Controller(TrainingLoop):
             raise CheckpointError(f"the trainer saves version {saved}, and the journal is that of version {state.step}")
         return run_state
 
-    def _forget_before(self, version: int) -> None:
+    def forget_before(self, version: int) -> None:
         self._journal.forget_before(version)

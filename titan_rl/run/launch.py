@@ -116,7 +116,7 @@ async def _train(session: RunSession[RunSummary], parts: Parts, resources: conte
         stop_token_ids=renderer.get_stop_token_ids(),
         published=parts.published,
         run_dir=run_dir,
-        log=session.sinks.log,
+        sinks=session.sinks,
         progress=progress,
         journal=journal,
         start=session.start.state,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from titan_rl.config.run import RunConfig
+from titan_rl.core.calls.user_code import reason
 from titan_rl.core.errors import NoSpaceError
-from titan_rl.run.checkpoints.saver import CheckpointSaver, RunSaving
+from titan_rl.metrics.sinks.types import MetricSink
+from titan_rl.run.checkpoints.saver import CheckpointSaver
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.journal.state import RunState
 from titan_rl.run.machine.requirements import checkpoint_bytes
@@ -18,6 +21,8 @@ from titan_rl.run.observability.steps import LoopStages, Stage
 from titan_rl.run.stages.training import SkippedSteps, TrainerCalls
 from titan_rl.training.protocol import Trainer
 
+logger = logging.getLogger(__name__)
+
 
 class TrainingLoop(ABC):
     """Loop that trains steps and saves them. It closes nothing that it was given.
@@ -25,7 +30,7 @@ class TrainingLoop(ABC):
     Args:
         run_dir: Folder of the run, for checkpoints and the exported policy.
         state: State of the run at the version that the trainer has loaded.
-        log: Called with (step, metrics) for every record.
+        sinks: Receives the metrics.
     """
 
     def __init__(
@@ -35,30 +40,27 @@ class TrainingLoop(ABC):
         *,
         run_dir: RunDirectory,
         state: RunState,
-        log: Callable[[int, dict[str, float]], None],
+        sinks: MetricSink,
         progress: Progress,
     ) -> None:
         self._config = config
         self._trainer = trainer
         self._run_dir = run_dir
         self._state = state
-        self._log = log
+        self._sinks = sinks
         self._progress = progress
         self._calls = TrainerCalls(trainer)
         self._skipped = SkippedSteps(config.training.max_skipped_steps, progress)
         self._stages = LoopStages()
-        saver = CheckpointSaver(
+        self._saver = CheckpointSaver(
+            self,
+            self._calls,
             config.checkpoint,
             run_dir.checkpoints,
-            trainer,
             estimate=checkpoint_bytes(config),
-            copy=self._copy,
-            forget_before=self._forget_before,
-            console=progress,
-            version=state.step,
+            progress=progress,
         )
-        self._saving = RunSaving(saver, self._calls, progress, lambda: self.version)
-        self.save_soon = self._saving.soon
+        self.save_soon = self._saver.soon
 
     @property
     def version(self) -> int:
@@ -66,10 +68,10 @@ class TrainingLoop(ABC):
         return self._state.step
 
     @abstractmethod
-    async def _copy(self, version: int) -> Mapping[str, Any]:
-        """Have the trainer fix a version for a checkpoint, and return the state of the run that belongs to it."""
+    async def copy_state(self) -> Mapping[str, Any]:
+        """Copy the version and the state of the run that belongs to it; see `SavedRun.copy_state`."""
 
-    def _forget_before(self, version: int) -> None:  # noqa: B027  a supervised run has nothing to delete
+    def forget_before(self, version: int) -> None:  # noqa: B027  a supervised run has nothing to delete
         """Delete records that only checkpoints before this version need."""
 
     def _wind_up(self) -> None:
@@ -82,12 +84,26 @@ class TrainingLoop(ABC):
         try:
             yield
             self._stages.enter(Stage.CHECKPOINT, self.version)
-            await self._saving.save_last()
+            await self._saver.save_last()
         except NoSpaceError:  # of the last save
             raise
         except BaseException:
-            await self._saving.save_what_is_trained(self._wind_up)
+            await self._save_what_is_trained()
             raise
+
+    async def _save_what_is_trained(self) -> None:
+        """Save the trained version of a run that failed or was stopped. Raises nothing, so that the error that ended
+        the run stays visible. The save takes as long as it needs; a second cancellation ends the wait."""
+        try:
+            if self._calls.running:
+                logger.info("stopped at version %d, with the trainer at work: waiting for it to finish", self.version)
+            await self._calls.wait()  # only then is the version known
+            self._wind_up()
+            if self.version:
+                await self._saver.save_last()
+        except Exception as error:
+            logger.warning("step %d is not saved", self.version, exc_info=error)
+            self._progress.warning(f"step {self.version} is not saved: {reason(error)}")
 
     async def _export(self) -> None:
         with self._progress.working(f"exporting the policy to {self._run_dir.export}"):

@@ -24,6 +24,7 @@ from titan_rl.run.checkpoints.resumption import resume_from_newest
 from titan_rl.run.directory import RunDirectory, read_jsonl
 from titan_rl.run.journal.state import RunState
 from titan_rl.run.observability.progress import Progress
+from titan_rl.run.observability.sinks import JSONLSink
 from titan_rl.run.session import open_run_dir
 from titan_rl.run.sft.demonstrations import TokenSource
 from titan_rl.run.sft.launch import check, prepared
@@ -202,7 +203,7 @@ def make_loop(
         held_out=held_out,
         run_dir=run_dir,
         start=begun,
-        log=run_dir.write_metrics,
+        sinks=JSONLSink(run_dir),
         progress=progress,
     )
 

@@ -1,29 +1,21 @@
-"""Checkpoints of a run: copied while training stands, written to disk while it continues.
-
-`CheckpointSaver` writes one checkpoint after the other. `RunSaving` decides when: while the run continues, at its end,
-and on every other way out.
-"""
+"""Checkpoints of a run: copied while training stands, written to disk while it continues."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol
 
 from titan_rl.config.sections import CheckpointConfig
 from titan_rl.core.calls.threads import in_thread
-from titan_rl.core.calls.user_code import reason
-from titan_rl.core.console import Console
 from titan_rl.core.errors import NoSpaceError
 from titan_rl.core.tracing.spans import span
 from titan_rl.run.journal.state import FILE
 from titan_rl.run.machine.requirements import free_bytes, gigabytes, no_space, require_room, size_of
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.stages.training import TrainerCalls
-from titan_rl.training.protocol import Trainer
 from titan_rl.training.state.checkpoint import (
     CHECKSUMS,
     being_written,
@@ -77,121 +69,175 @@ SHARE = 0.1
 TELL_EVERY_S = 30.0
 
 
+class SavedRun(Protocol):
+    """Run whose state is saved."""
+
+    @property
+    def version(self) -> int:
+        """Version of the weights, as reported by the trainer."""
+        ...
+
+    async def copy_state(self) -> Mapping[str, Any]:
+        """Have the trainer copy its version for a checkpoint, which training may change afterwards, and return the
+        `run_state` that the trainer was given.
+
+        Raises:
+            CheckpointError: it cannot be copied.
+        """
+        ...
+
+    def forget_before(self, version: int) -> None:
+        """Delete records that only checkpoints before this version need."""
+        ...
+
+
 class CheckpointSaver:
-    """Writer of a run's checkpoints, one at a time. A checkpoint that does not fit on the disk is skipped with a
-    message, and retried when the next one is due; the last one has to fit.
+    """Writer of a run's checkpoints, one at a time: while the run continues, and when it ends. A checkpoint that does
+    not fit on the disk is skipped with a message, and retried when the next one is due; the last one has to fit.
 
     Args:
-        root: the folder of checkpoints.
-        trainer: writes what was copied.
-        estimate: bytes of a checkpoint, where there is none to look at.
-        copy: fix the state of a version, which training may change after. Gives the `run_state` that the trainer was
-            given.
-        forget_before: told of the oldest version that is kept.
-        console: shows the user a message.
-        version: that is saved already.
+        run: Its version is saved already.
+        calls: Calls of the trainer, which a copy is one of.
+        root: Folder of the checkpoints.
+        estimate: Size of a checkpoint in bytes before there is one.
     """
 
     def __init__(
         self,
+        run: SavedRun,
+        calls: TrainerCalls,
         config: CheckpointConfig,
         root: Path,
-        trainer: Trainer,
         *,
         estimate: int,
-        copy: Callable[[int], Awaitable[Mapping[str, Any]]],
-        forget_before: Callable[[int], None],
-        console: Console,
-        version: int,
+        progress: Progress,
     ) -> None:
+        self._run = run
+        self._calls = calls
         self._config = config
         self._root = root
         self._estimate = estimate
-        self._copy = copy
-        self._trainer = trainer
-        self._forget_before = forget_before
-        self._console = console
-        self._begun = self._whole = version
+        self._progress = progress
+        self._begun = self._whole = run.version
         self._run_state: Mapping[str, Any] = {}  # of the version begun last
         self._wait_s = config.interval_s  # from the end of one checkpoint to the next by time
         self._began_at: float | None = None
         self._ended_at: float | None = None
-
-    @property
-    def saved(self) -> int:
-        """Version of the newest whole checkpoint, or of the checkpoint that the run began with."""
-        return self._whole
+        self._writing: asyncio.Task[None] | None = None  # the newest checkpoint, until it is whole
+        self._asked = asyncio.Event()
+        self._tried = -1  # version of the last attempt
+        self._wrote = asyncio.Event()
 
     def is_due(self, step: int) -> bool:
-        """Return whether a checkpoint is due, by steps or by time. Time counts from the first call."""
+        """Return whether a checkpoint is due, by steps, by time, or because `soon` asks for one. Time counts from the
+        first call."""
         now = asyncio.get_running_loop().time()
         if self._ended_at is None:
             self._ended_at = now
         by_steps = self._config.interval > 0 and step % self._config.interval == 0
         by_time = self._config.interval_s > 0 and now - self._ended_at >= self._wait_s
-        return by_steps or (by_time and self._begun == self._whole)
+        return by_steps or (by_time and self._begun == self._whole) or self._asked.is_set()
 
-    async def begin(self, version: int) -> bool:
-        """Copy a version for `finish` to write. Returns False, after a message, if the disk has no room for it.
+    async def soon(self) -> None:
+        """Ask for a checkpoint at the loop's next opportunity, and wait until it is written, or skipped because the
+        disk is full. Returns at once if the version was saved before."""
+        version = self._run.version
+        self._tried = -1  # there may be room by now
+        while max(self._whole, self._tried) < version:
+            self._wrote.clear()
+            self._asked.set()
+            await self._wrote.wait()
+
+    async def asked_before(self, waiting: asyncio.Future[Any]) -> bool:
+        """Wait until `soon` asks for a checkpoint, or `waiting` is done, and return whether a checkpoint was asked for
+        first."""
+        asked = asyncio.ensure_future(self._asked.wait())
+        try:
+            await asyncio.wait([waiting, asked], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            asked.cancel()
+        return not waiting.done()
+
+    async def begin(self, background: asyncio.TaskGroup) -> None:
+        """Copy the run's version once the previous checkpoint is whole, and write it in the background if the disk has
+        room.
 
         Raises:
             CheckpointError: it cannot be copied.
         """
+        await self.written()
+        self._asked.clear()
+        version = self._run.version
+        if self._whole == version:
+            return
         try:
-            await self._begin(version)
+            await self._calls.finish(self._copy())
         except NoSpaceError as error:
-            self._leave_out(version, error)
-            return False
-        return True
+            self._skip(version, error)
+        else:
+            self._writing = background.create_task(self._write(version), name=f"checkpoint-{version}")
 
-    async def finish(self) -> None:
-        """Wait until the version begun last is whole, or is skipped because the disk is full, which is reported.
+    async def written(self) -> None:
+        """Wait until no checkpoint is being written."""
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
 
-        Raises:
-            CheckpointError: it cannot be written for another reason.
-        """
-        try:
-            with span("checkpoint", "checkpoint", lane="checkpoint", step=self._begun):
-                await self._finish()
-        except NoSpaceError as error:
-            self._leave_out(self._begun, error)
-            self._begun = self._whole
-
-    async def save_last(self, version: int) -> None:
-        """Save a version that is not saved yet, however long that takes, and report it.
+    async def save_last(self) -> None:
+        """Save the run's version if it is not saved yet, however long that takes, and report it.
 
         Raises:
             CheckpointError: it cannot be saved.
         """
-        if self._whole == version:
-            return
+        version = self._run.version
+        try:
+            if self._whole != version:
+                await self._write_last(version)
+        finally:
+            self._note_tried(version)
+
+    async def _write_last(self, version: int) -> None:
         path = step_directory(self._root, version)
         size = self._size()
-        self._console.message(f"saving step {version}, {gigabytes(size)}, to {path}")
-        writing = asyncio.ensure_future(self._begin_and_finish(version))
+        self._progress.message(f"saving step {version}, {gigabytes(size)}, to {path}")
+        writing = asyncio.ensure_future(self._copy_and_finish())
         try:
             while not (await asyncio.wait([writing], timeout=TELL_EVERY_S))[0]:
                 written = sum(map(size_of, being_written(self._root, path.name)))
-                self._console.message(f"saving step {version}: {gigabytes(written)} of {gigabytes(size)} are written")
+                self._progress.message(f"saving step {version}: {gigabytes(written)} of {gigabytes(size)} are written")
         finally:
             writing.cancel()
         await writing
-        self._console.message(f"step {version} is saved")
+        self._progress.message(f"step {version} is saved")
 
-    async def _begin(self, version: int) -> None:
+    async def _copy_and_finish(self) -> None:
+        if self._begun != self._run.version:  # else the copy was made before the run was stopped
+            await self._copy()
+        await self._finish()
+
+    async def _write(self, version: int) -> None:
+        """Write the version that was copied. A full disk is reported; another failure fails the background."""
+        with (
+            self._progress.working(f"writing the checkpoint of step {version}"),
+            span("checkpoint", "checkpoint", lane="checkpoint", step=version),
+        ):
+            try:
+                await self._finish()
+            except NoSpaceError as error:
+                self._begun = self._whole
+                self._skip(version, error)
+            finally:
+                self._note_tried(version)
+
+    async def _copy(self) -> None:
         require_room(self._root, self._size())
         self._began_at = asyncio.get_running_loop().time()
-        self._run_state = await self._copy(version)
+        version = self._run.version
+        self._run_state = await self._run.copy_state()
         self._begun = version
-
-    async def _begin_and_finish(self, version: int) -> None:
-        if self._begun != version:  # else the copy was made before the run was stopped
-            await self._begin(version)
-        await self._finish()
 
     async def _finish(self) -> None:
         try:
-            await self._trainer.finish_save()
+            await self._calls.trainer.finish_save()
             if not is_complete(self._root, self._begun):
                 await in_thread(complete, self._root, self._begun, self._run_state)
         except NoSpaceError as error:  # another process took the room meanwhile
@@ -202,134 +248,20 @@ class CheckpointSaver:
         self._wait_s = max(self._config.interval_s, (self._ended_at - self._began_at) * (1 / SHARE - 1))
         self._whole = self._begun
         keep_last(self._root, self._config.keep)
-        self._forget_before(min(map(step_of, list_checkpoints(self._root)), default=0))
+        self._run.forget_before(min(map(step_of, list_checkpoints(self._root)), default=0))
 
-    def _leave_out(self, version: int, error: NoSpaceError) -> None:
+    def _skip(self, version: int, error: NoSpaceError) -> None:
         self._ended_at = asyncio.get_running_loop().time()
         kept = f"the last is that of step {self._whole}" if self._whole else "there is none yet"
-        self._console.warning(f"no checkpoint of step {version}: {error}; {kept}, and training goes on")
-
-    def _size(self) -> int:
-        """Size of a checkpoint in bytes, taken from the newest one."""
-        checkpoints = list_checkpoints(self._root)
-        return size_of(checkpoints[-1]) if checkpoints else self._estimate
-
-
-logger = logging.getLogger(__name__)
-
-R = TypeVar("R")
-
-
-class RunSaving:
-    """Schedule of a run's checkpoints: one after the other, while it runs and when it ends.
-
-    Args:
-        calls: of the trainer, which a copy is one of.
-        version: that the trainer said last.
-    """
-
-    def __init__(
-        self, saver: CheckpointSaver, calls: TrainerCalls, progress: Progress, version: Callable[[], int]
-    ) -> None:
-        self._saver = saver
-        self._calls = calls
-        self._progress = progress
-        self._version = version
-        self._writing: asyncio.Task[None] | None = None  # the newest checkpoint, until it is whole
-        self._asked = asyncio.Event()
-        self._tried = -1  # the version that was last to be written
-        self._wrote = asyncio.Event()
-
-    def is_due(self, step: int) -> bool:
-        return self._saver.is_due(step) or self._asked.is_set()
-
-    async def soon(self) -> None:
-        """Ask for a checkpoint at the loop's next opportunity, and wait until it is written, or skipped because the
-        disk is full. Returns at once if the version was saved before."""
-        version = self._version()
-        self._tried = -1  # there may be room by now
-        while max(self._saver.saved, self._tried) < version:
-            self._wrote.clear()
-            self._asked.set()
-            await self._wrote.wait()
-
-    async def save_while_waiting(self, wait: Coroutine[Any, Any, R], save: Callable[[], Awaitable[None]]) -> R:
-        """Await `wait` while the trainer is idle, and call `save` meanwhile if `soon` asks for a checkpoint."""
-        waiting = asyncio.ensure_future(wait)
-        asked = asyncio.ensure_future(self._asked.wait())
-        try:
-            while not waiting.done():
-                await asyncio.wait([waiting, asked], return_when=asyncio.FIRST_COMPLETED)
-                if self._asked.is_set() and not waiting.done():
-                    await save()
-                    asked = asyncio.ensure_future(self._asked.wait())
-            return await waiting
-        finally:
-            waiting.cancel()
-            asked.cancel()
-
-    async def begin(self, step: int, background: asyncio.TaskGroup) -> None:
-        """Begin SAVE once the previous checkpoint is whole, and WRITE if the disk has room.
-
-        Args:
-            background: for WRITE, which fails it.
-
-        Raises:
-            CheckpointError: it cannot be copied.
-        """
-        await self.written()
-        self._asked.clear()
-        if self._saver.saved == step:
-            return
-        if not await self._calls.finish(self._saver.begin(step)):
-            self._note_tried(step)
-        else:
-            self._writing = background.create_task(self._write(step), name=f"checkpoint-{step}")
-
-    async def written(self) -> None:
-        """Wait until no checkpoint is being written."""
-        if self._writing is not None:
-            await asyncio.wait([self._writing])
-
-    async def save_last(self) -> None:
-        """
-        Raises:
-            CheckpointError: it cannot be saved.
-        """
-        try:
-            await self._saver.save_last(self._version())
-        finally:
-            self._note_tried(self._version())
-
-    async def save_what_is_trained(self, before: Callable[[], None]) -> None:
-        """Save the trained version of a run that failed or was stopped. Raises nothing, so that the error that ended
-        the run stays visible. The save takes as long as it needs; a second cancellation ends the wait.
-
-        Args:
-            before: called once the trainer is at rest, and its version known.
-        """
-        try:
-            if self._calls.running:
-                logger.info(
-                    "stopped at version %d, with the trainer at work: waiting for it to finish", self._version()
-                )
-            await self._calls.wait()
-            before()
-            if self._version():
-                await self.save_last()
-        except Exception as error:
-            logger.warning("step %d is not saved", self._version(), exc_info=error)
-            self._progress.warning(f"step {self._version()} is not saved: {reason(error)}")
-
-    async def _write(self, step: int) -> None:
-        """WRITE."""
-        with self._progress.working(f"writing the checkpoint of step {step}"):
-            try:
-                await self._saver.finish()
-            finally:
-                self._note_tried(step)
+        self._progress.warning(f"no checkpoint of step {version}: {error}; {kept}, and training goes on")
+        self._note_tried(version)
 
     def _note_tried(self, version: int) -> None:
         """Wake up the tasks that wait for a version, which is saved or cannot be saved."""
         self._tried = version
         self._wrote.set()
+
+    def _size(self) -> int:
+        """Size of a checkpoint in bytes, taken from the newest one."""
+        checkpoints = list_checkpoints(self._root)
+        return size_of(checkpoints[-1]) if checkpoints else self._estimate

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -20,6 +20,7 @@ from titan_rl.rollout.group.transcript import (
     transcript,
 )
 from titan_rl.rollout.types import Rollout, RolloutGroup
+from titan_rl.run.directory import RunDirectory
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.observability.sinks import BestEffort
 from titan_rl.scheduling.task_mix import TaskMix
@@ -97,19 +98,19 @@ class RolloutLog:
     own, and counts as no error here.
 
     Args:
-        write: appends a record to the file. What it raises is told of, and ends nothing.
+        run_dir: has the file. Errors of writing it are reported, and end nothing.
         groups_per_step: groups of a step and phase that are written in full.
         tokens: makes what is written of tokens; None writes none.
     """
 
     def __init__(
         self,
-        write: Callable[[Mapping[str, Any]], None],
+        run_dir: RunDirectory,
         groups_per_step: int,
         console: Console,
         tokens: TokenRecords | None = None,
     ) -> None:
-        self._write = write
+        self._run_dir = run_dir
         self._groups_per_step = groups_per_step
         self._console = console
         self._tokens = tokens
@@ -211,8 +212,6 @@ class RolloutLog:
             del self._of_a_kind[old]
 
     def _record(self, rollout: Rollout, labels: Mapping[str, Any], trained_at: int | None) -> None:
-        def write() -> None:
+        with self._writing.attempt():
             tokens = None if self._tokens is None else self._tokens.of(rollout, trained_at)
-            self._write({**labels, **transcript(rollout, tokens)})
-
-        self._writing.attempt(write)
+            self._run_dir.write_rollout({**labels, **transcript(rollout, tokens)})

@@ -6,13 +6,12 @@ import contextlib
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Generator, Mapping
 
 from titan_rl.core.calls.cancellation import is_ctrl_c
 from titan_rl.core.calls.user_code import summary
 from titan_rl.core.console import Console
-from titan_rl.metrics.sinks.registry import find_sink
+from titan_rl.metrics.sinks.registry import SinkKind, find_sink
 from titan_rl.metrics.sinks.settings import LoggingConfig
 from titan_rl.metrics.sinks.types import MetricSink, SinkSpec
 from titan_rl.run.directory import RunDirectory
@@ -39,27 +38,26 @@ class BestEffort:
         """Attempts that failed."""
         return self._num_lost
 
-    def attempt(self, act: Callable[[], object]) -> bool:
-        """Call `act` and return whether it succeeded. Only Ctrl-C is raised."""
+    @contextlib.contextmanager
+    def attempt(self) -> Generator[None]:
+        """Count whether the block fails. Only Ctrl-C leaves it."""
         try:
-            act()
+            yield
         except BaseException as error:  # also the SystemExit of a client that thinks it is a program
             if is_ctrl_c(error):
                 raise
-            self.failed(error)
-            return False
-        self.worked()
-        return True
+            self._failed(error)
+        else:
+            self._worked()
 
-    def failed(self, error: BaseException) -> None:
-        """Count an attempt that was made elsewhere."""
+    def _failed(self, error: BaseException) -> None:
         self._num_lost += 1
         self._in_a_row += 1
         if self._in_a_row == 1:
             logger.warning("%s failed", self._what, exc_info=error)
             self._console.warning(f"{self._what} failed, and the run goes on without it: {summary(error)}")
 
-    def worked(self) -> None:
+    def _worked(self) -> None:
         if self._in_a_row:
             self._console.warning(f"{self._what} works again; {self._in_a_row} were lost meanwhile")
             self._in_a_row = 0
@@ -83,30 +81,28 @@ class BackgroundSink:
     reason. One that cannot be opened loses all.
 
     Args:
-        open_sink: makes the sink, in the thread.
-        what: the sink is, for the messages: "Weights & Biases".
+        kind: makes the sink, in the thread.
         close_timeout_s: how long `close` waits for what is still to be handed on.
     """
 
     def __init__(
         self,
-        open_sink: Callable[[], MetricSink],
-        what: str,
-        console: Console,
+        kind: SinkKind,
+        spec: SinkSpec,
         *,
         close_timeout_s: float = CLOSE_TIMEOUT_S,
         max_waiting: int = MAX_WAITING,
     ) -> None:
-        self._open_sink = open_sink
-        self._what = what
-        self._console = console
+        self._kind = kind
+        self._spec = spec
+        self._what = kind.title
         self._close_timeout_s = close_timeout_s
-        self._logging = BestEffort(f"logging to {what}", console)
+        self._logging = BestEffort(f"logging to {kind.title}", spec.console)
         self._max_waiting = max_waiting
         self._waiting: queue.SimpleQueue[tuple[int, Mapping[str, float]] | None] = queue.SimpleQueue()
         self._is_open = True
         # A daemon: one that never comes back must not keep the program from ending.
-        self._thread = threading.Thread(target=self._run, name=f"sink {what}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"sink {kind.title}", daemon=True)
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -131,15 +127,17 @@ class BackgroundSink:
         self._logging.close()
 
     def _run(self) -> None:
-        opening = BestEffort(f"opening {self._what}", self._console)
-        opened: list[MetricSink] = []
-        if not opening.attempt(lambda: opened.append(self._open_sink())):
+        sink: MetricSink | None = None
+        with BestEffort(f"opening {self._what}", self._spec.console).attempt():
+            sink = self._kind.make(self._spec)
+        if sink is None:
             self._is_open = False
             return
-        (sink,) = opened
         while (record := self._waiting.get()) is not None:
-            self._logging.attempt(partial(sink.log, *record))
-        BestEffort(f"closing {self._what}", self._console).attempt(sink.close)
+            with self._logging.attempt():
+                sink.log(*record)
+        with BestEffort(f"closing {self._what}", self._spec.console).attempt():
+            sink.close()
 
 
 class JSONLSink:
@@ -168,12 +166,14 @@ class Sinks:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for sink, attempts in self._sinks.values():
-            attempts.attempt(partial(sink.log, step, dict(metrics)))
+            with attempts.attempt():
+                sink.log(step, dict(metrics))
 
     def close(self) -> None:
         for name, (sink, attempts) in self._sinks.items():
             attempts.close()
-            BestEffort(f"closing {name}", self._console).attempt(sink.close)
+            with BestEffort(f"closing {name}", self._console).attempt():
+                sink.close()
 
 
 @contextlib.contextmanager
@@ -184,7 +184,7 @@ def open_sinks(
     others: Mapping[str, MetricSink] | None = None,
     *,
     step: int = 0,
-) -> Iterator[Sinks]:
+) -> Generator[Sinks]:
     """The sinks that the settings ask for, each in a thread of its own, and others, closed at the end.
 
     Args:
@@ -199,7 +199,7 @@ def open_sinks(
     for kind in kinds.values():
         kind.check()
     spec = SinkSpec(run_dir.run_id, run_dir.path, settings, step, console)
-    named = {kind.title: BackgroundSink(partial(kind.make, spec), kind.title, console) for kind in kinds.values()}
+    named = {kind.title: BackgroundSink(kind, spec) for kind in kinds.values()}
     opened = Sinks({"metrics.jsonl": JSONLSink(run_dir), **named, **(others or {})}, console)
     try:
         yield opened

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections import ChainMap, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from statistics import fmean
 from types import MappingProxyType
 
 from titan_rl.core.tracing.spans import Track
+from titan_rl.metrics.sinks.types import MetricSink
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.run.observability.group_metrics import group_metrics
 from titan_rl.run.observability.progress import Progress, StepReport
@@ -75,18 +76,18 @@ class StepReports:
     """Gathers the metrics of a step from when it is trained until it is reported.
 
     Args:
-        log: called with (step, metrics) for every record.
+        sinks: receives the metrics.
         tasks: names of the run's tasks, where it has several.
     """
 
     def __init__(
         self,
-        log: Callable[[int, dict[str, float]], None],
+        sinks: MetricSink,
         progress: Progress,
         transcripts: RolloutLog,
         tasks: Sequence[str] = (),
     ) -> None:
-        self._log = log
+        self._sinks = sinks
         self._progress = progress
         self._transcripts = transcripts
         self._tasks = tasks
@@ -130,7 +131,7 @@ class StepReports:
         metrics["throughput/tokens_per_s"] = batch.num_tokens / metrics["time/step_s"]
         skipped = self._skipped.pop(step)
         self._transcripts.finished(batch.groups, "train", step, trained_at=batch.version, skipped=skipped)
-        self._log(step, metrics | self._transcripts.figures())
+        self._sinks.log(step, metrics | self._transcripts.figures())
         for warning in self._warning_signs.look(metrics):
             logger.warning("step %d: %s", step, warning)
             self._progress.warning(f"warning: {warning}")

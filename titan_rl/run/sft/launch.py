@@ -190,7 +190,7 @@ async def _teach(
         held_out=held_out,
         run_dir=run_dir,
         start=session.start.state,
-        log=session.sinks.log,
+        sinks=session.sinks,
         progress=progress,
         hosts=history,
     )

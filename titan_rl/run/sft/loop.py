@@ -8,7 +8,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from titan_rl.cluster.hosts.lifecycle import HostHistory
 from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.threads import in_thread
+from titan_rl.metrics.sinks.types import MetricSink
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.journal.state import RunState
 from titan_rl.run.loop import TrainingLoop
@@ -144,7 +145,7 @@ class SupervisedLoop(TrainingLoop):
         plan: Numbers of the demonstrations that each step learns.
         held_out: Numbers of the demonstrations that no step learns.
         start: State of the checkpoint that the trainer has loaded.
-        log: Called with (step, metrics) for every record.
+        sinks: Receives the metrics.
         hosts: History of the trainer's hosts, for their metrics.
     """
 
@@ -158,11 +159,11 @@ class SupervisedLoop(TrainingLoop):
         held_out: Sequence[int],
         run_dir: RunDirectory,
         start: RunState,
-        log: Callable[[int, dict[str, float]], None],
+        sinks: MetricSink,
         progress: Progress,
         hosts: HostHistory | None = None,
     ) -> None:
-        super().__init__(config, trainer, run_dir=run_dir, state=start, log=log, progress=progress)
+        super().__init__(config, trainer, run_dir=run_dir, state=start, sinks=sinks, progress=progress)
         self._tokens = tokens
         self._plan = plan
         self._held_out = held_out
@@ -208,10 +209,10 @@ class SupervisedLoop(TrainingLoop):
                 break
             if self._config.sft.interval and step % self._config.sft.interval == 0:
                 await self._measure(held_out)
-            if self._saving.is_due(step):
+            if self._saver.is_due(step):
                 self._stages.enter(Stage.CHECKPOINT, step)
-                await self._saving.begin(step, background)
-        await self._saving.written()
+                await self._saver.begin(background)
+        await self._saver.written()
 
     def _samples(self, step: int, background: asyncio.TaskGroup) -> asyncio.Task[list[TrainingSample]]:
         numbers = self._plan[step - 1]
@@ -227,7 +228,7 @@ class SupervisedLoop(TrainingLoop):
         tokens = self._state.tokens + int(metrics["num_tokens"])
         self._state = replace(self._state, step=result.version, tokens=tokens)
         speed = sum(len(sample.token_ids) for sample in samples) / seconds
-        self._log(
+        self._sinks.log(
             self.version,
             {f"train/{name}": metrics[name] for name in LOGGED if name in metrics}
             | self._hosts.take_metrics()
@@ -248,11 +249,11 @@ class SupervisedLoop(TrainingLoop):
         self._stages.enter(Stage.VALIDATION, self.version)
         with self._progress.working("measuring the held-out loss"):
             loss = await self._trainer.measure(held_out)
-        self._log(self.version, {"validation/loss": loss})
+        self._sinks.log(self.version, {"validation/loss": loss})
         self._progress.message(f"held-out loss {loss:.3f} after step {self.version}")
         return loss
 
-    async def _copy(self, version: int) -> Mapping[str, Any]:
+    async def copy_state(self) -> Mapping[str, Any]:
         run_state = asdict(self._state)
         await self._trainer.begin_save(self._run_dir.checkpoints, run_state)
         return run_state

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from titan_rl.rollout.types import Rollout, RolloutGroup
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.journal.state import RunState
 from titan_rl.run.observability.generation_status import HighWaterMark
+from titan_rl.run.observability.rollout_log import RolloutLog
 from titan_rl.scheduling.backlog import SchedulerObserver
 from titan_rl.scheduling.filters import GroupFilter
 from titan_rl.scheduling.lease import Lease
@@ -102,8 +103,7 @@ class RolloutStage:
 
     Args:
         group_runners: by the tasks' names.
-        on_ended: called with each rollout as it ends, before it is scored.
-        on_lost: called with each group whose reward failed.
+        transcripts: receives each rollout as it ends, before it is scored, and each group whose reward failed.
     """
 
     def __init__(
@@ -115,8 +115,7 @@ class RolloutStage:
         router: GeneratorRouter,
         journal: RunJournal,
         stop_token_ids: Sequence[int],
-        on_ended: Callable[[Rollout], None],
-        on_lost: Callable[[RolloutGroup], None],
+        transcripts: RolloutLog,
     ) -> None:
         self._config = config
         self._mix = mix
@@ -125,8 +124,7 @@ class RolloutStage:
         self._router = router
         self._journal = journal
         self._stop_token_ids = tuple(stop_token_ids)
-        self._on_ended = on_ended
-        self._on_lost = on_lost
+        self._transcripts = transcripts
         self.requests = HighWaterMark()  # in flight, for training and validation
         self.training, self.held_out = RunningGroups(), RunningGroups()
 
@@ -169,7 +167,6 @@ class RolloutStage:
             group_id=train_group_id(lease.index),
             group_size=self._config.rollout.group_size,
             sampling=self._sampling(task, temperature, routed_experts=self._config.generation.return_routed_experts),
-            on_finished=lease.rollout_finished,
         )
 
     async def run_validation_group(self, suite: ResolvedSuite, group_id: str, sample: Any) -> RolloutGroup:
@@ -218,14 +215,14 @@ class RolloutStage:
         group_id: str,
         group_size: int,
         sampling: SamplingParams,
-        on_finished: Callable[[Rollout], None] = lambda rollout: None,
     ) -> RolloutGroup:
         with Sessions(self._router.finish_session) as sessions, running.one(group_size) as playing:
 
             def finish(rollout: Rollout) -> None:
                 playing.ended()
-                on_finished(rollout)
-                self._on_ended(rollout)
+                if lease is not None:
+                    lease.rollout_finished(rollout)
+                self._transcripts.ended(rollout)
                 sessions.finish(rollout.rollout_id)
 
             group = await self._group_runners[task].run_group(
@@ -238,7 +235,7 @@ class RolloutStage:
             )
         group.task = task
         if group.failure is not None:
-            self._on_lost(group)
+            self._transcripts.lost(group)
         return group
 
     def _generate_for(self, lease: Lease | None, playing: RunningGroup, sessions: Sessions) -> GenerateFn:

@@ -35,11 +35,11 @@ class TrainerCalls:
     class: only then the version is known.
 
     Args:
-        trainer: that is called.
+        trainer: that is called. An attribute, too.
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+        self.trainer = trainer
         self._call: asyncio.Future[Any] | None = None
 
     @property
@@ -48,7 +48,7 @@ class TrainerCalls:
 
     def waits_for(self) -> list[str]:
         """Description of the trainer's work, for a stalled run."""
-        if isinstance(self._trainer, Recovers) and (lacks := self._trainer.waits_for()):
+        if isinstance(self.trainer, Recovers) and (lacks := self.trainer.waits_for()):
             return [lacks]
         return ["the trainer is at work"] * self.running
 
@@ -61,8 +61,8 @@ class TrainerCalls:
     async def wait(self) -> None:
         """Wait at the end of a run until no call is running, and log its error. A dead trainer is not waited for, since
         a new host may take long: its samples are in the journal."""
-        if isinstance(self._trainer, Recovers):
-            self._trainer.give_up()
+        if isinstance(self.trainer, Recovers):
+            self.trainer.give_up()
         if self._call is None:
             return
         await asyncio.wait([self._call])

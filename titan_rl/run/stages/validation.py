@@ -4,13 +4,14 @@ numbers nor training samples, informs no curriculum, and runs while no step is t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
 from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import ResolvedSuite
 from titan_rl.core.errors import RewardError, TrainingError
+from titan_rl.metrics.sinks.types import MetricSink
 from titan_rl.rollout.group.transcript import ErrorCounts
 from titan_rl.rollout.task import measured
 from titan_rl.rollout.types import RolloutGroup
@@ -32,7 +33,7 @@ class Validation:
     Args:
         transcripts: takes what becomes of the groups.
         run_dir: where the metrics of earlier processes are looked up.
-        log: called with (step, metrics).
+        sinks: receives the metrics.
         progress: shows what it comes to, and how far it is.
     """
 
@@ -43,7 +44,7 @@ class Validation:
         transcripts: RolloutLog,
         run_dir: RunDirectory,
         *,
-        log: Callable[[int, dict[str, float]], None],
+        sinks: MetricSink,
         progress: Progress,
     ) -> None:
         self._suites = config.suites
@@ -51,7 +52,7 @@ class Validation:
         self._groups = groups
         self._transcripts = transcripts
         self._run_dir = run_dir
-        self._log = log
+        self._sinks = sinks
         self._progress = progress
 
     @property
@@ -94,7 +95,7 @@ class Validation:
         for suite in suites:
             figures |= self._report(version, suite, groups[suite.name])
         mean = fmean(figures[_mean_of(suite)] for suite in suites)
-        self._log(version, figures | ({MEAN: mean} if len(suites) == len(self._suites) else {}))
+        self._sinks.log(version, figures | ({MEAN: mean} if len(suites) == len(self._suites) else {}))
         return mean
 
     async def _play(self, version: int, suites: Sequence[ResolvedSuite]) -> dict[str, list[RolloutGroup]]:
