@@ -67,7 +67,7 @@ def resume_seconds(steps: int) -> tuple[float, float]:
         began = time.perf_counter()
         run_dir = RunDirectory(run)
         found = read_segments(list_segments(run_dir.journal), position)
-        run_dir.cut_records(position.version, lambda group_id: True)
+        run_dir.cut_records(position.version, found.state)
         again = RunJournal(run_dir.journal, position, found)
         assert again.num_batches_again == BATCHES
         assert run_dir.metric(0, "validation/reward_mean") is not None

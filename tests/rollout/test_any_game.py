@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,8 +16,7 @@ from table import BOTH, Seats, Table
 
 from titan_rl import Completion, FinishReason, Player, RolloutConfig, RolloutGroup, SamplingParams, VersionSpan
 from titan_rl.generation.resume import Generation, request_fn
-from titan_rl.run.journal.recorder import Known, Recorder
-from titan_rl.run.journal.records import CompletionRecord
+from titan_rl.run.journal.run_journal import RunJournal
 
 SEATS = ("first", "second", "third")
 PLAYERS: dict[str, Player] = {**BOTH, "third": "policy"}
@@ -119,32 +119,22 @@ async def test_any_game(plan: list[Round], struck: str, at: int, end: str, order
     assert same(group, again) or is_hit  # then it depends on who was faster
 
 
-def recorded_by(recorder: Recorder, answers: Answers, known: Known) -> Generation:
-    return Generation(request_fn(answers), around_attempt=[lambda attempt: recorder.step(attempt, 0, known)])
-
-
 @settings(max_examples=examples(40), deadline=None)
 @given(plan=rounds, kept=st.sets(st.integers(0, 40)), orders=two_orders)
 async def test_a_game_that_is_played_again_from_recorded_answers_is_the_same(
-    plan: list[Round], kept: set[int], orders: tuple[int, int]
+    plan: list[Round], kept: set[int], orders: tuple[int, int], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Whichever of its answers were written down before the run was killed."""
-    records: list[CompletionRecord] = []
-    recorder = Recorder(records.append)
-    generate = recorded_by(recorder, Answers(orders[0], "none", "answers"), lambda *asked: None)
+    journal = RunJournal(tmp_path_factory.mktemp("journal"))
+    generate = Generation(request_fn(Answers(orders[0], "none", "answers")), around_attempt=[journal.step(0)])
     group = await Table(course_of(plan), PLAYERS).group(generate, 2)
 
-    known = {record.completion.request_id: record for number, record in enumerate(records) if number in kept}
-
-    def recorded(request_id: str, prompt_digest: bytes, sampling: SamplingParams) -> Completion | None:
-        record = known.get(request_id)
-        return (
-            record.completion
-            if record and (record.prompt_digest, record.sampling) == (prompt_digest, sampling)
-            else None
-        )
-
+    answers = journal.state.completions.get(0, {})
+    known = {key: answer for number, (key, answer) in enumerate(answers.items()) if number in kept}
+    journal.state.completions[0] = dict(known)
     live = Answers(orders[1], "none", "answers")
-    again = await Table(course_of(plan), PLAYERS).group(recorded_by(recorder, live, recorded), 2)
+    generate = Generation(request_fn(live), around_attempt=[journal.step(0)])
+    again = await Table(course_of(plan), PLAYERS).group(generate, 2)
+    journal.close()
     assert same(group, again)
-    assert not live.requests.keys() & known.keys()
+    assert not live.requests.keys() & {request_id for request_id, _ in known}

@@ -16,7 +16,7 @@ from titan_rl import RolloutGroup
 from titan_rl.config.tasks import TaskSource
 from titan_rl.run.journal.records import AssignRecord, DropRecord, decode
 from titan_rl.run.journal.run_journal import RunJournal
-from titan_rl.run.stages.rollout_stage import train_index
+from titan_rl.run.journal.state import train_index
 from titan_rl.scheduling.curriculum import CurriculumState, InOrder
 
 Played = tuple[str, int]

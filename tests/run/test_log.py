@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from titan_rl.core.errors import CheckpointError, NoSpaceError
 from titan_rl.run.journal import log
-from titan_rl.run.journal.log import LogWriter, frame, read_log
+from titan_rl.run.journal.log import Damage, LogWriter, frame, read_log
 
 RECORDS = st.lists(st.binary(max_size=12), min_size=1, max_size=5)
 
@@ -27,10 +27,10 @@ def write(path, records) -> None:
     writer.close()
 
 
-def read(path) -> tuple[list[bytes], list[tuple[int, int]]]:
+def read(path) -> tuple[list[bytes], list[Damage]]:
     """Its records, and what is none of them."""
-    damages: list[tuple[int, int]] = []
-    return list(read_log(path, lambda offset, size: damages.append((offset, size)))), damages
+    damages: list[Damage] = []
+    return list(read_log(path, damages)), damages
 
 
 @settings(max_examples=examples(20), deadline=None)

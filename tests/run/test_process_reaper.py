@@ -9,6 +9,7 @@ import time
 import pytest
 
 from titan_rl.cluster.liveness.local_processes import children_of, unreaped_children_of
+from titan_rl.run import worker
 from titan_rl.run.worker import CLEAN_FOR_S, LOOK_CHILDREN_S, REAP_AFTER_S, ProcessReaper
 from titan_rl.testing.clock import ManualClock
 
@@ -29,9 +30,12 @@ def kill(child: int) -> None:
         time.sleep(0.001)
 
 
-def test_it_is_cleaned_for_some_time_after_the_end_of_a_child_and_never_before(child: int) -> None:
+def test_it_is_cleaned_for_some_time_after_the_end_of_a_child_and_never_before(
+    child: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock, cleaned = ManualClock(), list[float]()
-    reaper = ProcessReaper(lambda: cleaned.append(clock.seconds), clock)
+    monkeypatch.setattr(worker, "clean_up_after_dead_runs", lambda root: cleaned.append(clock.seconds))
+    reaper = ProcessReaper(clock)
 
     def look(times: int) -> None:
         for _ in range(times):
@@ -53,7 +57,7 @@ def test_it_is_cleaned_for_some_time_after_the_end_of_a_child_and_never_before(c
 
 def test_a_child_whose_end_another_asks_for_is_left_to_it_for_a_while(child: int) -> None:
     clock = ManualClock()
-    reaper = ProcessReaper(lambda: None, clock)
+    reaper = ProcessReaper(clock)
     kill(child)
     reaper.look()
     clock.seconds += REAP_AFTER_S / 2

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -42,7 +43,7 @@ def reopened(folder: Path, position: DataPosition | None = None) -> RunJournal:
 
 
 def backlog(journal: RunJournal):
-    return journal.backlog(lambda task, number: number)
+    return journal.backlog(SimpleNamespace(train_sample=lambda task, number: number))
 
 
 def test_a_new_journal_has_no_backlog(tmp_path):

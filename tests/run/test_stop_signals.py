@@ -53,8 +53,7 @@ def sleep():
     time.sleep(1000)
 
 async def run(what, signals):
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    with signals.stopping_with(lambda: loop.call_soon_threadsafe(task.cancel)):
+    with signals.stopping(asyncio.current_task()):
         try:
             if what == "idle":
                 print("ready", flush=True)

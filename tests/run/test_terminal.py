@@ -230,8 +230,13 @@ def test_what_is_printed_into_a_pipe_goes_there_beside_the_display(terminal: Ter
 
 def test_a_terminal_that_becomes_narrower_keeps_no_rows_of_what_was_drawn(terminal: Terminal):
     console = Console(file=terminal, force_terminal=True, width=100, height=30)
-    live = LiveLines(console, lambda: [Text("x" * 99), Text("y" * 30)])
-    live.start()
+
+    class Wide:
+        def lines(self) -> list[Text]:
+            return [Text("x" * 99), Text("y" * 30)]
+
+    live = LiveLines(console, Wide())
+    live.start(refresh=True)
     try:
         terminal.truncate(0)
         console.width = 40
@@ -244,12 +249,13 @@ def test_a_terminal_that_becomes_narrower_keeps_no_rows_of_what_was_drawn(termin
 async def test_what_generation_was_at_is_not_shown_once_it_is_over(terminal: Terminal):
     looked = asyncio.Event()
 
-    def look() -> RunLook:
-        looked.set()
-        return LOOK
+    class Run:
+        def look(self) -> RunLook:
+            looked.set()
+            return LOOK
 
     with Progress(10, terminal) as progress:
-        following = asyncio.create_task(progress.follow(look))
+        following = asyncio.create_task(progress.follow(Run()))
         await looked.wait()
         progress.refresh()
         assert "generator-0" in plain(terminal.getvalue())

@@ -19,7 +19,7 @@ from titan_rl.evaluation.policies.source import find_policy
 from titan_rl.evaluation.results import Evaluation
 from titan_rl.evaluation.suites import chosen_suites
 from titan_rl.run.machine.environment import file_modes, logging_to
-from titan_rl.run.machine.signals import run_until_signal
+from titan_rl.run.machine.signals import run_to_its_end, until_signal
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.session import SessionFiles, process_session
 
@@ -65,7 +65,11 @@ def run_evaluations(
         ):
             signals.console = progress
             program = _evaluate_all(config, settings, policies, out, evaluations, files, progress)
-            return run_until_signal(program, signals, lambda: f"logs and transcripts are in {out}")
+            try:
+                return run_to_its_end(until_signal(program, signals))
+            except Exception as error:
+                error.add_note(f"logs and transcripts are in {out}")
+                raise
 
 
 async def _evaluate_all(

@@ -30,7 +30,7 @@ from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.run.hosts import open_hosts
 from titan_rl.run.machine.environment import file_modes, logging_to
 from titan_rl.run.machine.requirements import require_modules
-from titan_rl.run.machine.signals import run_until_signal
+from titan_rl.run.machine.signals import run_to_its_end, until_signal
 from titan_rl.run.observability.progress import Verbosity, status
 from titan_rl.run.session import SessionFiles, process_session
 from titan_rl.run.terminal.standard_streams import OutputError, StderrConsole, say
@@ -85,7 +85,11 @@ def run_server(config: ServeConfig, source: PolicySource, verbosity: Verbosity =
         process_session(files.run_id, config.pythonpath, stopping=STOPPING, ended=ENDED) as signals,
     ):
         program = _serve_on_hosts(config, source, keys, files, verbosity)
-        return run_until_signal(program, signals, lambda: f"its logs are in {files.logs}")
+        try:
+            return run_to_its_end(until_signal(program, signals))
+        except Exception as error:
+            error.add_note(f"its logs are in {files.logs}")
+            raise
 
 
 @contextlib.contextmanager

@@ -41,14 +41,14 @@ from titan_rl.rollout.group.transcript import TokenRecords
 from titan_rl.rollout.renderer.tokenizer import TokenTexts
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.journal.run_journal import RunJournal
-from titan_rl.run.journal.state import RunState
+from titan_rl.run.journal.state import RunState, train_index
 from titan_rl.run.loop import TrainingLoop
 from titan_rl.run.observability.generation_status import GenerationStatus
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.rollout_log import GroupRecords, RolloutLog
 from titan_rl.run.observability.steps import Stage, StepReports, prefixed
 from titan_rl.run.observability.summary import RunSummary
-from titan_rl.run.stages.rollout_stage import RolloutStage, make_mix, train_index
+from titan_rl.run.stages.rollout_stage import RolloutStage, make_mix
 from titan_rl.run.stages.validation import Validation
 from titan_rl.run.stages.weight_sync import WeightSync
 from titan_rl.run.terminal.view import RunLook

@@ -9,7 +9,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.errors import CheckpointError, ConfigError
 from titan_rl.core.files import last_lines, read_json
-from titan_rl.run.journal.state import RunState, ranges
+from titan_rl.run.journal.state import JournalState, RunState, ranges, train_index
 from titan_rl.run.json_lines import JsonLines, cut_records, cut_traces, records
 
 LONGEST = 80
@@ -203,17 +203,17 @@ class RunDirectory:
                 complaints.append(f"{path} has nothing of steps {ranges(missing)}: those lines are lost")
         return complaints
 
-    def cut_records(self, step: int, is_settled: Callable[[str], bool]) -> None:
+    def cut_records(self, step: int, journal: JournalState) -> None:
         """Remove the metrics and transcripts of steps after `step`, which are run again. A dropped training group that
         is settled stays, whichever step it was dropped in.
 
         Args:
-            is_settled: whether the group of this id is not run again.
+            journal: knows which groups are settled.
         """
 
         def stays(rollout: _Rollout) -> bool:
             if rollout.phase == "train" and rollout.dropped is not msgspec.UNSET:
-                return is_settled(rollout.group_id)
+                return journal.is_settled(train_index(rollout.group_id))
             return rollout.step <= step
 
         cut_records(self.metrics, _Metrics, lambda metrics: metrics.step <= step)

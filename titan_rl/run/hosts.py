@@ -7,7 +7,7 @@ import contextlib
 import importlib
 import inspect
 import logging
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable
+from collections.abc import AsyncGenerator, Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +24,7 @@ from titan_rl.core.calls.user_code import reason, where
 from titan_rl.core.console import Console
 from titan_rl.core.errors import ConfigError, ProviderError, TitanRLError
 from titan_rl.run.machine.environment import process_scratch
+from titan_rl.run.machine.signals import StopSignals
 from titan_rl.run.observability.progress import Verbosity, status
 from titan_rl.run.terminal.standard_streams import StderrConsole
 
@@ -46,13 +47,13 @@ class StartedWorkers(Generic[C]):
 
 @contextlib.asynccontextmanager
 async def workers_started(
-    config: C, logs: Path, verbosity: Verbosity = Verbosity.NORMAL, stop: Callable[[], object] | None = None
+    config: C, logs: Path, verbosity: Verbosity = Verbosity.NORMAL, signals: StopSignals | None = None
 ) -> AsyncGenerator[StartedWorkers[C]]:
     """Workers started by a provider, which end with the block.
 
     Args:
         logs: a folder for what workers say.
-        stop: called where all workers are told to end, and the provider is one with which that means the run.
+        signals: stop the run once all workers are told to end, if that means the run with this provider.
 
     Raises:
         ConfigError: what settings name is no provider, or gives no workers.
@@ -72,7 +73,7 @@ async def workers_started(
             raise ProviderError(f'hosts.provider = "{hosts.provider}": {"; ".join(too_few)}')
         provided = None
         if isinstance(started, ChangingWorkers):
-            all_leave = stop if kind.ends_with_workers else None
+            all_leave = signals.stop if signals is not None and kind.ends_with_workers else None
             provided = ProvidedHosts(by_address.addresses, started.current, all_leave)
         yield StartedWorkers(config.model_copy(update={"hosts": by_address}), provided)
 
@@ -189,17 +190,17 @@ async def open_hosts(
     module: str,
     *,
     verbosity: Verbosity = Verbosity.NORMAL,
-    stop: Callable[[], object] | None = None,
+    signals: StopSignals | None = None,
     console: Console | None = None,
 ) -> AsyncGenerator[StartedWorkers[C]]:
     """Start a provider's workers, import what starts processes on them, and have Monarch listen for them.
 
     Args:
         module: Module that starts the processes. Its import takes seconds.
-        stop, logs: see `workers_started`.
+        logs, signals: see `workers_started`.
         console: Shows a warning if Monarch's address is open to other machines. Defaults to standard error.
     """
-    async with workers_started(config, logs, verbosity, stop) as workers:
+    async with workers_started(config, logs, verbosity, signals) as workers:
         with status("loading what runs models", verbosity):
             importlib.import_module(module)
         await asyncio.sleep(0)  # a signal that came during the imports stops the command here

@@ -132,7 +132,7 @@ async def _train(session: RunSession[RunSummary], parts: Parts, resources: conte
         "watch": planes.watch(),
         "shortage": warn_of_shortage(planes, progress, run_dir.path),
         "stalls": warn_of_stalls(controller, progress),
-        "following": progress.follow(controller.look),
+        "following": progress.follow(controller),
     }
     async with session.training(**watchers):
         return await controller.run()

@@ -37,7 +37,7 @@ from titan_rl.run.journal.state import RunState, list_segments, read_segments
 from titan_rl.run.machine.environment import logging_to, run_environment
 from titan_rl.run.machine.guard import guarded
 from titan_rl.run.machine.requirements import check_room, size_of
-from titan_rl.run.machine.signals import StopSignals, run_until_signal
+from titan_rl.run.machine.signals import StopSignals, run_to_its_end, until_signal
 from titan_rl.run.observability.progress import Progress, Verbosity
 from titan_rl.run.observability.sinks import Sinks, open_sinks
 from titan_rl.run.observability.watchers import background_tasks
@@ -177,7 +177,10 @@ class RunSession(Generic[S]):
                 first.source(),
             ):
                 try:
-                    code = outcome.code = run_until_signal(self._run(work), self.signals, self.messages.failed)
+                    code = outcome.code = run_to_its_end(until_signal(self._run(work), self.signals))
+                except Exception as error:
+                    error.add_note(self.messages.failed())
+                    raise
                 except (SystemExit, KeyboardInterrupt) as error:  # raised by user code: no signal raises here
                     failure = TrainingError(f"an environment, a reward or the task exits Python: {describe(error)}")
                     failure.add_note(self.messages.failed())
@@ -204,7 +207,7 @@ class RunSession(Generic[S]):
                     self.run_dir.logs,
                     self._processes,
                     verbosity=self._verbosity,
-                    stop=self.signals.stop,
+                    signals=self.signals,
                 )
                 workers = await hosts.enter_async_context(opening)
                 self.config, self.provided = workers.config, workers.provided

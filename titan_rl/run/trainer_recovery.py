@@ -318,7 +318,8 @@ class RecoveringTrainer:
             ActorDiedError: no other takes the place of one that died.
         """
         while True:
-            await self._until(lambda: self._is_up)
+            while not self._is_up:
+                await self._next_change()
             trainer = self._trainer
             self._in_flight += 1
             try:
@@ -332,11 +333,10 @@ class RecoveringTrainer:
                 self._in_flight -= 1
                 self._notify()
 
-    async def _until(self, condition: Callable[[], bool]) -> None:
-        while not condition():
-            if self._lost is not None:
-                raise ActorDiedError(self._lost)
-            await self._changed.wait()
+    async def _next_change(self) -> None:
+        if self._lost is not None:
+            raise ActorDiedError(self._lost)
+        await self._changed.wait()
 
     def _notify(self) -> None:
         self._changed.set()
@@ -355,7 +355,8 @@ class RecoveringTrainer:
         with span("trainer recovery", "trainer", lane="trainer recovery") as recovery:
             while True:
                 trainer: MortalTrainer | None = None
-                await self._until(lambda: not self._in_flight)  # then it is known at what it died
+                while self._in_flight:  # only then is it known at which call it died
+                    await self._next_change()
                 self._warn(self._deaths.note(why, excused=excused))
                 try:
                     with self._progress.working("starting the trainer again"):

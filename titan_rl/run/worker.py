@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
 
 from titan_rl.cluster.hosts.folders import (
     FOLDER,
@@ -36,12 +35,10 @@ class ProcessReaper:
     """Reaper of this process's children and grandchildren, however they end: by a signal, by the kernel, or because a
     run's controller is gone, which then cannot clean up itself.
 
-    Args:
-        clean: removes what belongs to nobody any more. Called for some time after each end.
+    For some time after each end, it also removes what belongs to no run.
     """
 
-    def __init__(self, clean: Callable[[], object], clock: Clock = CLOCK) -> None:
-        self._clean = clean
+    def __init__(self, clock: Clock = CLOCK) -> None:
         self._clock = clock
         self._looked_at = -LOOK_CHILDREN_S
         self._children: set[int] = set()
@@ -61,7 +58,7 @@ class ProcessReaper:
         if before - self._children:
             self._cleans_until = now + CLEAN_FOR_S
         if now <= self._cleans_until:
-            self._clean()
+            clean_up_after_dead_runs(scratch_root())
 
     def _reap(self, now: float) -> None:
         self._unreaped = {pid: self._unreaped.get(pid, now) for pid in unreaped_children_of(os.getpid())}
@@ -103,7 +100,7 @@ def run_worker(listen: str, console: Console, drain_s: float) -> None:
         os.environ[FOLDER] = str(folder.path)
         given_back.callback(os.environ.pop, FOLDER, None)
         point = WorkerServer(listen_on(host, port), console)
-        reaper = ProcessReaper(lambda: clean_up_after_dead_runs(scratch_root()))
+        reaper = ProcessReaper()
 
         async def serve() -> None:
             try:
@@ -121,7 +118,7 @@ def run_worker(listen: str, console: Console, drain_s: float) -> None:
                 )
                 terminated.clear()
                 say_leaving(folder.path, "its worker got SIGTERM")
-                _wait(terminated, reaper, drain_s, lambda: not point.is_in_use)
+                _wait(terminated, reaper, drain_s, point)
 
 
 def listen_on(host: str, port: int) -> socket.socket:
@@ -136,10 +133,10 @@ def _wait(
     event: threading.Event,
     reaper: ProcessReaper,
     limit_s: float = float("inf"),
-    until: Callable[[], bool] = lambda: False,
+    server: WorkerServer | None = None,
 ) -> None:
-    """Wait for an event by polling, so that signals are handled meanwhile."""
+    """Wait for an event, or until the server is not in use, by polling, so that signals are handled meanwhile."""
     waited_s = 0.0
-    while waited_s < limit_s and not event.wait(LOOK_S) and not until():
+    while waited_s < limit_s and not event.wait(LOOK_S) and not (server is not None and not server.is_in_use):
         waited_s += LOOK_S
         reaper.look()

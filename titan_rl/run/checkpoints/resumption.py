@@ -13,7 +13,6 @@ from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import CheckpointError, DamagedCheckpointError
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.journal.state import JournalContents, RunState, list_segments, read_segments
-from titan_rl.run.stages.rollout_stage import train_index
 from titan_rl.scheduling.task_mix import Position
 from titan_rl.training.state.checkpoint import list_checkpoints, step_of, verify
 
@@ -100,10 +99,7 @@ def resume_from_newest(config: RunConfig, run_dir: RunDirectory) -> Resumption:
     if checkpoint is None and not journal.begins and not journal.losses:
         losses.append(f"{run_dir.path} has no checkpoint and no journal: the run begins anew")
     # Without a checkpoint the first validation is made again, too.
-    run_dir.cut_records(
-        state.step if checkpoint is not None else -1,
-        is_settled=lambda group_id: journal.state.is_settled(train_index(group_id)),
-    )
+    run_dir.cut_records(state.step if checkpoint is not None else -1, journal.state)
     run_dir.write_config(config)
     return Resumption(checkpoint, state, tuple(losses), journal)
 

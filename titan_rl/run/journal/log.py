@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from titan_rl.core.errors import CheckpointError, NoSpaceError, means_no_space
 
@@ -38,11 +38,18 @@ KEPT_BYTES = 1 << 24
 """Bytes of a file that stay in memory after they have been read."""
 
 
-def read_log(path: Path, on_damage: Callable[[int, int], None] = lambda offset, size: None) -> Iterator[bytes]:
+class Damage(NamedTuple):
+    """Bytes of a file that are no record."""
+
+    offset: int
+    size: int
+
+
+def read_log(path: Path, damages: list[Damage] | None = None) -> Iterator[bytes]:
     """The whole records of a file, in order; none where it does not exist.
 
     Args:
-        on_damage: told of bytes that are passed over: their offset and how many they are.
+        damages: gets the parts of the file that are skipped.
 
     Raises:
         OSError: it cannot be read, or is no file: nothing is waited for at the end of a pipe.
@@ -56,12 +63,12 @@ def read_log(path: Path, on_damage: Callable[[int, int], None] = lambda offset, 
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "it is no regular file", str(path))
         if status.st_size:
-            yield from _records_in(descriptor, on_damage)
+            yield from _records_in(descriptor, [] if damages is None else damages)
     finally:
         os.close(descriptor)
 
 
-def _records_in(descriptor: int, on_damage: Callable[[int, int], None]) -> Iterator[bytes]:
+def _records_in(descriptor: int, damages: list[Damage]) -> Iterator[bytes]:
     with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as data:
         position = dropped = 0
         while position < len(data):
@@ -72,7 +79,7 @@ def _records_in(descriptor: int, on_damage: Callable[[int, int], None]) -> Itera
             if (record := _record_at(data, position)) is None:
                 start = position
                 position = _next_record(data, start + 1)
-                on_damage(start, position - start)
+                damages.append(Damage(start, position - start))
             else:
                 yield record
                 position += _HEADER.size + len(record) + len(END)

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from titan_rl.core.calls.threads import in_thread
-from titan_rl.core.errors import CheckpointError, NoSpaceError, means_no_space
-from titan_rl.generation.resume import Generation, Step, request_fn
+from titan_rl.core.errors import CheckpointError, NoSpaceError, RequestError, means_no_space
+from titan_rl.generation.request import Partial
+from titan_rl.generation.resume import Attempt, Generation, Step, request_fn
+from titan_rl.rollout.copies import completion_of
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.run.journal.log import LogWriter, flush_entry
-from titan_rl.run.journal.recorder import Recorder
 from titan_rl.run.journal.records import (
     BatchRecord,
+    CompletionRecord,
     DiscardRecord,
     DropRecord,
     JournalRecord,
     StartRecord,
+    digest,
     encode,
     group_of,
     group_record,
@@ -41,6 +46,12 @@ from titan_rl.scheduling.task_mix import Assigned, Dropped, MixEvent
 from titan_rl.types import Completion, GenerateFn, SamplingParams
 
 logger = logging.getLogger(__name__)
+
+
+class TrainSamples(Protocol):
+    """Training samples of a run's tasks."""
+
+    def train_sample(self, task: str, number: int) -> Any: ...
 
 
 class RunJournal:
@@ -87,7 +98,7 @@ class RunJournal:
             logger.warning("%s", loss)
         self._version = position.version
         self._run = position.run
-        self._recorder = Recorder(self._append)
+        self._asked: dict[str, tuple[int, bytes, SamplingParams]] = {}  # by request id, what is in flight
         self._segment_bytes = segment_bytes
         if found.begins:
             self._segment, self._num_bytes = segments[-1], segments[-1].stat().st_size
@@ -109,32 +120,62 @@ class RunJournal:
         """Batches that were trained after the checkpoint, and are handed out again as they were."""
         return len(self.state.batches_from(self._version))
 
-    def backlog(self, sample_of: Callable[[str, int], Any]) -> Backlog:
-        """Backlog from which a scheduler resumes.
-
-        Args:
-            sample_of: the training sample of a task, by its name and the sample's number.
-        """
+    def backlog(self, samples: TrainSamples) -> Backlog:
+        """Backlog from which a scheduler resumes."""
         state = self.state
         return Backlog(
             next_index=state.next_index,
             unsettled=sorted(state.unsettled),
             finished={
-                index: group_of(record, sample_of(record.task, record.sample))
+                index: group_of(record, samples.train_sample(record.task, record.sample))
                 for index, record in state.finished.items()
             },
             batches=state.batches_from(self._version),
         )
 
     def step(self, index: int) -> Step:
-        """The step that records the requests of a group, and repeats the answers that they got before: from an earlier
-        process, or when a worker died and the group is run again. `room` is awaited before it."""
+        """Step of generation that records the requests of a group, and repeats the answers that they got before: from
+        an earlier process, or when a worker died and the group is run again. `room` is awaited before it.
 
-        def known(request_id: str, prompt_digest: bytes, sampling: SamplingParams) -> Completion | None:
-            record = self.state.completions.get(index, {}).get((request_id, prompt_digest))
-            return None if record is None or record.sampling != sampling else record.completion
+        A fresh environment that is given the recorded answers arrives where its predecessor was, so environments need
+        not be saved. An environment that asks with another prompt or sampling than before gets new answers from there
+        on. A part that was interrupted comes back as aborted, and `Resume` asks for the rest.
 
-        return lambda attempt: self._recorder.step(attempt, index, known)
+        The answer is checked here, before anything reads it: see `copies.completion_of`.
+
+        Raises:
+            RequestError: a request of the same ID is in flight: completions are recorded by their request's ID, so
+                that two requests of one ID would get one answer.
+        """
+        return partial(self._recorded, index)
+
+    @contextmanager
+    def _recorded(self, index: int, attempt: Attempt) -> Generator[None]:
+        request = attempt.request
+        request_id, sampling, prompt_digest = request.request_id, request.sampling, digest(request.prompt_token_ids)
+        if request_id in self._asked:
+            raise RequestError(f"request id {request_id!r} is in flight already; request ids must be unique")
+        known = self.state.completions.get(index, {}).get((request_id, prompt_digest))
+        if known is not None and known.sampling == sampling:
+            attempt.answer = known.completion
+            yield
+            return
+        self._asked[request_id] = (index, prompt_digest, sampling)
+        heard = Partial(request, attempt.on_chunk)
+        try:
+            with heard.attempt() as keep:
+                if attempt.on_chunk is not None:  # else the engines stream nothing
+                    attempt.on_chunk = keep
+                yield
+        except asyncio.CancelledError:  # who listens may have heard enough
+            if (so_far := heard.so_far).token_ids:
+                self._append(CompletionRecord(index, prompt_digest, sampling, so_far))
+            raise
+        finally:
+            del self._asked[request_id]
+        attempt.answer = completion_of(attempt.answer, sampling.max_tokens)
+        if attempt.answer.token_ids:
+            self._append(CompletionRecord(index, prompt_digest, sampling, attempt.answer))
 
     async def room(self) -> None:
         """Wait until the writer keeps up with the disk."""
@@ -196,8 +237,11 @@ class RunJournal:
         open_records = state.records()
         self._turn_over(version)
         self._append(StartRecord(version, position.next_index, list(position.unsettled), position.run))
-        for record in self._recorder.in_flight(tokens or {}):
-            self._append(record)
+        for request_id, asked in list(self._asked.items()):
+            so_far = (tokens or {}).get(request_id)
+            if so_far is None or not so_far.token_ids or self._asked.get(request_id) is not asked:
+                continue
+            self._append(CompletionRecord(*asked, so_far))
             await self._writer.room()
             await asyncio.sleep(0)  # of a thousand long answers, each takes a part of a millisecond
         for record in open_records:  # what is superseded meanwhile is in the segment as well

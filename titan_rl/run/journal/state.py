@@ -18,7 +18,7 @@ import msgspec
 
 from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.errors import CheckpointError
-from titan_rl.run.journal.log import read_log
+from titan_rl.run.journal.log import Damage, read_log
 from titan_rl.run.journal.records import (
     AssignRecord,
     BatchRecord,
@@ -36,6 +36,16 @@ from titan_rl.scheduling.batches import step_from
 from titan_rl.scheduling.task_mix import MixEvent
 
 FILE = "run_state.json"
+
+
+def train_group_id(index: int) -> str:
+    """Id of the group at a position in the training data."""
+    return f"train-{index}"
+
+
+def train_index(group_id: str) -> int:
+    """The position of a `train_group_id`."""
+    return int(group_id.removeprefix("train-"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +295,7 @@ def read_segments(segments: Sequence[Path], position: DataPosition) -> JournalCo
             "folder away to begin with the model as loaded"
         )
     for path in segments:
-        damages: list[int] = []
+        damages: list[Damage] = []
         for data in _records(path, damages):
             try:
                 record = decode(data)
@@ -305,7 +315,7 @@ def read_segments(segments: Sequence[Path], position: DataPosition) -> JournalCo
             state.apply(record)
             events.extend(mix_events(record))
         if damages:
-            losses.append(f"{path}: {sum(damages)} bytes are no record and are passed over")
+            losses.append(f"{path}: {sum(damage.size for damage in damages)} bytes are no record and are passed over")
     for start in [start for start in state.batches if start < position.version]:
         del state.batches[start]  # trained, or of another course of events
     agrees = any(
@@ -326,10 +336,10 @@ def read_segments(segments: Sequence[Path], position: DataPosition) -> JournalCo
     return JournalContents(state, agrees, losses, events)
 
 
-def _records(path: Path, damages: list[int]) -> Iterator[bytes]:
-    """Read the records of one segment; the sizes of damaged parts go to `damages`."""
+def _records(path: Path, damages: list[Damage]) -> Iterator[bytes]:
+    """Read the records of one segment; its damaged parts go to `damages`."""
     try:
-        yield from read_log(path, on_damage=lambda offset, size: damages.append(size))
+        yield from read_log(path, damages)
     except OSError as error:
         raise CheckpointError(
             f"{path}, a segment of the journal, cannot be read: {error.strerror}; mend it, or move the folder "

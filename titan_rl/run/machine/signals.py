@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Coroutine, Generator, Iterator
+from collections.abc import Coroutine, Generator, Iterator
 from concurrent.futures import Future
 from types import FrameType, TracebackType
 from typing import Any, TypeVar, cast
@@ -50,7 +50,7 @@ class StopSignals:
         self.stopping = stopping
         self._ending = ending
         self._reaction_s = reaction_s
-        self._stop: Callable[[], object] | None = None
+        self._stoppable: asyncio.Task[Any] | None = None
         self._received_at = 0.0
         self._reacted = threading.Event()
         self._before: dict[signal.Signals, object] = {}
@@ -69,16 +69,15 @@ class StopSignals:
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
 
     @contextlib.contextmanager
-    def stopping_with(self, stop: Callable[[], object]) -> Generator[None]:
-        """Call `stop` from the handler of the first signal, for the length of the block; at once if the signal has come
-        already."""
-        self._stop = stop
+    def stopping(self, task: asyncio.Task[Any]) -> Generator[None]:
+        """Cancel a task at the first signal, for the length of the block; at once if the signal has come already."""
+        self._stoppable = task
         if self.received is not None:
-            stop()
+            self._cancel()
         try:
             yield
         finally:
-            self._stop = None
+            self._stoppable = None
             self._reacted.set()
 
     def stop(self) -> None:
@@ -86,8 +85,12 @@ class StopSignals:
         if self.received is None:
             self._handle(signal.SIGTERM, None)
 
-    def reacted(self) -> None:
-        """Note that the program has begun to stop."""
+    def _cancel(self) -> None:
+        if (task := self._stoppable) is not None:
+            task.get_loop().call_soon_threadsafe(self._react, task)
+
+    def _react(self, task: asyncio.Task[Any]) -> None:
+        task.cancel()
         self._reacted.set()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -96,8 +99,7 @@ class StopSignals:
             self.received, self._received_at = signal.Signals(number), time.monotonic()
             self.console.end_with(f"{name}: {self.stopping}")
             threading.Thread(target=self._wait_for_reaction, name="stop", daemon=True).start()
-            if self._stop is not None:
-                self._stop()
+            self._cancel()
         elif time.monotonic() - self._received_at > ONE_STOP_S:
             self.console.end_with(f"{name}: {self._ending}")
             os._exit(128 + number)
@@ -127,46 +129,13 @@ def run_to_its_end(program: Coroutine[Any, Any, T]) -> T:
         SystemExit, KeyboardInterrupt: the first of them, once the program has ended.
         BaseException: what the program raises.
     """
-    return _run(program) if asyncio._get_running_loop() is None else _in_thread(program)
-
-
-def _in_thread(program: Coroutine[Any, Any, T]) -> T:
-    outcome: Future[T] = Future()
-    begun: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = []
-
-    def work() -> None:
-        try:
-            outcome.set_result(_run(program, lambda loop, task: begun.append((loop, task))))
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=work, name="event loop").start()
-    interrupted = False
-    while True:
-        try:
-            return outcome.result()
-        except KeyboardInterrupt:
-            if outcome.done():
-                raise
-            interrupted = True
-            for loop, task in begun:
-                loop.call_soon_threadsafe(task.cancel)
-        except asyncio.CancelledError:
-            if interrupted:
-                raise KeyboardInterrupt from None
-            raise
-
-
-def _run(
-    program: Coroutine[Any, Any, T],
-    begun: Callable[[asyncio.AbstractEventLoop, asyncio.Task[T]], object] = lambda loop, task: None,
-) -> T:
+    if asyncio._get_running_loop() is not None:
+        return _in_thread(program)
     exit_of_others: BaseException | None = None
     with asyncio.Runner() as runner:
         loop = runner.get_loop()
         loop.set_default_executor(UsersThreads())
         task = loop.create_task(program)
-        begun(loop, task)
         while not task.done():
             try:
                 loop.run_until_complete(task)
@@ -184,35 +153,53 @@ def _run(
         return task.result()
 
 
+def _in_thread(program: Coroutine[Any, Any, T]) -> T:
+    outcome: Future[T] = Future()
+    running: list[asyncio.Task[Any]] = []
+
+    async def noted() -> T:
+        running.extend(filter(None, [asyncio.current_task()]))
+        return await program
+
+    def work() -> None:
+        try:
+            outcome.set_result(run_to_its_end(noted()))
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=work, name="event loop").start()
+    interrupted = False
+    while True:
+        try:
+            return outcome.result()
+        except KeyboardInterrupt:
+            if outcome.done():
+                raise
+            interrupted = True
+            for task in running:
+                task.get_loop().call_soon_threadsafe(task.cancel)
+        except asyncio.CancelledError:
+            if interrupted:
+                raise KeyboardInterrupt from None
+            raise
+
+
 logger = logging.getLogger(__name__)
 
 
-def run_until_signal(program: Coroutine[Any, Any, None], signals: StopSignals, failed: Callable[[], str]) -> int:
-    """Run a program to its end, or until a signal cancels it.
-
-    Args:
-        failed: Gives the note of an error that ends the program.
+async def until_signal(program: Coroutine[Any, Any, None], signals: StopSignals) -> int:
+    """Run a program until its end, or until a signal cancels it.
 
     Returns:
         exit code: 0, or 128 + the number of the signal that ended the program in order.
 
     Raises:
-        Exception: The error that ended the program, with its note.
+        Exception: The error that ended the program.
     """
-    return run_to_its_end(_until_signal(program, signals, failed))
-
-
-async def _until_signal(program: Coroutine[Any, Any, None], signals: StopSignals, failed: Callable[[], str]) -> int:
     task = asyncio.ensure_future(program)
-    loop = asyncio.get_running_loop()
-
-    def stop() -> None:
-        task.cancel()
-        signals.reacted()
-
     failure: BaseException | None = None
     try:
-        with signals.stopping_with(lambda: loop.call_soon_threadsafe(stop)):
+        with signals.stopping(task):
             await task
     except asyncio.CancelledError:
         if signals.received is None:
@@ -225,7 +212,6 @@ async def _until_signal(program: Coroutine[Any, Any, None], signals: StopSignals
         logger.error("the run ended", exc_info=error)
         failure = error
     if failure is not None:  # outside the handlers, so that its cause stays its own
-        failure.add_note(failed())
         raise failure
     return 0
 

@@ -191,6 +191,14 @@ class Verbosity(IntEnum):
     VERBOSE = 2  # also what the log has
 
 
+class Followed(Protocol):
+    """Run whose generation is shown."""
+
+    def look(self) -> RunLook:
+        """Snapshot of generation."""
+        ...
+
+
 class Progress(StderrConsole):
     """Progress display of a command. A context manager; `message` also works before and after.
 
@@ -237,8 +245,8 @@ class Progress(StderrConsole):
         if self._verbosity is Verbosity.QUIET:
             return self
         if self._console.is_terminal and not self._console.is_dumb_terminal:
-            self._live = LiveLines(self._console, self._lines, vanish=self._vanish)
-            self._live.start()
+            self._live = LiveLines(self._console, self, vanish=self._vanish)
+            self._live.start(refresh=True)
         else:
             self._operations.start_ticking()
         return self
@@ -282,11 +290,11 @@ class Progress(StderrConsole):
         """
         return self._operations.begin(text, note)
 
-    async def follow(self, look: Callable[[], RunLook]) -> None:
+    async def follow(self, run: Followed) -> None:
         """Show a snapshot of generation, refreshed until cancelled."""
         try:
             while True:
-                self._look = look()
+                self._look = run.look()
                 await asyncio.sleep(_LOOK_EVERY_S)
         finally:
             self._look = None
@@ -329,7 +337,8 @@ class Progress(StderrConsole):
             self._live.stop()
             self._live = None
 
-    def _lines(self) -> list[Text]:
+    def lines(self) -> Sequence[Text]:
+        """Lines of the live display."""
         size = self._console.size
         return layout(self._view(), size.width, size.height, ascii_only=self._console.options.ascii_only)
 

@@ -17,7 +17,7 @@ from titan_rl.rollout.group.rollouter import GroupRunner, Sessions
 from titan_rl.rollout.task import calling, held_out_samples
 from titan_rl.rollout.types import Rollout, RolloutGroup
 from titan_rl.run.journal.run_journal import RunJournal
-from titan_rl.run.journal.state import RunState
+from titan_rl.run.journal.state import RunState, train_group_id
 from titan_rl.run.observability.generation_status import HighWaterMark
 from titan_rl.run.observability.rollout_log import RolloutLog
 from titan_rl.scheduling.backlog import SchedulerObserver
@@ -140,7 +140,7 @@ class RolloutStage:
             budget=(config.training.steps - version) * config.scheduling.groups_per_step,
             filters=filters,
             version=version,
-            backlog=self._journal.backlog(self.train_sample),
+            backlog=self._journal.backlog(self),
             observer=observer,
             order=self._mix if len(config.tasks) > 1 else None,
         )
@@ -287,13 +287,3 @@ class RolloutStage:
             stop_token_ids=self._stop_token_ids,
             return_routed_experts=routed_experts,
         )
-
-
-def train_group_id(index: int) -> str:
-    """Id of the group at a position in the training data."""
-    return f"train-{index}"
-
-
-def train_index(group_id: str) -> int:
-    """The position of a `train_group_id`."""
-    return int(group_id.removeprefix("train-"))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from math import ceil
-from typing import TextIO
+from typing import Protocol, TextIO
 
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, Group, RenderableType
 from rich.live import Live
@@ -50,35 +50,26 @@ class ForgivingConsole(Console):
 REFRESHES_PER_S = 4
 
 
-class LiveLines:
+class Display(Protocol):
+    """Source of live lines."""
+
+    def lines(self) -> Sequence[Text]:
+        """Lines to draw now. Called in a thread of the display."""
+        ...
+
+
+class LiveLines(Live):
     """Lines at the bottom of a terminal. Other output scrolls above them, also output of code that does not know of
-    them.
+    them. `stop` draws the lines for the last time.
+
+    A terminal that becomes narrower breaks the lines on it into more rows than were drawn; all of them are replaced.
 
     Args:
-        lines: what to draw, asked for by a thread of its own.
         vanish: nothing is left of them at the end.
     """
 
-    def __init__(self, console: Console, lines: Callable[[], Sequence[Text]], *, vanish: bool = False) -> None:
-        self._live = _ResizedLive(console, lines, vanish=vanish)
-
-    def start(self) -> None:
-        self._live.start(refresh=True)
-
-    def refresh(self) -> None:
-        self._live.refresh()
-
-    def stop(self) -> None:
-        """Draw the lines for the last time, and leave the terminal as it was."""
-        self._live.stop()
-
-
-class _ResizedLive(Live):
-    """A terminal that becomes narrower breaks the lines that are there into more rows than were drawn; all of them are
-    to be replaced."""
-
-    def __init__(self, console: Console, lines: Callable[[], Sequence[Text]], *, vanish: bool) -> None:
-        self._ask = lines
+    def __init__(self, console: Console, display: Display, *, vanish: bool = False) -> None:
+        self._display = display
         self._asked: Sequence[Text] = ()
         self._drawn: Sequence[Text] = ()
         self._width = console.width
@@ -92,7 +83,7 @@ class _ResizedLive(Live):
         )
 
     def _lines(self) -> Group:
-        self._asked = self._ask()
+        self._asked = self._display.lines()
         return Group(*self._asked)
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
