@@ -114,6 +114,19 @@ def test_the_task_that_is_given_has_the_settings(project: Path) -> None:
     assert list(task.words) == ["eggs"]
 
 
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_table_within_a_table_has_settings(project: Path, is_read: bool) -> None:
+    overrides = {"generation.speculative.method": "ngram", "generation.speculative.num_speculative_tokens": 2}
+    config = given(config_of(ONE + "[generation]\nnum_generators = 2\n", is_read=is_read), overrides)
+    assert (config.generation.speculative.method, config.generation.speculative.num_speculative_tokens) == ("ngram", 2)
+    assert config.generation.num_generators == 2
+
+
+def test_a_table_that_is_not_there_is_named(project: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no table 'speculate'"):
+        given(config_of(ONE, is_read=True), {"generation.speculate.method": "ngram"})
+
+
 def test_a_task_that_is_not_changed_stays_the_object_it_is(project: Path) -> None:
     config = config_of(SEVERAL, is_read=True)
     made = given(config, {"tasks.ham.weight": 7})

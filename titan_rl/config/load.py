@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import tomli_w
 from pydantic import ValidationError
@@ -247,15 +247,18 @@ def _changed(config: RunConfig, task: TaskLike | None, changes: Mapping[str, obj
         if setting in of_tasks:
             continue
         origins.note(setting, ARGUMENTS)
-        table, _, field = setting.rpartition(".")
-        if not table:
-            tables[setting] = value
-        elif isinstance(tables.get(table), Section):
-            tables[table] = {**tables[table].model_dump(exclude_unset=True), field: value}
-        elif isinstance(tables.get(table), dict):
-            tables[table][field] = value
-        else:
-            raise ConfigError(f"{setting} = {value!r}: there is no table {table!r}")
+        *path, field = setting.split(".")
+        table, section = tables, config
+        for name in path:
+            section = getattr(section, name, None)
+            inner = table.get(name, section)  # of a table that is not set, the defaults
+            if isinstance(inner, Section):
+                inner = inner.model_dump(exclude_unset=True)
+            if not isinstance(inner, dict):
+                raise ConfigError(f"{setting} = {value!r}: there is no table {name!r}")
+            table[name] = dict(cast("dict[str, Any]", inner))
+            table = table[name]
+        table[field] = value
     try:
         changed = RunConfig.model_validate(without_unset(RunConfig, tables))
     except ValidationError as error:

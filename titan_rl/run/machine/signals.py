@@ -69,7 +69,7 @@ class StopSignals:
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
 
     @contextlib.contextmanager
-    def stopping(self, task: asyncio.Task[Any]) -> Generator[None]:
+    def cancelling(self, task: asyncio.Task[Any]) -> Generator[None]:
         """Cancel a task at the first signal, for the length of the block; at once if the signal has come already."""
         self._stoppable = task
         if self.received is not None:
@@ -199,7 +199,7 @@ async def until_signal(program: Coroutine[Any, Any, None], signals: StopSignals)
     task = asyncio.ensure_future(program)
     failure: BaseException | None = None
     try:
-        with signals.stopping(task):
+        with signals.cancelling(task):
             await task
     except asyncio.CancelledError:
         if signals.received is None:
