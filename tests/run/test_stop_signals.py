@@ -53,7 +53,7 @@ def sleep():
     time.sleep(1000)
 
 async def run(what, signals):
-    with signals.cancelling(asyncio.current_task()):
+    with signals.ending_in_order():
         try:
             if what == "idle":
                 print("ready", flush=True)

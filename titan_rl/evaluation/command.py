@@ -19,7 +19,7 @@ from titan_rl.evaluation.policies.source import find_policy
 from titan_rl.evaluation.results import Evaluation
 from titan_rl.evaluation.suites import chosen_suites
 from titan_rl.run.machine.environment import file_modes, logging_to
-from titan_rl.run.machine.signals import run_to_its_end, until_signal
+from titan_rl.run.machine.signals import StopSignals, run_to_its_end
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.session import SessionFiles, process_session
 
@@ -64,12 +64,13 @@ def run_evaluations(
             process_session(files.run_id, config.pythonpath, stopping=STOPPING, ended=ended) as signals,
         ):
             signals.console = progress
-            program = _evaluate_all(config, settings, policies, out, evaluations, files, progress)
+            program = _evaluate_all(config, settings, policies, out, evaluations, files, progress, signals)
             try:
-                return run_to_its_end(until_signal(program, signals))
+                run_to_its_end(program)
             except Exception as error:
                 error.add_note(f"logs and transcripts are in {out}")
                 raise
+            return signals.code
 
 
 async def _evaluate_all(
@@ -80,17 +81,19 @@ async def _evaluate_all(
     evaluations: list[Evaluation],
     files: SessionFiles,
     progress: Progress,
+    signals: StopSignals,
 ) -> None:
     taken: set[str] = set()
-    for given in policies:
-        async with contextlib.AsyncExitStack() as opened:
-            opening = open_policy(given, config, settings, files, progress)
-            with progress.working(f"loading {given}"):
-                policy = await opened.enter_async_context(opening)
-            run = EvaluationRun(config, settings, policy, out / folder_name(policy.name, taken), progress)
-            try:
-                with progress.working(f"playing {policy.name}", progress.counted):
-                    await run.run()
-            finally:
-                if (evaluation := run.evaluation()).tasks:  # else nothing of it could be opened
-                    evaluations.append(evaluation)
+    with signals.ending_in_order():
+        for given in policies:
+            async with contextlib.AsyncExitStack() as opened:
+                opening = open_policy(given, config, settings, files, progress)
+                with progress.working(f"loading {given}"):
+                    policy = await opened.enter_async_context(opening)
+                run = EvaluationRun(config, settings, policy, out / folder_name(policy.name, taken), progress)
+                try:
+                    with progress.working(f"playing {policy.name}", progress.counted):
+                        await run.run()
+                finally:
+                    if (evaluation := run.evaluation()).tasks:  # else nothing of it could be opened
+                        evaluations.append(evaluation)

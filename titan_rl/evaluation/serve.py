@@ -30,7 +30,7 @@ from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.run.hosts import open_hosts
 from titan_rl.run.machine.environment import file_modes, logging_to
 from titan_rl.run.machine.requirements import require_modules
-from titan_rl.run.machine.signals import run_to_its_end, until_signal
+from titan_rl.run.machine.signals import StopSignals, run_to_its_end
 from titan_rl.run.observability.progress import Verbosity, status
 from titan_rl.run.session import SessionFiles, process_session
 from titan_rl.run.terminal.standard_streams import OutputError, StderrConsole, say
@@ -84,12 +84,12 @@ def run_server(config: ServeConfig, source: PolicySource, verbosity: Verbosity =
         logging_to(files.logs / "server.log"),
         process_session(files.run_id, config.pythonpath, stopping=STOPPING, ended=ENDED) as signals,
     ):
-        program = _serve_on_hosts(config, source, keys, files, verbosity)
         try:
-            return run_to_its_end(until_signal(program, signals))
+            run_to_its_end(_serve_on_hosts(config, source, keys, files, signals, verbosity))
         except Exception as error:
             error.add_note(f"its logs are in {files.logs}")
             raise
+        return signals.code
 
 
 @contextlib.contextmanager
@@ -102,11 +102,17 @@ def _files() -> Generator[SessionFiles]:
 
 
 async def _serve_on_hosts(
-    config: ServeConfig, source: PolicySource, keys: Keys, files: SessionFiles, verbosity: Verbosity
+    config: ServeConfig,
+    source: PolicySource,
+    keys: Keys,
+    files: SessionFiles,
+    signals: StopSignals,
+    verbosity: Verbosity,
 ) -> None:
     opening = open_hosts(config, files.logs, "titan_rl.cluster.generator_processes", verbosity=verbosity)
-    async with opening as started:
-        await _serve(started.config, source, keys, files, verbosity)
+    with signals.ending_in_order():
+        async with opening as started:
+            await _serve(started.config, source, keys, files, verbosity)
 
 
 async def _serve(

@@ -37,7 +37,7 @@ from titan_rl.run.journal.state import RunState, list_segments, read_segments
 from titan_rl.run.machine.environment import logging_to, run_environment
 from titan_rl.run.machine.guard import guarded
 from titan_rl.run.machine.requirements import check_room, size_of
-from titan_rl.run.machine.signals import StopSignals, run_to_its_end, until_signal
+from titan_rl.run.machine.signals import StopSignals, run_to_its_end
 from titan_rl.run.observability.progress import Progress, Verbosity
 from titan_rl.run.observability.sinks import Sinks, open_sinks
 from titan_rl.run.observability.watchers import background_tasks
@@ -177,7 +177,8 @@ class RunSession(Generic[S]):
                 first.source(),
             ):
                 try:
-                    code = outcome.code = run_to_its_end(until_signal(self._run(work), self.signals))
+                    run_to_its_end(self._run(work))
+                    code = outcome.code = self.signals.code
                 except Exception as error:
                     error.add_note(self.messages.failed())
                     raise
@@ -200,23 +201,24 @@ class RunSession(Generic[S]):
         return start
 
     async def _run(self, work: Work[S]) -> None:
-        async with contextlib.AsyncExitStack() as hosts:
-            if self._processes is not None:
-                opening = open_hosts(
-                    self.config,
-                    self.run_dir.logs,
-                    self._processes,
-                    verbosity=self._verbosity,
-                    signals=self.signals,
-                )
-                workers = await hosts.enter_async_context(opening)
-                self.config, self.provided = workers.config, workers.provided
-            await asyncio.sleep(0)  # a signal that came until now stops the run here, before it starts anything
-            with self._error.wins():
-                async with contextlib.AsyncExitStack() as resources:
-                    self._open_outputs(resources)
-                    summary = await work(resources)
-        self.summary = summary
+        with self.signals.ending_in_order():
+            async with contextlib.AsyncExitStack() as hosts:
+                if self._processes is not None:
+                    opening = open_hosts(
+                        self.config,
+                        self.run_dir.logs,
+                        self._processes,
+                        verbosity=self._verbosity,
+                        signals=self.signals,
+                    )
+                    workers = await hosts.enter_async_context(opening)
+                    self.config, self.provided = workers.config, workers.provided
+                await asyncio.sleep(0)  # a signal that came until now stops the run here, before it starts anything
+                with self._error.wins():
+                    async with contextlib.AsyncExitStack() as resources:
+                        self._open_outputs(resources)
+                        summary = await work(resources)
+            self.summary = summary
 
     def _open_outputs(self, resources: contextlib.AsyncExitStack) -> None:
         logging, step = self.config.logging, self.start.state.step

@@ -19,6 +19,8 @@ from titan_rl.core.errors import TitanRLError
 from titan_rl.run.machine.guard import ONE_STOP_S, STOPS
 from titan_rl.run.terminal.standard_streams import StderrConsole
 
+logger = logging.getLogger(__name__)
+
 REACTION_S = 3.0
 
 
@@ -29,6 +31,9 @@ class StopSignals:
     event loop from running. Where a call of native code keeps Python's lock they wait, and the guard acts.
 
     A SIGINT that whoever started the program had it ignore, as shells do for commands in the background, stays ignored.
+
+    Attributes:
+        code: exit code: 0, or 128 + the number of the signal that ended the program in order.
 
     Args:
         stopping: says what the first signal does. An attribute, for a program that changes what it is at.
@@ -46,6 +51,7 @@ class StopSignals:
         reaction_s: float = REACTION_S,
     ) -> None:
         self.received: signal.Signals | None = None  # the first
+        self.code = 0
         self.console = console or StderrConsole()
         self.stopping = stopping
         self._ending = ending
@@ -69,16 +75,34 @@ class StopSignals:
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
 
     @contextlib.contextmanager
-    def cancelling(self, task: asyncio.Task[Any]) -> Generator[None]:
-        """Cancel a task at the first signal, for the length of the block; at once if the signal has come already."""
-        self._stoppable = task
+    def ending_in_order(self) -> Generator[None]:
+        """Cancel the current task at the first signal, for the length of the block, or at once if the signal has come
+        already. The block then ends without an error, and `code` says so.
+
+        Raises:
+            Exception: The error that ended the block; the first cause of a group.
+        """
+        failure: BaseException | None = None
+        self._stoppable = asyncio.current_task()
         if self.received is not None:
             self._cancel()
         try:
             yield
+        except asyncio.CancelledError:
+            if self.received is None:
+                raise
+            self.code = 128 + self.received
+        except BaseExceptionGroup as group:
+            logger.error("the run ended", exc_info=group)
+            failure = first_cause(group)
+        except Exception as error:
+            logger.error("the run ended", exc_info=error)
+            failure = error
         finally:
             self._stoppable = None
             self._reacted.set()
+        if failure is not None:
+            raise failure from failure.__cause__
 
     def stop(self) -> None:
         """Stop the program like a SIGTERM, unless a signal came before."""
@@ -182,38 +206,6 @@ def _in_thread(program: Coroutine[Any, Any, T]) -> T:
             if interrupted:
                 raise KeyboardInterrupt from None
             raise
-
-
-logger = logging.getLogger(__name__)
-
-
-async def until_signal(program: Coroutine[Any, Any, None], signals: StopSignals) -> int:
-    """Run a program until its end, or until a signal cancels it.
-
-    Returns:
-        exit code: 0, or 128 + the number of the signal that ended the program in order.
-
-    Raises:
-        Exception: The error that ended the program.
-    """
-    task = asyncio.ensure_future(program)
-    failure: BaseException | None = None
-    try:
-        with signals.cancelling(task):
-            await task
-    except asyncio.CancelledError:
-        if signals.received is None:
-            raise
-        return 128 + signals.received
-    except BaseExceptionGroup as group:
-        logger.error("the run ended", exc_info=group)
-        failure = first_cause(group)
-    except Exception as error:
-        logger.error("the run ended", exc_info=error)
-        failure = error
-    if failure is not None:  # outside the handlers, so that its cause stays its own
-        raise failure
-    return 0
 
 
 def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
