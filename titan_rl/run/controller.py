@@ -49,8 +49,8 @@ from titan_rl.run.observability.rollout_log import GroupRecords, RolloutLog
 from titan_rl.run.observability.steps import Stage, StepReports, prefixed
 from titan_rl.run.observability.summary import RunSummary
 from titan_rl.run.stages.rollout_stage import RolloutStage, make_mix
+from titan_rl.run.stages.training import WeightSync
 from titan_rl.run.stages.validation import Validation
-from titan_rl.run.stages.weight_sync import WeightSync
 from titan_rl.run.terminal.view import RunLook
 from titan_rl.scheduling.batches import GroupBatch
 from titan_rl.scheduling.filters import GroupFilter

@@ -1,4 +1,4 @@
-"""Calls of the trainer that outlive a cancelled run, and the count of skipped steps."""
+"""Calls of the trainer that outlive a cancelled run, the count of skipped steps, and weight sync to the generators."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from titan_rl.core.calls.cancellation import stray_cancellation_fails
 from titan_rl.core.console import Console
-from titan_rl.core.errors import TrainingError, listed
+from titan_rl.core.errors import StateDictError, TrainingError, listed
+from titan_rl.core.tracing.spans import span
+from titan_rl.generation.router.control import PullMode
+from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.training.protocol import StepResult, Trainer
+from titan_rl.weights.types import PublishedWeights
 
 logger = logging.getLogger(__name__)
 
@@ -67,21 +71,20 @@ class TrainerCalls:
             return
         await asyncio.wait([self._call])
         if not self._call.cancelled() and (error := self._call.exception()) is not None:
-            logger.warning("what the trainer was at work on failed: %r", error)
+            logger.warning("the trainer's last call failed: %r", error)
 
 
 class SkippedSteps:
     """Counts the steps of a run that were skipped, in whole or in part, and ends it after too many.
 
-    A skipped step makes a version as any other does, and its batch is done with: a run that goes on, or is resumed,
-    trains on the next one.
+    A skipped step makes a version like any other, and its batch is not trained on again, even if the run is resumed.
 
     Attributes:
-        count: since the run was started or resumed.
+        count: Skipped steps since the run was started or resumed.
 
     Args:
         limit: `training.max_skipped_steps`.
-        console: shows the user which step was skipped, and why.
+        console: Shows the user which step was skipped, and why.
     """
 
     def __init__(self, limit: int, console: Console) -> None:
@@ -94,10 +97,10 @@ class SkippedSteps:
         return len(self._texts)
 
     def note(self, result: StepResult) -> dict[str, str]:
-        """Count a step if any of it was skipped, and tell which.
+        """Count a step if any of it was skipped, and report it.
 
         Returns:
-            for each rollout that was not learned from, by its id, why that is.
+            by rollout id, the reason why a rollout was not learned from.
         """
         if not result.skipped:
             return {}
@@ -114,11 +117,83 @@ class SkippedSteps:
     def check(self) -> None:
         """
         Raises:
-            TrainingError: more steps were skipped than may be; the message names the rollouts.
+            TrainingError: more than `limit` steps were skipped. The message names the rollouts.
         """
         if self.count > self._limit:
             raise TrainingError(
                 f"{self.count} steps were skipped, and training.max_skipped_steps = {self._limit}: "
                 f"{'; '.join(self._texts)}. rollouts.jsonl has these rollouts. Look for extreme rewards or logprobs in "
-                "them, or lower training.lr; --resume goes on behind them, with training.max_skipped_steps counted anew"
+                "them, or lower training.lr; --resume continues after them, and counts skipped steps from 0"
             )
+
+
+class WeightSync:
+    """Weight sync from the trainer to all generators, one version after the other.
+
+    Args:
+        published: Manifests of published versions, for the router's replicas.
+        pull_mode: Effect on requests in flight; see `GeneratorRouter.pull_state_dict`.
+    """
+
+    def __init__(
+        self, trainer: Trainer, published: PublishedWeights, router: GeneratorRouter, pull_mode: PullMode
+    ) -> None:
+        self._trainer = trainer
+        self._published = published
+        self._router = router
+        self._pull_mode: PullMode = pull_mode
+        self._is_unverified = False
+
+    async def begin(self) -> None:
+        """Have the trainer copy its version to publish it. The next step may begin: it changes no weight before the
+        copy is made."""
+        await self._trainer.begin_publish()
+
+    async def finish(self, version: int) -> dict[str, float]:
+        """Wait until every serving generator has pulled and verified the version begun last.
+
+        Args:
+            version: Version that the trainer reported.
+
+        Returns:
+            publish_s, pull_s, and the worst of each generator's measurements.
+
+        Raises:
+            TrainingError: the trainer published another version.
+            StateDictError: the version cannot be published, or no generator can load it.
+        """
+        with span("sync", "sync", lane="sync", version=version):
+            with span("publish", "sync", version=version) as publishing:
+                manifest = await self._trainer.finish_publish()
+            if manifest.version != version:
+                raise TrainingError(f"the trainer published version {manifest.version}, and the run is at {version}")
+            self._published.announce(manifest)
+            with span("pull", "sync", version=version) as pulling:
+                await self._pull(version)
+        figures = self._published.worst()
+        self._log_unverified(version, figures.get("unverified_share", 0.0))
+        return figures | {"publish_s": publishing.seconds, "pull_s": pulling.seconds}
+
+    def _log_unverified(self, version: int, unverified: float) -> None:
+        """Log when versions begin to be unverified, and when they are verified again."""
+        if unverified and not self._is_unverified:
+            logger.warning(
+                "version %d is unverified: no check has shown that the generators hold %.0f%% of its weights; see "
+                "sync/unverified_share for the versions after it, and the generators' logs for the reason",
+                *(version, 100 * unverified),
+            )
+        elif self._is_unverified and not unverified:
+            logger.warning("version %d is verified again", version)
+        self._is_unverified = bool(unverified)
+
+    async def _pull(self, version: int) -> None:
+        while True:
+            manifest = self._published.manifest_of(version)
+            try:
+                await self._router.pull_state_dict(version, self._pull_mode)
+            except StateDictError:
+                await self._trainer.finish_publish()  # a trainer that died with the weights has them again
+                if self._published.manifest_of(version) is manifest:
+                    raise
+            else:
+                return

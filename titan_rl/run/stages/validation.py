@@ -16,9 +16,9 @@ from titan_rl.rollout.group.transcript import ErrorCounts
 from titan_rl.rollout.task import measured
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.run.directory import RunDirectory
-from titan_rl.run.observability.group_metrics import validation_metrics
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.rollout_log import RolloutLog
+from titan_rl.run.observability.steps import validation_metrics
 from titan_rl.run.stages.rollout_stage import RolloutStage
 
 ALONE = "validation"
