@@ -2,24 +2,24 @@
 
 A step goes through these stages, each begun by a method of `Controller`, in this order:
 
-    BATCH     consumes groups that have finished; waits until the scheduler has as many as a step takes; produces a
-              batch, which holds its slots
+    BATCH     consumes finished groups; waits until the scheduler has enough for a step; produces a batch, which holds
+              its slots
     TRAIN     consumes the batch; waits for the trainer alone; produces the next version of the weights
-    PUBLISH   waits until all generators have the version before, so that two are in memory at most; fixes the new one,
-              and begins SYNC
-    SYNC      in the background: waits until the version can be read, and every generator has pulled and verified it;
-              then releases the batch's slots, which admits the groups of a later step
+    PUBLISH   waits until all generators have the previous version, so that at most two are in memory; copies the new
+              one, and begins SYNC
+    SYNC      in the background: waits until every generator has pulled and verified the version; then releases the
+              batch's slots, which admits the groups of a later step
     VALIDATE  when due: waits for SYNC; produces the mean reward on held-out samples, while no step is trained
-    SAVE      when due: waits for SYNC and for the checkpoint before; copies weights and data position while training
-              stands, and begins WRITE
-    WRITE     in the background: the checkpoint goes to the disk
+    SAVE      when due: waits for SYNC and for the previous checkpoint; copies weights and data position while no step
+              is trained, and begins WRITE
+    WRITE     in the background: writes the checkpoint to the disk
 
-So the next BATCH and TRAIN overlap SYNC and WRITE, and how many groups are generated ahead of them is the scheduler's
-to say. A step is held up by groups that are not there (a slot comes free by SYNC), by the slowest pull of the version
-before, or by the disk.
+So the next BATCH and TRAIN overlap SYNC and WRITE, and the scheduler decides how many groups are generated ahead of
+them. A step can wait for groups (SYNC frees their slots), for the slowest pull of the previous version, or for the
+disk.
 
-A background task that fails ends the loop. However that ends, a call that changes the trainer is waited for, because
-only then its version is known, and what is trained is saved.
+A background task that fails ends the loop. Whatever ends it, the loop waits for a running call of the trainer, whose
+version is known only then, and saves the trained version.
 """
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ from titan_rl.weights.types import PublishedWeights
 
 
 class Controller(TrainingLoop):
-    """Training loop over the planes of one run. It starts and ends nothing that it was given.
+    """Training loop over the planes of one run. It starts and closes nothing that it was given.
 
     Args:
-        group_runners: by the tasks' names.
-        start: of the checkpoint that the trainer has loaded.
-        published: where the router's replicas find the manifests of published versions.
-        sinks: receives the metrics.
-        token_texts: reads tokens for transcripts.
-        filters: which groups are not trained on, in the place of those that settings name.
-        hosts: what becomes of those on which it all happens.
+        group_runners: Runners of groups, by the tasks' names.
+        start: State of the checkpoint that the trainer has loaded.
+        published: Manifests of published versions, for the router's replicas.
+        sinks: Receives the metrics.
+        token_texts: Decodes tokens for transcripts.
+        filters: Replace the group filters that settings name.
+        hosts: Reports hosts joining, draining and lost.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Controller(TrainingLoop):
         """Validate, train, validate again. A checkpoint is written on every way out that leaves a trained model.
 
         Raises:
-            TitanRLError: what ended the run, of whichever part.
+            TitanRLError: the error that ended the run.
         """
         with self._progress.working("loading the first weights into the generators"):
             await self._sync.begin()

@@ -26,7 +26,7 @@ from titan_rl.run.json_lines import JsonLines, cut_records, cut_traces, records
 
 LONGEST = 80
 SAYS_NOTHING = ("run_dir", "share_run_dir", "name", "logging.", "pythonpath", "hosts.")
-"""Settings, or beginnings of their names, that are no difference between two runs."""
+"""Settings, or prefixes of their names, that do not distinguish two runs."""
 
 
 def run_name(config: RunConfig, tomls: Sequence[Path] = (), overrides: Sequence[tuple[str, str]] = ()) -> str:
@@ -35,7 +35,7 @@ def run_name(config: RunConfig, tomls: Sequence[Path] = (), overrides: Sequence[
     Example: `AlphabetSort` from `cpu.toml` and `long.toml` with `--training.lr 1e-3` is "alphabet-sort-long-lr=1e-3".
 
     Returns:
-        part of a file's name: letters, digits and `-_.+=`, 80 at most.
+        part of a file name: at most 80 letters, digits and `-_.+=`.
     """
     if config.name:
         return config.name
@@ -72,7 +72,7 @@ def check_run_dir(config: RunConfig) -> None:
     """Check that a run's folder can be made, and leave nothing behind.
 
     Raises:
-        ConfigError: it could not.
+        ConfigError: it cannot be made.
     """
     path = Path(config.run_dir).absolute()
     try:
@@ -90,26 +90,36 @@ class RunDirectory:
     """Paths of a run's files, and the one writer of its JSON lines.
 
         config.toml      the resolved settings, defaults included
-        metrics.jsonl    {"step": 3, "time_s": 12.5, "rollout/reward_mean": 0.41, ...}, one line a record
-        rollouts.jsonl   {"step": 3, "phase": "train", "messages": [...], "reward": 0.74, ...}, one line a rollout
-        status.json      whether the run goes on, or how it ended, and what it waits for
-        hosts.json       which hosts it has and had, of a run with processes; hosts.jsonl is how others ask for more
-        logs/            one file a process
-        trace/           what each process does when: one file of Chrome trace events a process
-        checkpoints/     one folder a saved step
-        run_state.json   the settings and the data position that the run began with, as checkpoints have theirs
-        journal/         what happened since, one file a checkpoint
-        supervised.json  of a run of `titan-rl sft` alone: which demonstrations it learns
+        metrics.jsonl    {"step": 3, "time_s": 12.5, "rollout/reward_mean": 0.41, ...}, one line per record
+        rollouts.jsonl   {"step": 3, "phase": "train", "messages": [...], "reward": 0.74, ...}, one line per rollout
+        status.json      state of the run, its outcome, and the resource that it waits for
+        hosts.json       hosts that a run with processes has and had; requests for changes arrive in hosts.jsonl
+        logs/            one file per process
+        trace/           Chrome trace events, one file per process
+        checkpoints/     one folder per saved step
+        run_state.json   settings and data position at the start of the run; each checkpoint has its own
+        journal/         events since then, one file per checkpoint
+        supervised.json  digest of the demonstrations, in runs of `titan-rl sft`
         export/          the policy as a Hugging Face folder
-        report.html      what `titan-rl view` shows, as one file
-        lock             held while a process runs this run
+        report.html      page of `titan-rl view`, as one file
+        lock             held while a process executes this run
 
     Args:
-        path: the folder of a run; it is made, with `logs` and `checkpoints`, where it does not exist.
+        path: Folder of a run. It is made, with `logs` and `checkpoints`, if it does not exist.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).absolute()  # an environment may change the current folder
+        self.config = self.path / "config.toml"
+        self.metrics = self.path / "metrics.jsonl"
+        self.rollouts = self.path / "rollouts.jsonl"
+        self.logs = self.path / "logs"
+        self.trace = self.path / "trace"
+        self.checkpoints = self.path / "checkpoints"
+        self.journal = self.path / "journal"
+        self.supervised = self.path / "supervised.json"
+        self.export = self.path / "export"
+        self.report = self.path / "report.html"
         self._started = time.monotonic()
         self._lines = {path: JsonLines(path) for path in (self.metrics, self.rollouts)}
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -117,12 +127,12 @@ class RunDirectory:
 
     @classmethod
     def create(cls, config: RunConfig, name: str | None = None) -> RunDirectory:
-        """Make a folder that no other run has, `<config.run_dir>/<date>-<time>-<name>`, and write the settings to it.
+        """Make a new folder, `<config.run_dir>/<date>-<time>-<name>`, and write the settings to it.
 
-        `<config.run_dir>/latest` links to it, where the file system has links.
+        `<config.run_dir>/latest` links to it, if the file system has links.
 
         Args:
-            name: by default that of `run_name`.
+            name: Defaults to `run_name(config)`.
 
         Raises:
             ConfigError: it cannot be made.
@@ -157,11 +167,11 @@ class RunDirectory:
         """Hold the run's lock for the length of the block, so that no other process runs it.
 
         Raises:
-            CheckpointError: one does, or the lock cannot be opened.
+            CheckpointError: another process runs it, or the lock cannot be opened.
         """
         lock = self.path / "lock"
         try:
-            # Not truncated, nor through a link: what is there need not be a lock.
+            # Neither truncated nor opened through a link: an existing file need not be a lock.
             file = os.fdopen(os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666), "rb+")
         except OSError as error:
             raise CheckpointError(
@@ -181,11 +191,11 @@ class RunDirectory:
         fresh.replace(self.config)
 
     def lost_records(self, step: int, *, transcripts: bool) -> list[str]:
-        """Messages about lines of metrics and transcripts that cannot be read, and about steps from 1 to `step` without
+        """Return messages about unreadable lines of metrics and transcripts, and about steps from 1 to `step` without
         lines.
 
         Args:
-            transcripts: each step should have some.
+            transcripts: Whether each step should have transcripts.
         """
         complaints: list[str] = []
         for path, kind in ((self.metrics, _Metrics), (self.rollouts, _Rollout)):
@@ -204,11 +214,11 @@ class RunDirectory:
         return complaints
 
     def cut_records(self, step: int, journal: JournalState) -> None:
-        """Remove the metrics and transcripts of steps after `step`, which are run again. A dropped training group that
-        is settled stays, whichever step it was dropped in.
+        """Remove the metrics and transcripts of steps after `step`, which are run again. A dropped training group stays
+        if it is settled, in whatever step it was dropped.
 
         Args:
-            journal: knows which groups are settled.
+            journal: Tells which groups are settled.
         """
 
         def stays(rollout: _Rollout) -> bool:
@@ -222,62 +232,21 @@ class RunDirectory:
 
     @property
     def run_id(self) -> str:
-        """Name of the run in what its processes share."""
+        """Name of the run in resources that its processes share."""
         return self.path.name
 
     @property
     def model(self) -> Mapping[str, str]:
-        """The `model_identity` that the run began with; empty where that is not known."""
+        """The `model_identity` at the start of the run; empty if unknown."""
         with contextlib.suppress(CheckpointError):
             return RunState.read(self.path).model
         return {}
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.toml"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def rollouts(self) -> Path:
-        return self.path / "rollouts.jsonl"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def trace(self) -> Path:
-        return self.path / "trace"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def journal(self) -> Path:
-        return self.path / "journal"
-
-    @property
-    def supervised(self) -> Path:
-        """File of runs of `titan-rl sft`."""
-        return self.path / "supervised.json"
-
-    @property
-    def export(self) -> Path:
-        return self.path / "export"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
 
     def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one record, with `elapsed_s` as `time_s`. NaN and infinities become null.
 
         Raises:
-            OSError: it could not be written.
+            OSError: the record could not be written.
         """
         self._lines[self.metrics].append({"step": step, "time_s": round(self.elapsed_s, 3), **metrics})
 
@@ -285,7 +254,7 @@ class RunDirectory:
         """Append one transcript.
 
         Raises:
-            OSError: it could not be written.
+            OSError: the transcript could not be written.
         """
         self._lines[self.rollouts].append(record)
 
@@ -302,7 +271,7 @@ class RunDirectory:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds that the run has taken, in earlier processes up to their last record."""
+        """Duration of the run in seconds. Earlier processes count up to their last record."""
         return self._elapsed_before_s + time.monotonic() - self._started
 
     @cached_property
@@ -325,14 +294,14 @@ _FOLDERS = {"logs", "trace", "checkpoints", "journal", "export", "start"}
 
 
 def check_files(folder: Path | os.DirEntry[str], *, below: bool = False) -> None:
-    """Check that what a run's folder has is its own: regular files and folders, and no links, through which a run that
-    goes on would write elsewhere. Folders that no run has, of a task for instance, are not looked into.
+    """Check that a run's folder has only regular files and folders, and no links, through which a resumed run would
+    write elsewhere. Folders that are not made by a run, such as those of a task, are not checked.
 
     Args:
-        below: the folder is within a run's.
+        below: Whether this is a folder in a run's folder.
 
     Raises:
-        ConfigError: names the first entry that is something else, and the fix.
+        ConfigError: an entry is something else. The message names the first one and the fix.
     """
     try:
         entries = list(os.scandir(folder))
@@ -341,8 +310,8 @@ def check_files(folder: Path | os.DirEntry[str], *, below: bool = False) -> None
     for entry in entries:
         if entry.is_symlink():
             raise ConfigError(
-                f"{entry.path} is a link to {os.readlink(entry.path)}, and a run follows none in its folder; put what "
-                "it leads to in its place, or remove it"
+                f"{entry.path} is a link to {os.readlink(entry.path)}, and a run follows no links in its folder; "
+                "replace the link by its target, or remove it"
             )
         if not below and entry.name in _FILES and not entry.is_file():
             raise ConfigError(f"{entry.path} must be a file; remove it, or give it another name")
@@ -360,8 +329,8 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def each_of(path: Path) -> Iterator[dict[str, Any]]:
-    """Iterate over the records of a file; none if it does not exist. Lines that are no JSON object are skipped: a full
-    disk or a killed process may have cut one short."""
+    """Iterate over the records of a file; none if it does not exist. Lines that are not JSON objects are skipped: a
+    full disk or a killed process may have truncated one."""
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace") as file:

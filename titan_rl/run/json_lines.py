@@ -18,12 +18,12 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 def cut_records(path: Path, record: type[T], keeps: Callable[[T], bool]) -> None:
-    """Remove the records that `keeps` refuses, and lines that are no record. The file may be larger than memory. It is
-    replaced in one step, or not touched if all of it stays. The part before the first removed line is copied by the
-    kernel.
+    """Remove the records for which `keeps` returns False, and lines that are not records. The file may be larger than
+    memory. It is replaced atomically, or left alone if every line stays. The kernel copies the part before the first
+    removed line.
 
     Args:
-        record: the fields that are asked for; what lacks one without a default is no record. Others are skipped, which
+        record: Fields that `keeps` reads. A record has all fields without a default. Other fields are skipped, which
             takes hardly any time.
     """
     if not path.exists():
@@ -50,8 +50,8 @@ def cut_records(path: Path, record: type[T], keeps: Callable[[T], bool]) -> None
 
 
 def records(path: Path, record: type[T]) -> Iterator[T | None]:
-    """Iterate over the records of a file, with None for a line that is none; see `cut_records`. Yields nothing if there
-    is no file."""
+    """Iterate over the records of a file, with None for a line that is not a record; see `cut_records`. A missing file
+    has none."""
     if path.exists():
         decoder = msgspec.json.Decoder(record)
         with path.open("rb") as file:
@@ -81,7 +81,8 @@ def _read(line: bytes, decoder: msgspec.json.Decoder[T]) -> T | None:
 
 
 class JsonLines:
-    """Appends records, each with one write: whoever follows the file sees whole lines, and a crash loses none."""
+    """File of records that is appended to. Each record takes one write: readers see whole lines, and a crash loses
+    none."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -90,8 +91,8 @@ class JsonLines:
     def append(self, record: Mapping[str, Any]) -> None:
         """
         Raises:
-            OSError: the record could not be written. The file is as it was before: of a line that has no room, a part
-                would spoil the next one, too.
+            OSError: the record could not be written. The file is restored, since a partial line would spoil the next
+                one, too.
         """
         line = (json_line(record) + "\n").encode()
         if self._file is None:
@@ -114,7 +115,7 @@ class _Event(msgspec.Struct, gc=False):
 
 
 def cut_traces(folder: Path, step: int) -> None:
-    """Remove trace events that began after the loop began with the first step after `step`, which is run again."""
+    """Remove trace events that began after the loop entered the first step after `step`, which is run again."""
     controller = folder / "controller.jsonl"
     if not controller.exists():
         return
@@ -128,7 +129,7 @@ def cut_traces(folder: Path, step: int) -> None:
 
 
 def _began(line: bytes, step: int) -> float | None:
-    """Begin of a stage of a repeated step, as a time of the trace; None for other lines."""
+    """Start time of a stage of a repeated step, in trace time; None for other lines."""
     if b'"step"' not in line:
         return None
     try:

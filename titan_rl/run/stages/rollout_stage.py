@@ -32,8 +32,8 @@ SUSPEND_TIMEOUT_S = 3600.0
 
 
 def make_mix(config: RunConfig, journal: RunJournal, start: RunState) -> TaskMix:
-    """Restore the task mix from the checkpoint and the journal, with the weights and curricula of the config. The
-    journal records its events."""
+    """Make the task mix with the weights and curricula of the config, and restore its state from the checkpoint and the
+    journal. The journal records its events."""
     return TaskMix(
         {source.name: Share(source.weight, source.curriculum) for source in config.tasks},
         journal,
@@ -48,7 +48,7 @@ class RunningGroup:
     """Running group.
 
     Args:
-        num_rollouts: that it has at least; a game has one for each seat.
+        num_rollouts: Smallest number of its rollouts; a game has one for each seat.
     """
 
     num_rollouts: int
@@ -64,7 +64,7 @@ class RunningGroup:
 
     @contextlib.contextmanager
     def request(self) -> Generator[None]:
-        """A request for the length of the block."""
+        """Count a request for the length of the block."""
         self.num_requests += 1
         try:
             yield
@@ -85,7 +85,7 @@ class RunningGroups:
 
     @contextlib.contextmanager
     def one(self, num_rollouts: int) -> Generator[RunningGroup]:
-        """A group for the length of the block."""
+        """Count a group for the length of the block."""
         group = RunningGroup(num_rollouts)
         self._groups.append(group)
         try:
@@ -99,11 +99,11 @@ class RunningGroups:
 
 
 class RolloutStage:
-    """Joins the samples of the tasks with what runs groups and what generates for them.
+    """Runs groups on the samples of tasks, with generation by the router.
 
     Args:
-        group_runners: by the tasks' names.
-        transcripts: receives each rollout as it ends, before it is scored, and each group whose reward failed.
+        group_runners: Runners of groups, by the tasks' names.
+        transcripts: Receives each rollout as it ends, before it is scored, and each group whose reward failed.
     """
 
     def __init__(
@@ -151,11 +151,11 @@ class RolloutStage:
             return self._sources[task].task.train_sample(seed, number)
 
     def validation_samples(self, suite: ResolvedSuite) -> list[Any]:
-        """The held-out samples of a suite, the same each time."""
+        """Held-out samples of a suite, the same each time."""
         return held_out_samples(suite.source.task, suite.num_prompts)
 
     async def run_training_group(self, lease: Lease) -> RolloutGroup:
-        """The group that a lease of the scheduler is for."""
+        """Run the group of a scheduler's lease."""
         played = self._mix.assignment(lease.index)
         task, sample = played.task, self.train_sample(played.task, played.sample)
         temperature = self._config.sampling_of(self._sources[task]).temperature
@@ -170,8 +170,8 @@ class RolloutStage:
         )
 
     async def run_validation_group(self, suite: ResolvedSuite, group_id: str, sample: Any) -> RolloutGroup:
-        """The group of a held-out sample. Its seeds are the same each time, so that two validations differ by their
-        weights alone."""
+        """Run the group of a held-out sample. Its seeds are the same each time, so that only the weights differ between
+        two validations."""
         return await self._run_group(
             self.held_out,
             None,
@@ -184,10 +184,10 @@ class RolloutStage:
 
     @contextlib.asynccontextmanager
     async def paused(self, mode: PauseMode | str) -> AsyncGenerator[bool]:
-        """Rollouts in flight wait for the length of the block, or end with what they have; see `GeneratorRouter.pause`.
+        """Pause rollouts in flight for the length of the block, or abort them; see `GeneratorRouter.pause`.
 
         Args:
-            mode: as `scheduling.on_batch_ready`: with "continue" they go on.
+            mode: `scheduling.on_batch_ready`: with "continue" they are not paused.
 
         Yields:
             whether generation is paused.
@@ -239,8 +239,7 @@ class RolloutStage:
         return group
 
     def _generate_for(self, lease: Lease | None, playing: RunningGroup, sessions: Sessions) -> GenerateFn:
-        """Generation of one group: the router, and every step around a request. Pauses and suspensions only make it
-        slow.
+        """Generation of one group: the router, and every step around a request. Pauses and suspensions only delay it.
 
         Args:
             lease: None for a validation group, which is neither suspended, recorded nor resumed.

@@ -28,13 +28,13 @@ MEAN = "validation/reward_mean"
 
 
 class Validation:
-    """Runs a group for each held-out sample, all at once, beside the training groups in flight.
+    """Runs a group for each held-out sample, all at once, next to the training groups in flight.
 
     Args:
-        transcripts: takes what becomes of the groups.
-        run_dir: where the metrics of earlier processes are looked up.
-        sinks: receives the metrics.
-        progress: shows what it comes to, and how far it is.
+        transcripts: Receives the groups.
+        run_dir: Has the metrics of earlier processes of this run.
+        sinks: Receives the metrics.
+        progress: Shows the progress and the result.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class Validation:
         """Run all suites.
 
         Args:
-            version: that the generators serve.
+            version: Version that the generators serve.
 
         Returns:
-            the mean of the suites' mean rewards, which are of the rollouts that have one. None if validation is off.
+            the mean over the suites of the mean reward of their scored rollouts. None if validation is off.
 
         Raises:
             RewardError: a reward failed on all groups, or on `scheduling.max_failed_groups` in a row.
@@ -99,7 +99,7 @@ class Validation:
         return mean
 
     async def _play(self, version: int, suites: Sequence[ResolvedSuite]) -> dict[str, list[RolloutGroup]]:
-        """The groups of each suite, all at once."""
+        """Run the groups of all suites, all at once."""
         samples = {suite.name: self._groups.validation_samples(suite) for suite in suites}
         total, before = sum(map(len, samples.values())), self._groups.held_out.num_done
         lost = LostInARow(min(self._max_lost, total))
@@ -122,13 +122,13 @@ class Validation:
         self, version: int, suite: ResolvedSuite, group_id: str, sample: Any, lost: LostInARow
     ) -> RolloutGroup:
         group = await self._groups.run_validation_group(suite, group_id, sample)
-        if group.failure is not None:  # told of at once: the validation may fail with it
+        if group.failure is not None:  # reported at once: the validation may fail with it
             self._transcripts.dropped(group, "reward_failed", version, phase="validation")
         lost.count(group)
         return group
 
     def _report(self, version: int, suite: ResolvedSuite, groups: Sequence[RolloutGroup]) -> dict[str, float]:
-        """Show what a suite came to; its metrics, by names that begin with its prefix."""
+        """Show the result of a suite, and return its metrics, by names with its prefix."""
         self._transcripts.finished(groups, "validation", version)
         errors = ErrorCounts()
         for group in groups:
@@ -136,8 +136,8 @@ class Validation:
         metrics = validation_metrics(groups, suite.prefix)
         if _mean_of(suite) not in metrics:
             raise TrainingError(
-                f"no validation rollout got a reward: {errors.describe() or 'none was judged'}; "
-                f"{self._run_dir.rollouts} and logs/controller.log beside it have more"
+                f"no validation rollout got a reward: {errors.describe() or 'none was judged'}; see "
+                f"{self._run_dir.rollouts} and logs/controller.log"
             )
         judged = [group for group in groups if group.failure is None]
         figures = {f"{suite.prefix}/{name}": value for name, value in measured(suite.source.task, judged).items()}
@@ -155,7 +155,7 @@ def _mean_of(suite: ResolvedSuite) -> str:
 
 
 class LostInARow:
-    """Counts held-out groups whose reward failed, with none in between that was judged."""
+    """Counter of held-out groups in a row whose reward failed."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -164,7 +164,7 @@ class LostInARow:
     def count(self, group: RolloutGroup) -> None:
         """
         Raises:
-            RewardError: they are as many as may be.
+            RewardError: the limit is reached.
         """
         self._count = 0 if group.failure is None else self._count + 1
         if group.failure is not None and self._count == self._most:
