@@ -206,9 +206,9 @@ def test_a_task_looks_at_its_settings_in_a_config_of_python_too(tmp_path: Path) 
         ({"task": object()}, "must be a titan_rl.core.settings.Section"),
         ({"overrides": {"rollout.num_workers": 1}}, "set it to 0"),
         ({"trainer": None}, "model.path = 'none' is not a folder"),
-        ({"trainer": 4}, "trainer = 4 is no Trainer: it lacks begin_publish, begin_save, "),
+        ({"trainer": 4}, "trainer = 4 is not a Trainer: it lacks begin_publish, begin_save, "),
         ({"generate": 3}, "generate = 3 must be an async function"),
-        ({"replicas": [5], "generate": None}, "replicas.0. = 5 is no Replica: it lacks abort, "),
+        ({"replicas": [5], "generate": None}, "replicas.0. = 5 is not a Replica: it lacks abort, "),
         ({"replicas": [5]}, "give generate or replicas, not both"),
     ],
 )

@@ -42,14 +42,14 @@ class Parts:
     """Objects that replace those named by settings. A part that is None is made from the settings.
 
     Args:
-        trainer: is asked for steps and versions, and not closed. None starts processes for one.
-        replicas: of the router, which closes them at the end. None starts generators.
-        published: where given replicas find the manifests of versions that the trainer publishes.
-        strategy: how a request finds its replica.
-        renderer: of the environments in this process.
-        filters: which groups are not trained on, of every task, in the place of those that settings name.
-        sinks: take the metrics of steps, too, by their names for messages.
-        provided: the hosts of a provider, where they come and go.
+        trainer: Trains steps and publishes versions. It is not closed. None starts a trainer's processes.
+        replicas: Replicas of the router, which closes them at the end. None starts generators.
+        published: Manifests of published versions, for given replicas.
+        strategy: Chooses the replica of a request.
+        renderer: Renderer of the environments in this process.
+        filters: Replace the group filters that settings name, for every task.
+        sinks: Receive the metrics of steps, too, by their names for messages.
+        provided: Hosts of a provider whose hosts come and go.
     """
 
     trainer: Trainer | None = None
@@ -66,10 +66,11 @@ class Parts:
         return self.trainer is None or self.replicas is None
 
     def check(self, config: RunConfig) -> None:
-        """
+        """Check the parts before a run.
+
         Raises:
-            ConfigError: they do not go together with the settings.
-            MissingExtraError: what has to be started is not installed.
+            ConfigError: they do not fit the settings, or lack a method.
+            MissingExtraError: a package that the run's processes need is not installed.
         """
         if self.trainer is not None:
             _check_members("trainer", self.trainer, Trainer, unless=SELDOM_ASKED)
@@ -79,7 +80,7 @@ class Parts:
         if workers and (self.renderer is not None or not self.needs_processes):
             raise ConfigError(
                 f"rollout.num_workers = {workers}: rollout workers make their environments themselves; set it to 0 to "
-                "give a renderer, or a trainer and what generates"
+                "give a renderer, or both a trainer and generate or replicas"
             )
         if not self.needs_processes:
             return
@@ -96,14 +97,14 @@ class Workers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Planes:
-    """Generation and training of a run, up and running.
+    """Running generation and training of a run.
 
     Args:
-        training: the trainer's processes; None where a trainer was given.
-        workers: where groups are run in processes of their own.
-        watch: replaces what else dies, until it is cancelled.
-        waits_for: says what generators that do not serve are at, and how long rollouts wait for them.
-        hosts: what becomes of those of the processes.
+        training: Processes of the trainer; None if a trainer was given.
+        workers: Rollout workers; None if groups are run in this process.
+        watch: Replaces dead processes other than the trainer's, until it is cancelled.
+        waits_for: Describes generators that do not serve, and how long rollouts wait for them.
+        hosts: Reports hosts joining, draining and lost.
     """
 
     router: GeneratorRouter
@@ -123,10 +124,9 @@ class Planes:
         return lacks_of(self.training)
 
 
-@contextlib.asynccontextmanager
-async def open_planes(
+def open_planes(
     config: RunConfig, parts: Parts, run_dir: RunDirectory, console: Console
-) -> AsyncGenerator[Planes]:
+) -> contextlib.AbstractAsyncContextManager[Planes]:
     """Open the planes of a run, with processes for the parts that were not given. They end with the block, except a
     given trainer.
 
@@ -134,8 +134,7 @@ async def open_planes(
         ActorDiedError: a process did not start in time.
     """
     opening = _with_processes if parts.needs_processes else _in_this_process
-    async with opening(config, parts, run_dir, console) as planes:
-        yield planes
+    return opening(config, parts, run_dir, console)
 
 
 @contextlib.asynccontextmanager
@@ -210,7 +209,7 @@ def watcher(
 
 
 def describe_processes(config: RunConfig, parts: Parts) -> str:
-    """ "2 generators, 1 rollout worker and a trainer"; nothing where nothing is started."""
+    """ "2 generators, 1 rollout worker and a trainer"; "" if no process is started."""
     counts = {
         "generator": config.generation.num_generators if parts.replicas is None else 0,
         "rollout worker": config.rollout.num_workers,
@@ -227,4 +226,4 @@ def describe_processes(config: RunConfig, parts: Parts) -> str:
 def _check_members(name: str, given: object, kind: type, unless: frozenset[str] = frozenset()) -> None:
     lacking = [member for member in sorted(get_protocol_members(kind) - unless) if not hasattr(given, member)]
     if lacking:
-        raise ConfigError(f"{name} = {given!r} is no {kind.__name__}: it lacks {', '.join(lacking)}")
+        raise ConfigError(f"{name} = {given!r} is not a {kind.__name__}: it lacks {', '.join(lacking)}")

@@ -44,9 +44,9 @@ class GenerationStatus:
     """Status of generation: its progress, and its metrics between two steps.
 
     Args:
-        requests: in flight.
-        num_generators: of the run, whether or not they serve.
-        hosts: what becomes of them.
+        requests: Requests in flight.
+        num_generators: Generators of the run, including those that do not serve.
+        hosts: Reports hosts joining, draining and lost.
     """
 
     def __init__(
@@ -63,16 +63,15 @@ class GenerationStatus:
         return self._requests.num_done, self._router.num_tokens_so_far
 
     def take_metrics(self, version: int) -> dict[str, float]:
-        """Metrics of the time since the last call.
+        """Return metrics of the time since the last call.
 
         Args:
-            version: that the generators have pulled at its end. Those that have not are left out.
+            version: Version that the generators have pulled at the end of that time. Others are left out.
 
         Returns:
-            generation/requests_in_flight_max; generation/moved_requests, where they may move; engine/<name>_mean,
-            engine/<name>_max and engine/<count>, see `GaugeSummary.metrics`, where the engines report gauges;
-            engine/idle_share, of all engines' time, where they say how long they were idle; see
-            `HostHistory.take_metrics`.
+            generation/requests_in_flight_max; generation/moved_requests, if requests may move; engine/<name>_mean,
+            engine/<name>_max and engine/<count>, if the engines report gauges (see `GaugeSummary.metrics`);
+            engine/idle_share of all engines' time, if they report idle time; those of `HostHistory.take_metrics`.
         """
         replicas = [replica for replica in self._router.replicas if replica.version == version]
         gauges = GaugeSummary.metrics(replica.gauges for replica in replicas if replica.gauges is not None)
@@ -95,9 +94,9 @@ class GenerationStatus:
         """Snapshot for the live display.
 
         Args:
-            slots: by what their groups do.
-            running: groups that run, by what they are at. Suspended ones are among those that are generated.
-            version: that is trained.
+            slots: Slots by the state of their groups.
+            running: Running groups by state. Suspended groups count as generating.
+            version: Version of the trainer.
         """
         suspended = slots.get(GroupState.SUSPENDED, 0)
         states = {

@@ -35,11 +35,7 @@ class DroppedGroups:
 
 
 class GroupRecords:
-    """The `SchedulerObserver` of a run.
-
-    Args:
-        console: shows the user a message.
-    """
+    """The `SchedulerObserver` of a run: records groups in the journal, the transcripts and the task mix."""
 
     def __init__(self, mix: TaskMix, journal: RunJournal, transcripts: RolloutLog, console: Console) -> None:
         self._console = console
@@ -66,7 +62,7 @@ class GroupRecords:
         self._journal.discarded(index)
         self._console.message(
             f"group {group.group_id} is generated again: it has tokens of version {min(group.versions)}, which are too "
-            "old to be trained on where the run goes on"
+            "old to be trained on now"
         )
 
     def batch(self, version: int, indices: Sequence[int]) -> None:
@@ -98,7 +94,7 @@ class RolloutLog:
     own, and counts as no error here.
 
     Args:
-        run_dir: has the file. Errors of writing it are reported, and end nothing.
+        run_dir: Has the file. Errors of writing it are reported, and end nothing.
         groups_per_step: groups of a step and phase that are written in full.
         tokens: makes what is written of tokens; None writes none.
     """
@@ -156,8 +152,8 @@ class RolloutLog:
         written for every group. A group whose reward failed is left out: it has been dropped.
 
         Args:
-            trained_at: the version that learned from them; None where none did.
-            skipped: by id, rollouts that were not learned from after all, and why; they are marked as dropped.
+            trained_at: Version that learned from them; None if none did.
+            skipped: Reasons of skipped rollouts, by their ids; they are marked as dropped.
         """
         for position, group in enumerate(group for group in groups if group.failure is None):
             for rollout in group.rollouts:
@@ -177,13 +173,13 @@ class RolloutLog:
             self._record_first(rollout, kind, labels)
 
     def figures(self) -> dict[str, float]:
-        """transcripts/left_out: of rollouts with an error or of dropped groups, since it was last asked for;
-        transcripts/lost: that could not be written, in all."""
+        """Return transcripts/left_out, the transcripts of errors and dropped groups left out since the last call, and
+        transcripts/lost, the number of failed writes of the run."""
         left_out, self._num_left_out = self._num_left_out, 0
         return {"transcripts/left_out": float(left_out), "transcripts/lost": float(self._writing.num_lost)}
 
     def close(self) -> None:
-        """Tell which errors there were, and how many rollouts each hit."""
+        """Report the errors, with the number of rollouts for each."""
         for text, count in self._errors.most_common():
             logger.warning("%d rollouts ended in %s", count, text)
         if self._errors.num_errors:

@@ -21,10 +21,10 @@ logger = logging.getLogger(__name__)
 
 class BestEffort:
     """Attempts of one kind that may fail without ending a run. The first of several failures in a row is reported with
-    its reason, the next success too, and at the end the number of failures.
+    its reason, then the next success, and at the end the number of failures.
 
     Args:
-        what: is attempted, for the messages: "writing rollouts.jsonl".
+        what: Name of the attempt, for messages: "writing rollouts.jsonl".
     """
 
     def __init__(self, what: str, console: Console) -> None:
@@ -43,7 +43,7 @@ class BestEffort:
         """Count whether the block fails. Only Ctrl-C leaves it."""
         try:
             yield
-        except BaseException as error:  # also the SystemExit of a client that thinks it is a program
+        except BaseException as error:  # a client may even raise SystemExit
             if is_ctrl_c(error):
                 raise
             self._failed(error)
@@ -63,7 +63,7 @@ class BestEffort:
             self._in_a_row = 0
 
     def close(self) -> None:
-        """Tell what was lost, if anything was."""
+        """Report the number of failures, if there were any."""
         if self._num_lost:
             self._console.warning(
                 f"{self._what} failed {self._num_lost} times in this run; the log has the first reason"
@@ -75,14 +75,15 @@ MAX_WAITING = 10_000  # records; a sink that is further behind loses the newest
 
 
 class BackgroundSink:
-    """Sink that runs another one in its own thread: a run does not wait for a service on the network.
+    """Sink that runs another one in its own thread, so that a run does not wait for a service on the network.
 
-    Records are handed on in order. Those that the sink does not take are lost, and the first is told of with the
-    reason. One that cannot be opened loses all.
+    Records are passed on in order. Records that the sink refuses are lost, which is reported; all are lost if the sink
+    cannot be opened.
 
     Args:
-        kind: makes the sink, in the thread.
-        close_timeout_s: how long `close` waits for what is still to be handed on.
+        kind: Makes the sink, in the thread.
+        close_timeout_s: Longest time that `close` waits for the remaining records.
+        max_waiting: Largest number of records that wait for the sink.
     """
 
     def __init__(
@@ -101,14 +102,14 @@ class BackgroundSink:
         self._max_waiting = max_waiting
         self._waiting: queue.SimpleQueue[tuple[int, Mapping[str, float]] | None] = queue.SimpleQueue()
         self._is_open = True
-        # A daemon: one that never comes back must not keep the program from ending.
+        # A daemon, so that a sink that hangs does not keep the program from ending.
         self._thread = threading.Thread(target=self._run, name=f"sink {kind.title}", daemon=True)
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """
         Raises:
-            TimeoutError: the sink is too far behind to take this record, too.
+            TimeoutError: `max_waiting` records wait for the sink.
         """
         if self._waiting.qsize() >= self._max_waiting:
             raise TimeoutError(f"{self._what} is {self._max_waiting} records behind")
@@ -116,7 +117,8 @@ class BackgroundSink:
             self._waiting.put((step, metrics))
 
     def close(self) -> None:
-        """
+        """Pass on the remaining records, and close the sink.
+
         Raises:
             TimeoutError: the sink has not taken everything within the time limit.
         """
@@ -154,10 +156,11 @@ class JSONLSink:
 
 
 class Sinks:
-    """Several sinks as one. An error of one is reported, and keeps the record from no other; each gets its own copy.
+    """Several sinks as one. An error of one is reported, and does not affect the others; each gets its own copy of a
+    record.
 
     Args:
-        sinks: by name, for the messages.
+        sinks: Sinks by their names for messages.
     """
 
     def __init__(self, sinks: Mapping[str, MetricSink], console: Console) -> None:
@@ -185,15 +188,15 @@ def open_sinks(
     *,
     step: int = 0,
 ) -> Generator[Sinks]:
-    """The sinks that the settings ask for, each in a thread of its own, and others, closed at the end.
+    """Open the sinks that settings name, each in its own thread, together with other sinks. All are closed at the end.
 
     Args:
-        others: by their names for messages.
-        step: that the run goes on from.
+        others: Sinks by their names for messages.
+        step: Step that the run continues from.
 
     Raises:
-        ConfigError: a sink that is named is not there.
-        MissingExtraError: what one of them needs is not installed.
+        ConfigError: there is no sink of a name.
+        MissingExtraError: a package that a sink needs is not installed.
     """
     kinds = {name: find_sink(name) for name in settings.sinks}
     for kind in kinds.values():

@@ -24,7 +24,7 @@ from titan_rl.viewer.verdicts import WarningSigns
 def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """Metrics of a step's rollouts: the policy's rewards, and the faults of environments.
 
-    A metric about rewards is absent where no rollout was scored; everything is where there is no rollout.
+    Metrics of rewards are absent if no rollout was scored, and all metrics if there is no rollout.
 
     Example: two groups of two, with rewards (0, 1) and (1, 1), give among others
 
@@ -33,22 +33,22 @@ def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
     Returns:
         rollout/num_groups, rollout/num_rollouts.
-        rollout/reward_mean, reward_std (population), reward_min, reward_max: of all scored rollouts. A fault
-        that is not the policy's (`RolloutStatus.is_fault`) is none of them, whatever reward the rubric gives it.
+        rollout/reward_mean, reward_std (population), reward_min, reward_max: of all scored rollouts. Rollouts with a
+        fault that is not the policy's (`RolloutStatus.is_fault`) do not count, whatever their reward.
         rollout/reward/<name>: mean of one reward of the breakdown over the rollouts that have it.
-        rollout/zero_variance_groups: share of the scored groups whose rewards, or those of each seat, are all equal,
-        which teach nothing.
-        rollout/seat/<seat>/reward_mean: of what one seat did, where environments have several.
-        rollout/status/<status>: share of rollouts that ended so, one for each status.
-        rollout/completion_tokens_mean, completion_tokens_max: of a rollout, all turns together.
+        rollout/zero_variance_groups: share of the scored groups whose rewards, or those of each seat, are all equal, so
+        that nothing is learned from them.
+        rollout/seat/<seat>/reward_mean: mean reward of one seat, in environments with several.
+        rollout/status/<status>: share of rollouts with this status.
+        rollout/completion_tokens_mean, completion_tokens_max: per rollout, over all turns.
         rollout/turns_mean; rollout/branches_per_rollout: mean number of samples that a rollout's turns make, which is 1
         as long as each prompt extends the one before and its completion.
-        rollout/constrained_fraction: share of the completion tokens of which a constraint left others out;
-        rollout/constraint_weight_mean: of rollouts with such tokens, the probability that the policy gives to what was
-        allowed. Both are absent where nothing was constrained.
-        rollout/metrics/<name>: mean of a metric that rollouts carry.
-        completion/<name>: mean of a metric that completions carry.
-        rollout/values_left_out: rewards and metrics that are no finite number, and so are in no mean.
+        rollout/constrained_fraction: share of the completion tokens that were sampled under a constraint;
+        rollout/constraint_weight_mean: mean over rollouts with such tokens of the probability that the policy gives to
+        the allowed tokens. Both are absent if no token was constrained.
+        rollout/metrics/<name>: mean of a metric of rollouts.
+        completion/<name>: mean of a metric of completions.
+        rollout/values_left_out: number of rewards and metrics that are not finite numbers, which no mean includes.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if not rollouts:
@@ -116,10 +116,9 @@ def _of_constraints(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def validation_metrics(groups: Sequence[RolloutGroup], prefix: str = "validation") -> dict[str, float]:
-    """`group_metrics` of held-out groups, under names that begin with the prefix.
+    """Return `group_metrics` of held-out groups, under names with the prefix.
 
-    The mean reward is of the rollouts that are scored, those of all seats together; `<prefix>/unscored` counts the
-    others.
+    The mean reward is of the scored rollouts of all seats; `<prefix>/unscored` counts the others.
     """
     metrics = {f"{prefix}/{name.removeprefix('rollout/')}": value for name, value in group_metrics(groups).items()}
     unscored = sum(not _is_judged(rollout) for group in groups for rollout in group.rollouts)
@@ -127,7 +126,7 @@ def validation_metrics(groups: Sequence[RolloutGroup], prefix: str = "validation
 
 
 def _rewards_by_seat(group: RolloutGroup) -> dict[str | None, list[float]]:
-    """Rewards by seat, of the seats that have any."""
+    """Rewards by seat; seats without rewards are left out."""
     seats = {
         seat: [value for rollout in rollouts if _is_judged(rollout) and (value := finite(rollout.reward)) is not None]
         for seat, rollouts in group.by_seat.items()
@@ -140,7 +139,7 @@ def _is_judged(rollout: Rollout) -> bool:
 
 
 def finite(value: Any) -> float | None:
-    """A number as a float, also one of numpy or torch; None where it is none, or not finite."""
+    """Convert a number, also of NumPy or torch, to a float. None if it is not a number, or not finite."""
     if isinstance(value, str | bytes):
         return None
     try:
@@ -151,8 +150,7 @@ def finite(value: Any) -> float | None:
 
 
 class Stage(Enum):
-    """State of the loop: its name, the part of the run that it belongs to, whether the trainer is idle in it, and the
-    metric of its time."""
+    """State of the loop: its name, its part of the run, whether the trainer is idle, and the metric of its time."""
 
     BATCH = ("waiting for a batch", "scheduler", True, "time/wait_for_rollouts_s")
     SAMPLES = ("building samples", "trainer", False, "time/samples_s")
@@ -207,8 +205,8 @@ class StepReports:
     """Gathers the metrics of a step from when it is trained until it is reported.
 
     Args:
-        sinks: receives the metrics.
-        tasks: names of the run's tasks, where it has several.
+        sinks: Receives the metrics.
+        tasks: Names of the tasks if the run has several.
     """
 
     def __init__(
@@ -234,12 +232,12 @@ class StepReports:
         metrics: Mapping[str, float],
         skipped: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Note a step that was trained on a batch.
+        """Add a step that was trained on a batch.
 
         Args:
-            dropped: the groups that made room for those of the batch.
-            metrics: of the trainer.
-            skipped: rollouts of the batch that were not learned from -> why.
+            dropped: Groups that were dropped in favor of those of the batch.
+            metrics: Metrics of the trainer.
+            skipped: Reasons of skipped rollouts of the batch, by their ids.
         """
         self._skipped[step] = skipped
         scheduling = prefixed("scheduling", batch.metrics) | finished_figures(batch.groups, dropped.finished)
@@ -281,8 +279,8 @@ class StepReports:
 
 
 def finished_figures(trained: Sequence[RolloutGroup], dropped: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Metrics of finished groups before any is filtered: the policy's rewards. A mean over trained groups shows what
-    the filters leave. Each group counts once, in the step that trains it or that it made room for.
+    """Metrics of finished groups before filtering: the policy's rewards. A mean over trained groups has only what the
+    filters leave. Each group counts once, in the step that trains it or that it was dropped for.
 
     Returns:
         rollout/finished_groups and rollout/finished_rollouts; rollout/finished_reward_mean, of all rollouts with a
@@ -303,10 +301,9 @@ def task_metrics(task: str, trained: Sequence[RolloutGroup], dropped: DroppedGro
     """Metrics of a step's groups of one task.
 
     Returns:
-        num_groups that the step is trained on, and their share of all of them; of these, where there is one:
-        reward_mean, reward_std, zero_variance_groups, completion_tokens_mean, completion_tokens_max, turns_mean.
-        finished_groups, finished_reward_mean, finished_errors: as `finished_figures` has them.
-        dropped/<reason>: groups.
+        num_groups and share of the groups that the step is trained on; for these groups reward_mean, reward_std,
+        zero_variance_groups, completion_tokens_mean, completion_tokens_max and turns_mean; finished_groups,
+        finished_reward_mean and finished_errors as in `finished_figures`; dropped/<reason>, a number of groups.
     """
     groups = [group for group in trained if group.task == task]
     figures = group_metrics(groups)
