@@ -213,6 +213,6 @@ def test_a_dry_run_of_a_resume_says_what_is_damaged_and_lost_and_leaves_it(
     code, said = run(["train", "--resume", str(stopped.path), "--dry-run"], capfd)
     assert code == 0
     assert f"{damaged / 'run_state.json'} is damaged" in said
-    assert f"the run goes on from {step_directory(stopped.checkpoints, 2)}, which is older" in said
+    assert f"the run continues from {step_directory(stopped.checkpoints, 2)}, which is older" in said
     assert f"{stopped.metrics} has nothing of steps 1: those lines are lost" in said
     assert damaged.is_dir(), "a dry run sets nothing aside"

@@ -185,7 +185,7 @@ def test_without_a_checkpoint_a_run_begins_anew_and_so_do_its_files(run_dir):
         shutil.rmtree(folder)
     start = resume(run_dir)
     assert (start.checkpoint, start.state.step, start.state.next_index) == (None, 0, 0)
-    assert start.losses == (f"{run_dir.path} has no checkpoint and no journal: the run begins anew",)
+    assert start.losses == (f"{run_dir.path} has no checkpoint and no journal: the run starts from the beginning",)
     assert read_jsonl(run_dir.metrics) == read_jsonl(run_dir.rollouts) == []
 
 

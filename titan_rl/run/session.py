@@ -257,35 +257,34 @@ def open_run_dir(
     """Open the folder of the resumed run, or make one.
 
     Args:
-        supervised: the run is one of `titan-rl sft`.
+        supervised: Whether this is a run of `titan-rl sft`.
 
     Raises:
-        ConfigError: it cannot be made or written to, it is of a run of the other kind, or the disk has not enough room
+        ConfigError: the folder cannot be made or written to, has a run of the other kind, or is on a disk without room
             for the run.
     """
     if resume is None:
         check_room(config, Path(config.run_dir))
         return RunDirectory.create(config, name)
     if not os.access(resume, os.W_OK | os.X_OK):
-        raise ConfigError(f"--resume {resume}: the run cannot go on in a folder that you may not write to; copy it")
+        raise ConfigError(f"--resume {resume}: the run cannot continue in a folder that you may not write to; copy it")
     check_files(resume)
     check_room(config, resume, held=size_of(resume / "checkpoints"))
     run_dir = RunDirectory(resume)
     if run_dir.supervised.is_file() != supervised:
         command = "train" if supervised else "sft"
-        raise ConfigError(f"--resume {resume}: that is a run of titan-rl {command}; titan-rl {command} goes on with it")
+        raise ConfigError(f"--resume {resume}: that is a run of titan-rl {command}; resume it with titan-rl {command}")
     return run_dir
 
 
 def check_resumption(config: RunConfig, resume: Path, *, supervised: bool = False) -> Standing:
-    """Check that a run can resume, and from where. The run is left unchanged.
+    """Check that a run can resume with a config, and return its state. The run is left unchanged.
 
     Args:
-        config: with which it would.
-        supervised: as of `open_run_dir`.
+        supervised: See `open_run_dir`.
 
     Raises:
-        ConfigError, CheckpointError: it could not.
+        ConfigError, CheckpointError: it cannot resume.
     """
     run_dir = open_run_dir(config, resume, supervised=supervised)
     with run_dir.locked():
@@ -296,9 +295,9 @@ class EndMessages:
     """Messages for a run that ends before its last step.
 
     Args:
-        step: of the checkpoint that it begins from.
-        begun_by: the command that has begun it; None where it is resumed.
-        command: of `titan-rl`, that goes on with it.
+        step: Step of the checkpoint that the run begins from.
+        begun_by: Command that began the run; None if it is resumed.
+        command: Command of `titan-rl` that resumes it.
     """
 
     def __init__(

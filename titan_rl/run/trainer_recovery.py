@@ -1,14 +1,14 @@
-"""Recovery of a trainer whose processes die: others take their place and repeat the steps since the checkpoint.
+"""Recovery of a trainer whose processes die: new processes load the checkpoint and repeat the steps since.
 
-Callers notice nothing but the delay. A call that a death interrupted is repeated once the trainer is back at its
-version, and steps that the run has recorded are repeated without being reported again:
+Callers only notice the delay. A call that was interrupted by a death is repeated once the trainer is back at its
+version, and recorded steps are repeated without being reported again:
 
-    load      the newest checkpoint that is whole, else the model as loaded
-    repeat    each step since, on the samples it was trained on; a version that was being saved is saved once more
-    publish   the version that was published last, so that generators that start now find it. Generators that have it
-              keep it: a loaded version never goes back
+    load      the newest whole checkpoint, else the model as loaded
+    repeat    each step since, on the samples it was trained on; a save that was under way is repeated
+    publish   the version that was published last, for generators that start now. Generators that have it keep it: a
+              loaded version never goes back
 
-If the same bits are computed again, the run's result is that of an undisturbed one.
+If the repeated steps compute the same bits, the run's result is that of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from titan_rl.weights.types import Manifest, PublishedWeights
 
 
 class MortalTrainer(Trainer, Protocol):
-    """Once one of its processes is gone each call raises an `ActorDiedError`.
+    """Trainer whose processes may die. Afterwards each call raises an `ActorDiedError`.
 
     Attributes:
-        excused: it ends because its host goes, or is gone, and not by what it is at.
+        excused: Whether it ended because of its host, and not because of its work.
     """
 
     @property
@@ -53,16 +53,16 @@ class MortalTrainer(Trainer, Protocol):
         ...
 
     def end(self, reason: str) -> None:
-        """End the rest of the trainer, whose calls fail then."""
+        """End the remaining processes of the trainer. Its calls fail."""
         ...
 
 
 class TrainerGroup(Protocol):
-    """The processes of a trainer, and those that take their place.
+    """Processes of a trainer, and their replacements.
 
     Attributes:
-        before_leaving: returns once what is trained by now is saved. Called before a trainer leaves its host.
-        waits_for: what a restart needs that is not there; "" where it lacks nothing.
+        before_leaving: Saves the trained version. Called before a trainer leaves its host.
+        waits_for: Missing resource that a restart waits for; "" if none is missing.
     """
 
     before_leaving: Callable[[], Awaitable[object]]
@@ -74,7 +74,7 @@ class TrainerGroup(Protocol):
         ...
 
     async def restart(self) -> MortalTrainer:
-        """Start another trainer, which has loaded the model, once nothing is left of the previous one.
+        """Start another trainer, which loads the model, once nothing is left of the previous one.
 
         Raises:
             ActorDiedError: it did not start.
@@ -98,7 +98,7 @@ class TrainedSteps(Protocol):
             checkpoint: None is the model as loaded.
 
         Raises:
-            CheckpointError: that of a step is not to be had.
+            CheckpointError: the samples of a step are lost.
         """
         ...
 
@@ -107,7 +107,7 @@ class JournaledSteps:
     """`TrainedSteps` of a run of reinforcement learning: its journal has the groups of every batch.
 
     Args:
-        folder: of the run.
+        folder: Folder of the run.
     """
 
     def __init__(self, config: RunConfig, journal: RunJournal, folder: Path) -> None:
@@ -130,7 +130,7 @@ class Deaths:
     """Counter of a trainer's deaths, and of deaths within the same step.
 
     Args:
-        max_respawns: as `hosts.max_respawns`.
+        max_respawns: `hosts.max_respawns`.
     """
 
     def __init__(self, max_respawns: int) -> None:
@@ -140,21 +140,17 @@ class Deaths:
         self.num_respawns = 0
 
     def within(self, step: int, samples: Sequence[TrainingSample]) -> None:
-        """Note the step that the next death interrupted.
-
-        Args:
-            samples: that the step is trained on.
-        """
+        """Note the step that is being trained at the next death."""
         self._step = step, samples
 
     def note(self, why: str, *, excused: bool = False) -> str:
         """Count a death after which the trainer restarts, and return the message about it.
 
         Args:
-            excused: by what it was at, and counts for nothing: its host goes, or is gone.
+            excused: Whether the host was the cause; the death does not count.
 
         Raises:
-            ActorDiedError: it was the one too many.
+            ActorDiedError: there were too many deaths.
         """
         if excused:
             self._step = None
@@ -195,14 +191,14 @@ class _Save:
 
 
 class RecoveringTrainer:
-    """The `Trainer` of a run. Made by `recovering`, which watches it.
+    """The `Trainer` of a run, restarted when it dies. `recovering` watches it.
 
     Args:
-        group: its trainer has loaded the model, and no checkpoint.
-        steps: what was trained.
-        checkpoints: the folder of them.
-        published: is told of the version that is published again.
-        max_respawns: as `hosts.max_respawns`.
+        group: Its trainer has loaded the model, and no checkpoint.
+        steps: Samples of the trained steps.
+        checkpoints: Folder of the checkpoints.
+        published: Receives a version that is published again.
+        max_respawns: `hosts.max_respawns`.
     """
 
     def __init__(
@@ -223,19 +219,19 @@ class RecoveringTrainer:
         self._deaths = Deaths(max_respawns)
         self._progress = progress
         self._is_up = True
-        self._lost: str | None = None  # why no other takes its place
+        self._lost: str | None = None  # reason why it is not restarted
         self._watching: asyncio.Task[Any] | None = None
         self._changed = asyncio.Event()
         self._in_flight = 0  # calls
-        self._version = 0  # as the trainer said, to whoever asked
-        self._begun: int | None = None  # the version that is published, or being so
+        self._version = 0  # as reported by the trainer
+        self._begun: int | None = None  # version of the last publication, which may be under way
         self._is_published = False
         self._saving: _Save | None = None
         self._recovery_s = 0.0  # since the last step
 
     async def step(self, samples: Sequence[TrainingSample]) -> StepResult:
-        """Train a step; see `Trainer.step`. Its metrics include the cost of a death since the previous step: respawns,
-        of the whole run, and recovery_s."""
+        """Train a step; see `Trainer.step`. After a death since the previous step, its metrics have recovery_s, and
+        respawns of the whole run."""
         result = await self._call("step", samples)
         self._version = result.version
         if not self._recovery_s:
@@ -276,8 +272,8 @@ class RecoveringTrainer:
         """Start the trainer again whenever it dies, until cancelled.
 
         Raises:
-            ActorDiedError: it died once more than it may.
-            TitanRLError: it cannot be brought back to where it was.
+            ActorDiedError: it died too often.
+            TitanRLError: it cannot be brought back to its version.
         """
         self._watching = asyncio.current_task()
         try:
@@ -315,7 +311,7 @@ class RecoveringTrainer:
         """Call a method of the trainer, repeated on its successor if it dies.
 
         Raises:
-            ActorDiedError: no other takes the place of one that died.
+            ActorDiedError: the trainer died, and is not restarted.
         """
         while True:
             while not self._is_up:
@@ -412,16 +408,16 @@ class RecoveringTrainer:
     async def _publish_again(self, trainer: MortalTrainer) -> None:
         try:
             self._published.announce(await trainer.finish_publish())
-        except StateDictError as error:  # who serves has it
+        except StateDictError as error:  # generators that serve have it
             self._warn(f"version {self._begun} is not published again: {error}")
 
 
 @contextlib.asynccontextmanager
 async def recovering(trainer: RecoveringTrainer) -> AsyncGenerator[RecoveringTrainer]:
-    """A trainer that is started again when it dies, for the length of the block, which ends where that fails.
+    """Restart a trainer when it dies, for the length of the block, which fails if that fails.
 
     Raises:
-        TitanRLError: as `RecoveringTrainer.watch`.
+        TitanRLError: see `RecoveringTrainer.watch`.
     """
     async with asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(trainer.watch(), name="trainer")

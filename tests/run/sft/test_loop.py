@@ -372,10 +372,10 @@ def test_each_kind_of_run_is_gone_on_with_by_its_own_command(toml: Path) -> None
     supervised = open_run_dir(config, None, supervised=True)
     supervised.supervised.touch()
     assert open_run_dir(config, supervised.path, supervised=True).path == supervised.path
-    with pytest.raises(ConfigError, match="that is a run of titan-rl sft; titan-rl sft goes on with it"):
+    with pytest.raises(ConfigError, match="that is a run of titan-rl sft; resume it with titan-rl sft"):
         open_run_dir(config, supervised.path)
     other = open_run_dir(config, None)
-    with pytest.raises(ConfigError, match="that is a run of titan-rl train; titan-rl train goes on with it"):
+    with pytest.raises(ConfigError, match="that is a run of titan-rl train; resume it with titan-rl train"):
         open_run_dir(config, other.path, supervised=True)
 
 

@@ -64,7 +64,7 @@ def test_a_task_that_shows_nothing_is_told_of() -> None:
         def demonstrations(self, count: int) -> Iterable[Any]:
             yield "5"
 
-    with pytest.raises(ConfigError, match=r"int demonstrates nothing: give it a method demonstrations\(count\)"):
+    with pytest.raises(ConfigError, match=r"int has no demonstrations: give it a method demonstrations\(count\)"):
         task_demonstrations([(3, 1.0)], 5)  # pyright: ignore[reportArgumentType]
     with pytest.raises(DataError, match="Showing gave no demonstration"):
         task_demonstrations([(Showing("a", most=0), 1.0)], 5)
@@ -204,5 +204,5 @@ def test_rollouts_that_call_tools_are_not_taken_without_their_tools(tmp_path: Pa
     row = rollout("g0", 0.1, "a")
     row["messages"][1]["tool_calls"] = [{"function": {"name": "add"}}]
     chats(tmp_path, row).rename(tmp_path / "rollouts.jsonl")
-    with pytest.raises(DataError, match="does not say which they were offered"):
+    with pytest.raises(DataError, match="does not record the tools that were offered"):
         best_rollouts(tmp_path, 10, top_k=1, min_reward=None)

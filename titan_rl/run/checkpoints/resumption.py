@@ -21,21 +21,21 @@ from titan_rl.training.state.checkpoint import list_checkpoints, step_of, verify
 class Resumption:
     """Starting point of a run."""
 
-    checkpoint: Path | None  # None: there is none yet, and training begins anew with what the journal has
+    checkpoint: Path | None  # None: there is none yet, and training begins with the groups of the journal
     state: RunState
-    losses: tuple[str, ...] = ()  # what the user is to know
-    journal: JournalContents | None = None  # what its journal holds; None of a run that begins
+    losses: tuple[str, ...] = ()  # messages for the user
+    journal: JournalContents | None = None  # None for a new run
 
     def loaded(self, version: int) -> None:
         """Check the version that the trainer reports after it has loaded the checkpoint.
 
         Raises:
-            CheckpointError: the run's state is that of another.
+            CheckpointError: the checkpoint has the run's state of another version.
         """
         if version != self.state.step:
             raise CheckpointError(
                 f"{self.checkpoint} has weights of version {version} and the run's state of step {self.state.step}; "
-                "move it away to go on from the one before"
+                "move it away to continue from the previous one"
             )
 
 
@@ -44,17 +44,17 @@ class Standing:
     """State of a stopped run on the disk."""
 
     checkpoint: Path | None  # the newest that is whole
-    damaged: Mapping[Path, str]  # newer ones -> what is wrong with them
+    damaged: Mapping[Path, str]  # newer ones, with the damage
     state: RunState
     journal: JournalContents
     lost_records: Sequence[str] = ()  # of metrics and transcripts
-    told: tuple[str, ...] = ()  # what else the user is to know
+    told: tuple[str, ...] = ()  # other messages for the user
 
     @property
     def losses(self) -> list[str]:
         """Messages for the user about damaged or lost files, before the run resumes."""
         aside = [
-            f"{complaint}; the run goes on from {self.checkpoint}, which is older"
+            f"{complaint}; the run continues from {self.checkpoint}, which is older"
             for complaint in self.damaged.values()
         ]
         return [*self.told, *aside, *self.journal.losses, *self.lost_records]
@@ -97,7 +97,7 @@ def resume_from_newest(config: RunConfig, run_dir: RunDirectory) -> Resumption:
     losses = [*stands.told, *(_set_aside(path, complaint) for path, complaint in stands.damaged.items())]
     losses += stands.lost_records
     if checkpoint is None and not journal.begins and not journal.losses:
-        losses.append(f"{run_dir.path} has no checkpoint and no journal: the run begins anew")
+        losses.append(f"{run_dir.path} has no checkpoint and no journal: the run starts from the beginning")
     # Without a checkpoint the first validation is made again, too.
     run_dir.cut_records(state.step if checkpoint is not None else -1, journal.state)
     run_dir.write_config(config)
@@ -108,10 +108,10 @@ def _check_model(config: RunConfig, state: RunState, checkpoint: Path | None) ->
     """Check that the model's folder has not changed since the run began.
 
     Returns:
-        what the user is to know: a checkpoint has weights of its own, so that those of the folder are not needed.
+        messages for the user. Changed weights are no error if the weights of the checkpoint are enough.
 
     Raises:
-        CheckpointError: what is needed has changed.
+        CheckpointError: a part of the model that the run needs has changed.
     """
     path = config.model.path
     if not (changed := changed_parts(Path(path), state.model)):
@@ -121,7 +121,7 @@ def _check_model(config: RunConfig, state: RunState, checkpoint: Path | None) ->
     needed_for = ""
     if "weights" in changed:
         needed_for = (
-            ", and the run has no checkpoint to go on from"
+            ", and the run has no checkpoint to continue from"
             if checkpoint is None
             else f", and training.kl_coef = {config.training.kl_coef:g} holds the policy to them"
         )
@@ -148,7 +148,7 @@ def is_finished(config: RunConfig, run_dir: RunDirectory, newest: Path | None) -
 
 
 def newest_whole(root: Path) -> tuple[Path | None, dict[Path, str]]:
-    """The newest checkpoint that is what was written, if there is any at all, and what is wrong with newer ones.
+    """Return the newest undamaged checkpoint, or None if there is no checkpoint, and the damage of newer ones.
 
     Raises:
         DamagedCheckpointError: there are checkpoints, and all are damaged.
@@ -172,12 +172,12 @@ def newest_whole(root: Path) -> tuple[Path | None, dict[Path, str]]:
 def _check_step(checkpoint: Path) -> None:
     """
     Raises:
-        DamagedCheckpointError: the folder has the name of another step than it holds.
-        CheckpointError: it does not say which it holds.
+        DamagedCheckpointError: the folder is named after another step than it holds.
+        CheckpointError: its step cannot be read.
     """
     step = RunState.read(checkpoint).step
     if step != step_of(checkpoint):
-        raise DamagedCheckpointError(f"{checkpoint} is damaged: it holds step {step}, and its name is of another")
+        raise DamagedCheckpointError(f"{checkpoint} is damaged: it holds step {step}, and is named after another")
 
 
 def _set_aside(checkpoint: Path, complaint: str) -> str:

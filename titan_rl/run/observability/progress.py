@@ -34,7 +34,7 @@ class Operation:
 
     Args:
         text: "starting 2 generators".
-        note: says more of how far it is, when asked.
+        note: Returns a note on its progress.
     """
 
     def __init__(self, operations: Operations, text: str, note: Callable[[], str] | None, began: float) -> None:
@@ -57,9 +57,10 @@ class Operation:
         self._operations.ended(self, failed=error is not None)
 
     def described(self, seconds: float, leave_out: Collection[str] = ()) -> str:
-        """
+        """Describe the operation.
+
         Args:
-            leave_out: notes that are shown elsewhere.
+            leave_out: Notes that are shown elsewhere.
 
         Example: "validating at step 0, 12.0 s: 3 of 64 groups"
         """
@@ -82,7 +83,7 @@ class Operations:
         self._over = threading.Event()
         self._ticking: threading.Thread | None = None
         self.tells = False
-        """Whether lines are told of those that take long."""
+        """Whether lines about long operations are shown."""
 
     def begin(self, text: str, note: Callable[[], str] | None = None) -> Operation:
         operation = Operation(self, text, note, self._clock.now())
@@ -105,7 +106,7 @@ class Operations:
             ]
 
     def tick(self) -> None:
-        """Tell of those that it is time to tell of: once after `TOLD_AFTER_S`, then every `TOLD_EVERY_S`."""
+        """Show lines about long operations: after `TOLD_AFTER_S`, then every `TOLD_EVERY_S`."""
         for operation, seconds in self.shown(TOLD_AFTER_S):
             due = 1 + int(seconds // TOLD_EVERY_S)
             if operation.num_told < due:
@@ -113,8 +114,8 @@ class Operations:
                 self._console.message(f"still {operation.described(seconds)}")
 
     def start_ticking(self) -> None:
-        """In a thread of its own: what takes long may hold up the others. A daemon, so that it keeps nothing from
-        ending."""
+        """Show lines from a separate thread, since a long operation may block the others. The thread is a daemon, so
+        that it does not keep the program from ending."""
         self.tells = True
         self._ticking = threading.Thread(target=self._tick_on, name="operations", daemon=True)
         self._ticking.start()
@@ -146,7 +147,7 @@ class ShownStep(Protocol):
 
     @property
     def curve(self) -> tuple[str, float, str]:
-        """Most important figure: its name, its value, and a note to it, which may be empty."""
+        """Most important figure: its name, its value, and a note, which may be empty."""
         ...
 
     @property
@@ -160,12 +161,12 @@ class StepReport:
     """Finished step of reinforcement learning, for the display."""
 
     step: int  # from 1
-    reward: float  # mean over the rollouts that it was trained on and those that were dropped
-    reward_trained: float  # mean over those that the step was trained on
+    reward: float  # mean over trained and dropped rollouts
+    reward_trained: float  # mean over trained rollouts
     tokens_per_second: float  # completion tokens
-    staleness: float | None  # mean over the trained tokens, where the trainer says it
+    staleness: float | None  # mean over the trained tokens; None if the trainer does not report it
     seconds: float
-    errors: float = 0.0  # share of all those rollouts that ended in an error
+    errors: float = 0.0  # share of trained and dropped rollouts that ended in an error
 
     @property
     def curve(self) -> tuple[str, float, str]:
@@ -179,16 +180,16 @@ class StepReport:
         return {"tokens/s": f"{self.tokens_per_second:6.0f}", **staleness}
 
 
-_ETA_STEPS = 10  # the time left is estimated from this many last steps
+_ETA_STEPS = 10  # last steps from which the remaining time is estimated
 _LOOK_EVERY_S = 0.5
 
 
 class Verbosity(IntEnum):
     """Amount of output of a command."""
 
-    QUIET = 0  # warnings, and what it comes to
+    QUIET = 0  # warnings and the result
     NORMAL = 1
-    VERBOSE = 2  # also what the log has
+    VERBOSE = 2  # log messages, too
 
 
 class Followed(Protocol):
@@ -203,12 +204,12 @@ class Progress(StderrConsole):
     """Progress display of a command. A context manager; `message` also works before and after.
 
     Args:
-        total: steps of the run, or whatever is counted; 0 counts nothing.
-        file: where to write; by default standard error.
-        unit: of what is counted.
-        vanish: nothing is left of the live display at the end.
+        total: Number of steps of the run, or of other units; 0 counts nothing.
+        file: File to write to. Defaults to standard error.
+        unit: Name of a counted unit.
+        vanish: Whether the live display is removed at the end.
 
-    Example, elsewhere than on a terminal:
+    Example, without a terminal:
 
         step   3/100  reward 0.512  tokens/s  21034  staleness 0.8  1.92 s
     """
@@ -260,7 +261,7 @@ class Progress(StderrConsole):
         self._end_live()
 
     def refresh(self) -> None:
-        """Draw the live display now, which draws itself some times a second."""
+        """Draw the live display now. It is also drawn several times a second."""
         if self._live is not None:
             self._live.refresh()
 
@@ -279,12 +280,12 @@ class Progress(StderrConsole):
         tell_on_stderr(text)
 
     def working(self, text: str, note: Callable[[], str] | None = None) -> Operation:
-        """Track an operation that may take long, for the length of a block. If it does, a person sees its name and its
-        duration: in the display, or as a line now and then.
+        """Track an operation that may take long, for the length of a block. If it does, its name and duration are
+        shown: in the live display, or as a line now and then.
 
         Args:
             text: "starting 2 generators".
-            note: says how far it is, when asked; of another thread.
+            note: Returns a note on its progress. Called from another thread.
 
         Example: `with progress.working("validating", lambda: f"{done} of 64 groups"): ...`
         """
@@ -345,7 +346,7 @@ class Progress(StderrConsole):
     def _view(self) -> View:
         last, done = self._last, self._last.step if self._last else 0
         left = fmean(self._durations) * (self._total - done) if self._durations else math.nan
-        seen = {self.slots(), self.counted()}  # are shown anyway
+        seen = {self.slots(), self.counted()}  # part of the display
         operations = [one.described(seconds, leave_out=seen) for one, seconds in self._operations.shown()]
         elapsed = self._clock.now() - self._began
         if last is None:

@@ -24,7 +24,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 Found = tuple[str, Demonstration]
-"""Demonstration, after its place, which messages name."""
+"""Place of a demonstration, for messages, and the demonstration."""
 
 
 def task_demonstrations(
@@ -33,13 +33,13 @@ def task_demonstrations(
     """Demonstrations of tasks, each in its own order, mixed by weight as evenly as can be.
 
     Args:
-        tasks: with their weights.
-        count: most of all together.
-        limits: seconds for each call into an environment, and for each demonstration.
+        tasks: Tasks with their weights.
+        count: Largest number of demonstrations in total.
+        limits: Time limits of a call into an environment, and of a demonstration.
 
     Raises:
-        ConfigError: one of them demonstrates nothing.
-        DataError: its `demonstrations` raised, gave something else, or gave nothing for too long.
+        ConfigError: a task has no demonstrations.
+        DataError: `demonstrations` of a task raised, returned something else, or returned nothing for too long.
     """
     limits = limits or RolloutConfig()
     total = sum(weight for _, weight in tasks)
@@ -65,7 +65,7 @@ def _demonstrations(task: Task, count: float, limits: RolloutConfig) -> list[Fou
     name = type(task).__name__
     if not isinstance(task, DemonstratingTask):
         raise ConfigError(
-            f"{name} demonstrates nothing: give it a method demonstrations(count) -> Iterable[Demonstration], or "
+            f"{name} has no demonstrations: give it a method demonstrations(count) -> Iterable[Demonstration], or "
             "name a file of chats or a run with sft.data"
         )
     found: list[Found] = []
@@ -97,13 +97,13 @@ def _demonstrations(task: Task, count: float, limits: RolloutConfig) -> list[Fou
 
 
 def read_chats(file: Path, count: int) -> list[Found]:
-    """The conversations of a file of JSON lines, at most so many.
+    """Read conversations from a file of JSON lines, at most `count`.
 
     Example of a line: `{"messages": [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}]}`,
     with `"tools": [...]` where tools are offered.
 
     Raises:
-        DataError: names the file, the line, the field, and what is wrong with it.
+        DataError: a line is wrong. The message names file, line and field.
     """
     found: list[Found] = []
     try:
@@ -134,7 +134,7 @@ def _chat(line: str, where: str) -> Demonstration:
     for number, message in enumerate(cast("list[Any]", messages)):
         _check_message(message, f"{where}: messages[{number}]")
     if not any(message["role"] == "assistant" for message in cast("list[Any]", messages)):
-        raise DataError(f"{where}: messages has none of the assistant, so that there is nothing to learn")
+        raise DataError(f"{where}: messages has none of the assistant, so there is nothing to learn")
     if tools is not None and not (
         isinstance(tools, list) and all(isinstance(tool, dict) for tool in cast("list[Any]", tools))
     ):
@@ -160,16 +160,16 @@ _LEARNED = ("rollout_id", "reward", "messages")
 
 
 def best_rollouts(run: Path, count: int, *, top_k: int, min_reward: float | None) -> list[Found]:
-    """Conversations of a run's training that earned most, in the order in which they were trained, at most so many.
+    """Return the conversations of a run's training with the highest rewards, in training order, at most `count`.
 
-    A run writes the groups of a step as `logging.transcripts_per_step` says.
+    `logging.transcripts_per_step` decides which groups of a step a run records.
 
     Args:
-        top_k: most of each group, the best.
-        min_reward: that each has at least.
+        top_k: Largest number from each group.
+        min_reward: Smallest reward.
 
     Raises:
-        DataError: there is none, or one calls tools: a run does not record which it was offered.
+        DataError: there is none, or one calls tools: a run does not record the tools that were offered.
     """
     file = run / "rollouts.jsonl"
     groups: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
@@ -191,8 +191,8 @@ def best_rollouts(run: Path, count: int, *, top_k: int, min_reward: float | None
         raise DataError(f"{file} has no completed rollout of messages{least}")
     if any(message.get("tool_calls") for record in best for message in record["messages"]):
         raise DataError(
-            f"{file} has rollouts that call tools, and does not say which they were offered; write them to a file of "
-            "chats, with their tools, and name that with sft.data"
+            f"{file} has rollouts that call tools, and does not record the tools that were offered; write them to a "
+            "file of chats, with their tools, and set sft.data to it"
         )
     return [(f"rollout {record['rollout_id']} of {run}", Demonstration(record["messages"])) for record in best[:count]]
 
@@ -225,7 +225,7 @@ class TokenSource:
     left out. Not thread-safe.
 
     Attributes:
-        too_long: the numbers of those that were, as far as they were asked for.
+        too_long: Numbers of the requested demonstrations that were left out.
     """
 
     def __init__(self, renderer: Renderer, found: Sequence[Found], max_context: int) -> None:
@@ -242,7 +242,7 @@ class TokenSource:
     def samples(self, numbers: Sequence[int]) -> list[TrainingSample]:
         """
         Raises:
-            DataError: one cannot be rendered, or all are too long.
+            DataError: a demonstration cannot be rendered, or all are too long.
         """
         encoded = [(number, self._encoded(number)) for number in numbers]
         self.too_long |= {number for number, tokens in encoded if len(tokens.token_ids) > self._max_context}

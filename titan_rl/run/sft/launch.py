@@ -44,17 +44,16 @@ def run_sft(
     """Train a model on demonstrations, from beginning to end.
 
     Args:
-        config: of `load_sft_config`.
-        resume: the folder of an earlier run with this config, which is continued from its newest checkpoint.
-        name: of the folder of a run that begins.
-        begun_by: the command to name where the run fails before there is anything to go on from.
-        verbosity: how much the screen shows.
+        config: Result of `load_sft_config`.
+        resume: Folder of an earlier run with this config, which is continued from its newest checkpoint.
+        name: Name of a new run's folder.
+        begun_by: Command to name if the run fails before it has saved anything.
 
     Returns:
         exit code: 0, or 128 + the number of the signal that ended the run in order.
 
     Raises:
-        TitanRLError: what ended the run.
+        TitanRLError: The error that ended the run.
     """
     require_modules("torch", "monarch", "torchtitan", "transformers")
     with status("reading the demonstrations", verbosity):
@@ -83,10 +82,10 @@ def run_sft(
 
 
 def prepared(config: RunConfig, found: list[Found], folder: Path) -> RunConfig:
-    """The settings of the run that makes the supervised steps, with the model that it starts from.
+    """Settings of the run that makes the supervised steps, with the model that it starts from.
 
     Args:
-        folder: in which a tiny model is made where there is no other to start from.
+        folder: Folder in which a tiny model is made if settings name none.
 
     Raises:
         ConfigError: settings do not fit the model.
@@ -104,11 +103,11 @@ def check(config: RunConfig, folder: Path, resume: Path | None = None) -> tuple[
     """Check a supervised run without starting it.
 
     Args:
-        folder: for what is made to find out; it may be removed after.
-        resume: the folder of an earlier run, which would be continued.
+        folder: Folder for temporary files.
+        resume: Folder of an earlier run, which would be continued.
 
     Returns:
-        the settings that a run has, `sft.start` as it was given, and what is to be learned.
+        settings of the run, with `sft.start` as given, and a description of the demonstrations.
 
     Raises:
         TitanRLError: the run would not begin.
@@ -137,7 +136,7 @@ def _token_source(model: Any, found: list[Found]) -> TokenSource:
 
 
 def _check_data(file: Path, now: str) -> None:
-    """Check that a resumed run has the demonstrations that it began with, because its steps count them."""
+    """Check that a resumed run has the demonstrations that it began with, because its steps refer to them."""
     if not file.exists():
         file.write_text(json.dumps({"demonstrations": now}) + "\n", encoding="utf-8")
         return

@@ -34,7 +34,7 @@ class LearnedSteps:
     """The `TrainedSteps` of a plan.
 
     Args:
-        plan: the numbers of the demonstrations that each step learns.
+        plan: Numbers of the demonstrations that each step learns.
     """
 
     def __init__(self, tokens: TokenSource, plan: Sequence[Sequence[int]]) -> None:
@@ -47,19 +47,18 @@ class LearnedSteps:
 
 
 def install(config: RunConfig, export: Path, run: Path, before: float | None, after: float | None) -> Path:
-    """Copy an exported model to `sft.out`, with a note of what it was made of.
+    """Copy an exported model to `sft.out`, with a note about its training.
 
     Args:
-        run: the folder of the run that has taught it.
-        before: held-out loss.
-        after: of the model as it is.
+        run: Folder of the run that trained it.
+        before, after: Held-out loss before and after training.
 
     Returns:
         the folder.
 
     Raises:
         NoSpaceError: the disk is full.
-        CheckpointError: it could not be written; what was there is unchanged.
+        CheckpointError: it could not be written; the folder is unchanged.
     """
     out = Path(config.sft.out)
     note = {
@@ -88,7 +87,7 @@ LOGGED = (
     "recovery_s",
     "skipped_steps",
 )
-"""Metrics of the trainer that are logged. The others compare with a sampling policy, which there is none of."""
+"""Metrics of the trainer that are logged. The others compare with a sampling policy, which does not exist here."""
 
 
 @dataclass(frozen=True, slots=True)

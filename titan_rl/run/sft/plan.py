@@ -31,8 +31,8 @@ def hold_out(count: int, most: int, seed: int) -> tuple[list[int], list[int]]:
     """Split demonstrations into learned and held-out ones, each in order.
 
     Args:
-        count: of all.
-        most: that are held out.
+        count: Number of demonstrations.
+        most: Largest number that is held out.
     """
     held = set(random.Random(f"{seed}/held out").sample(range(count), min(most, count // HELD_OUT_SHARE)))
     return [at for at in range(count) if at not in held], sorted(held)
@@ -52,11 +52,10 @@ def batches(
     """Divide demonstrations into the batches of steps. Equal arguments give equal batches.
 
     Args:
-        items: of one epoch, in the order of their source.
-        batch_size: items in one step. One may be there twice where there are fewer.
-        steps: so many, through as many epochs as that takes; else those of `epochs`, of which the last step may have
-            fewer items.
-        lengths: tokens of each item, by which steps are as long as `batch_tokens` allows, in place of `batch_size`.
+        items: Items of one epoch, in the order of their source.
+        batch_size: Items in one step. If there are fewer, an item is repeated.
+        steps: Number of steps, over as many epochs as needed. None: `epochs`, whose last step may have fewer items.
+        lengths: Tokens of each item. Steps are then limited by `batch_tokens` instead of `batch_size`.
     """
     stream = _stream(items, epochs if steps is None else None, shuffle, seed)
     cut = _by_number(stream, batch_size) if lengths is None else _by_tokens(stream, lengths, batch_tokens)
@@ -89,17 +88,18 @@ def _by_tokens(stream: Iterator[int], lengths: Sequence[int], most: int) -> Iter
 
 
 TEXTS = 500
-"""Conversations that the words of a tiny model are taken from."""
+"""Number of conversations from which the words of a tiny model are taken."""
 
 LONGEST_CONTEXT = 1024
 """Smallest context of a tiny model, which leaves room to raise model.max_context."""
 
 
 def find_demonstrations(config: RunConfig) -> list[Found]:
-    """
+    """Find the demonstrations that the settings name.
+
     Raises:
-        ConfigError: the task demonstrates nothing.
-        DataError: what is there cannot be used. Names the place.
+        ConfigError: the task has no demonstrations.
+        DataError: a demonstration cannot be used. The message names its place.
     """
     sft = config.sft
     if not sft.data:
@@ -124,7 +124,7 @@ def make_start(folder: Path, model: ModelConfig, found: Sequence[Found], config:
     """Make a tiny model that has words for the demonstrations, as the renderer shows them.
 
     Raises:
-        ConfigError: it can have none of that size.
+        ConfigError: no model has that size.
         DataError: a demonstration cannot be rendered.
     """
     max_context = max(LONGEST_CONTEXT, model.max_context)
@@ -158,13 +158,13 @@ def _rendered(renderer: Renderer, found: Found) -> list[int]:
 
 
 def plan_steps(config: RunConfig, tokens: TokenSource, count: int) -> tuple[list[list[int]], list[int]]:
-    """The demonstrations that each step learns, and those that are held out.
+    """Return the demonstrations of each step, and the held-out ones.
 
     Args:
-        count: of all.
+        count: Number of demonstrations.
 
     Raises:
-        DataError: steps are of a number of tokens, and a demonstration cannot be rendered.
+        DataError: a demonstration cannot be rendered, and `sft.batch_tokens` needs its length.
     """
     sft = config.sft
     learned, held_out = hold_out(count, sft.held_out, config.seed)
@@ -182,7 +182,7 @@ def plan_steps(config: RunConfig, tokens: TokenSource, count: int) -> tuple[list
 
 
 def supervised(config: RunConfig, model: ModelConfig, steps: int) -> RunConfig:
-    """The settings of a run whose trainer makes the supervised steps."""
+    """Settings of the run whose trainer makes the supervised steps."""
     sft = config.sft
     training = TrainingConfig.model_validate(
         config.training.model_dump()

@@ -17,7 +17,8 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The values as blocks of eight heights, averaged into at most `width` of them. What is not finite is a space.
+    """Draw values as blocks of eight heights, averaged into at most `width` blocks. A value that is not finite is a
+    space.
 
     Example: `sparkline([0, 1, 2, 3], 4)` is `"▁▃▆█"`.
     """
@@ -65,7 +66,7 @@ SLOT_STYLES: Mapping[str, tuple[str, str]] = {
 }
 """Sign and colour of a slot in each state; signs distinguish states without colours."""
 ASCII_SIGNS = ".#e$~=-"
-"""The signs where a terminal has no others."""
+"""Signs for terminals with ASCII only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +74,8 @@ class ReplicaLook:
     """Snapshot of a replica.
 
     Args:
-        waiting: requests that wait in its engine, where that is known.
-        error: why it does not serve.
+        waiting: Number of requests that wait in its engine, if known.
+        error: Reason why it does not serve.
     """
 
     name: str
@@ -90,9 +91,9 @@ class RunLook:
     """Snapshot of generation.
 
     Args:
-        slots: how many are in each state of `SLOT_STYLES`.
-        version: that is trained.
-        hosts: where there are several.
+        slots: Number of slots in each state of `SLOT_STYLES`.
+        version: Version of the trainer.
+        hosts: Hosts of a run that has several.
     """
 
     slots: Mapping[str, int]
@@ -101,7 +102,7 @@ class RunLook:
     hosts: Sequence[HostStatus] = ()
 
     def describe_slots(self) -> str:
-        """ "12 generating, 3 in the environment"; nothing where no slot is held."""
+        """ "12 generating, 3 in the environment"; "" if no slot is held."""
         return ", ".join(f"{count} {state}" for state, count in self.slots.items() if count)
 
 
@@ -110,11 +111,11 @@ class View:
     """Content of the live display.
 
     Args:
-        unit: of what is counted: "step".
-        total: of them; 0 where nothing is counted.
-        curve: its name, its values so far, the value to show, and a note to it.
-        left_s: until the end; NaN where that is not known yet.
-        works: lines on what takes long.
+        unit: Name of a counted unit: "step".
+        total: Number of units; 0 if nothing is counted.
+        curve: Name, values so far, value to show, and a note.
+        left_s: Seconds until the end; NaN if not known yet.
+        works: Lines about long operations.
     """
 
     unit: str
@@ -129,11 +130,11 @@ class View:
 
 
 def layout(view: View, width: int, height: int, *, ascii_only: bool = False) -> list[Text]:
-    """The lines of the display, none of which is wider than the terminal, nor are they more than fit.
+    """Lines of the display, cut to the size of the terminal.
 
     Args:
-        width, height: of the terminal, in cells.
-        ascii_only: it shows no other signs.
+        width, height: Size of the terminal in cells.
+        ascii_only: Whether the terminal shows only ASCII.
     """
     room = max(width - 1, 1)  # a full last column makes some terminals wrap
     spinner = "*" if ascii_only else SPINNER[int(view.elapsed_s * SPINS_PER_S) % len(SPINNER)]
@@ -153,7 +154,7 @@ def layout(view: View, width: int, height: int, *, ascii_only: bool = False) -> 
 
 
 def flow(items: Sequence[Text], width: int, gap: int = 3) -> list[Text]:
-    """Items beside each other, in as many lines as they need."""
+    """Lay out items next to each other, in as many lines as they need."""
     lines: list[Text] = []
     for item in items:
         if lines and lines[-1].cell_len + gap + item.cell_len <= width:
