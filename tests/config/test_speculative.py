@@ -42,7 +42,7 @@ def test_an_engine_is_told_what_its_method_needs_and_no_more(tmp_path: Path) -> 
         ([("method", "ngram"), ("num_speculative_tokens", "0")], "must be greater than 0"),
         ([("method", "ngram"), ("num_speculative_tokens", "129")], "num_speculative_tokens = 129 must be .* 128"),
         ([("num_speculative_tokens", "5")], 'num_speculative_tokens = 5 with method = "none".*leave it out'),
-        ([("method", "draft_model")], 'method = "draft_model" needs model, the folder of what guesses'),
+        ([("method", "draft_model")], 'method = "draft_model" needs model, the folder of the draft model'),
         ([("method", "ngram"), ("model", "small")], 'model is for .* and method is "ngram"; leave it out'),
         ([("method", "ngram"), ("prompt_lookup", "[6, 4]")], r"prompt_lookup = \[6, 4\]: the fewest tokens come first"),
         (

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from typing_extensions import get_protocol_members
 
@@ -26,10 +26,6 @@ from titan_rl.rollout.types import RolloutGroup
 from titan_rl.scheduling.filters import GroupFilter, find_filter, first_reason, too_few_siblings, too_long
 from titan_rl.training.algorithm import Algorithm
 from titan_rl.training.settings import ModelConfig
-
-if TYPE_CHECKING:
-    from titan_rl.config.run import RunConfig
-    from titan_rl.config.tasks import TaskSource
 
 
 def make_renderer(model: ModelConfig) -> Renderer:

@@ -17,42 +17,43 @@ def _names(value: Any) -> Any:
 
 
 class EvalConfig(Section):
-    """Settings of an evaluation. A setting that is left out is as in the validations of a run."""
+    """Settings of an evaluation. Defaults are those of the run's validation."""
 
     num_prompts: PositiveInt | None = None
     """Held-out prompts of each task; by default validation.num_prompts."""
     samples: PositiveInt | None = None
     """Rollouts of each prompt; by default validation.samples_per_prompt."""
     temperature: NonNegativeFloat | None = None
-    """0 is greedy; by default validation.temperature."""
+    """Sampling temperature; 0 is greedy. By default validation.temperature."""
     max_tokens: PositiveInt | None = None
-    """Most tokens of one completion; by default sampling.max_tokens, or what the task has instead."""
+    """Most tokens of one completion; by default sampling.max_tokens, or the task's own."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus mass that is sampled from."""
+    """Probability mass of nucleus sampling."""
     tasks: Annotated[tuple[str, ...] | None, BeforeValidator(_names)] = None
-    """Names of the config's tasks that are played, "sums,guess"; by default all of them."""
+    """Names of the tasks to play, "sums,guess"; by default all tasks of the config."""
     success: float = 1.0
-    """The least reward of a rollout that counts as right, for pass@k."""
+    """Least reward of a successful rollout, for pass@k."""
     in_flight: PositiveInt = 256
-    """Rollouts at once."""
+    """Most rollouts at a time."""
     model: str | None = None
-    """The name by which an endpoint knows its model; by default the only one it has."""
+    """Name of an endpoint's model; by default the only one it has."""
     api: Literal["chat", "tokens"] = "chat"
-    """How an endpoint is asked: chat for messages, at /v1/chat/completions; tokens for those of the tokenizer in
-    model.path, at /inference/v1/generate, which vLLM and titan-rl serve have."""
+    """API of an endpoint. chat: messages, at /v1/chat/completions. tokens: token ids of the tokenizer in model.path, at
+    /inference/v1/generate, which vLLM and titan-rl serve have."""
     key_env: str = "OPENAI_API_KEY"
-    """The environment variable that holds an endpoint's key."""
+    """Environment variable with an endpoint's key."""
     body: dict[str, Any] | None = None
-    """More fields of each chat request, such as {reasoning_effort = "low"}."""
+    """Further fields of each chat request, such as {reasoning_effort = "low"}."""
 
 
 def make_eval_config(given: Mapping[str, Any]) -> EvalConfig:
-    """
+    """Check the settings of an evaluation.
+
     Args:
-        given: by the fields' names.
+        given: values by field name.
 
     Raises:
-        ConfigError: names the first that is wrong, its value and what is allowed.
+        ConfigError: names the first wrong setting, its value and what is allowed.
     """
     try:
         return EvalConfig.model_validate(dict(given))

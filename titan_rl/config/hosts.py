@@ -31,12 +31,12 @@ from titan_rl.core.errors import ConfigError
 from titan_rl.core.settings import FunctionName, PathText, Section, TakesEffect
 
 WORKER_DRAIN_S = 120
-"""The --drain-s of a worker to which nothing else is said."""
+"""Default of a worker's --drain-s."""
 DETACH_S = 60
-"""For what follows once a host is drained."""
+"""Seconds for the steps that follow once a host is drained."""
 
 NAMES = ("ssh", "slurm", "kubernetes")
-"""The library's own providers, see `titan_rl.cluster.providers.registry`."""
+"""Built-in providers; see `titan_rl.cluster.providers.registry`."""
 
 
 _WITH_PROVIDER = TakesEffect("hosts.provider", none_of=(None,), without="without hosts.provider", fix="set that")
@@ -56,7 +56,7 @@ def split_list(value: object) -> object:
 
 def _line(text: str) -> str:
     if "\n" in text or not text.strip():
-        raise PydanticCustomError("line", "must be one line that says something")
+        raise PydanticCustomError("line", "must be one line of text")
     return text
 
 
@@ -80,14 +80,14 @@ SAID_BY_SETTINGS = {
     "--output": "run_dir",
     "-o": "run_dir",
 }
-"""Options of sbatch that the library gives itself, and the setting that says what they say."""
+"""Options of sbatch that the job's script sets itself, and the setting to use instead."""
 AGAINST_THE_SCRIPT = {
     "--array": "a job is one run: submit each run by itself",
     "-a": "a job is one run: submit each run by itself",
     "--chdir": "a run's paths are meant from where it is submitted: submit it from that folder",
     "-D": "a run's paths are meant from where it is submitted: submit it from that folder",
 }
-"""Options of sbatch with which the job is not what the library submits, and what to do instead."""
+"""Options of sbatch that would break the job, and what to do instead."""
 
 
 def _split_option(option: str) -> tuple[str, str]:
@@ -142,20 +142,20 @@ Quantity = Annotated[str, AfterValidator(_quantity)]
 
 
 class KubernetesConfig(Section):
-    """Workers as a StatefulSet and the controller as a Job, which `titan-rl launch` makes where `hosts.provider` names
-    kubernetes. Experimental."""
+    """Objects that `titan-rl launch` creates with `hosts.provider = "kubernetes"`: workers as a StatefulSet, the
+    controller as a Job. Experimental."""
 
     image: Annotated[str, AfterValidator(_image)] = ""
-    """With titan_rl and the task installed, or with them on the volume."""
+    """Container image, with titan_rl and the task installed unless they are on the volume."""
     volume: Annotated[str, AfterValidator(_volume)] = ""
     """A PersistentVolumeClaim that all pods mount, with the model and for the run's folder: "claim", which is mounted
     at /workspace, or "claim:/folder". That is the current folder of the run and of its workers."""
     resources: Mapping[str, Quantity] = Field(default={}, strict=False)
-    """Of each worker, requested and at most: { "nvidia.com/gpu" = "8", memory = "200Gi", cpu = "32" }."""
+    """Requests and limits of each worker: { "nvidia.com/gpu" = "8", memory = "200Gi", cpu = "32" }."""
     controller_resources: Mapping[str, Quantity] = Field(default={}, strict=False)
-    """Of the controller."""
+    """Requests and limits of the controller."""
     shared_memory: Quantity = "8Gi"
-    """Size of /dev/shm in each pod, where weights travel and PyTorch's workers talk."""
+    """Size of /dev/shm in each pod, which is used to transfer weights and by PyTorch's processes."""
 
     @property
     def claim(self) -> str:
@@ -170,9 +170,9 @@ class ProviderSettings(Section):
     """Settings of the host provider, which starts the workers of a run."""
 
     provider: Annotated[str, FunctionName(NAMES, ("spec",), may_be_class=False)] | None = None
-    """Starts a worker on each host: over ssh, in an allocation of Slurm, or as pods of Kubernetes, which is
-    experimental. A function of yours returns, for a `titan_rl.cluster.providers.spec.ProviderSpec`, an async context
-    manager of the workers' addresses."""
+    """Host provider, which starts a worker on each host: over ssh, in a Slurm allocation, or as Kubernetes pods
+    (experimental). A function of yours takes a `titan_rl.cluster.providers.spec.ProviderSpec` and returns an async
+    context manager of the workers' addresses."""
     names: Annotated[
         tuple[Annotated[str, AfterValidator(_host)], ...], BeforeValidator(split_list), Field(strict=False), _BY_NAME
     ] = ()
@@ -187,9 +187,9 @@ class ProviderSettings(Section):
     ["--partition=gpu", "--gpus-per-node=8", "--time=24:00:00"]; with "--no-requeue" a job whose time is up ends,
     instead of waiting for its next turn to continue the run. kubectl: ["--context=far", "--namespace=team"]."""
     port: Annotated[int, _WITH_PROVIDER] = Field(default=22222, ge=0, le=65535)
-    """On which the workers of a provider listen; with 0 each takes one that is free, but for kubernetes."""
+    """Port of the provider's workers; with 0 each takes a free one, except with kubernetes."""
     command: Annotated[Annotated[str, AfterValidator(_words)] | None, _WITH_PROVIDER] = None
-    """What runs titan-rl there; by default what runs it here, and with kubernetes titan-rl."""
+    """Command that runs titan-rl on the hosts; by default that of this process, and titan-rl with kubernetes."""
     drain_s: Annotated[NonNegativeFloat, ON_SEVERAL_HOSTS] = 60.0
     """Seconds in which a host that leaves finishes its requests, has the trainer saved, and is replaced; the rest then
     continues elsewhere. A provider's worker waits a minute longer on SIGTERM, and at least two; a job of Slurm begins
@@ -251,7 +251,7 @@ OPEN = (
     "whoever reaches it can run programs as this user: nothing is encrypted, and nobody is asked who they are; close "
     "it to all but the hosts of your runs"
 )
-"""What is to be known of an address that others than this machine reach."""
+"""Warning about an address that other machines can reach."""
 
 NOT_AN_ADDRESS = "must be HOST or HOST:PORT"
 ONE_ADDRESS = "name one address of the machine, that by which the others reach it"
@@ -260,15 +260,15 @@ LEAST_SILENCE_S = 1.0
 LEAST_HANG_S = 2.0
 
 WORKER_PORT = 22222
-"""Where `titan-rl worker` listens, and is looked for, if nothing else is said."""
+"""Default port of `titan-rl worker`."""
 
 
 def split_address(address: str, *, least_port: int = 1) -> tuple[str, int]:
-    """`"10.0.0.1:22222"` is `("10.0.0.1", 22222)`; without a port it is that of `WORKER_PORT`. IPv6 addresses stand in
-    brackets, IPv4 ones may.
+    """Split HOST:PORT: `"10.0.0.1:22222"` is `("10.0.0.1", 22222)`. The default port is `WORKER_PORT`. IPv6 addresses
+    must be in brackets, IPv4 addresses may be.
 
     Raises:
-        ValueError: it is no address, or none of one machine.
+        ValueError: it is not an address, or stands for several machines.
     """
     has_port = ":" in address.rpartition("]")[2]
     host, _, port = address.rpartition(":") if has_port else (address, "", str(WORKER_PORT))
@@ -307,7 +307,7 @@ def not_one_machine(host: str) -> str | None:
 
 
 def is_broadcast(host: str, port: int) -> bool:
-    """Whether it stands for all machines of a network that this one is in. Nothing is sent."""
+    """Whether an address is a broadcast address of a network of this machine. Nothing is sent."""
     if ":" in host:  # IPv6 has none
         return False
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -321,10 +321,10 @@ def is_broadcast(host: str, port: int) -> bool:
 
 
 def address_towards(config: HostsConfig) -> str:
-    """The address of this machine from which it reaches the first worker. Nothing is sent.
+    """Address of this machine in the network through which it reaches the first worker. Nothing is sent.
 
     Raises:
-        ConfigError: there is no way there.
+        ConfigError: there is no route to the worker.
     """
     host, port = split_address(config.addresses[0])
     try:
@@ -337,10 +337,10 @@ def address_towards(config: HostsConfig) -> str:
 
 
 def own_address(config: HostsConfig) -> str:
-    """The address of this machine on which the others reach it.
+    """Address of this machine at which other hosts reach it.
 
     Raises:
-        ConfigError: `listen` is none of this machine, or there is no way to the first worker.
+        ConfigError: `listen` is not an address of this machine, or there is no route to the first worker.
     """
     if not config.listen:
         return address_towards(config)
@@ -357,10 +357,10 @@ def own_address(config: HostsConfig) -> str:
 
 
 def check_own_machine(config: HostsConfig) -> None:
-    """Check the settings that name something on the machine where the run begins.
+    """Check the settings that name an address or a file of this machine.
 
     Raises:
-        ConfigError: it is not there.
+        ConfigError: the address or the file does not exist.
     """
     if config.listen and config.elsewhere:
         own_address(config)
@@ -390,43 +390,42 @@ def _one_interface(host: str) -> str:
 
 
 class HostsConfig(ProviderSettings):
-    """The machines on which a run has its processes, by default this one. The first of them train, the last generate
-    and play rollouts."""
+    """Machines of a run, by default only this one. The first hosts train, the last ones generate and play rollouts."""
 
     addresses: Annotated[
         tuple[Annotated[str, AfterValidator(_address)], ...], BeforeValidator(split_list), Field(strict=False)
     ] = ()
-    """HOST:PORT of `titan-rl worker` on each machine, a list or between commas, where no provider starts
-    them; none for this machine alone."""
+    """HOST:PORT of `titan-rl worker` on each machine, a list or between commas, if no provider starts the workers.
+    Empty for this machine only."""
     listen: Annotated[str, AfterValidator(_one_interface), ON_SEVERAL_HOSTS] = ""
-    """Address of this machine on which the others reach it; by default that from which it reaches the first of them.
-    Whoever reaches it can run programs here: only within a network that you trust."""
+    """Address of this machine at which the other hosts reach it; by default the one from which it reaches the first of
+    them. Anyone who reaches it can run programs here, so use only a network that you trust."""
     train: PositiveInt = 1
-    """Hosts of the trainer's ranks, which are shared out evenly."""
+    """Number of hosts that train; the trainer's ranks are divided evenly among them."""
     generate: Annotated[PositiveInt | None, ON_SEVERAL_HOSTS] = None
-    """Hosts of the generators; by default those that do not train, or all if there are no others."""
+    """Number of hosts with generators; by default the hosts that do not train, or all if every host trains."""
     play: Annotated[PositiveInt | None, ON_SEVERAL_HOSTS] = None
-    """Hosts of the rollout workers; by default those of the generators. Where all that generate play, so does a host
-    that joins."""
+    """Number of hosts with rollout workers; by default those with generators. If all of these play, so do hosts that
+    join."""
     addresses_file: PathText = ""
-    """A file of further addresses, one a line, that is read again and again: a host whose address comes joins the run,
-    and one whose address goes is drained. None by default."""
+    """File of further addresses, one per line, that is read repeatedly: a host whose address is added joins the run,
+    and one whose address is removed is drained. None by default."""
     silence_s: Annotated[PositiveFloat, ON_SEVERAL_HOSTS] = 3.0
-    """A host of which nothing is heard for so long is gone. What it was at goes on elsewhere. At least 1: hosts give
-    four signs of life a second."""
+    """Seconds without a heartbeat after which a host is lost, and its work continues elsewhere. At least 1: hosts send
+    four heartbeats a second."""
     max_respawns: NonNegativeInt = 3
-    """Processes of one role that may die and be replaced before the run ends: generators, rollout workers, and the
-    trainer. 0 ends it with the first."""
+    """Processes of each role (generators, rollout workers, trainer) that may die and be replaced before the run ends. 0
+    ends the run at the first death."""
     hang_timeout_s: PositiveFloat = 60.0
-    """A process that for so long neither answers nor computes is killed, and so is one whose step does not get on. At
-    least 2: processes are looked at once a second."""
+    """Seconds after which a process is killed that neither answers nor computes, or whose step makes no progress. At
+    least 2: processes are checked once a second."""
     wait_s: PositiveFloat = 3600.0
-    """Longest wait for hosts, where fewer generators serve than generation.num_generators_range says, or none can train
-    or play rollouts."""
+    """Longest wait for hosts while there are fewer generators than generation.num_generators_range requires, or no host
+    that can train or play rollouts."""
 
     sync: Annotated[bool, ON_SEVERAL_HOSTS] = False
-    """Copy the model's folder, and those of `pythonpath` and PYTHONPATH, to hosts that lack what is in them. The copies
-    go with the run."""
+    """Copy the model's folder, and those of `pythonpath` and PYTHONPATH, to hosts that lack their files. The copies are
+    deleted at the end of the run."""
 
     @model_validator(mode="after")
     def _each_once_from_one_side(self) -> Self:
@@ -457,26 +456,27 @@ class HostsConfig(ProviderSettings):
 
     @property
     def of_generators_alone(self) -> Self:
-        """The same hosts where nothing trains or plays rollouts: all generate, or as many as settings say."""
+        """The same hosts for a server, which only generates: on all hosts, or on as many as `generate` says."""
         generate = self.generate or len(self.addresses) or None
         return self.model_copy(update={"train": 1, "generate": generate, "play": None})
 
     @property
     def lease_s(self) -> float:
-        """Time without the controller's heartbeat after which a host ends its processes: longer than `silence_s`, so
+        """Seconds without the controller's heartbeat after which a host ends its processes: longer than `silence_s`, so
         that they have been replaced elsewhere by then."""
         return 5 * self.silence_s
 
     @property
     def elsewhere(self) -> bool:
-        """Whether processes are started by workers, and not by this process."""
+        """Whether workers start the processes, instead of this process."""
         return bool(self.addresses) or self.provider is not None
 
     def too_few(self, *, launched: bool = False) -> Iterator[str]:
-        """Say of which role there are more hosts than settings name, where these say how many there are.
+        """Yield an error for each role that asks for more hosts than there are, if settings determine their number.
 
         Args:
-            launched: as a job of its own, which with Slurm has `count` nodes; else an allocation says how many.
+            launched: the run is a job of its own, which has `count` nodes with Slurm. Otherwise the allocation
+                determines their number.
         """
         counts = {
             None: len(self.addresses) or 1,
@@ -498,7 +498,7 @@ class HostsConfig(ProviderSettings):
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """The names of the hosts that do each of the three; one may do several."""
+    """Names of the hosts in each role; a host may have several roles."""
 
     train: tuple[str, ...]
     generate: tuple[str, ...]
@@ -506,7 +506,8 @@ class Roles:
 
     @staticmethod
     def of(config: HostsConfig, hosts: Sequence[str]) -> Roles:
-        """
+        """Assign hosts to roles.
+
         Example: of hosts a, b and c, a trains by default, and b and c generate and play.
 
         Raises:

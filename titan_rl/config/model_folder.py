@@ -17,33 +17,33 @@ from titan_rl.generation.gpu_share import planned_kv_gib
 from titan_rl.training.settings import ModelConfig
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-"""Any one of them holds a vocabulary."""
+"""Files that hold a vocabulary; one of them is enough."""
 
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
-"""Where a chat template may be, beside tokenizer_config.json."""
+"""Files that may hold a chat template, besides tokenizer_config.json."""
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""What the config of a mixture of experts calls the number of them."""
+"""Keys in config.json with the number of experts."""
 
 BYTES = {"float32": 4, "bfloat16": 2}
 GIB = 2**30
 
 START_S = 180.0
 READ_BYTES_PER_S = 100e6
-"""By default a process may take `START_S` to start, and load its weights at this rate: that of a slow network disk."""
+"""Rate at which a process is expected to load weights, in addition to `START_S`: that of a slow network disk."""
 
 LARGEST_GPU_GIB = 288
-"""Memory of the largest GPU that a share may be of. What a smaller one has, only the machine knows that has it."""
+"""Memory of the largest GPU. Smaller GPUs are checked on the machine that has them."""
 
 
 def find_model_folder(path: str, places: Sequence[Path]) -> Path | None:
-    """The absolute folder that `path` names in the first place that has it, None where none has."""
+    """The folder `path` in the first of the places that has it, as an absolute path; None if none has it."""
     folders = (place / os.path.expanduser(path) for place in places)
     return next((folder.resolve() for folder in folders if folder.is_dir()), None)
 
 
 def told_places(places: Sequence[Path]) -> str:
-    """For a message, the current folder being the first. Example: `here or in /home/ada/sums`."""
+    """Description of the searched places, of which the first is the current folder: `here or in /home/ada/sums`."""
     others = dict.fromkeys(str(place) for place in places[1:] if place.resolve() != Path.cwd())
     return " or in ".join(["here", *others])
 
@@ -56,7 +56,7 @@ def check_model_folder(model: ModelConfig, generation: GenerationConfig, places:
 
     Raises:
         ModelError: a file is missing or unreadable.
-        ConfigError: there is no such folder, or none of what guesses tokens, or a setting does not fit the model.
+        ConfigError: the folder, or that of a draft model, does not exist, or a setting does not fit the model.
     """
     path = model.path
     folder = find_model_folder(path, places)
@@ -87,7 +87,7 @@ def count_parameters(folder: Path) -> int:
 
 
 def _check_vocabulary(folder: Path, architecture: dict[str, Any]) -> None:
-    """A tokenizer may have fewer ids than the model, whose embedding is often padded, but not more."""
+    """Check that the tokenizer has no more ids than the model. It may have fewer: embeddings are often padded."""
     if not (folder / "tokenizer.json").is_file() or "vocab_size" not in architecture:
         return
     tokenizer = read_json(folder, "tokenizer.json")
@@ -195,7 +195,7 @@ def _check_share(folder: Path, model: ModelConfig, generation: GenerationConfig)
 
 
 def kv_bytes_per_token(model: ModelConfig) -> int | None:
-    """Bytes that one token takes of a KV cache. None where the model's folder is missing or does not say."""
+    """Bytes of one token in the KV cache; None if the model's folder is missing or lacks the numbers."""
     try:
         architecture = read_json(Path(model.path), "config.json")
     except ModelError:
@@ -204,7 +204,7 @@ def kv_bytes_per_token(model: ModelConfig) -> int | None:
 
 
 def _kv_bytes(architecture: dict[str, Any], dtype: str) -> int | None:
-    """Keys and values of every layer and head."""
+    """Bytes of the keys and values of one token in all layers and heads."""
     heads, hidden = architecture.get("num_attention_heads"), architecture.get("hidden_size")
     layers = architecture.get("num_hidden_layers")
     if heads is None or layers is None or hidden is None:
@@ -214,17 +214,18 @@ def _kv_bytes(architecture: dict[str, Any], dtype: str) -> int | None:
 
 
 MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "mtp_config")
-"""What the config of a model with heads for several tokens calls the number of them."""
+"""Keys in config.json with the number of multi-token prediction heads."""
 
 
 def check_guesses(guesses: SpeculativeConfig, architecture: Mapping[str, Any]) -> None:
-    """
+    """Check the model or heads that draft tokens.
+
     Args:
         architecture: config.json of the policy.
 
     Raises:
-        ModelError: a file is missing or unreadable of what guesses.
-        ConfigError: there is no such folder, or what is in it cannot guess for the policy.
+        ModelError: a file of the draft model is missing or unreadable.
+        ConfigError: the folder does not exist, or its model cannot draft tokens of the policy.
     """
     if guesses.method == "mtp" and not any(architecture.get(name) for name in MTP_COUNTS):
         raise ConfigError(
@@ -257,7 +258,8 @@ def _check_drafter_vocabulary(shown: str, drafter: Mapping[str, Any], architectu
 
 
 def _check_heads(shown: str, folder: Path, method: str) -> None:
-    """Heads join a token with the policy's state by a matrix that vLLM knows as fc; a model of its own has none."""
+    """Check that the folder holds heads: vLLM expects their matrix fc, which joins a token with the policy's state and
+    which a complete model lacks."""
     files = list(folder.glob("*.safetensors"))
     if files and not any(f".{name}".endswith(".fc.weight") for path in files for name in read_header(path)):
         raise ConfigError(

@@ -36,26 +36,26 @@ def _folder_name(name: str) -> str:
 
 
 class RunConfig(Section):
-    """The settings of one run: two of its own and one table for each part.
+    """Settings of one run.
 
     In TOML `tasks` are the tables `[[tasks]]`, or one table `[task]`, where `type = "module:Class"` names a `Section`
     that implements `titan_rl.rollout.task.Task` and whose fields are the other keys.
 
     Raises:
-        pydantic.ValidationError: also when settings that are each allowed do not fit together.
+        pydantic.ValidationError: also if settings conflict.
     """
 
     seed: int = Field(default=0, ge=0, lt=2**32)
-    """Of the data order, the sampling and the trainer."""
+    """Seeds the data order, sampling and the trainer."""
     name: Annotated[str, AfterValidator(_folder_name)] = ""
-    """Of the run's folder, behind the time. By default the task, and what the command line sets."""
+    """Name of the run's folder, after the time. By default the task, and the settings given on the command line."""
     run_dir: PathText = "runs"
-    """Folder in which each run makes a folder of its own."""
+    """Folder that contains the folders of the runs."""
     pythonpath: tuple[PathText, ...] = Field(default=(), strict=False)
-    """Folders in which the modules that settings name are found, behind the current one. Those that are needed are
-    added: the current folder, and that of the TOML file or of the package that it lies in."""
+    """Folders in which modules that settings name are searched, after the current one. Needed folders are added: the
+    current one, and that of the TOML file or of the package that contains it."""
     share_run_dir: bool = False
-    """Other users may read the run's files, as far as the umask lets them; else they are for this user alone."""
+    """Let other users read the run's files, as the umask allows. Otherwise only this user may."""
     model: ModelConfig
     tasks: tuple[TaskSource, ...] = Field(min_length=1, strict=False)
     sampling: SamplingConfig = SamplingConfig()
@@ -94,18 +94,18 @@ class RunConfig(Section):
 
     @property
     def sources(self) -> list[TaskSource]:
-        """The tasks of the run, and those that suites of its validation have for themselves."""
+        """Tasks of the run, including those that only validation suites have."""
         return [source for _, source in self.tables_of_tasks()]
 
     def tables_of_tasks(self) -> list[tuple[str, TaskSource]]:
-        """The dotted name of each task's table with the task, those of suites too."""
+        """Tasks with the dotted names of their tables, including those of validation suites."""
         trained = [("task" if is_alone(self.tasks) else f"tasks.{source.name}", source) for source in self.tasks]
         own = [(f"validation.suites.{suite.name}", suite.task) for suite in self.validation.suites]
         return [*trained, *((table, source) for table, source in own if isinstance(source, TaskSource))]
 
     @property
     def suites(self) -> list[ResolvedSuite]:
-        """Validation suites of the run; none without held-out samples."""
+        """Validation suites of the run; empty without held-out samples."""
         common, tasks = self.validation, {source.name: source for source in self.tasks}
         if not common.num_prompts:
             return []
@@ -129,20 +129,20 @@ class RunConfig(Section):
 
     @property
     def transport_may_be_tcp(self) -> bool:
-        """Whether weights may travel by tcp, which statedict.transport = "auto" takes between machines alone."""
+        """Whether the transport of weights may be tcp, which "auto" chooses only between machines."""
         return self.statedict.transport != "auto" or self.hosts.elsewhere
 
     @property
     def seeds_requests(self) -> bool:
-        """Whether training requests are sampled with seeds of their own; held-out ones always are."""
+        """Whether training requests have seeds of their own; validation requests always have."""
         if self.sampling.seeded is not None:
             return self.sampling.seeded
         return self.scheduling.max_staleness == 0 and not self.scheduling.oversample
 
     def limits_of(self, source: TaskSource) -> RolloutConfig:
-        """The limits of a task's rollouts."""
+        """Limits of a task's rollouts."""
         return self.rollout.model_copy(update=source.rollout.model_dump(exclude_none=True))
 
     def advantage_of(self, source: TaskSource) -> str:
-        """The name of what makes advantages of a task's rewards."""
+        """Name of a task's advantage function."""
         return source.advantage or self.training.advantage

@@ -37,18 +37,18 @@ _LOOKS_UP = TakesEffect("generation.speculative.method", one_of=("ngram",))
 
 
 class SpeculativeConfig(Section):
-    """Tokens that an engine guesses, and checks several of at a time with the policy, which decides what is sampled:
-    the distribution stays the policy's. The names are those of vLLM's speculative_config."""
+    """Speculative decoding: an engine drafts several tokens at a time and verifies them with the policy, so samples
+    still follow the policy's distribution. The names are those of vLLM's speculative_config."""
 
     method: Literal["none", "ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp"] = "none"
-    """What guesses. ngram looks for the last tokens earlier in the same text, suffix in other answers, too; draft_model
-    is a small model of its own; eagle, eagle3 and mtp are heads on the policy, whose weights training does not move."""
+    """Source of the draft. ngram finds the last tokens earlier in the same text, suffix also in other answers;
+    draft_model is a separate small model; eagle, eagle3 and mtp are heads on the policy, which are not trained."""
     num_speculative_tokens: PositiveInt = Field(default=3, le=MOST_GUESSED)
-    """Guessed at a time, at most; vLLM checks no more than 128."""
+    """Most tokens drafted at a time; vLLM verifies at most 128."""
     model: FilePath | None = None
-    """Folder of what guesses, on every host: of draft_model, eagle and eagle3."""
+    """Folder of the draft model or of the heads, on every host. For draft_model, eagle and eagle3."""
     prompt_lookup: Annotated[tuple[PositiveInt, PositiveInt], _LOOKS_UP] = Field(default=(2, 4), strict=False)
-    """Fewest and most tokens that ngram looks for; it begins with the most."""
+    """Fewest and most tokens that ngram searches for; it starts with the most."""
 
     @property
     def is_on(self) -> bool:
@@ -56,11 +56,11 @@ class SpeculativeConfig(Section):
 
     @property
     def has_weights(self) -> bool:
-        """It guesses by weights, which an engine loads once."""
+        """Whether the draft comes from weights, which an engine loads once."""
         return self.method not in ("none", "ngram", "suffix")
 
     def options(self) -> dict[str, Any] | None:
-        """Speculative-decoding options in vLLM's format; None where nothing is speculated."""
+        """Speculative-decoding options in vLLM's format; None if it is off."""
         if not self.is_on:
             return None
         options: dict[str, Any] = {"method": self.method, "num_speculative_tokens": self.num_speculative_tokens}
@@ -73,7 +73,7 @@ class SpeculativeConfig(Section):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.method in WITH_MODEL and self.model is None:
-            raise ValueError(f'method = "{self.method}" needs model, the folder of what guesses')
+            raise ValueError(f'method = "{self.method}" needs model, the folder of the draft model or of the heads')
         if self.method not in WITH_MODEL and self.model is not None:
             raise ValueError(
                 f'model is for method = "{WITH_MODEL[0]}", "{WITH_MODEL[1]}" or "{WITH_MODEL[2]}", and method is '
@@ -112,47 +112,48 @@ class GenerationConfig(Section):
     """The generator actors and their engines."""
 
     engine: Annotated[str, FunctionName(tuple(ENGINES), ("spec",))] = "vllm"
-    """What continues prompts in each of them."""
+    """Engine that generates completions in each generator."""
     num_generators: PositiveInt = 2
-    """Generator actors, one engine each."""
+    """Number of generator actors, each with one engine."""
     num_generators_range: tuple[PositiveInt, PositiveInt] | None = Field(default=None, strict=False)
     """Fewest and most generators: [2, 8]. While fewer are in service the run waits for more, for at most hosts.wait_s;
     hosts that join bring no more. By default the fewest is 1, and each host that joins brings as many as the others
     have."""
     tensor_parallel_size: PositiveInt = 1
-    """Processes that share the model of one generator; it divides the model's attention heads."""
+    """Processes that share the model of one generator; must divide the number of the model's attention heads."""
     max_running: Annotated[PositiveInt | Literal["auto"], WrapValidator(_number_or_auto)] | None = None
-    """Most requests one engine advances at a time. By default its share of the rollouts in flight, which are those of
-    all slots of the scheduler, or fewer if kv_cache_gib does not hold so many at half of the longest context. "auto" is
-    that share, and from step to step as many as the KV cache is expected to hold, by how long requests get."""
+    """Most requests that one engine runs at a time. By default its share of the rollouts in all slots of the scheduler,
+    or fewer if kv_cache_gib does not hold that many contexts of half the maximum length. With "auto" at most that
+    share, and in each step as many as the KV cache is expected to hold, estimated from the lengths of requests."""
     kv_cache_gib: PositiveFloat | None = None
-    """Memory of one engine's KV cache; it holds at least one full context. By default 1 on a CPU and beside a trainer
-    on the same GPU; elsewhere what weights and work space leave of gpu_share, or of 0.9 of the GPU, shared evenly by
-    the engines that are on it."""
+    """Memory of one engine's KV cache, at least enough for one full context. By default 1 on a CPU and on a GPU shared
+    with a trainer; otherwise what weights and work space leave of gpu_share, or of 0.9 of the GPU, divided evenly
+    among the engines on it."""
     gpu_share: float | None = Field(default=None, gt=0, le=1)
-    """Share of a GPU's memory for one process of an engine, which does not start if less is free. By default what
-    weights, KV cache and work space add up to. Experimental."""
+    """Share of a GPU's memory for one process of an engine, which does not start if less is free. By default the sum of
+    weights, KV cache and work space. Experimental."""
     return_routed_experts: bool = False
-    """Training completions tell which experts each token took. For mixtures of experts, on GPUs."""
+    """Record the experts of each token in training completions. For mixtures of experts, on GPUs."""
     pull_mode: Literal["hot_swap", "recompute", "drain"] = "hot_swap"
-    """Loading of new weights: hot_swap between two tokens of running requests, which keep their KV cache; recompute at
-    the same moment, and running requests recompute it; drain once a generator's requests have finished."""
+    """Loading of new weights. hot_swap: between two tokens of running requests, which keep their KV cache. recompute:
+    at the same moment, and running requests recompute their KV cache. drain: once a generator's requests have
+    finished."""
     prefix_cache: Annotated[bool | Literal["keep"], WrapValidator(_flag_or_keep)] = True
-    """Requests reuse the KV cache of others that begin with the same tokens, until new weights are loaded; with "keep"
-    also that of older weights."""
+    """Reuse the KV cache of requests that begin with the same tokens, until new weights are loaded; with "keep" also
+    after that."""
     stream_interval: PositiveInt | None = None
-    """Engine steps between two messages of new tokens to the router, which goes on from those if a generator dies. By
-    default 32, and 1 where `titan-rl serve` streams to clients."""
+    """Engine steps between two messages of new tokens to the router, which continues from these tokens if a generator
+    dies. By default 32, and 1 where `titan-rl serve` streams to clients."""
     stall_timeout_s: PositiveFloat = 300.0
-    """A generator from which nothing comes for so long while requests wait there hangs, and is replaced. Neither long
-    answers nor queues count as long as some token comes, nor does time in which generation is paused."""
+    """Seconds after which a generator that has requests and sends no tokens is considered hung and is replaced. Time
+    during which generation is paused does not count."""
     start_timeout_s: PositiveFloat | None = None
     """Longest wait for an engine, a trainer or a rollout worker to start. By default 180 s and a second for every 100
     MB of weights in the model's folder: 780 s for 30B in bfloat16."""
     speculative: SpeculativeConfig = SpeculativeConfig()
     vllm: dict[str, Any] = Field(default_factory=dict)
-    """Options for vLLM, by the names of its EngineArgs: {max_num_batched_tokens = 16384}. What other settings say, and
-    what titan_rl sets itself, is refused."""
+    """Options of vLLM, by the names of its EngineArgs: {max_num_batched_tokens = 16384}. Options that other settings
+    cover, or that titan_rl sets itself, are refused."""
 
     @property
     def least_generators(self) -> int:
@@ -180,8 +181,8 @@ class RoutingConfig(Section):
     strategy: Annotated[str, FunctionName(tuple(STRATEGIES), ("max_sessions",))] = "sticky"
     """sticky keeps a rollout on the replica that holds its KV cache; group_affinity also starts its siblings there."""
     move_below: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """A generator with at most this part of the requests of the fullest takes some over, with their tokens, which are
-    computed anew there. By default none move; not with requests that are seeded."""
+    """Move requests to a generator that has at most this fraction of the requests of the fullest one; their tokens are
+    computed again there. By default requests do not move. Cannot be combined with seeded requests."""
 
 
 class SamplingConfig(Section):
@@ -190,10 +191,11 @@ class SamplingConfig(Section):
     max_tokens: PositiveInt = 64
     """Most tokens of one completion."""
     temperature: PositiveFloat = 1.0
-    """Of the distribution that is sampled from and trained on."""
+    """Temperature of the distribution that is sampled from and trained on."""
     seeded: bool | None = None
-    """Every request is sampled with a seed of its own, so that a run can be repeated; on GPUs that takes vLLM a kernel
-    a request and step. By default only where scheduling.max_staleness = 0 without oversample: no other run repeats."""
+    """Give each request a seed of its own, so that the run can be repeated; on GPUs vLLM then launches a kernel for
+    each request and step. By default only if scheduling.max_staleness = 0 without oversample; other runs are not
+    repeatable."""
 
 
 _TCP = TakesEffect("statedict.transport", none_of=("shared_memory", "rdma", "cuda_ipc"), fix='set that to "tcp"')
@@ -211,17 +213,17 @@ class StateDictConfig(Section):
     """Transport of published versions to the generators, and their verification."""
 
     transport: Annotated[str, FunctionName(tuple(TRANSPORTS), ("spec",))] = "auto"
-    """By default tcp on several hosts, cuda_ipc where vLLM and the trainer have GPUs of their own on one and there is
-    room, and else shared_memory; --dry-run says which, and why. With tcp each host is sent a version once, by the host
-    before it, and of most versions what changed; with rdma each generator reads the trainer's memory over the network.
-    With cuda_ipc all are on GPUs of one host, and read from the trainer's GPU memory, which has two more copies
-    then. Between hosts, and with rdma or cuda_ipc, it is experimental."""
+    """auto is tcp on several hosts, cuda_ipc if vLLM and the trainer have GPUs of their own on one host with enough
+    free memory, and otherwise shared_memory; --dry-run says which, and why. With tcp each host receives a version once,
+    from the previous host, mostly as a delta. With rdma each generator reads the trainer's memory over the network.
+    With cuda_ipc all are on GPUs of one host, and read from the trainer's GPU memory, which then holds two more copies.
+    Experimental between hosts, and with rdma or cuda_ipc."""
     anchor_interval: Annotated[PositiveInt, _TCP, _NOT_SHARED_MEMORY] = 16
-    """With tcp, every so many versions all bytes are sent, and of the others only what changed, also to a host that
-    missed some since the last of these; 1 always sends all."""
+    """With tcp, interval of versions that are sent whole; the others are sent as deltas, also to a host that missed
+    some. 1 sends every version whole."""
     num_probes: NonNegativeInt | None = None
-    """Sequences whose logprobs the trainer publishes with each version; 0 verifies nothing. By default 4 in float32 and
-    32 in bfloat16."""
+    """Probe sequences whose logprobs the trainer publishes with each version, for verification; 0 turns it off. By
+    default 4 in float32 and 32 in bfloat16."""
     tolerance: Annotated[PositiveFloat | None, TakesEffect("statedict.num_probes", none_of=(0,))] = None
     """Largest mean logprob difference of a probe; by default 1e-5 in float32 and 0.1 in bfloat16."""
     pull_timeout_s: PositiveFloat = 120.0
@@ -235,71 +237,71 @@ class ValidationConfig(Section):
     """A fixed held-out set, run before, during and after training."""
 
     num_prompts: NonNegativeInt = 64
-    """Held-out samples; 0 validates never."""
+    """Number of held-out samples; 0 turns validation off."""
     samples_per_prompt: Annotated[PositiveInt, _VALIDATED] = 4
-    """Rollouts of each; the reward is their mean."""
+    """Rollouts of each sample; its reward is their mean."""
     temperature: Annotated[NonNegativeFloat, _VALIDATED] = 1.0
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     interval: Annotated[NonNegativeInt, _VALIDATED] = 0
-    """Steps between validations; 0 validates only before and after."""
+    """Steps between validations; 0 validates only before and after training."""
     suites: Annotated[tuple[ValidationSuite, ...], _VALIDATED] = Field(default=(), strict=False)
-    """By default one of each task of the run."""
+    """Validation suites; by default one for each task of the run."""
 
 
 class CheckpointConfig(Section):
     """Content and interval of checkpoints."""
 
     interval: NonNegativeInt = 0
-    """Steps between checkpoints; 0 saves by time and at the end."""
+    """Steps between checkpoints; 0 saves by time only, and at the end."""
     interval_s: NonNegativeFloat = 600.0
-    """Seconds from one checkpoint to the next, or 9 times what the last one took if that is more; 0 saves by steps."""
+    """Seconds between checkpoints, at least 9 times the duration of the last one; 0 saves by steps only."""
     keep: PositiveInt = 2
-    """Most checkpoints kept; the oldest goes first."""
+    """Number of checkpoints to keep; the oldest is deleted first."""
 
 
 class TinyModelConfig(Section):
-    """The model that is made where `sft.start` names none."""
+    """Tiny model that `titan-rl sft` creates if `sft.start` is not set."""
 
     level: Level = "word"
-    """byte: a token for each byte. word: also one for each word of the demonstrations, and for phrases that many of
-    them have."""
+    """Vocabulary. byte: one token for each byte. word: also one for each word of the demonstrations, and for frequent
+    phrases."""
     parameters: PositiveInt = 1_000_000
-    """How many it has, about."""
+    """Approximate number of parameters."""
 
 
 class SFTConfig(Section):
-    """Supervised training on demonstrations, which makes the model at `model.path`. What the table lacks is as in
-    [training]: optimizer, rows, several processes."""
+    """Supervised fine-tuning on demonstrations, which creates the model at `model.path`. The optimizer, rows and
+    parallelism are those of [training]."""
 
     start: PathText = ""
-    """Hugging Face folder of the model that is taught. By default a tiny one is made for the demonstrations."""
+    """Hugging Face folder of the model to fine-tune. By default a tiny model is created for the demonstrations."""
     tiny_model: TinyModelConfig = TinyModelConfig()
-    """The model that is made where `start` names none."""
+    """Tiny model that is created if `start` is not set."""
     out: PathText = ""
-    """Folder that the taught model is written to at the end. By default model.path."""
+    """Folder in which the fine-tuned model is saved. By default model.path."""
     data: PathText = ""
-    """Where demonstrations come from: a file of chats in JSON lines, or the folder of a run, of which the best rollouts
-    are taken. By default what the task demonstrates."""
+    """Source of the demonstrations: a JSON lines file of chats, or the folder of a run, whose best rollouts are used.
+    By default the task's own demonstrations."""
     top_k: Annotated[PositiveInt, TakesEffect("sft.data", none_of=("",), fix="set that to the folder of a run")] = 1
-    """Most rollouts of each group of a run, those with the highest rewards."""
+    """Rollouts used of each group of a run, those with the highest rewards."""
     min_reward: float | None = None
-    """Rollouts of a run below this reward are left out. By default none are."""
+    """Least reward of the rollouts used of a run. By default there is no minimum."""
     demonstrations: PositiveInt = 4096
-    """Most that are taken."""
+    """Most demonstrations that are used."""
     held_out: NonNegativeInt = 64
-    """Demonstrations that are not learned, on which the loss is measured; at most a tenth of them."""
+    """Demonstrations held out to measure the loss; at most a tenth of all."""
     steps: PositiveInt | None = None
-    """Optimizer steps. By default as many as the epochs have."""
+    """Optimizer steps. By default the number of steps in the epochs."""
     epochs: Annotated[PositiveInt, TakesEffect("sft.steps", one_of=(None,))] = 1
-    """How often each demonstration is learned, where `steps` does not say it."""
+    """Passes over the demonstrations, if `steps` is not set."""
     batch_size: Annotated[
         PositiveInt, TakesEffect("sft.batch_tokens", one_of=(None,), fix="leave sft.batch_tokens out")
     ] = 32
     """Demonstrations in one optimizer step."""
     batch_tokens: PositiveInt | None = None
-    """Tokens in one optimizer step, at most, in place of `batch_size`."""
+    """Most tokens in one optimizer step; replaces `batch_size`."""
     shuffle: bool = True
-    """Each epoch has an order of its own. Else it is that of the source."""
+    """Shuffle the demonstrations in each epoch. Otherwise they keep the order of the source."""
     lr: PositiveFloat = 2e-3
     """Highest learning rate. The default is for tiny models."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
@@ -307,10 +309,10 @@ class SFTConfig(Section):
     weight_decay: NonNegativeFloat = 0.01
     """Weight decay of the optimizer."""
     interval: Annotated[NonNegativeInt, TakesEffect("sft.held_out", none_of=(0,), fix="set that above 0")] = 50
-    """Steps between measurements of the held-out loss; 0 measures before and after."""
+    """Steps between measurements of the held-out loss; 0 measures only before and after training."""
 
     @model_validator(mode="after")
-    def _data_is_of_one_kind(self) -> Self:
+    def _min_reward_needs_a_run(self) -> Self:
         if not self.data and self.min_reward is not None:
             raise ValueError(
                 f"min_reward = {self.min_reward:g} chooses rollouts of a run; set data to its folder, or leave it out"

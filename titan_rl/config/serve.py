@@ -26,29 +26,29 @@ class ServerConfig(Section):
     TITAN_RL_ADMIN_KEY for the admin calls."""
 
     host: str = "127.0.0.1"
-    """An address of this machine. Others than loopback need a key of clients."""
+    """Address of this machine to listen on. Any address but loopback requires TITAN_RL_API_KEY."""
     port: int = Field(default=8000, ge=0, lt=2**16)
-    """0 has the system pick one."""
+    """Port to listen on; 0 takes a free one."""
     model: str = Field(default="policy", min_length=1)
-    """The name by which clients ask for it."""
+    """Name of the model in requests."""
     any_model: bool = False
-    """Answer under any other name, too, for agents that have a model's name written into them."""
+    """Answer requests for any other model name, too, for agents with a fixed one."""
     num_places: PositiveInt = 4096
-    """Completions under way at once; what comes beyond is a 429."""
+    """Most completions at a time; further requests receive a 429."""
     request_s: PositiveFloat = 3600.0
-    """Until a request is answered in full; later is a 504."""
+    """Longest time until a request is answered in full; then it receives a 504."""
     follow_s: PositiveFloat | None = Field(default=None, le=3600.0)
-    """Seconds between looks for a newer checkpoint of the run that is served, whose weights then take the place of the
-    older ones. By default what is served stays; --follow is 5."""
+    """Seconds between checks for a newer checkpoint of the served run, whose weights are then loaded. By default there
+    are no checks; --follow sets 5."""
 
 
 class ServeConfig(Section):
     """The settings of a server."""
 
     seed: int = Field(default=0, ge=0, lt=2**32)
-    """Of the sampling of requests that bring none."""
+    """Seeds the sampling of requests without a seed."""
     pythonpath: tuple[PathText, ...] = Field(default=(), strict=False)
-    """Folders in which the modules that settings name are found, behind the current one."""
+    """Folders in which modules that settings name are searched, after the current one."""
     model: ModelConfig
     generation: GenerationConfig = GenerationConfig()
     routing: RoutingConfig = RoutingConfig()
@@ -57,11 +57,12 @@ class ServeConfig(Section):
 
 
 def load_serve_config(toml: Path | None, overrides: Sequence[tuple[str, str]], *, policy: Path | None) -> ServeConfig:
-    """
+    """Load the settings of a server.
+
     Args:
-        toml: settings of a run or of a server. Those of a run that no server has are left out.
-        overrides: as for `load_config`.
-        policy: the model's folder; by default that which the file names.
+        toml: settings of a run or of a server. Tables of a run that a server lacks are ignored.
+        overrides: see `load_config`.
+        policy: the model's folder; by default `model.path` of the file.
 
     Raises:
         ConfigError: names each wrong setting, its value, where it came from and what is allowed.

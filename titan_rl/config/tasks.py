@@ -17,7 +17,7 @@ from titan_rl.scheduling.curriculum import Curriculum, InOrder
 from titan_rl.scheduling.filters import BY_NAME as FILTERS
 
 NAME = r"^[A-Za-z0-9_-]+$"
-"""What a task or a suite may be called: part of a metric's name and of an option's."""
+"""Pattern of the names of tasks and suites, which are part of the names of metrics and options."""
 
 
 class TaskSampling(Section):
@@ -26,28 +26,28 @@ class TaskSampling(Section):
     max_tokens: PositiveInt | None = None
     """Most tokens of one completion."""
     temperature: PositiveFloat | None = None
-    """Of the distribution that is sampled from and trained on."""
+    """Temperature of the distribution that is sampled from and trained on."""
 
 
 class TaskLimits(Section):
     """Rollout limits of one task, in place of those in `[rollout]`."""
 
     max_turns: PositiveInt | None = None
-    """Completions of one rollout."""
+    """Most completions of one rollout."""
     rollout_timeout_s: PositiveFloat | None = None
-    """Time that one rollout may use itself."""
+    """Time limit of one rollout, not counting time in which its requests wait."""
     generate_timeout_s: PositiveFloat | None = None
-    """Longest time of one completion, interruptions included."""
+    """Longest time of one completion, including interruptions."""
     env_timeout_s: PositiveFloat | None = None
     """Longest time of one call into the environment."""
     env_in_thread: bool | None = None
-    """Each environment runs in a thread of its own."""
+    """Run each environment in its own thread."""
     max_retries: NonNegativeInt | None = None
-    """Siblings of one group that are run again after an error other than of parsing."""
+    """Retries of siblings, in all for one group, after errors other than parse errors."""
 
 
 def name_of(class_name: str) -> str:
-    """The name of a task by default: `name_of("AlphabetSort")` is "alphabet_sort"."""
+    """Default name of a task: `name_of("AlphabetSort")` is "alphabet_sort"."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z0-9])(?=[A-Z][a-z])", "_", class_name.rpartition(".")[2]).lower()
 
 
@@ -56,45 +56,46 @@ def _default_name(values: dict[str, Any]) -> str:
 
 
 class TaskSource(Section):
-    """One of the tasks that a run's groups come from, with its share of them.
+    """Task of a run, with its share of the groups.
 
-    In TOML it is a table of `[[tasks]]`, whose other keys are `type` and the fields of the task's class; where there is
-    one task and nothing else is said of it, the table is `[task]`.
+    In TOML it is a table of `[[tasks]]`, whose other keys are `type` and the fields of the task's class. If it is the
+    only task and none of the settings below is given, the table is `[task]`.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     task: SerializeAsAny[Task]
     name: str = Field(default_factory=_default_name, pattern=NAME, validate_default=True)
-    """In metrics and on the command line, `--tasks.NAME.weight 2`. By default that of its class, in lower case."""
+    """Name in metrics and on the command line, `--tasks.NAME.weight 2`. By default the name of its class, in snake
+    case."""
     weight: float = Field(default=1.0, gt=0)
-    """Its share of the groups that are trained on is this in the sum of all weights."""
+    """Share of the groups that are trained on, relative to the sum of all weights."""
     sampling: TaskSampling = TaskSampling()
     rollout: TaskLimits = TaskLimits()
     advantage: Annotated[str, FunctionName(tuple(ADVANTAGES), ("rewards",), may_be_class=False)] | None = None
-    """How its rewards are compared; by default as training.advantage says."""
+    """Advantage function of its groups; by default training.advantage."""
     filters: tuple[Annotated[str, FunctionName(tuple(FILTERS), ("group",), may_be_class=False)], ...] | None = Field(
         default=None, strict=False
     )
-    """Its finished groups that are not trained on; by default those that scheduling.filters names."""
+    """Filters of its finished groups; by default scheduling.filters."""
     curriculum: SerializeAsAny[Curriculum] = InOrder()
-    """Which of its samples comes next: a table whose type is in_order, by_difficulty, stages or "module:Class"."""
+    """Order of its samples: a table whose type is in_order, by_difficulty, stages or "module:Class"."""
 
 
 def is_alone(tasks: Sequence[TaskSource]) -> bool:
-    """Whether there is one task of which nothing is said but what it is: the table `[task]`."""
+    """Whether the tasks are a single one without settings of its own: the table `[task]`."""
     return len(tasks) == 1 and tasks[0] == TaskSource(task=tasks[0].task)
 
 
 def tables_by_name(key: str, tables: Any, source: object) -> dict[str, Any]:
-    """The tables of `[[tasks]]` or `[[validation.suites]]` by their names, in their order.
+    """The tables of `[[tasks]]` or `[[validation.suites]]` by name, in their order.
 
     Args:
-        key: which of them.
+        key: "tasks" or "validation.suites".
         source: the file, for messages.
 
     Raises:
-        ConfigError: they are no such tables, one has no name, or two have the same.
+        ConfigError: `tables` is not a list of tables, one has no name, or two have the same.
     """
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in cast("list[Any]", tables)):
         raise ConfigError(f"{source}: {key} must be tables, each under a line [[{key}]]")
@@ -114,38 +115,38 @@ def _name_by_type(name: object) -> str | None:
 
 
 SOURCE_FIELDS = tuple(name for name in TaskSource.model_fields if name != "task")
-"""What a table of `[[tasks]]` may have beside `type` and the fields of the task's class."""
+"""Keys of a table of `[[tasks]]` other than `type` and the fields of the task's class."""
 
 
 class ValidationSuite(Section):
-    """Held-out samples of one task, and how often they are run.
+    """Held-out samples of one task. Settings that are not given are those of `[validation]`.
 
     In TOML it is a table of `[[validation.suites]]`. `task` names one of the run's tasks; for a task that is not
     trained on, the table has its `type` and the fields of its class instead, and `sampling` and `rollout` as in
-    `[[tasks]]`. What it does not say is as in `[validation]`.
+    `[[tasks]]`.
     """
 
     name: str = Field(pattern=NAME)
-    """In metrics. By default that of its task."""
+    """Name in metrics. By default the name of its task."""
     task: str | TaskSource
-    """One of the run's tasks, by its name."""
+    """Name of one of the run's tasks."""
     num_prompts: PositiveInt | None = None
-    """Held-out samples."""
+    """Number of held-out samples."""
     samples_per_prompt: PositiveInt | None = None
-    """Rollouts of each."""
+    """Rollouts of each sample."""
     temperature: NonNegativeFloat | None = None
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     interval: NonNegativeInt | None = None
-    """Steps between two times that it is run; 0 runs it only before and after."""
+    """Steps between runs of the suite; 0 runs it only before and after training."""
 
 
 SUITE_FIELDS = tuple(name for name in ValidationSuite.model_fields if name != "task")
-"""What a table of `[[validation.suites]]` may have beside `task`, or `type` and the fields of the task's class."""
+"""Keys of a table of `[[validation.suites]]` other than `task`, or `type` and the fields of the task's class."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedSuite:
-    """A suite as it is run, with all that it does not say itself.
+    """Validation suite with all defaults filled in.
 
     Args:
         prefix: of its metrics.

@@ -19,7 +19,7 @@ from titan_rl.core.arrays import (
     logprob_array,
     token_array,
 )
-from titan_rl.core.calls.plain import safe_text
+from titan_rl.core.calls.plain import safe_repr
 from titan_rl.core.errors import GenerationError, RequestError
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams, TokenChunk, VersionSpan
 
@@ -54,11 +54,11 @@ class EngineRequest:
         object.__setattr__(self, "prompt_token_ids", prompt)
         sampling: object = self.sampling
         if not isinstance(sampling, SamplingParams):
-            told = safe_text(sampling, repr)[:100]
+            told = safe_repr(sampling)[:100]
             raise RequestError(f"sampling of request {self.request_id!r} is {told}; it must be a SamplingParams")
         for name, text in (("request_id", self.request_id), ("session_id", self.session_id)):
             if not _is_text(text) and (text is not None or name == "request_id"):
-                raise RequestError(f"{name} is {safe_text(text, ascii)[:100]}; it must be text that UTF-8 can encode")
+                raise RequestError(f"{name} is {safe_repr(text)[:100]}; it must be text that UTF-8 can encode")
 
     @property
     def cost(self) -> int:
@@ -97,14 +97,14 @@ def _not_a_token(prompt: Any) -> str:
     try:
         tokens = list(prompt)
     except Exception:
-        return f"it is {safe_text(prompt, repr)[:100]}"
+        return f"it is {safe_repr(prompt)[:100]}"
     for place, token in enumerate(tokens):
         try:
             if 0 <= index(token) <= LARGEST_TOKEN_ID:
                 continue
         except Exception:  # `index` runs code of the object
             pass
-        return f"token {place} is {safe_text(token, repr)[:100]}"
+        return f"token {place} is {safe_repr(token)[:100]}"
     return f"it is a {type(prompt).__name__}"
 
 

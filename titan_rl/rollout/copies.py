@@ -18,7 +18,7 @@ from titan_rl.core.arrays import (
     logprob_array,
     token_array,
 )
-from titan_rl.core.calls.plain import plain, safe_text, snapshot
+from titan_rl.core.calls.plain import plain, safe_repr, snapshot
 from titan_rl.rollout.types import Message, Rollout, Turn
 from titan_rl.types import Completion, float_or_none
 
@@ -113,7 +113,7 @@ def token_ids_of(given: Any, what: str) -> list[int]:
                 raise TypeError
             tokens.append(index(token))
         except TypeError as error:
-            told = safe_text(token, repr)[:100]
+            told = safe_repr(token)[:100]
             raise TypeError(f"{what} has {told} at {place}; token ids are integers") from error
     if tokens and not 0 <= min(tokens) <= max(tokens) <= LARGEST_TOKEN_ID:
         wrong = next(token for token in tokens if not 0 <= token <= LARGEST_TOKEN_ID)
@@ -174,7 +174,7 @@ def _logprobs_of(logprobs: Sequence[float]) -> NumberArray[float]:
         packed = logprob_array(logprobs)
     except TypeError as error:
         wrong = next((one for one in logprobs if float_or_none(one) is None), logprobs)
-        raise TypeError(f"generate gave a logprob of {safe_text(wrong, repr)[:100]}; each must be a number") from error
+        raise TypeError(f"generate gave a logprob of {safe_repr(wrong)[:100]}; each must be a number") from error
     if not packed.is_finite():
         wrong = next(logprob for logprob in packed if not math.isfinite(logprob))
         raise ValueError(f"generate gave a logprob of {wrong}; each must be finite")

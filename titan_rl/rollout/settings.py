@@ -15,16 +15,18 @@ class RolloutConfig(Section):
     max_turns: PositiveInt = 8
     """Most completions of one rollout."""
     rollout_timeout_s: PositiveFloat = 300.0
-    """Time that one rollout may use itself: its environment's, and that of its requests while they run, not while they
-    queue or are interrupted. It then ends with the answers it has, as truncated."""
+    """Time limit of one rollout: time of its environment, and of its requests while they run, not while they queue or
+    are interrupted. The rollout then ends with the answers it has, as truncated."""
     generate_timeout_s: PositiveFloat = 7200.0
-    """Longest time of one completion, interruptions included."""
+    """Longest time of one completion, including interruptions."""
     env_timeout_s: PositiveFloat = 60.0
     """Longest time of one call into the environment."""
     env_in_thread: bool = False
-    """Run each environment entirely in its own thread. For coroutines that block, and objects bound to a thread: time
-    limits then apply to them. Plain methods run in a thread anyway."""
+    """Run each environment entirely in its own thread, for coroutines that block and objects bound to a thread. Time
+    limits then apply to them. Plain methods run in a thread in any case."""
     num_workers: NonNegativeInt = 0
-    """Processes that run groups, for environments or rewards that compute much; 0 runs groups in the controller."""
+    """Processes that run groups, for environments or rewards that need much computation; 0 runs groups in the
+    controller."""
     max_retries: NonNegativeInt = 0
-    """Retries of siblings, in all for one group, after errors other than of parsing; each in a fresh environment."""
+    """Retries of siblings, in all for one group, after errors other than parse errors; each in a new
+    environment."""

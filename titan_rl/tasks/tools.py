@@ -44,7 +44,7 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaWarningKind
 from pydantic_core import to_json
 
 from titan_rl.core.calls.bounded import OutOfTimeError, bounded
-from titan_rl.core.calls.plain import plain_json, safe_text
+from titan_rl.core.calls.plain import plain_json, safe_repr
 from titan_rl.core.calls.threads import DaemonThreads
 from titan_rl.core.calls.user_code import Failure, is_async
 from titan_rl.core.errors import TitanRLError
@@ -416,7 +416,7 @@ def messages_of(prompt: str | Sequence[Message], system: str = "") -> list[Messa
         return [{"role": "user", "content": prompt}]
     if not isinstance(prompt, Sequence) or not all(isinstance(message, Mapping) for message in prompt):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
-            f"the prompt is {safe_text(prompt, repr)}; it must be text, or a list of messages such as "
+            f"the prompt is {safe_repr(prompt)}; it must be text, or a list of messages such as "
             '{"role": "user", "content": "..."}'
         )
     return list(prompt)

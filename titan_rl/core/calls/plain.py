@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any, cast
 
@@ -49,13 +49,13 @@ def plain(value: Any) -> Any:
     >>> plain({"a": (1, {2.5}), 3: b"x"})
     {'a': [1, [2.5]], '3': b'x'}
     """
-    return _Plain(repr, for_json=False).of(value)
+    return _Plain(for_json=False).of(value)
 
 
 def plain_json(value: Any) -> Any:
     """Plain data for JSON, like `plain`: a NaN or an infinity becomes None, bytes and other objects become their `str`,
     and an integer too long to be read back its hexadecimal digits."""
-    return _Plain(str, for_json=True).of(value)
+    return _Plain(for_json=True).of(value)
 
 
 def json_line(value: Any) -> str:
@@ -68,10 +68,18 @@ def json_line(value: Any) -> str:
     return line if line.isascii() else _SURROGATE.sub(lambda match: f"\\u{ord(match[0]):x}", line)
 
 
-def safe_text(value: Any, describe: Callable[[Any], str] = str) -> str:
-    """`describe(value)`, or the name of its type where that raises."""
+def safe_text(value: Any) -> str:
+    """`str(value)`, or the name of its type if that raises."""
     try:
-        return describe(value)
+        return str(value)
+    except Exception as error:
+        return f"<{type(value).__name__}, whose text raises {type(error).__name__}>"
+
+
+def safe_repr(value: Any) -> str:
+    """`repr(value)`, or the name of its type if that raises."""
+    try:
+        return repr(value)
     except Exception as error:
         return f"<{type(value).__name__}, whose text raises {type(error).__name__}>"
 
@@ -114,9 +122,9 @@ _COMMANDS = re.compile(
 
 
 class _Plain:
-    def __init__(self, describe: Callable[[Any], str], *, for_json: bool) -> None:
-        self._describe = describe
+    def __init__(self, *, for_json: bool) -> None:
         self._for_json = for_json
+        self._text = safe_text if for_json else safe_repr
         self._inside: list[int] = []  # ids of the containers around the present value
 
     def of(self, value: Any) -> Any:
@@ -135,11 +143,11 @@ class _Plain:
             return str(data) if self._for_json else data
         if isinstance(value, Mapping | list | tuple | AbstractSet) or hasattr(value, "tolist"):
             return self._container(value)
-        return safe_text(value, self._describe)
+        return self._text(value)
 
     def _container(self, value: Any) -> Any:
         if id(value) in self._inside or len(self._inside) == MAX_DEPTH:
-            return safe_text(value, self._describe)
+            return self._text(value)
         self._inside.append(id(value))
         try:
             if isinstance(value, Mapping):
@@ -151,9 +159,9 @@ class _Plain:
                 return [self.of(item) for item in cast("list[Any]", value)]
             return self.of(value.tolist())
         except Exception:  # an object that only looks like a container
-            return safe_text(value, self._describe)
+            return self._text(value)
         finally:
             self._inside.pop()
 
     def _key(self, key: Any) -> str:
-        return str.__str__(key) if isinstance(key, str) else safe_text(key, self._describe)
+        return str.__str__(key) if isinstance(key, str) else self._text(key)

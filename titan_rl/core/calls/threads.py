@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 async def in_thread(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """`asyncio.to_thread` in a thread of its own, so that no user's function that hangs in asyncio's can hold it up.
+    """Like `asyncio.to_thread`, in a new thread: a user's function that hangs in asyncio's threads cannot delay it.
 
     Raises:
-        RuntimeError: as `DaemonThreads.run`.
+        RuntimeError: see `DaemonThreads.run`.
     """
     return await DaemonThreads(1, "titan_rl").run(partial(fn, *args, **kwargs))
 
@@ -107,24 +107,25 @@ class UsersThreads(ThreadPoolExecutor):
         with self._lock:
             if self._closed:
                 raise RuntimeError("the run's event loop takes no more work for threads")
+            self._waiting.append(work)
             if self._running == self._size:
-                self._waiting.append(work)
                 return future
-            self._running += 1
-        try:
-            threading.Thread(target=self._work, args=(work,), name="user-thread", daemon=True).start()
-        except RuntimeError:  # the system has no more threads
-            with self._lock:
-                self._running -= 1
-            raise
+            try:
+                threading.Thread(target=self._work, name="user-thread", daemon=True).start()
+            except RuntimeError:  # the system has no more threads
+                self._waiting.pop()
+                raise
+            self._running += 1  # under the lock, so that the thread cannot end before
         return future
 
-    def _work(self, work: Callable[[], None] | None) -> None:
-        while work is not None:
-            work()
+    def _work(self) -> None:
+        while True:
             with self._lock:
-                work = self._waiting.popleft() if self._waiting else None
-                self._running -= work is None
+                if not self._waiting:
+                    self._running -= 1
+                    return
+                work = self._waiting.popleft()
+            work()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         with self._lock:
@@ -167,7 +168,7 @@ class DaemonThreads:
             OutOfTimeError: it took longer than `timeout_s`. Names the line of the user's code at which it stands.
             RuntimeError: it raised what asyncio cannot carry: StopIteration, SystemExit; that is the cause.
         """
-        job = _Job(fn, timeout_s, self._give_up)
+        job = _Job(fn, timeout_s, self)
         with self._lock:
             if self._threads < self._size:
                 self._start(job)
@@ -201,7 +202,8 @@ class DaemonThreads:
                 return job
         return None
 
-    def _give_up(self, job: _Job) -> None:
+    def give_up(self, job: _Job) -> None:
+        """Leave a job whose time is up, and give its place to the next."""
         with self._lock:
             if job.finished:
                 return
@@ -213,14 +215,14 @@ class DaemonThreads:
 
 
 class _Job:
-    """One function, and the event loop that waits for it. `finished` and `given_up` belong to the pool's lock."""
+    """Function call that an event loop waits for. `finished` and `given_up` belong to the pool's lock."""
 
-    def __init__(self, fn: Callable[[], object], timeout_s: float | None, on_timeout: Callable[[_Job], None]) -> None:
+    def __init__(self, fn: Callable[[], object], timeout_s: float | None, pool: DaemonThreads) -> None:
         self.timeout_s = timeout_s
         self.finished = self.given_up = False
         self._thread_id: int | None = None
         self._fn = fn
-        self._on_timeout = on_timeout
+        self._pool = pool
         self._loop = asyncio.get_running_loop()
         self._context = contextvars.copy_context()
         self._timer: asyncio.TimerHandle | None = None
@@ -229,17 +231,15 @@ class _Job:
     def run(self) -> None:
         """In a thread."""
         self._thread_id = threading.get_ident()
-        self._tell(self._began)
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._began)
         try:
             outcome = (self._context.run(self._fn), None)
         except BaseException as error:
             outcome = (None, error)
-        self._tell(self._ended, outcome)
-
-    def _tell(self, callback: Callable[..., None], *args: Any) -> None:
         try:
-            self._loop.call_soon_threadsafe(callback, *args)
-        except RuntimeError:  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(self._ended, outcome)
+        except RuntimeError:
             logger.debug("%s ended after its event loop", self._fn)
 
     def _began(self) -> None:
@@ -253,7 +253,7 @@ class _Job:
             self.outcome.set_result(outcome)
 
     def _late(self) -> None:
-        self._on_timeout(self)
+        self._pool.give_up(self)
         if not self.outcome.done():
             late = OutOfTimeError(f"it took longer than {self.timeout_s:g} s")
             stood_at(late, thread_place(self._thread_id))

@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, cast
 
-from titan_rl.core.calls.plain import safe_text, snapshot
+from titan_rl.core.calls.plain import safe_repr, snapshot
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.errors import DataError, PromptTooLongError
 from titan_rl.rollout.environment.threaded import EnvMethods, require_methods
@@ -121,7 +121,7 @@ class GrowingPrompt:
             return None
         if wrong := [call for call in parsed.tool_calls if not hasattr(call, "status")]:
             raise TypeError(
-                f"parse_response of the renderer gave {safe_text(wrong[0], repr)} among its tool_calls; each must be "
+                f"parse_response of the renderer gave {safe_repr(wrong[0])} among its tool_calls; each must be "
                 "an object with name, arguments, status and id, see titan_rl.rollout.renderer.ParsedToolCall"
             )
         is_whole = parsed.reasoning_complete is not False and all(

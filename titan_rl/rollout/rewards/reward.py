@@ -13,7 +13,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar, cast
 
 from titan_rl.core.calls.bounded import OutOfTimeError, bounded
 from titan_rl.core.calls.cancellation import is_ctrl_c
-from titan_rl.core.calls.plain import safe_text, snapshot
+from titan_rl.core.calls.plain import safe_repr, snapshot
 from titan_rl.core.calls.threads import DaemonThreads
 from titan_rl.core.calls.user_code import is_async, place_of, summary, where
 from titan_rl.core.errors import RewardError
@@ -169,9 +169,7 @@ def checked(values: Any, count: int, name: str, about: str) -> list[float]:
     try:
         given = list(values)
     except Exception as error:
-        raise RewardError(
-            f"reward {name!r} gave {safe_text(values, repr)} for {about}; it must give a sequence"
-        ) from error
+        raise RewardError(f"reward {name!r} gave {safe_repr(values)} for {about}; it must give a sequence") from error
     if len(given) != count:
         raise RewardError(f"reward {name!r} gave {len(given)} values for the {count} of {about}")
     return [_number(value, name, about) for value in given]
@@ -183,9 +181,7 @@ def _number(value: Any, name: str, about: str) -> float:
             raise TypeError
         number = float(value)
     except Exception as error:  # `float` runs code of the value
-        raise RewardError(
-            f"reward {name!r} gave {safe_text(value, repr)} for {about}; it must give a number"
-        ) from error
+        raise RewardError(f"reward {name!r} gave {safe_repr(value)} for {about}; it must give a number") from error
     if not math.isfinite(number):
         raise RewardError(f"reward {name!r} gave {number} for {about}; it must be finite")
     return number
