@@ -258,8 +258,8 @@ def test_help_lists_every_setting_with_its_default(capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert "--training.betas" in text
     assert "(default: [0.9, 0.95])" in text
-    assert "where that is not what its name means here. (default: {})" in text
-    assert "Steps between checkpoints; 0 saves by time and at the end." in text
+    assert "Requests and limits of the controller. (default: {})" in text
+    assert "Steps between checkpoints; 0 saves by time only, and at the end." in text
     tables = [field.annotation for field in RunConfig.model_fields.values()]
     undocumented = [
         field

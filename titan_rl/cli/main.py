@@ -1,6 +1,6 @@
 """The command line, `titan-rl COMMAND ...`: its commands and their exit codes.
 
-Next to nothing is imported before `main` runs, since a Ctrl-C during an import ends a program with a traceback.
+Almost nothing is imported before `main` runs, since Ctrl-C during an import ends a program with a traceback.
 """
 
 from __future__ import annotations
@@ -34,22 +34,21 @@ COMMANDS = {
     "worker": "let runs use this machine",
     "completion": "complete commands and settings in a shell",
 }
-"""Each is the module of that name beside this one, and what it does."""
+"""Commands with their descriptions. Each is implemented in the module `titan_rl.cli.NAME`."""
 
 
 def program() -> int:
-    """`main`, for a process that ends with it."""
+    """Entry point of the program: `main`, for a process that ends afterwards."""
     code = main()
     if code in (EXIT_INTERRUPTED, EXIT_TERMINATED):
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # one more ends what is left of the exit, without a word
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends the exit at once, without a traceback
     return code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. The process may go on: its handlers of signals are as they were.
+    """Run one command and return its exit code. The signal handlers of the process are restored.
 
-    0 is success, 1 a failure, 2 wrong settings or arguments, 130 Ctrl-C, 143 SIGTERM, and 141 that nobody reads what
-    was to be printed.
+    0 is success, 1 a failure, 2 wrong settings or arguments, 130 Ctrl-C, 143 SIGTERM, and 141 a closed output pipe.
     """
     stopped = ["stopped before a run began"]
     with _sigterm_unwinds():
@@ -63,9 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_command(words: Sequence[str], stopped: list[str]) -> int:
-    """
+    """Parse the command line and run the command.
+
     Args:
-        stopped: receives the message to print if the command is stopped, where it has one of its own.
+        stopped: receives the command's own message for being stopped, if it has one.
     """
     from titan_rl.core.errors import ConfigError, ModelError, TitanRLError
     from titan_rl.run.terminal.standard_streams import OutputError, replace_closed_streams, tell
@@ -76,7 +76,7 @@ def _run_command(words: Sequence[str], stopped: list[str]) -> int:
         stopped.extend(text for text in [getattr(arguments, "stopped", None)] if text is not None)
         return arguments.run(arguments)
     except OutputError as error:
-        if isinstance(error.reason, BrokenPipeError):  # as `| head` does; it has what it wanted
+        if isinstance(error.reason, BrokenPipeError):  # as by `| head`
             return EXIT_UNREAD
         tell(f"titan-rl: {error}")
         return EXIT_FAILED
@@ -89,10 +89,11 @@ def _run_command(words: Sequence[str], stopped: list[str]) -> int:
 
 
 def command_line(command: str | None = None) -> Parser:
-    """
+    """Parser of the command line.
+
     Args:
-        command: one of `COMMANDS`, if it is known that no other is given: theirs take a second to import. By default
-            all of them have their options.
+        command: the only one of `COMMANDS` that gets its options, because importing all takes a second. By default all
+            get them.
     """
     from importlib import import_module
 
@@ -109,7 +110,7 @@ def command_line(command: str | None = None) -> Parser:
 
 
 def _say_error(error: BaseException) -> None:
-    """The error, what caused it and what can be done, without the traceback: each is meant to be read by the user."""
+    """Print an error with its causes and notes, without a traceback."""
     from titan_rl.core.calls.user_code import reason, summary
     from titan_rl.run.terminal.standard_streams import tell
 
@@ -125,8 +126,8 @@ def _say_error(error: BaseException) -> None:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Causes of an error, the nearest first. Exception groups are replaced by their members, and cancellations are left
-    out: neither tells a user anything."""
+    """Causes of an error, the nearest first. Exception groups are replaced by their members, and cancellations are
+    omitted."""
     from asyncio import CancelledError
 
     seen = {id(error)}

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import inspect
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, NoReturn, cast, get_args, get_origin
-
-from pydantic.fields import FieldInfo
+from typing import Any, NoReturn
 
 from titan_rl.cli import EXIT_USAGE
 from titan_rl.config.changes import check_options, is_resumable
-from titan_rl.config.functions import function_name, recorded_modules
+from titan_rl.config.functions import recorded_modules
 from titan_rl.config.load import load_config, load_sft_config
+from titan_rl.config.reference import SettingEntry, setting_entry, tables_of
 from titan_rl.config.run import RunConfig
 from titan_rl.config.tables import parse_value
-from titan_rl.config.tasks import TaskSource, ValidationSuite
 from titan_rl.core.errors import ConfigError
-from titan_rl.core.settings import FunctionName, Section, path_problem
+from titan_rl.core.settings import Section, path_problem
 from titan_rl.run.directory import check_files
 from titan_rl.run.observability.progress import Verbosity
 from titan_rl.run.terminal.standard_streams import say, tell
@@ -32,39 +29,39 @@ _OPTION = re.compile(r"--[^=]+")
 
 
 class Parser(argparse.ArgumentParser):
-    """Prints as the rest of the command does. The parsers of its commands are such, too."""
+    """Parser that prints through `say` and `tell`, as do the parsers of its commands."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs, allow_abbrev=False)
         self._takes_settings = False
 
     def add_settings(self, root: type[Section]) -> None:
-        """Take every setting of `root`, in a group for each table, and give `overrides`: (name, text) in their order.
+        """Accept every setting of `root`, in a group for each table, and set `overrides`: (name, text) in their order.
 
-        An option that is not known is a setting, too: a task has settings of its own, and what checks all of them says
-        best what is wrong with one.
+        An unknown option is accepted as a setting, too: tasks have settings of their own, and the check of the whole
+        config gives the best error for a wrong one.
         """
         self._takes_settings = True
         self.set_defaults(overrides=())
-        self._add_table(root, "settings", "")
+        for table in tables_of(root):
+            if table.title == "[[tasks]]":
+                task = self.add_argument_group("[task]", "The task to learn. Its class has more settings.")
+                _add_option(
+                    task, SettingEntry("task.type", "name", "required", 'The class, "module:Class".'), _Override
+                )
+            group = self.add_argument_group(table.title or "settings", table.about if table.title else None)
+            for setting in table.settings:
+                _add_option(group, setting, _Override)
 
     def add_options(self, section: type[Section], leave_out: Sequence[str] = ()) -> None:
-        """Take the fields of `section` as options of their own, `max_tokens` as --max-tokens, and give `options`: what
-        the command line says of them, by their names."""
+        """Accept the fields of `section` as options, `max_tokens` as --max-tokens, and set `options`: the given values
+        by field name."""
         self.set_defaults(options={})
         group = self.add_argument_group("options of this command")
         for name, field in section.model_fields.items():
             if name in leave_out:
                 continue
-            kind = cast(object, field.annotation)
-            choices = get_args(kind) if get_origin(kind) is Literal else ()
-            group.add_argument(
-                f"--{name.replace('_', '-')}",
-                action=_Option,
-                choices=_Offered(choices) if choices else None,
-                metavar=None if choices else "VALUE",
-                help=_help(field, None),
-            )
+            _add_option(group, setting_entry(name.replace("_", "-"), field), _Option)
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]  of several signatures
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -76,7 +73,7 @@ class Parser(argparse.ArgumentParser):
                 with contextlib.suppress(argparse.ArgumentError):  # it is known
                     self.add_argument(name, action=_Override, help=argparse.SUPPRESS)
         found, unknown = super().parse_known_args(args, namespace)
-        if unknown:  # else it would be said with the usage of titan-rl, and not with that of the command
+        if unknown:  # argparse would report it with the usage of titan-rl, instead of that of the command
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return found, unknown
 
@@ -87,49 +84,21 @@ class Parser(argparse.ArgumentParser):
         tell(f"{self.format_usage()}{self.prog}: error: {message}")
         self.exit(EXIT_USAGE)
 
-    def _add_table(self, section: type[Section], title: str, prefix: str) -> None:
-        group = self.add_argument_group(title, inspect.getdoc(section) if prefix else None)
-        for name, field in section.model_fields.items():
-            key, kind = f"{prefix}{name}", cast(object, field.annotation)
-            if isinstance(kind, type) and issubclass(kind, Section):
-                self._add_table(kind, f"[{key}]", f"{key}.")
-            elif name == "tasks":
-                task = self.add_argument_group("[task]", "The task to learn. Its class has more settings.")
-                task.add_argument(
-                    "--task.type", action=_Override, metavar="VALUE", help='The class, "module:Class". (required)'
-                )
-                task.add_argument(
-                    "--tasks.NAME.type",
-                    action=_Override,
-                    metavar="VALUE",
-                    help="The class of one of [[tasks]].",
-                )
-                self._add_table(TaskSource, "[[tasks]]", "tasks.NAME.")
-            elif name == "suites":
-                self._add_table(ValidationSuite, "[[validation.suites]]", "validation.suites.NAME.")
-            elif name == "task":
-                continue
-            elif name == "curriculum":
-                group.add_argument(
-                    f"--{key}.type",
-                    action=_Override,
-                    metavar="VALUE",
-                    help=f"{field.description} It has more settings.",
-                )
-            else:
-                function = function_name(section, name)
-                choices = get_args(kind) if get_origin(kind) is Literal else function.names if function else ()
-                group.add_argument(
-                    f"--{key}",
-                    action=_Override,
-                    choices=_Offered(choices) if choices else None,
-                    metavar=None if choices and not function else "VALUE",
-                    help=_help(field, function),
-                )
+
+def _add_option(group: argparse._ArgumentGroup, setting: SettingEntry, action: type[argparse.Action]) -> None:  # pyright: ignore[reportPrivateUsage]
+    default = setting.default
+    note = "" if not default else " (required)" if default == "required" else f" (default: {default})"
+    group.add_argument(
+        f"--{setting.key}",
+        action=action,
+        choices=_Offered(setting.choices) if setting.choices else None,
+        metavar=None if setting.choices and setting.kind != "name" else "VALUE",
+        help=f"{setting.about}{note}".replace("%", "%%"),
+    )
 
 
 def file_path(text: str) -> str:
-    """The type of an argument that names a file or folder, or a URL.
+    """Argument type of a file, a folder or a URL.
 
     Raises:
         argparse.ArgumentTypeError: no file can have that name.
@@ -153,7 +122,7 @@ def _with_negative_values(args: Sequence[str]) -> list[str]:
 
 
 class Version(argparse.Action):
-    """Asks for the version when that is wanted: only then need titan-rl be installed."""
+    """Prints the version, which requires that titan-rl is installed."""
 
     def __call__(self, parser: argparse.ArgumentParser, *args: object) -> None:
         say(f"titan-rl {version('titan-rl')}\n")
@@ -161,7 +130,7 @@ class Version(argparse.Action):
 
 
 class _Offered(tuple[str, ...]):
-    """Completes and is shown. What is right is checked with the other settings."""
+    """Choices for completion and help. Values are checked together with the other settings."""
 
     __slots__ = ()
 
@@ -189,24 +158,6 @@ class _Option(argparse.Action):
         namespace.options = {**namespace.options, self.dest: parse_value(str(values))}
 
 
-def _help(field: FieldInfo, function: FunctionName | None) -> str:
-    value: Any = None if field.default_factory else field.default
-    note = " (required)" if field.is_required() else "" if value is None else f" (default: {_toml(value)})"
-    if function is not None:
-        note = f' One of {", ".join(function.names)}, or your own as "module:function".{note}'
-    return f"{field.description}{note}".replace("%", "%%")
-
-
-def _toml(value: str | bool | float | Iterable[Any]) -> str:
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{name} = {_toml(each)}' for name, each in cast(Mapping[str, Any], value).items())}}}"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return value
-    return f"[{', '.join(map(_toml, value))}]" if isinstance(value, Iterable) else str(value)
-
-
 def add_verbosity(parser: Parser) -> None:
     either = parser.add_mutually_exclusive_group()
     either.add_argument("-q", "--quiet", action="store_true", help="show warnings and the result only")
@@ -224,10 +175,10 @@ USUAL = Path("runs/latest")
 
 
 def find_run(name: str, option: str = "--resume") -> Path:
-    """The absolute folder of the run that an option names.
+    """The folder of the run that an option names, as an absolute path.
 
     Raises:
-        ConfigError: no run is there. It says what is, and where a run is as far as that is to be seen.
+        ConfigError: it is not the folder of a run. Names a run nearby, if there is one.
     """
     path = Path(name)
     if _is_run(path):
@@ -243,13 +194,13 @@ def find_run(name: str, option: str = "--resume") -> Path:
 
 
 def load_resumed(run: Path, overrides: Sequence[tuple[str, str]], *, is_sft: bool = False) -> RunConfig:
-    """Settings with which a run is resumed.
+    """Load the settings of a resumed run.
 
     Args:
         run: the folder that `find_run` returned.
 
     Raises:
-        ConfigError: a setting is wrong, an option changes one that has to stay, or the folder holds links.
+        ConfigError: a setting is wrong, an option changes one that must not change, or the folder contains links.
     """
     load = load_sft_config if is_sft else load_config
     check_files(run)
@@ -262,10 +213,10 @@ def load_resumed(run: Path, overrides: Sequence[tuple[str, str]], *, is_sft: boo
 
 
 def tell_imports(config: Path) -> None:
-    """Say which code the settings of a run have imported, and from which of the folders that they name, before it is.
+    """Print which modules the settings of a run import, and from which folders, before they are imported.
 
     Args:
-        config: a run's `config.toml`. Whoever wrote it decides what is imported.
+        config: a run's `config.toml`, whose author decides which code is imported.
     """
     found = recorded_modules(config)
     if found:
@@ -278,7 +229,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _newest_in(folder: Path) -> Path | None:
-    """Runs are named by their times, and the newest is linked to."""
+    """The newest run in a folder, by the link `latest` or by the names, which begin with the time."""
     if _is_run(folder / "latest"):
         return folder / "latest"
     return max((config.parent for config in folder.glob(f"*/{CONFIG}")), default=None)

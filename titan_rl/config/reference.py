@@ -1,6 +1,7 @@
 """Reference of all settings: the keys of each table with their types, defaults and meanings.
 
-Made from the classes that check the settings and their docstrings, for the docs' page and for `titan-rl settings`.
+Made from the classes that check the settings and their docstrings, for the docs' page, `titan-rl settings` and the
+options of commands.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class SettingEntry:
     kind: str
     default: str  # as TOML; "required", or empty for an optional setting
     about: str
+    choices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,12 @@ class TableEntry:
 
 def tables() -> list[TableEntry]:
     """Every table of a run, and that of a server, in the order of their classes."""
-    return [*_tables(RunConfig, RUN, "", ""), *_tables(ServerConfig, "server", "[server]", "server.")]
+    return [*tables_of(RunConfig), *_tables(ServerConfig, "server", "[server]", "server.")]
+
+
+def tables_of(root: type[Section]) -> Iterator[TableEntry]:
+    """The tables of `RunConfig` or `ServeConfig`, in the order of their classes."""
+    return _tables(root, RUN, "", "")
 
 
 def _tables(section: type[Section], name: str, title: str, prefix: str) -> Iterator[TableEntry]:
@@ -75,17 +82,22 @@ def _tables(section: type[Section], name: str, title: str, prefix: str) -> Itera
         elif field_name == "task" and section is TaskSource:
             entries.append(SettingEntry(f"{prefix}type", "name", "required", TASK))
         elif field_name == "curriculum":
-            entries.append(SettingEntry(key, "table", "", _one_line(field.description or "")))
+            entries.append(SettingEntry(f"{key}.type", "name", "", _one_line(field.description or "")))
         else:
-            entries.append(_entry(key, field, function_name(section, field_name)))
+            entries.append(setting_entry(key, field, function_name(section, field_name)))
     paragraph = (inspect.getdoc(section) or "").partition("\n\n")[0]
-    about = "Settings that are in no table." if section is RunConfig else _one_line(paragraph)
+    about = "Settings that are in no table." if not prefix else _one_line(paragraph)
     yield TableEntry(name, title, about, tuple(entries))
     for inner in below:
         yield from _tables(*inner)
 
 
-def _entry(key: str, field: FieldInfo, function: FunctionName | None) -> SettingEntry:
+def setting_entry(key: str, field: FieldInfo, function: FunctionName | None = None) -> SettingEntry:
+    """Description of one field.
+
+    Args:
+        function: the annotation of a setting that names a function.
+    """
     if field.is_required():
         default = "required"
     elif field.default_factory is not None or field.default is None:
@@ -95,8 +107,10 @@ def _entry(key: str, field: FieldInfo, function: FunctionName | None) -> Setting
     about = field.description or ""
     if function:
         about += f" One of {', '.join(f'`{one}`' for one in function.names)}, or your own as `module:function`."
-    kind = "name" if function is not None else _kind(typing.cast(Any, field.annotation))
-    return SettingEntry(key, kind, default, _one_line(about))
+    annotation = typing.cast(Any, field.annotation)
+    kind = "name" if function is not None else _kind(annotation)
+    choices = function.names if function else get_args(annotation) if get_origin(annotation) is Literal else ()
+    return SettingEntry(key, kind, default, _one_line(about), choices)
 
 
 def _kind(kind: Any) -> str:

@@ -1,1 +1,1 @@
-"""Calling code that is not titan_rl's: within what time, in which thread, and whose failure it is."""
+"""Calls of user code: time limits, threads, cancellation, and attribution of failures."""

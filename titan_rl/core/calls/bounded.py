@@ -19,23 +19,23 @@ logger = logging.getLogger(__name__)
 
 
 class OutOfTimeError(TimeoutError):
-    """A call took longer than it may: this limit's own error, not one that the called code raised."""
+    """A call exceeded its time limit; the called code did not raise this itself."""
 
 
 _left_behind: set[asyncio.Task[Any]] = set()  # asyncio itself holds tasks weakly
 
 
 class BoundedCall(Generic[T]):
-    """Awaitable in a task of its own that starts at once, with a deadline that can be rescheduled.
+    """Awaitable that runs in a new task at once, with a deadline that can be rescheduled.
 
-    When its time is up, or whoever awaits `result` is cancelled, it is cancelled and has `cleanup_s` seconds to end.
-    One that does not is left behind with a warning, so that nothing waits for it.
+    At the deadline, or when the caller of `result` is cancelled, the task is cancelled and has `cleanup_s` seconds to
+    end. Otherwise it is abandoned with a warning.
 
     Args:
-        what: names it in messages.
-        error_type: raised in the place of what is no `Exception`, as SystemExit or a panic of native code, and would
-            end the caller or the event loop; that is the cause.
-        late: the message of `OutOfTimeError`.
+        what: Name of the call in messages.
+        error_type: Raised instead of errors that are no `Exception`, such as SystemExit or a panic of native code,
+            which would end the caller or the event loop. The original error is the cause.
+        late: Message of `OutOfTimeError`.
     """
 
     def __init__(
@@ -73,12 +73,12 @@ class BoundedCall(Generic[T]):
         return self._expired
 
     async def result(self) -> T:
-        """The result of the call. It is awaited once.
+        """The result of the call. May be awaited once.
 
         Raises:
-            OutOfTimeError: it took longer. Names the line of the user's code at which it waited.
-            StrayCancellationError: it ended as cancelled, and nobody had cancelled it here.
-            Exception: what it raised, or an `error_type`.
+            OutOfTimeError: the deadline passed. Names the line of the user's code at which the call waited.
+            StrayCancellationError: the call was cancelled, but not by its caller.
+            Exception: the error of the call, or an `error_type`.
         """
         task = self._task
         try:
@@ -115,8 +115,8 @@ class BoundedCall(Generic[T]):
             self._waiter.set_result(None)
 
     async def _end(self) -> asyncio.CancelledError | None:
-        """Cancel the task and wait for it, also if the caller is cancelled meanwhile: that is returned. What the task
-        ends with is of no use any more."""
+        """Cancel the task and wait for its end, ignoring its result. Returns a cancellation of the caller that arrives
+        in the meantime."""
         task, loop = self._task, self._loop
         _left_behind.add(task)
         task.add_done_callback(_forget)
@@ -135,7 +135,7 @@ class BoundedCall(Generic[T]):
         return cancelled
 
     def _close_what_never_began(self) -> None:
-        """A coroutine whose task was cancelled before its first turn. Any other has ended."""
+        """Close a coroutine whose task was cancelled before it started."""
         if inspect.iscoroutine(self._work):
             self._work.close()
 

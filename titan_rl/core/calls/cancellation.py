@@ -1,8 +1,8 @@
 """Ownership of cancellations, of Ctrl-C, and of the error that ends a program.
 
-A task obeys its own cancellation. Awaiting a future of a client that closed, or a task that a judge cancelled itself,
-raises `CancelledError`, too, in a task that nobody has cancelled: that is a failure of the awaited code. `except
-Exception` does not see it, and the task would end as if it had been told to.
+A task obeys its own cancellation. But awaiting a future of a closed client, or a task that a judge cancelled itself,
+also raises `CancelledError`, in a task that nobody has cancelled: this is a failure of the awaited code. `except
+Exception` does not catch it, so the task would end as if it had been cancelled.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from titan_rl.core.errors import StrayCancellationError
 
 
 def asked_to_cancel(task: asyncio.Task[Any] | None = None) -> bool:
-    """Whether somebody has cancelled `task`, by default the current one, and the request still stands.
+    """Whether `task`, by default the current one, has been cancelled and the request still stands.
 
-    Also of a task that is done. True where there is no task: nothing can be told then, and a cancellation goes on.
+    The task may be done. True outside a task, where this cannot be known: the cancellation then propagates.
     """
     task = task or asyncio.current_task()
     return task is None or task.cancelling() > 0
@@ -32,7 +32,7 @@ def asked_to_cancel(task: asyncio.Task[Any] | None = None) -> bool:
 
 @contextmanager
 def stray_cancellation_fails(what: str) -> Generator[None]:
-    """Within the block, around awaits of code that is not ours, a cancellation that nobody asked for is an error.
+    """Context around awaits of user code in which a cancellation that nobody requested becomes an error.
 
     Example:
 
@@ -58,11 +58,11 @@ def stray_cancellation_fails(what: str) -> Generator[None]:
 
 
 def is_ctrl_c(error: BaseException) -> bool:
-    """Whether a person has pressed Ctrl-C. Else a `KeyboardInterrupt` is as any exception of the code that raised it.
+    """Whether an error is Ctrl-C, and not a `KeyboardInterrupt` that some code raised.
 
-    What asyncio's handler, or one written in Python, raises comes from its frame. Python's default handler leaves no
-    frame: where it is installed, as outside an event loop, an interrupt of the main thread passes for a person's. A run
-    has handlers that raise nothing.
+    The exception of asyncio's handler, or of one written in Python, comes from the handler's frame. Python's default
+    handler leaves no frame: if it is installed, as outside an event loop, every interrupt of the main thread counts as
+    Ctrl-C. A run's own handlers raise nothing.
     """
     if not isinstance(error, KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():
         return False
@@ -75,10 +75,10 @@ def is_ctrl_c(error: BaseException) -> bool:
 
 
 def passes(error: BaseException, task: asyncio.Task[Any] | None) -> bool:
-    """Whether it is for no handler of what user code raises: Ctrl-C, or the closing of a coroutine that is not run.
+    """Whether an error must pass through handlers of user errors: Ctrl-C, or the closing of an abandoned coroutine.
 
     Args:
-        task: that the handler's coroutine runs in.
+        task: the task in which the handler's coroutine runs.
     """
     if isinstance(error, GeneratorExit):
         try:
@@ -98,9 +98,9 @@ logger = logging.getLogger(__name__)
 
 
 class FirstError:
-    """Raises what ended a program in the place of what its cleanup raises, which becomes a note of it.
+    """Raises the error that ended a program instead of an error of its cleanup, which becomes a note.
 
-    Example: the journal cannot be closed on a disk that is full, and yet it is the trainer's error that is told:
+    Example: the journal cannot be closed because the disk is full, but the trainer's error is raised:
 
         first = FirstError()
         with first.wins(), closing(journal), first.source():
@@ -112,7 +112,7 @@ class FirstError:
 
     @contextmanager
     def source(self) -> Generator[None]:
-        """Around the program itself, within what is cleaned up. A cancellation ends a program without an error."""
+        """Context of the program itself, inside the cleanup. A cancellation is not an error."""
         try:
             yield
         except asyncio.CancelledError:
@@ -123,10 +123,10 @@ class FirstError:
 
     @contextmanager
     def wins(self) -> Generator[None]:
-        """Around all that is cleaned up.
+        """Context around the cleanup.
 
         Raises:
-            Exception: what `source` raised, unless that is, or is part or cause of, what leaves the block.
+            Exception: the error of `source`, unless it is the error that leaves the block, or a part or cause of it.
         """
         hidden: Exception | None = None
         try:
@@ -142,7 +142,7 @@ class FirstError:
 
 
 def _told_by(error: BaseException) -> Iterator[BaseException]:
-    """An error, the members of a group, and what they say they were caused by."""
+    """An error with its causes, and the members of groups with theirs."""
     seen: set[int] = set()
     waiting: list[BaseException] = [error]
     while waiting:

@@ -1,7 +1,7 @@
-"""Conversion of what policies and environments write to plain data that can be copied, stored and read back.
+"""Conversion of output of policies and environments to plain data that can be copied, stored and read back.
 
-A tool call may hold an integer of thirty digits or half of a surrogate pair, and an environment's message an object of
-its own, or itself. None of that is an error: it is what was said.
+A tool call may contain an integer of thirty digits or half of a surrogate pair, and an environment's message any
+object, or itself. None of this is an error.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from collections.abc import Set as AbstractSet
 from typing import Any, cast
 
 MAX_DEPTH = 100
-"""Levels of nesting; what is deeper is kept as its text."""
+"""Levels of nesting; deeper values are kept as text."""
 
 MAX_JSON_BITS = 14_000
 """Largest integer in JSON; Python reads no more than 4300 digits back."""
 
 
 def snapshot(value: Any) -> Any:
-    """A copy that shares no dictionary, list or tuple with `value`. Other objects in it are shared, and so is what lies
-    deeper than `MAX_DEPTH` levels or holds itself."""
+    """A copy that shares no dictionary, list or tuple with `value`. Other objects are shared, as are values deeper than
+    `MAX_DEPTH` levels and containers that contain themselves."""
     return _snapshot(value, [])
 
 
@@ -41,10 +41,10 @@ def _snapshot(value: Any, inside: list[int]) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """`value` as None, bool, int, float, str, bytes, lists, and dictionaries whose keys are text.
+    """Convert to None, bool, int, float, str, bytes, lists, and dictionaries with keys of text.
 
-    What is made of these is unchanged. Tuples, sets and arrays become lists, keys and all other objects their `repr`,
-    and so does a container that holds itself, where it does.
+    Tuples, sets and arrays become lists. Keys and all other objects become their `repr`, and so does a container
+    inside itself.
 
     >>> plain({"a": (1, {2.5}), 3: b"x"})
     {'a': [1, [2.5]], '3': b'x'}
@@ -85,7 +85,7 @@ def safe_repr(value: Any) -> str:
 
 
 def printable(text: str) -> str:
-    r"""Lone surrogates as escapes, so that UTF-8 has a word for everything.
+    r"""Text with lone surrogates as escapes, so that UTF-8 can encode it.
 
     >>> printable("\ud83d!")
     '\\ud83d!'
@@ -106,8 +106,8 @@ def terminal_text(text: str) -> str:
 
 
 def _is_plain(items: list[Any]) -> bool:
-    """Whether a list is of small integers, finite floats, texts or truths alone: hundreds of tokens are, and looking at
-    each from Python takes as long as all the rest of their line."""
+    """Whether a list has only small integers, finite floats, or strings and booleans. Lists of tokens do, and
+    converting each item in Python would take as long as the rest of their line."""
     kinds = set(map(type, items))
     if kinds == {int}:
         return min(items) >= -_SMALL and max(items) <= _SMALL
@@ -125,7 +125,7 @@ class _Plain:
     def __init__(self, *, for_json: bool) -> None:
         self._for_json = for_json
         self._text = safe_text if for_json else safe_repr
-        self._inside: list[int] = []  # ids of the containers around the present value
+        self._inside: list[int] = []  # ids of the containers around the current value
 
     def of(self, value: Any) -> Any:
         if value is None or isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Daemon threads for blocking functions: users' functions may hang, and must not hold up ours or the exit."""
+"""Daemon threads for blocking functions of users, which may hang but must not delay other functions or the exit."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def call_within(
     wait.
 
     Args:
-        limit_s: longest time without progress.
-        what: begins the message.
-        progress: differs once there is some; by default there is none before the end.
-        advice: ends the message.
+        limit_s: Longest time without progress.
+        what: Beginning of the error message.
+        progress: Returns another value after progress. By default only the end counts.
+        advice: End of the error message.
 
     Raises:
-        OutOfTimeError: it took longer. Names the line of the user's code at which it stands.
+        OutOfTimeError: no progress within the limit. Names the current line of the user's code.
     """
     outcome: Future[T] = Future()
     context = contextvars.copy_context()
@@ -77,10 +77,10 @@ LOOK_S = 0.5
 
 
 class UsersThreads(ThreadPoolExecutor):
-    """The default executor of a run's event loop, where users' `asyncio.to_thread` and `run_in_executor` run.
+    """Default executor of a run's event loop, for users' `asyncio.to_thread` and `run_in_executor`.
 
-    One whose function hangs is a thread lost, not a process that never ends: `shutdown` waits for none, nor does the
-    interpreter. Requests to servers wait rather than compute, so there may be more of them than processors.
+    A function that hangs costs a thread, but does not keep the process from ending: neither `shutdown` nor the
+    interpreter waits for the threads. There are more threads than processors, since most wait for servers.
     """
 
     def __init__(self, size: int = 256) -> None:
@@ -133,15 +133,15 @@ class UsersThreads(ThreadPoolExecutor):
 
 
 class DaemonThreads:
-    """Runs functions in threads of its own, at most `size` at once; others wait in the order they came.
+    """Pool of daemon threads that runs at most `size` functions at a time; others wait in FIFO order.
 
-    asyncio's own threads are few, and the process waits for them when it exits. A function that never returns would
-    hold up all that share them, and the exit. Here it costs a thread: once its time is up another takes its place, and
+    asyncio's own threads are few, and the process waits for them when it exits: a function that never returns would
+    block the others, and the exit. Here it costs one thread: after its time limit another thread takes its place, and
     the process ends without it.
 
     Args:
-        size: most functions at once, but for those that were given up and have not returned.
-        name: begins the threads' names.
+        size: Most functions at a time, not counting those that exceeded their time limit.
+        name: Prefix of the threads' names.
 
     Raises:
         ValueError: `size` is less than 1.
@@ -159,14 +159,15 @@ class DaemonThreads:
     async def run(self, fn: Callable[[], T], timeout_s: float | None = None) -> T:
         """Call `fn()` in a copy of the current context, and return or raise its result.
 
-        A cancellation leaves the function running; a thread is busy until it returns or its time is up.
+        A cancellation leaves the function running; its thread is busy until it returns or exceeds its time limit.
 
         Args:
-            timeout_s: counts from when a thread begins with it.
+            timeout_s: Counted from the start of the function.
 
         Raises:
-            OutOfTimeError: it took longer than `timeout_s`. Names the line of the user's code at which it stands.
-            RuntimeError: it raised what asyncio cannot carry: StopIteration, SystemExit; that is the cause.
+            OutOfTimeError: it took longer than `timeout_s`. Names the current line of the user's code.
+            RuntimeError: it raised an exception that asyncio cannot propagate, such as StopIteration or SystemExit,
+                which is the cause.
         """
         job = _Job(fn, timeout_s, self)
         with self._lock:

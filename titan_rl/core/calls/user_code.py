@@ -1,4 +1,4 @@
-"""Exceptions of code that is not titan_rl's: what they say, and where in that code they come from.
+"""Exceptions of user code: their texts, and the lines of that code that they come from.
 
 Standard library only.
 """
@@ -43,14 +43,14 @@ class Failure:
     def of(cls, error: BaseException, text: str | None = None) -> Failure:
         """
         Args:
-            text: what to say in the place of the exception's own type and text.
+            text: Replaces the exception's own type and text.
         """
         lines = terminal_text("".join(traceback.format_exception(error)))
         return cls(text or summary(error), where(error), lines[-_MAX_TRACEBACK:])
 
     @property
     def kind(self) -> str:
-        """Equal for exceptions of one type from one line, whatever their texts: "KeyError at env.py:17 in step"."""
+        """Key for counting: equal for exceptions of one type from one line, such as "KeyError at env.py:17 in step"."""
         name = self.error.partition(":")[0]
         return f"{name} at {self.where}" if self.where else name
 
@@ -73,30 +73,29 @@ def is_async(function: object) -> bool:
 
 
 def summary(error: BaseException) -> str:
-    """Type and text: `KeyError: 'answer'`, and the type alone of one without a text. An exception that cannot say what
-    it is does no harm."""
+    """Type and text, `KeyError: 'answer'`; only the type if the text is empty. Handles errors whose `str` raises."""
     kind = type(error).__name__
     try:
         text = terminal_text(str(error))
-    except BaseException as broken:  # it is not the program's own end that is meant
+    except BaseException as broken:  # also SystemExit, which would not mean the program here
         text = f"(its text cannot be had: {type(broken).__name__})"
     return f"{kind}: {text}" if text.strip() else kind
 
 
 def reason(error: BaseException) -> str:
-    """Reason of a failure, for a message that names the failed part; never empty. The text of titan_rl's own errors
-    stands for itself, others are told with their type."""
+    """Reason of a failure, for a message that names the failed part; never empty. Errors of titan_rl are given by their
+    text, others by type and text."""
     own = str(error) if isinstance(error, TitanRLError) else ""
     return own if own.strip() else summary(error)
 
 
 def where(error: BaseException) -> str | None:
-    """The innermost line of the user's own code that an exception came through, as `env.py:17 in step`.
+    """The innermost line of user code in an exception's traceback, as `env.py:17 in step`.
 
-    Code of the user is neither titan_rl's nor in an installed package. Where the exception came through none, as a
-    time limit's does, those that caused it are asked.
+    User code is neither in titan_rl nor in an installed package. If the traceback has none, as that of a time limit,
+    those of the exception's causes are searched.
 
-    The path is relative to the current directory where it lies below it.
+    The path is relative to the current directory if it lies below it.
     """
     for one in _chain(error):
         place = innermost(traceback.extract_tb(one.__traceback__)) or getattr(one, _STOOD_AT, None)
@@ -106,19 +105,19 @@ def where(error: BaseException) -> str | None:
 
 
 def stood_at(error: BaseException, place: str | None) -> None:
-    """Have `where` say this of an exception that came through no line of the user's: a call was given up there."""
+    """Record the line at which a call was abandoned, for `where`: the traceback has no line of user code."""
     if place is not None:
         setattr(error, _STOOD_AT, place)
 
 
 def thread_place(thread_id: int | None) -> str | None:
-    """The innermost line of the user's own code that a thread is at now."""
+    """The innermost line of user code that a thread is executing."""
     frame = None if thread_id is None else sys._current_frames().get(thread_id)  # pyright: ignore[reportPrivateUsage]
     return None if frame is None else innermost(traceback.extract_stack(frame))
 
 
 def task_place(task: asyncio.Task[Any]) -> str | None:
-    """The innermost line of the user's own code that a task waits at now."""
+    """The innermost line of user code at which a task is waiting."""
     frames: list[traceback.FrameSummary] = []
     waits: Any = task.get_coro()
     while waits is not None:
@@ -140,7 +139,7 @@ def with_cause(error: ErrorT, cause: BaseException | None) -> ErrorT:
 
 
 def innermost(frames: Sequence[traceback.FrameSummary]) -> str | None:
-    """The last of these frames that is the user's own code, as `env.py:17 in step`."""
+    """The last of these frames that is user code, as `env.py:17 in step`."""
     for frame in reversed(frames):
         if not _is_library(frame.filename):
             return f"{_short(frame.filename)}:{frame.lineno} in {frame.name}"
@@ -148,8 +147,8 @@ def innermost(frames: Sequence[traceback.FrameSummary]) -> str | None:
 
 
 def callers(frames: Sequence[traceback.FrameSummary]) -> Iterator[tuple[str, str]]:
-    """Functions of titan_rl that called the innermost line of the user's code, the nearest first: module and function,
-    such as `("rollout/group/boundary.py", "make")`. Nothing where no line is the user's."""
+    """Functions of titan_rl that called the innermost line of user code, the nearest first: module and function, such
+    as `("rollout/group/boundary.py", "make")`. Empty without user code."""
     is_below = False
     for frame in reversed(frames):
         if is_below and frame.filename.startswith(_OWN + os.sep):
