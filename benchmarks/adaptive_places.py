@@ -1,11 +1,12 @@
-"""Places that adapt to the KV cache against the best fixed number of them, on the workloads of benchmarks/long_tail.py.
+"""Adaptive batch size against the best fixed one, on the workloads of benchmarks/long_tail.py.
 
-One engine in virtual time answers all requests of some steps, twice as many in flight as it has places for, as the
-schedules that stream keep them. Its KV cache holds a part of those places at the mean length of a whole context, and at
-least the longest; when it is full the request that joined last is preempted and its tokens are computed anew. Costs are
-those of long_tail.py, and what attention takes, which none of its sources gives: a step over a full cache takes one
-empty step longer, as where the cache is as large as the weights. The best fixed value is looked for anew with every
-cache, and one that is right for all does not exist.
+One engine in virtual time answers all requests of some steps. There are twice as many requests in flight as places, as
+with schedules that stream. The KV cache holds a part of the places at the mean length of a whole context, and at least
+the longest context. When it is full, the request that joined last is preempted, and its tokens are computed again.
+
+Costs are those of long_tail.py plus an assumed cost of attention, which none of its sources gives: a step over a full
+cache takes the time of one more empty step, as if the cache were as large as the weights. The best fixed value is
+searched for each cache separately, because none is best for all.
 
     python -m benchmarks.adaptive_places              # all, some minutes
     python -m benchmarks.adaptive_places --seeds 1    # quicker and noisier
@@ -38,7 +39,7 @@ TARGET = 0.97
 
 @dataclass(frozen=True)
 class Served:
-    """What one engine took over all requests."""
+    """Time and tokens of one engine over all requests."""
 
     seconds: float
     preemptions: float  # a request
@@ -46,7 +47,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Setup:
-    """One engine and what it is asked for."""
+    """One engine and its requests."""
 
     workload: Workload
     cost: CostModel
@@ -62,9 +63,10 @@ class Setup:
         return cls(case.workload, cost, most, kv_tokens)
 
     def serve(self, seeds: int, fixed: int | None) -> Served:
-        """
+        """Serve all requests of a setup.
+
         Args:
-            fixed: places; None lets the engine adapt.
+            fixed: number of places; None lets the engine adapt.
         """
         runs = [self._serve_one(replace(self.workload, seed=seed), fixed) for seed in range(seeds)]
         return Served(fmean(run.seconds for run in runs), fmean(run.preemptions for run in runs))
@@ -113,7 +115,7 @@ def cases() -> dict[str, Case]:
 
 
 def compare(name: str, case: Case, seeds: int) -> float:
-    """How much of the best fixed value's speed adapting has, with the cache where that is least."""
+    """Speed of adapting relative to the best fixed value, for the cache with the lowest ratio."""
     ratios: list[float] = []
     for cache in CACHES:
         setup = Setup.of(case, cache)

@@ -1,4 +1,4 @@
-"""Servers in processes of their own, and clients in another."""
+"""Servers in processes of their own, and clients in another process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ START_S = 180.0
 
 @dataclass(frozen=True)
 class Load:
-    """What clients ask of a server, each one request after the other."""
+    """Load of clients on a server; each client sends one request after the other."""
 
     url: str
     requests: int  # of each client
@@ -47,7 +47,7 @@ class Measured:
 
 
 def ask(load: Load) -> Measured:
-    """Run in a process of its own."""
+    """Send the requests of a load; runs in a process of its own."""
     return asyncio.run(_ask(load))
 
 
@@ -73,7 +73,7 @@ async def _ask(load: Load) -> Measured:
 
 
 class Clients:
-    """The process that asks."""
+    """Process of the clients."""
 
     def __init__(self) -> None:
         self._pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
@@ -87,7 +87,7 @@ class Clients:
 
 @asynccontextmanager
 async def server(command: Sequence[str], port: int, log: Path, **environment: str) -> AsyncGenerator[tuple[str, int]]:
-    """A server in a process of its own, once it answers: where, and its process id."""
+    """Start a server in a process of its own, and yield its address and process id once it answers."""
     url, started_by = f"http://127.0.0.1:{port}", time.monotonic() + START_S
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(

@@ -1,10 +1,10 @@
-"""What the controller itself does for its rollouts: rollouter, router and rewards, against a loop that only waits.
+"""Overhead of the controller: rollouter, router and rewards, against a loop that only waits.
 
     python -m benchmarks.controller [--rounds 40]
 
-128 rollouts of one turn, whose replicas answer at once and tell of tokens every 32, as generators do. The bare loop
-awaits the same replicas. Figures are of processor time, the least over the rounds: whatever else the machine does adds
-to it.
+There are 128 rollouts of one turn. Their replicas answer at once, and stream tokens in chunks of 32, as generators do.
+The bare loop awaits the same replicas. Figures are processor times, the minimum over the rounds, because other work on
+the machine only adds to them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LOGPROBS = [-0.5 - 1e-4 * place for place in range(256)]
 
 
 class Replica:
-    """Adds a chunk to each of its requests in each turn of the event loop."""
+    """Replica that adds a chunk to each of its requests in each iteration of the event loop."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -97,7 +97,7 @@ def _completion(request_id: str, length: int) -> Completion:
 
 
 class OneAnswer:
-    """A prompt, and the end."""
+    """Environment with one prompt and one answer."""
 
     def __init__(self, prompt: list[int]) -> None:
         self._prompt = prompt

@@ -1,11 +1,12 @@
-"""What each of the example tasks learns on CPU: mean reward of held-out rollouts, before and after; of Kuhn poker, how
-much a best response wins.
+"""Learning results of the example tasks on CPU: mean reward of held-out rollouts before and after training.
+
+For Kuhn poker the result is the exploitability instead.
 
     python -m benchmarks.examples [--only arithmetic calculator] [--seeds 0 1 2]
 
-Makes an example's base model where it is not there, and trains it once for each seed. Prints one JSON object a line:
+Creates an example's base model if it is missing, and trains it once per seed. Prints one JSON object per line:
 {"name": ..., "value": ..., "target": ..., "unit": ...}. The value is the mean over the seeds after training; "before",
-"after" and "seconds" (of the whole run) have each seed's.
+"after" and "seconds" (of the whole run) have the values of each seed.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ REPOSITORY = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Target:
-    """What an example is to come to.
+    """Target of an example.
 
     Args:
-        metric: of a validation.
+        metric: name of the validation metric.
     """
 
     value: float
@@ -68,7 +69,9 @@ def make_base(name: str) -> None:
 
 
 def train(name: str, seed: int) -> tuple[float, float, float]:
-    """(before, after, seconds): what the target is about, of the first validation and of the last."""
+    """Train an example and return (before, after, seconds); before and after are its metric in the first and last
+    validation.
+    """
     metric = TARGETS[name].metric
     with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()

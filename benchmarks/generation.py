@@ -1,10 +1,10 @@
-"""What the library's own work costs generation: rollouter, router, actors and swaps against the bare engine.
+"""Overhead of the library in generation: rollouter, router, actors and weight swaps against the bare engine.
 
     python -m benchmarks.generation [--rounds 12] [--only stalls]
 
-Two engines in two processes each way, on the same prompts with the same seeds. The limits are the adapter to vLLM fed
-in its own process, and vLLM's own `LLM.generate`. Ways are taken in turn, forth and back; a round gives a ratio, and
-figures are the medians over the rounds, with the quartiles.
+Each variant has two engines in two processes, with the same prompts and seeds. The upper limits are the vLLM adapter in
+its own process, and vLLM's own `LLM.generate`. Variants take turns, in both directions. Each round gives a ratio, and
+figures are medians over the rounds, with quartiles.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Request = tuple[list[int], SamplingParams]
 
 
 class BareEngine(Actor):
-    """The engine and nothing else."""
+    """The engine without the library."""
 
     def __init__(self, spec: ProcessSpec, settings: GeneratorSettings) -> None:
         enter_actor_process(spec.log)
@@ -88,7 +88,7 @@ class BareEngine(Actor):
 
 
 class BareLLM(Actor):
-    """vLLM's own offline interface, with the settings of the adapter where they are not a matter of scheduling."""
+    """vLLM's own offline interface, with the adapter's settings except those of scheduling."""
 
     def __init__(self, spec: ProcessSpec, settings: GeneratorSettings) -> None:
         enter_actor_process(spec.log)
@@ -148,7 +148,7 @@ cloudpickle.register_pickle_by_value(__import__("sys").modules[__name__])  # act
 
 
 class OneAnswer:
-    """A prompt, and the end."""
+    """Environment with one prompt and one answer."""
 
     def __init__(self, prompt: list[int]) -> None:
         self._prompt = prompt
@@ -163,7 +163,7 @@ class OneAnswer:
 
 
 def make_model(folder: Path) -> dict[str, Any]:
-    """A random Qwen3 of 0.9M parameters, and its tensors."""
+    """Create a random Qwen3 of 0.9M parameters, and return its tensors."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -199,7 +199,7 @@ class Stack:
         )  # fmt: skip
 
     async def run(self, length: int) -> float:
-        """Completion tokens a second."""
+        """Completion tokens per second."""
         sampling = SamplingParams(max_tokens=length, min_tokens=length)
         began = time.perf_counter()
         groups = await asyncio.gather(
@@ -228,7 +228,7 @@ async def run_bare(engines: Sequence[Any], length: int) -> float:
 
 
 class Crowd:
-    """Requests of 150 tokens, as many in flight at any time as were asked for."""
+    """Requests of 150 tokens, with a fixed number in flight at any time."""
 
     def __init__(self, replica: ActorReplica, size: int) -> None:
         self._replica = replica
@@ -237,7 +237,7 @@ class Crowd:
         self._names: dict[int, str] = {}
 
     async def __aenter__(self) -> None:
-        """Returns once they are generating."""
+        """Start the requests, and return once they are generating."""
         advancing = asyncio.Event()
         self._tasks = [asyncio.ensure_future(self._ask(place, advancing)) for place in range(self._size)]
         if self._tasks:
@@ -257,7 +257,7 @@ class Crowd:
 
 
 async def measure_stalls(engines: Engines, folder: Path, rounds: int, tensors: dict[str, Any]) -> None:
-    """How long an engine of 16 places stands still for a version with probes, idle and oversubscribed."""
+    """Measure how long an engine of 16 places stops for a version with probes, idle and oversubscribed."""
     from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
 
     generation = GenerationConfig(num_generators=1, kv_cache_gib=0.25, stream_interval=4)
@@ -286,7 +286,7 @@ async def measure_stalls(engines: Engines, folder: Path, rounds: int, tensors: d
 
 
 class Engines:
-    """Starts actors, and ends them all."""
+    """Context manager that starts actors, and ends all of them."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self._folder = folder

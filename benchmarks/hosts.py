@@ -1,8 +1,8 @@
-"""What several hosts cost and save. The hosts are namespaces of this machine, which only root may make.
+"""Costs and savings of several hosts. The hosts are network namespaces of this machine, which requires root.
 
     python -m benchmarks.hosts [--only host_loss join fanout delta manifest trainer_recovery] [--rounds 3]
 
-Each figure is a module of `benchmarks/across_hosts/`, and has ten minutes. Prints one JSON object a
+Each figure is a module of `benchmarks/across_hosts/`, and has ten minutes. Prints one JSON object per
 line: {"name": ..., "value": ..., "unit": ..., "target": ...}.
 """
 
@@ -32,9 +32,10 @@ LIMIT_S = 600
 
 @contextlib.contextmanager
 def limited(name: str) -> Generator[None]:
-    """
+    """End the block, and everything that it started, at a time limit.
+
     Raises:
-        TimeoutError: it takes longer, wherever it is then. What it has started ends on the way.
+        TimeoutError: the block took longer.
     """
 
     def end(number: int, frame: FrameType | None) -> None:

@@ -1,19 +1,18 @@
-"""What large models, long contexts and long runs cost: memory of a rank, and what a token and a step leave behind.
+"""Costs of large models, long contexts and long runs: memory of a rank, and memory and time of a token and a step.
 
     python -m benchmarks.large [--ranks 4] [--megabytes 400] [--only memory|tokens]
 
-Peaks are those of the process's resident memory, as the kernel counts them (VmHWM), less what it had before. Each part
-runs in processes of its own. Prints one JSON object a line: {"name": ..., "value": ..., "target": ..., "unit": ...},
-with the figure of a simpler way, measured in the same run: {"before": ..., "before_is": ...}. Names that end with
-"_70b_64_gpus" say what a figure means for a 70B model on 64 GPUs: computed, not measured.
+Peaks are the growth of the process's resident memory, as the kernel counts it (VmHWM). Each part runs in processes of
+its own. Prints one JSON object per line: {"name": ..., "value": ..., "target": ..., "unit": ...}, with the figure of a
+simpler method measured in the same run: {"before": ..., "before_is": ...}. Names that end with "_70b_64_gpus" show what
+a figure means for a 70B model on 64 GPUs: computed, not measured.
 
-- Of a trainer's ranks, with `--only memory`: `rank_peak_vs_shard`, `fsdp_kept_vs_weights`,
-  `logprob_peak_bytes_vs_vocab`, `context_parallel_peak_vs_1`, `export_peak_vs_model` and `publish_peak_vs_version`:
-  `benchmarks/trainer_memory.py`.
-- Of tokens, with `--only tokens`: `tokens_per_second_through_the_controller`, `memory_a_token`,
-  `journal_bytes_100_turns_56k`, `so_far_ms_32k` and what is beside them: `benchmarks/token_path.py`.
-- Of long runs, likewise: `report_peak_mb_10k_steps`, `resume_s_10k_steps`, `journal_read_peak_mb`:
-  `benchmarks/long_runs.py`.
+- `--only memory` measures a trainer's ranks (`benchmarks/trainer_memory.py`): `rank_peak_vs_shard`,
+  `fsdp_kept_vs_weights`, `logprob_peak_bytes_vs_vocab`, `context_parallel_peak_vs_1`, `export_peak_vs_model` and
+  `publish_peak_vs_version`.
+- `--only tokens` measures tokens (`benchmarks/token_path.py`): `tokens_per_second_through_the_controller`,
+  `memory_a_token`, `journal_bytes_100_turns_56k`, `so_far_ms_32k` and related figures; and long runs
+  (`benchmarks/long_runs.py`): `report_peak_mb_10k_steps`, `resume_s_10k_steps`, `journal_read_peak_mb`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What a run of 10,000 steps takes to be told of, and to go on: seconds, and memory that its steps should not fill."""
+"""Time and memory of the report, the resume and the journal of a run of 10,000 steps; memory should not grow with
+steps.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,14 @@ BATCHES, GROUPS_A_BATCH, TOKENS_A_GROUP = 10, 16, 8_000
 
 
 def report_peak_bytes(steps: int) -> int:
-    """Of writing the report of a run, beyond what the process had before."""
+    """Peak memory of writing the report of a run, beyond the memory before it."""
     with tempfile.TemporaryDirectory() as folder:
         run = write_run(Path(folder) / "run", steps=steps, rollouts=ROLLOUTS_A_STEP * steps)
         return peak_of(lambda: write_report([run], Path(folder) / "report.html"))[0]
 
 
 def records_peak_bytes(steps: int) -> int:
-    """Of holding what such a report is made of."""
+    """Peak memory of holding the records of such a report."""
     with tempfile.TemporaryDirectory() as folder:
         run = write_run(Path(folder) / "run", steps=steps, rollouts=ROLLOUTS_A_STEP * steps)
         return peak_of(lambda: [_records(run / name) for name in RECORDS])[0]
@@ -48,9 +50,11 @@ def _records(path: Path) -> list[Any]:
 
 
 def resume_seconds(steps: int) -> tuple[float, float]:
-    """What a run that goes on does with its files: it cuts them back to its checkpoint, reads the journal of the steps
-    since, and looks up what it has measured. The weights and the task are left out. And what reading all its records
-    and writing those that stay takes, without the journal."""
+    """Seconds that a resumed run spends on its files, without the weights and the task.
+
+    It cuts the files back to its checkpoint, reads the journal of the steps since, and looks up its earlier metrics.
+    The second figure is for reading all records and writing those that stay, without the journal.
+    """
     with tempfile.TemporaryDirectory() as folder:
         run = write_run(Path(folder), steps=steps, rollouts=ROLLOUTS_A_STEP * steps)
         journal = RunJournal(run / "journal")
@@ -83,14 +87,14 @@ def resume_seconds(steps: int) -> tuple[float, float]:
 
 
 async def _at_checkpoint(journal: RunJournal, version: int) -> DataPosition:
-    """Of a run that has trained or dropped all groups before it."""
+    """Resumption of a run that has trained on or dropped all groups before its checkpoint."""
     for index in range(GROUPS_A_BATCH * version):
         journal.dropped(index, "trained")
     return await journal.checkpoint(version, next_index=GROUPS_A_BATCH * version)
 
 
 def journal_peak_bytes(whole: bool) -> tuple[int, int]:
-    """The most that reading a file of a journal takes whose groups are all trained, and the bytes of the file.
+    """Peak memory of reading a journal file whose groups are all trained, and the size of the file.
 
     Args:
         whole: hold all its records.

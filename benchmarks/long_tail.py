@@ -1,16 +1,17 @@
-"""What scheduling wins where lengths have a long tail: published workloads in virtual time.
+"""Gain of scheduling when lengths have a long tail: published workloads in virtual time.
 
-The router, rollouter and scheduler are the real ones; engines and trainer only take time. No
-source gives a histogram of its lengths: where lengths differ, 97% are log-normal and 3% lie within a tenth of the cap.
-The longest answer then takes what the synchronous step takes; medians, the cost of a request beside others, and the
-share of the trainer are assumptions, stated with each workload. `--sensitivity` runs each published comparison with
-other values of what its source leaves out, and prints the figure for each of them: a figure says no more than the range
-of these. No figure is of a schedule that drops answers: those train on all they admit. `length bias` is the mean length
-trained on over the mean length on offer.
+The router, rollouter and scheduler are the real ones; engines and trainer are simulated. No source gives a histogram of
+its lengths. So if lengths differ, 97% are log-normal and 3% are within a tenth of the cap; the longest answer then
+takes as long as the synchronous step. Medians, the cost of a request in a batch, and the trainer's share of a step are
+assumptions, stated with each workload. `--sensitivity` runs each published comparison with other values of these
+assumptions, and prints the figure for each: a figure means no more than the range of these values.
+
+No figure is of a schedule that drops answers: all train on everything that they admit. `length bias` is the mean length
+trained on divided by the mean length generated.
 
     python benchmarks/long_tail.py                # all, some minutes
     python benchmarks/long_tail.py --steps 6      # quicker and noisier
-    python benchmarks/long_tail.py --sensitivity  # how far each figure depends on what is assumed
+    python benchmarks/long_tail.py --sensitivity  # dependence of each figure on its assumptions
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Case:
     steps_per_row: int = 1  # optimizer steps in what the source calls a step
 
     def only(self, schedule: str) -> Case:
-        """The same with one schedule, beside the synchronous one."""
+        """The same case with one schedule and the synchronous one."""
         return replace(self, schedules={name: self.schedules[name] for name in ("synchronous", schedule)})
 
     def run(self, steps: int) -> dict[str, SimulationResult]:
@@ -92,12 +93,13 @@ COLOCATED = {name: knobs for name, knobs in ALL.items() if "partial" in name or 
 
 
 def verl_2200(median: float = 300, full_batch: float = 2.0) -> Case:
-    """Rollout alone: 16k cap, 8 engines, 128 prompts x 8. An engine holds 128 requests, as many as a synchronous step
-    gives it.
+    """Rollout only: 16k cap, 8 engines, 128 prompts x 8.
+
+    An engine holds 128 requests, as many as a synchronous step gives it.
 
     Args:
-        median: length of an answer, in tokens; the source does not say.
-        full_batch: cost of a step of a full batch over that of one request; assumed.
+        median: length of an answer, in tokens; assumed, because the source does not give it.
+        full_batch: cost of a step of a full batch divided by that of one request; assumed.
     """
     workload = Workload(log_normal_with_tail(median=median, sigma=0.5, cap=16384), group_size=8)
     cost = CostModel(step=0.02, request=0.02 * (full_batch - 1) / 128, prompt_token=1e-5, load=1.0)
@@ -106,7 +108,7 @@ def verl_2200(median: float = 300, full_batch: float = 2.0) -> Case:
 
 
 def equal_lengths() -> Case:
-    """The same engines; nothing to win."""
+    """The same engines with equal lengths, where nothing can be gained."""
     cost = CostModel(step=0.02, request=0.02 / 128, prompt_token=1e-5, load=1.0)
     return Case(
         "equal lengths, rollout alone", Workload(equal(1000), group_size=8), Cluster(8, cost, max_running=128), 128, ALL
@@ -117,7 +119,7 @@ def apr_gsm8k(median: float = 300, full_batch: float = 2.0) -> Case:
     """128 x 8, colocated, 2k cap; training takes as long as the synchronous rollout, 44 s.
 
     Args:
-        median, full_batch: assumed, as those of `verl_2200`.
+        median, full_batch: assumed, as in `verl_2200`.
     """
     workload = Workload(log_normal_with_tail(median=median, sigma=0.5, cap=2048), group_size=8)
     cost = CostModel(step=0.02, request=0.02 * (full_batch - 1) / 128, prompt_token=1e-5, load=1.0)
@@ -126,10 +128,10 @@ def apr_gsm8k(median: float = 300, full_batch: float = 2.0) -> Case:
 
 
 def apr_160k(median: float = 8000, full_batch: float = 2.0) -> Case:
-    """128 x 8, colocated, 160k cap; training takes 300 s of a synchronous step of some 3,700 s.
+    """128 x 8, colocated, 160k cap; training takes 300 s of a synchronous step of about 3,700 s.
 
     Args:
-        median, full_batch: assumed, as those of `verl_2200`.
+        median, full_batch: assumed, as in `verl_2200`.
     """
     workload = Workload(log_normal_with_tail(median=median, sigma=0.6, cap=160_000), group_size=8)
     cost = CostModel(step=0.02, request=0.02 * (full_batch - 1) / 128, prompt_token=1e-5, load=1.0)
@@ -149,8 +151,10 @@ def verl_lengths(median: float = 3000) -> Workload:
 
 
 def verl_cost(lengths: Workload) -> CostModel:
-    """A full batch of 256 costs twice an empty one; scaled so that the synchronous generation of 512 x 16 answers on 32
-    engines takes the published 178 s."""
+    """Cost model in which a full batch of 256 costs twice an empty one.
+
+    It is scaled so that the synchronous generation of 512 x 16 answers on 32 engines takes the published 178 s.
+    """
     unit = CostModel(step=1e-3, request=1e-3 / 256, prompt_token=0.0)
     alone = simulate(
         lengths,
@@ -181,9 +185,12 @@ def verl_colocated(cost: CostModel) -> Case:
 
 
 def verl_async(cost: CostModel, lengths: Workload | None = None) -> Case:
-    """Half of the devices generate, half train. The source's own figures have the update take as long on half of them,
-    and no recomputed logprobs. It trains four batches between two syncs, where we pull after each: its staleness 0 is
-    up to 3 versions of ours, and more than 0 up to 7. Finished groups overtake as far as that allows."""
+    """Half of the devices generate, half train.
+
+    In the source's figures the update takes as long on half of the devices, and logprobs are not recomputed. The source
+    trains four batches between two syncs, while titan_rl pulls after each: its staleness of 0 is up to 3 versions here,
+    and a staleness above 0 up to 7. Finished groups overtake as far as that allows.
+    """
     parts = VERL_STEP_PROMPTS // VERL_BATCH
     cluster = Cluster(16, cost, max_running=VERL_MAX_RUNNING, train_s=VERL_UPDATE_S / parts)
     schedules: dict[str, Knobs] = {
@@ -203,7 +210,7 @@ def speedup(results: dict[str, SimulationResult], name: str) -> float:
 
 
 def sensitivity(steps: int) -> None:
-    """The figures that are compared with a publication, over what that leaves out."""
+    """The published comparisons, over a range of values of their assumptions."""
     for median in (300, 1000, 2000, 4000):
         value = speedup(verl_2200(median).only("streaming").run(steps), "streaming")
         tell(f"verl_2200_streaming_speedup_median_{median}", value, 2.0, "ratio, at least")

@@ -1,10 +1,9 @@
-"""What moving requests between engines wins, packing them by length, and lending the trainer's devices.
+"""Gain of moving requests between engines, of separating them by length, and of lending the trainer's devices.
 
 Workloads and costs are those of benchmarks/long_tail.py, in virtual time on the real router and scheduler. A request
-that moves is computed anew, prompt and tokens. `apart` is told every length ahead, which nobody knows, and keeps the
-long answers on engines of their own. `lent` engines wake, pull and take requests over in each wait of the trainer, and
-give them back with the batch. Ways that are `free` compute prompts, wake and pull in no time: what no way of doing so
-can win more than.
+that moves is computed again, prompt and tokens. `apart` knows every length in advance, which is impossible in practice,
+and keeps long answers on separate engines. `lent` engines wake, pull and take over requests whenever the trainer waits,
+and return them with the batch. `free` variants compute prompts, wake and pull in no time; they are upper limits.
 
     python -m benchmarks.moving                       # all, an hour of one core
     python -m benchmarks.moving --only staleness_0.3  # one workload
@@ -30,7 +29,7 @@ COST = replace(VERL_COST, load=1.0)
 
 
 class Apart(Strategy):
-    """Long answers to the first engines, the others to the rest, each where there are fewest."""
+    """Strategy that sends long answers to the first engines and others to the rest, each to the least loaded."""
 
     def __init__(self, workload: Workload, num_replicas: int) -> None:
         self._workload = workload
@@ -56,7 +55,7 @@ class Apart(Strategy):
 
 @dataclass(frozen=True)
 class Way:
-    """How requests find their engines."""
+    """Variant of the distribution of requests over engines."""
 
     change: Callable[[Cluster], Cluster]
     apart: bool = False
@@ -67,7 +66,7 @@ def free(cluster: Cluster) -> Cluster:
 
 
 def lending(cluster: Cluster, *, wake_s: float) -> Cluster:
-    """As many engines on the trainer's devices as on the others."""
+    """The same number of engines on the trainer's devices as on the others."""
     return replace(cluster, num_lent=cluster.num_replicas, move_below=0.9, wake_s=wake_s)
 
 
@@ -85,7 +84,7 @@ OTHERS = {
 
 
 def workloads() -> dict[str, tuple[Case, str, dict[str, Way]]]:
-    """A case, one of its schedules, and the ways to compare under it."""
+    """Cases, one schedule of each, and the variants to compare."""
     of: defaultdict[str, dict[str, Way]] = defaultdict(dict, {"staleness 0.3": OTHERS})
     asynchronous, alone = verl_async(COST), verl_2200()
     schedules = ["staleness 0.1", "staleness 0.3", "staleness 0.5"]
@@ -97,7 +96,7 @@ def workloads() -> dict[str, tuple[Case, str, dict[str, Way]]]:
 
 
 def part_of(case: Case, part: int) -> Case:
-    """As many requests to an engine, on fewer engines."""
+    """The same number of requests per engine, on fewer engines."""
     cluster = replace(case.cluster, num_replicas=case.cluster.num_replicas // part)
     return replace(case, cluster=cluster, groups_per_step=case.groups_per_step // part)
 

@@ -1,4 +1,4 @@
-"""Comparisons that a drift of the machine's speed does not decide: each way in turn, forth and back, many times."""
+"""Paired comparisons: variants take turns in both directions, so that a drift of the machine's speed cancels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Spread:
 
 
 async def forth_and_back(rounds: int, ways: Mapping[str, Callable[[], Awaitable[float]]]) -> list[dict[str, float]]:
-    """What each way gives, as its mean over both directions of a round: A B C C B A. One round of warming up before."""
+    """Results of each variant, as the mean over both directions of a round (A B C C B A), after one warm-up round."""
     for way in ways.values():
         await way()
     measured: list[dict[str, float]] = []
@@ -40,7 +40,7 @@ async def forth_and_back(rounds: int, ways: Mapping[str, Callable[[], Awaitable[
 
 
 def ratio(measured: Sequence[Mapping[str, float]], first: str, second: str) -> Spread:
-    """Of each round by itself."""
+    """Ratio of two variants in each round."""
     return Spread([values[first] / values[second] for values in measured])
 
 
@@ -51,10 +51,10 @@ def report(
     target: float | None = None,
     before: tuple[float, str] | None = None,
 ) -> None:
-    """One JSON line: `name`, `value` (the median), `quartiles`, `rounds`, `unit`, and `target` where there is one.
+    """Print one JSON line: `name`, `value` (the median), `quartiles`, `rounds`, `unit`, and `target` if there is one.
 
     Args:
-        before: the figure of a simpler way, measured in the same run, and which that is: `before` and `before_is`.
+        before: figure of a simpler method, measured in the same run, and its description: `before` and `before_is`.
     """
     line: dict[str, Any] = {"name": name}
     if isinstance(figure, Spread):
@@ -72,5 +72,5 @@ def report(
 
 
 def report_computed(name: str, value: float, unit: str, of: str) -> None:
-    """One JSON line of what was not measured: `name`, `value`, `unit`, `computed`: of what."""
+    """Print one JSON line for a computed figure: `name`, `value`, `unit`, and `computed`, which says from what."""
     print(json.dumps({"name": name, "value": round(value, 4), "unit": unit, "computed": of}), flush=True)

@@ -1,4 +1,4 @@
-"""The most memory that some work takes."""
+"""Peak memory of some work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CONTEXT = multiprocessing.get_context("spawn")
 
 
 def peak_of(work: Callable[[], Any]) -> tuple[int, Any]:
-    """(bytes that the process had at most meanwhile, beyond those it had before; what the work returns)."""
+    """Run some work, and return (its peak memory in bytes, beyond the memory before it; its result)."""
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
     result = work()
@@ -21,7 +21,7 @@ def peak_of(work: Callable[[], Any]) -> tuple[int, Any]:
 
 
 def in_its_own_process(work: Callable[..., T], *args: Any) -> T:
-    """So that the peak of one is not the other's."""
+    """Run some work in a process of its own, so that the peaks of different parts are independent."""
     with CONTEXT.Pool(1) as pool:
         return pool.apply(work, args)
 

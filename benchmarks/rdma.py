@@ -1,10 +1,10 @@
-"""What the transport adds to a bare read over the network. Part of `benchmarks/statedict.py`; also runs alone:
+"""Overhead of the RDMA transport over a bare read. Part of `benchmarks/statedict.py`; also runs alone:
 
     python -m benchmarks.rdma [--megabytes 64] [--repeats 7]
 
-Two Monarch actors on this host, over RDMA where there is hardware and over Monarch's TCP fallback elsewhere. The bare
-read fills memory of the reader's own from the writer's `RDMABuffer`; the pull does that, verifies the checksum, and
-makes tensors of it. In turn in the same run; the ratio is of medians.
+There are two Monarch actors on this host, connected by RDMA hardware if there is any, and by Monarch's TCP fallback
+otherwise. The bare read copies the writer's `RDMABuffer` to the reader's memory. The pull does the same, verifies the
+checksum, and creates tensors. They take turns in the same run; the ratio is that of the medians.
 """
 
 from __future__ import annotations

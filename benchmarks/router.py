@@ -1,7 +1,7 @@
-"""What routing costs: choices against TitanRL's own strategies, and latency against a direct actor call.
+"""Cost of routing: choices compared with TitanRL's own strategies, and latency compared with a direct actor call.
 
-Prints one JSON object a line: {"name": ..., "value": ..., "target": ..., "unit": ...}. Targets are lower limits for
-speedups; null where the figure stands for itself. Every ratio is of two figures from this run.
+Prints one JSON object per line: {"name": ..., "value": ..., "target": ..., "unit": ...}. Targets are lower limits for
+speedups, and null for figures without a target. Every ratio is of two figures from this run.
 
     python benchmarks/router.py [--no-actor] [--no-titanrl]
 """
@@ -33,7 +33,7 @@ def report(name: str, value: float, unit: str, target: float | None = None) -> N
 
 
 class Candidate:
-    """The least a strategy needs."""
+    """Minimal candidate for a strategy."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -44,9 +44,9 @@ class Candidate:
 def seconds_per_choice(
     choose: Callable[[int, int], Any], release: Callable[[Any, int], None], num_replicas: int, choices: int
 ) -> float:
-    """Steady state: each choice reserves its tokens, and the oldest of a full window is given back.
+    """Processor time per choice in a steady state, of this thread, so that other work on the machine does not count.
 
-    Processor time of this thread, so that other work on the machine does not count.
+    Each choice reserves its tokens, and the oldest one in a full window is released.
     """
     window = IN_FLIGHT_PER_REPLICA * num_replicas
     in_flight: deque[tuple[Any, int]] = deque()
@@ -97,7 +97,7 @@ def time_titanrl(strategy: Any, num_replicas: int, choices: int, sessions: Seque
 
 
 def compare_choices(repeats: int = 5) -> None:
-    """Medians of repeats that take turns, so that both sides meet the same machine."""
+    """Medians of repeats that take turns, so that both sides have the same conditions."""
     from torchtitan.experiments.rl.routing import strategies as titanrl
 
     sticky_sessions = [f"g{index}/0" for index in range(NUM_SESSIONS)]
@@ -124,7 +124,7 @@ def compare_choices(repeats: int = 5) -> None:
 
 
 class EchoReplica:
-    """A replica that costs what the call in it costs."""
+    """Replica without work: a request costs only the call."""
 
     def __init__(self, name: str, call: Callable[[str], Awaitable[str]]) -> None:
         self.name = name
@@ -153,7 +153,7 @@ class EchoReplica:
 
 
 async def latencies(call: Callable[[int], Awaitable[Any]], in_flight: int, calls: int) -> list[float]:
-    """Seconds of each call, with `in_flight` callers that each call again at once."""
+    """Seconds of each call, with `in_flight` callers that each start the next call at once."""
     taken: list[float] = []
     numbers = iter(range(calls))
 
@@ -168,7 +168,7 @@ async def latencies(call: Callable[[int], Awaitable[Any]], in_flight: int, calls
 
 
 async def compare_latency(call: Callable[[str], Awaitable[str]], repeats: int = 3) -> None:
-    """Added latency: the same actor call through a router and without, in turns."""
+    """Added latency: the same actor call with and without a router, in turns."""
     router = GeneratorRouter([EchoReplica("0", call)])
     sampling = SamplingParams(max_tokens=64)
     prompt = [1] * 64
@@ -213,7 +213,7 @@ async def compare_actor_latency() -> None:
 
 
 async def measure_own_work() -> None:
-    """Processor time of one request through the router, around a replica that does nothing."""
+    """Processor time of one request through the router, with a replica that does nothing."""
 
     async def call(request_id: str) -> str:
         await asyncio.sleep(0)

@@ -1,10 +1,10 @@
-"""Memory of each process of a long run, in MB a thousand steps: real Monarch, vLLM and torchtitan on a tiny model.
+"""Memory growth of each process of a long run, in MB per 1,000 steps: real Monarch, vLLM and torchtitan, a tiny model.
 
     python -m benchmarks.run_memory [--steps 5000] [--warmup 500]
 
-A step trains on 8 groups of 4 short answers, played by a rollout worker, so that messages and rollouts, and not tokens,
-are what memory could grow with. Private memory (`RssAnon`) of the controller and of each process below it is sampled
-every five seconds; the slope is that of a line through the samples after the warm-up, by least squares.
+A step trains on 8 groups of 4 short answers, played by a rollout worker, so that messages and rollouts, rather than
+tokens, could make memory grow. Private memory (`RssAnon`) of the controller and of each process below it is sampled
+every five seconds. The slope is that of a line fitted to the samples after the warm-up by least squares.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def processes_below(pid: int) -> Iterator[int]:
 
 
 def role_of(pid: int, root: int) -> str | None:
-    """By where its output goes."""
+    """Role of a process, by the file of its output."""
     if pid == root:
         return "controller"
     log = Path(os.readlink(f"/proc/{pid}/fd/1")).stem
@@ -77,7 +77,7 @@ def private_mb(pid: int) -> float:
 
 
 def sample(root: int, metrics: Path) -> tuple[int, dict[str, float]]:
-    """Steps so far, and MB by role."""
+    """Number of steps so far, and MB by role."""
     steps = metrics.read_bytes().count(b'"train/loss"') if metrics.exists() else 0
     memory: dict[str, float] = {}
     for pid in [*processes_below(root)]:

@@ -1,14 +1,14 @@
-"""What one controller process takes for many generators, in virtual time.
+"""Load of one controller process with many generators, in virtual time.
 
     python -m benchmarks.scale                       # 8, 64, 512 and 2,048 generators of 64 requests each
     python -m benchmarks.scale --generators 64       # one of these
-    python -m benchmarks.scale --generators 4096 --requests 8  # as many in flight as 512 of 64 have
-    python -m benchmarks.scale --messages            # what Monarch takes for a message, by itself
+    python -m benchmarks.scale --generators 4096 --requests 8  # as many in flight as with 512 of 64
+    python -m benchmarks.scale --messages            # cost of a Monarch message alone
 
-Router, rollouter, scheduler, the mix of two tasks, the streams of requests, the watch over processes and the manifests
-are the real ones; engines take time and no more (`simulated_generators.py`). Figures of time are the controller's
-processor time, and of seconds those of the run's virtual clock, in which an engine's step takes 40 ms and an answer
-10 s. Monarch itself is left out: it takes what `--messages` says for each of `messages_per_s`.
+Router, rollouter, scheduler, the mix of two tasks, the streams of requests, the health checks of processes and the
+manifests are the real ones; engines are simulated (`simulated_generators.py`). Figures of time are the controller's
+processor time, except those of the run's virtual clock, in which an engine's step takes 40 ms and an answer 10 s.
+Monarch is left out: its cost is that of `--messages` times `messages_per_s`.
 """
 
 from __future__ import annotations
@@ -97,13 +97,13 @@ def manifest_of(version: int) -> Manifest:
 
 
 def length_of(request: EngineRequest) -> int:
-    """Of what is left of a request."""
+    """Length of the rest of a request."""
     request_id, done = request.request_id.partition("~")[0], len(request.prompt_token_ids) - len(PROMPT)
     return max(1, random.Random(request_id).randint(*LENGTHS) - done)
 
 
 class ScaledRun:
-    """A few steps, and then the deaths of a generator and of a host's."""
+    """A run of a few steps, followed by the deaths of a generator and of a host's generators."""
 
     def __init__(self, num_generators: int, num_requests: int) -> None:
         self.num_generators = num_generators
@@ -159,7 +159,7 @@ class ScaledRun:
         await processes.close()
 
     def _now(self) -> float:
-        """The controller's processor time."""
+        """Processor time of the controller."""
         return now() - self._traffic.generators_s
 
     async def _run_group(self, lease: Lease) -> RolloutGroup:
@@ -214,8 +214,9 @@ class ScaledRun:
         self._announcements.append(self._traffic.told_at - began)
 
     async def _move_requests(self, gone: Sequence[ActorReplica], request_ids: Sequence[str]) -> float:
-        """Milliseconds of the controller from the death of these until the last of their requests has been sent
-        elsewhere."""
+        """Milliseconds of the controller from the death of these generators until the last of their requests was sent
+        elsewhere.
+        """
         traffic = self._traffic
         traffic.awaited.update(request_ids)
         traffic.all_sent.clear()
@@ -233,7 +234,7 @@ def _one_host() -> Hosts:
 
 
 async def measure_messages(num_messages: int = 20_000) -> None:
-    """Processor time of the receiving process for a message of Monarch's from another one."""
+    """Processor time of the process that receives a Monarch message from another process."""
     from monarch.actor import Channel, this_host
 
     from benchmarks.sending_actor import Sender

@@ -1,10 +1,10 @@
-"""A policy behind `titan-rl serve`, against the same model behind vLLM's own.
+"""`titan-rl serve` compared with vLLM's own server, with the same model.
 
     python -m benchmarks.serving [--rounds 8] [--only vllm|overhead|history]
 
-Both servers keep one engine, with the same settings, in a process of its own, and are asked by the same clients from
-a third, one server after the other, forth and back. What a chat request adds to a `router.generate` is measured on
-engines that only wait, which leaves the processor to the server. One JSON line a figure.
+Each server has one engine with the same settings in a process of its own. The same clients in a third process query one
+server after the other, in both directions. The cost that a chat request adds to a `router.generate` is measured on
+engines that only wait, so that the server has the processor to itself. Prints one JSON line per figure.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ async def own_server(folder: Path, stream_interval: int) -> AsyncGenerator[str]:
 
 
 async def measure_vllm(clients: Clients, rounds: int) -> None:
-    """Requests a second and latency of 64 clients, whole answers and streamed ones."""
+    """Requests per second and latency of 64 clients, with whole and with streamed answers."""
     for name, stream, interval in (("", False, 32), ("_streamed", True, 1)):
         with tempfile.TemporaryDirectory() as folder:
             async with vllm_server(Path(folder), interval) as theirs, own_server(Path(folder), interval) as ours:
@@ -121,7 +121,7 @@ async def measure_vllm(clients: Clients, rounds: int) -> None:
 
 
 class Waiting(Replica):
-    """A replica that takes 5 ms for each token, and leaves the processor to others meanwhile."""
+    """Replica that waits 5 ms for each token, without using the processor."""
 
     async def stream(self, request: EngineRequest, on_chunk: OnChunk) -> Completion:
         token_ids = [5 + place % 380 for place in range(request.sampling.max_tokens)]
@@ -136,7 +136,7 @@ class Waiting(Replica):
 
 
 async def measure_overhead(clients: Clients, rounds: int) -> None:
-    """64 sessions, as fast as the replicas go."""
+    """Throughput of 64 sessions, as fast as the replicas allow."""
     router = GeneratorRouter([Waiting(str(index)) for index in range(2)])
     prompt = list(range(64))
 
@@ -170,7 +170,7 @@ async def measure_overhead(clients: Clients, rounds: int) -> None:
 
 
 async def measure_history(rounds: int) -> None:
-    """Finding the turn that a history of a hundred turns goes on from, and tokenizing what is new."""
+    """Time to find the turn that a history of a hundred turns extends, and to tokenize the new part."""
     renderer = ChatTemplateRenderer.from_pretrained(MODEL)
     tree = ConversationTree(renderer)
     messages: list[dict[str, Any]] = []

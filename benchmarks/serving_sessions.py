@@ -1,10 +1,10 @@
-"""A thousand streams at once from one server, under pauses and pulls throughout.
+"""A thousand concurrent streams from one server, with frequent pauses and pulls.
 
     python -m benchmarks.serving_sessions [--sessions 1000] [--rounds 10]
 
-The server is a process with two scripted engines, whose tokens are a function of what came before, so that each stream
-is known beforehand. In each round every session is a new conversation of two turns. Meanwhile the server is paused, in
-each of the ways there are, and pulls a version, ten times a second. One JSON line a figure.
+The server is a process with two scripted engines. Their tokens are a function of the tokens before, so that the content
+of each stream is known in advance. In each round every session is a new conversation of two turns. Meanwhile, ten times
+a second, the server is paused in one of the modes and pulls a version. Prints one JSON line per figure.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Session:
 
 
 def check(sessions: Sequence[Session], stop_token_ids: Sequence[int]) -> None:
-    """Every stream has the tokens that follow from its prompt, and each turn goes on from the one before."""
+    """Check that every stream has the tokens that follow from its prompt, and that turns continue each other."""
     engine = make_engine(max_running=len(sessions))
     sampling = SamplingParams(TOKENS, stop_token_ids=tuple(stop_token_ids))
     expected: dict[str, list[int]] = {}
@@ -144,10 +144,10 @@ def resident_mib(process_id: int) -> float:
 
 
 async def measure(num_sessions: int, rounds: int, folder: Path) -> float:
-    """Report the figures, of which the last is returned.
+    """Report the figures, and return the last one.
 
     Raises:
-        AssertionError: a stream is not complete or not right.
+        AssertionError: a stream is incomplete or wrong.
     """
     import aiohttp
 

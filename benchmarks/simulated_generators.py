@@ -1,7 +1,7 @@
-"""Generators in virtual time: what the controller does for them is real, and their own processes are pretended.
+"""Generators in virtual time: the controller's part is real, their own processes are simulated.
 
-Requests, chunks, completions and manifests are pickled on their way, as Monarch pickles them, and counted. What
-generators would do in processes of their own is metered, so that it can be told from what the controller does.
+Requests, chunks, completions and manifests are pickled as Monarch does, and counted. Work that generators would do in
+their own processes is metered separately from that of the controller.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def now() -> float:
 
 @dataclass(slots=True)
 class Traffic:
-    """What crosses between the controller and all generators."""
+    """Messages and bytes between the controller and all generators."""
 
     num_messages: int = 0
     num_bytes: int = 0
@@ -59,7 +59,7 @@ class Traffic:
                 self.all_sent.set()
 
     def metered(self, function: Callable[..., None]) -> Callable[..., None]:
-        """`function`, which a generator's process would run."""
+        """`function`, metered as work of a generator's process."""
 
         def run(*args: Any) -> None:
             began = now()
@@ -70,7 +70,7 @@ class Traffic:
 
 
 class Pipe:
-    """Both ends of a `Channel`, in the place of Monarch's."""
+    """Both ends of a `Channel`, in place of Monarch's."""
 
     def __init__(self) -> None:
         self._payloads: asyncio.Queue[bytes] = asyncio.Queue()
@@ -107,7 +107,9 @@ class Running:
 
 
 class SimulatedGenerator:
-    """As the handle of a `GeneratorActor`. Each of its requests gets a token a step, however many there are."""
+    """Handle with the interface of a `GeneratorActor`. Each of its requests gets a token per step, for any number of
+    requests.
+    """
 
     def __init__(self, traffic: Traffic, length_of: Callable[[EngineRequest], int], phase_s: float) -> None:
         self.generate, self.pull, self.reply_to = self, Endpoint(self._pull), Endpoint(self._reply_to)
@@ -162,7 +164,7 @@ class SimulatedGenerator:
 
     @property
     def request_ids(self) -> list[str]:
-        """Of those that run, as the router knows them."""
+        """Ids of the running requests, as the router knows them."""
         return [request_id.partition("~")[0] for request_id in self._running]
 
     async def _reply_to(self, pipe: Pipe) -> None:
@@ -178,7 +180,7 @@ class SimulatedGenerator:
 
 
 class SimulatedSupervisor:
-    """Of processes that end when they are told to."""
+    """Supervisor of processes that end when they are told to."""
 
     def __init__(self) -> None:
         never: asyncio.Queue[Any] = asyncio.Queue()
@@ -186,14 +188,14 @@ class SimulatedSupervisor:
 
 
 class SimulatedProcesses(GeneratorProcesses):
-    """`GeneratorProcesses` whose processes are pretended. They are there at once."""
+    """`GeneratorProcesses` whose processes are simulated and start at once."""
 
     traffic: Traffic
     length_of: Callable[[EngineRequest], int]
     generators: dict[str, SimulatedGenerator]
 
     def place(self) -> None:
-        """They need no places."""
+        """Do nothing: simulated processes need no placement."""
 
     def _host_of(self, process: ProcessId) -> str:
         return self.hosts.names[0]

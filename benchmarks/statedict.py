@@ -1,12 +1,12 @@
-"""How fast a state dict goes from one process to another, against a plain copy of the same bytes the same way.
+"""Speed of transferring a state dict between processes, compared with a plain copy of the same bytes.
 
     python -m benchmarks.statedict [--megabytes 64 256 1024 2048] [--rounds 12]
 
-The plain copy is two `memcpy`s of every tensor through one shared mapping that both processes keep mapped: writer to
-mapping, mapping to the reader's own memory. Publish and pull do the same two copies, the second one being the engine's,
-and besides compute the checksum on both sides. A round does both, forth and back, and gives one ratio; figures are
-medians over the rounds, with the quartiles. The optimizer waits for what is left of a publish when its gradients are
-there; a generator's engine waits for the second copy, since the shard is opened in another thread.
+The plain copy is two `memcpy`s of every tensor through a shared mapping that both processes keep open: from the writer
+to the mapping, and from the mapping to the reader's memory. Publish and pull make the same two copies (the engine makes
+the second) and compute the checksum on both sides. A round does both, in both directions, and gives one ratio; figures
+are medians over the rounds, with quartiles. The optimizer waits for the rest of a publish when its gradients are ready.
+A generator's engine waits for the second copy only, since another thread opens the shard.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def map_file(path: str, num_bytes: int) -> np.ndarray:
 
 
 def copy_pieces(target: np.ndarray, source: np.ndarray) -> None:
-    """memcpy, tensor by tensor: no state dict is one piece of memory."""
+    """Copy tensor by tensor, because a state dict is not contiguous in memory."""
     for at in range(0, len(source), TENSOR_BYTES):
         np.copyto(target[at : at + TENSOR_BYTES], source[at : at + TENSOR_BYTES])
 
 
 def read(pipe: Connection, path: str, num_bytes: int) -> None:
-    """The reading process. Answers every request with the seconds of (verification and mapping, copying)."""
+    """Run the reading process, which answers every request with the seconds of (verification and mapping, copying)."""
     shared = map_file(path, num_bytes)
     own = torch.zeros(num_bytes, dtype=torch.uint8)
     parameters = [part.view(torch.float32) for part in own.split(TENSOR_BYTES)]

@@ -1,12 +1,13 @@
-"""Streaming against synchronous training on the real stack, on alphabet-sort with a long tail: seconds to one reward.
+"""Streaming against synchronous training on the real stack: seconds until a reward, on alphabet-sort with a long tail.
 
     python benchmarks/streaming.py [--steps 20] [--seed 0] [--slow_s 3 0]
 
-One conversation in twenty-five waits three seconds for a slow tool between its turns. The figure is mostly the length
-of that wait, so each of `--slow_s` is run and has a line of its own; with 0 s no conversation waits. A synchronous step
-waits for the slowest of its 128; a streaming one trains on the groups that are done, and the others go on. Both runs
-are the shipped CPU config with the same seed, data and number of steps, one after the other. Time is that of training
-steps alone: starting and validating are the same for both. One JSON line a figure: `name`, `value`, `target`, `unit`.
+One conversation in twenty-five waits three seconds for a slow tool between its turns. The result mostly reflects this
+wait, so each value of `--slow_s` is run and has a line of its own; with 0 s no conversation waits. A synchronous step
+waits for the slowest of its 128 conversations; a streaming step trains on the groups that are done, and the others
+continue. Both runs use the shipped CPU config with the same seed, data and number of steps, one after the other. Time
+is that of training steps only, because start and validation are the same for both. Prints one JSON line per figure:
+`name`, `value`, `target`, `unit`.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class SlowTail(AlphabetSort):
 
 
 class SlowEnv:
-    """A `TokenEnv` that takes its time."""
+    """A `TokenEnv` with a delay."""
 
     def __init__(self, env: TokenEnv, seconds: float) -> None:
         self._env = env
@@ -68,7 +69,7 @@ class SlowEnv:
 
 
 def run(name: str, steps: int, seed: int, slow_s: float, folder: Path) -> list[dict[str, float]]:
-    """The metrics of one run."""
+    """Train once, and return the metrics of its steps."""
     settings = {
         "task.type": "benchmarks.streaming:SlowTail",
         "task.slow_s": slow_s,
@@ -87,7 +88,7 @@ def run(name: str, steps: int, seed: int, slow_s: float, folder: Path) -> list[d
 
 
 def curve(records: list[dict[str, float]]) -> list[tuple[float, float]]:
-    """(seconds of training, validation reward), one for each validation."""
+    """(Seconds of training, validation reward) of each validation."""
     seconds, points = 0.0, list[tuple[float, float]]()
     for record in records:
         seconds += record.get("time/step_s", 0.0)
@@ -97,7 +98,7 @@ def curve(records: list[dict[str, float]]) -> list[tuple[float, float]]:
 
 
 def seconds_to(points: list[tuple[float, float]], reward: float) -> float:
-    """When the curve first reaches a reward, between two validations by a straight line."""
+    """Seconds until the curve first reaches a reward, interpolated linearly between validations."""
     before_s, before = points[0]
     for after_s, after in points:
         if after >= reward:

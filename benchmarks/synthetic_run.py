@@ -1,9 +1,9 @@
-"""Makes the folder of a run that never was, of any size: what the viewer's tests, benchmark and screenshots look at.
+"""Generate the folder of a synthetic run of any size, for the viewer's tests, benchmark and screenshots.
 
     python benchmarks/synthetic_run.py FOLDER [--steps 100] [--rollouts 800] [--seed 0] [--turns 2] [--tokens 40]
                                        [--state finished|running|stopped|failed]
 
-Equal arguments give equal files. A policy learns to sort: its reward rises, its entropy and its length fall.
+Equal arguments give equal files. The policy learns to sort: its reward rises, its entropy and its length fall.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def write_run(
     """Write a run's files, and return the folder.
 
     Args:
-        rollouts: in all, in groups of `GROUP_SIZE`, over all steps alike. Every tenth step has validation rollouts.
-        turns: most of a rollout.
-        tokens: of a completion, about.
-        state: the run says of itself. "running" looks killed unless somebody holds a lock on the file `lock`.
+        rollouts: total number, in groups of `GROUP_SIZE`, the same in all steps. Every tenth step has a validation.
+        turns: maximum per rollout.
+        tokens: approximate number per completion.
+        state: state that the run reports. A "running" run looks killed unless a process locks the file `lock`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     chance = random.Random(seed)
@@ -74,7 +74,7 @@ def write_config(folder: Path, steps: int) -> None:
 
 
 def metric_records(step: int, steps: int, chance: random.Random) -> list[Record]:
-    """Lines of `metrics.jsonl` of a step; step 0 and every tenth are validated."""
+    """Lines of a step in `metrics.jsonl`; step 0 and every tenth step have a validation."""
     learned = 1 - math.exp(-3 * step / max(1, steps))
     reward = 0.25 + 0.65 * learned
     records: list[Record] = []
@@ -191,7 +191,10 @@ def rollout_record(place: int, rollouts: int, steps: int, turns: int, tokens: in
 
 
 def pieces_of(text: str) -> list[str]:
-    """As a tokenizer would cut it: at spaces, and a name in two; a character of several tokens lies in its last."""
+    """Pieces of a text, split as by a tokenizer: at spaces, and names in two.
+
+    A character of several tokens belongs to the last of them.
+    """
     pieces: list[str] = []
     for word in text.split(" "):
         head = f" {word}" if pieces else word

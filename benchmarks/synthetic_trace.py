@@ -1,4 +1,4 @@
-"""The traces of a run that never was: the lanes, the spans and the sizes of files of a real one."""
+"""Traces of a synthetic run, with the lanes, spans and file sizes of a real one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write_traces(
 
     Args:
         began: seconds since 1970.
-        rollouts: in all, over all steps alike.
+        rollouts: total number, the same in all steps.
         turns: of a rollout.
     """
     folder.mkdir(exist_ok=True)

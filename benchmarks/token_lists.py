@@ -1,4 +1,4 @@
-"""What tokens cost as lists of Python objects: what `benchmarks/token_path.py` has beside the figures of arrays."""
+"""Cost of tokens as lists of Python objects, for comparison with the arrays in `benchmarks/token_path.py`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from titan_rl.rollout.types import Rollout
 
 
 def tokens_per_second_of_lists(request_ids: Sequence[str], length: int, chunk: int) -> float:
-    """At most: unpickled, joined, and made samples and rows of. What router, rollouter and journal do is left out.
+    """Upper limit of the throughput: unpickling, joining, and building samples and rows, without router, rollouter and
+    journal.
 
     Args:
         length: tokens of each request.
-        chunk: of which so many come at a time.
+        chunk: tokens per chunk.
     """
     messages: list[bytes] = []
     for start in range(0, length, chunk):
@@ -43,7 +44,7 @@ def tokens_per_second_of_lists(request_ids: Sequence[str], length: int, chunk: i
 
 
 def bytes_a_token_of_lists(length: int) -> float:
-    """Of its id and its logprob, in lists that were unpickled."""
+    """Bytes of a token's id and logprob, in lists that were unpickled."""
     message = pickle.dumps(_numbers(range(length)))
     tracemalloc.start()
     lists = pickle.loads(message)
@@ -53,7 +54,7 @@ def bytes_a_token_of_lists(length: int) -> float:
 
 
 def journal_bytes_of_contexts(rollout: Rollout) -> int:
-    """Where each turn has the whole of its context, as lists."""
+    """Bytes of a journal in which each turn stores its whole context, as lists."""
     return sum(
         len(msgspec.msgpack.encode([list(each) for each in (turn.prompt_token_ids, said.token_ids, said.logprobs)]))
         for turn in rollout.turns

@@ -1,8 +1,8 @@
-"""What a token costs the controller: from what a generator's process sends to the rows that a step is computed from.
+"""Cost of a token for the controller: from the message of a generator's process to the rows of a training step.
 
-Rollouts of one turn go through the wire's format, the router, the journal, a rollouter, `build_samples` and
-`make_tensor_batch`. Times are of this process's processor, its journal's thread included; engines, processes between
-them and the trainer's arithmetic are left out.
+Rollouts of one turn pass through the wire format, the router, the journal, a rollouter, `build_samples` and
+`make_tensor_batch`. Times are this process's processor time, including its journal's thread. Engines, the transport
+between processes and the trainer's arithmetic are left out.
 """
 
 from __future__ import annotations
@@ -49,11 +49,12 @@ SAMPLING = SamplingParams(max_tokens=LENGTH, min_tokens=0)
 
 
 class Recorded:
-    """A replica that answers with what a generator's process has packed beforehand: a message in each turn of the event
-    loop, which holds a chunk of each request, as those of an engine's step do.
+    """Replica that replays the recorded messages of a generator's process.
+
+    It sends a message in each iteration of the event loop, with a chunk for each request, as after an engine's step.
 
     Args:
-        messages: to be played once all their requests are there.
+        messages: messages to replay once all their requests have arrived.
     """
 
     def __init__(self, messages: list[bytes]) -> None:
@@ -100,7 +101,7 @@ class Recorded:
 
 
 def messages_of(request_ids: Sequence[str]) -> list[bytes]:
-    """As a generator sends them for requests that run side by side."""
+    """Messages that a generator sends for concurrent requests."""
     loop = asyncio.new_event_loop()
     calls = [
         PendingCall(EngineRequest(request_id, [1], SAMPLING), loop.create_future(), None, CLOCK)
@@ -128,7 +129,7 @@ def prompt_of(index: int) -> list[int]:
 
 
 async def through_the_controller() -> dict[str, float]:
-    """Of one round: tokens a second, and microseconds a token of the parts; bytes that the groups hold for a token."""
+    """Figures of one round: tokens per second, microseconds per token of each part, and the groups' bytes per token."""
     messages = messages_of(request_ids())
     router = GeneratorRouter([Recorded(messages)])
     rubric = Rubric([Reward(lambda rollout: float(rollout.sibling), name="one")])
@@ -168,7 +169,7 @@ async def through_the_controller() -> dict[str, float]:
 
 
 def bytes_a_token() -> dict[str, float]:
-    """What is held for a token: by a group that has been played, and by the samples that are made of it."""
+    """Memory per token: of a played group, and of the samples that are made of it."""
 
     messages = messages_of(request_ids())
 
@@ -202,7 +203,7 @@ def bytes_a_token() -> dict[str, float]:
 
 
 def journal_bytes(rollout: Rollout) -> int:
-    """Of a group of one rollout, whose every turn goes on from all that was before it."""
+    """Journal bytes of a group of one rollout, each of whose turns extends everything before it."""
     return len(encode(group_record(Assigned(0, "task", 0), RolloutGroup("g0", None, [rollout]))))
 
 
@@ -220,8 +221,7 @@ def long_rollout(turns: int, context: int) -> Rollout:
 
 
 def so_far_ms(num_tokens: int = 32_768) -> tuple[float, float]:
-    """Of asking for what a request has got so far, of as many tokens as have been streamed; and of joining their
-    chunks, each to all that were before it."""
+    """Milliseconds to get the tokens of a request so far, and to join its chunks, each to all chunks before it."""
     best = float("inf")
     request = EngineRequest("g0/0/0", [1, 2, 3], SamplingParams(max_tokens=num_tokens + 1))
     partial = Partial(request)

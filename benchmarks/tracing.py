@@ -1,13 +1,13 @@
-"""What recording a trace costs.
+"""Cost of recording a trace.
 
     python -m benchmarks.tracing [--rounds 40] [--runs 3]
 
-First in processor time, the least over the rounds: rollouts of one turn whose replicas answer at once, as
-`benchmarks.controller` has them, with and without a recorder, the writing of its file included. There is no model in
-them, so that nothing hides what recording takes.
+The first figure is processor time, the minimum over the rounds: rollouts of one turn whose replicas answer at once, as
+in `benchmarks.controller`, with and without a recorder and the writing of its file. There is no model, so that nothing
+hides the cost.
 
-With `--runs` the example, in pairs of runs that record and do not, forth and back: its time a step with a trace over
-that without.
+With `--runs` the example is run in pairs, with and without a trace, in both directions: the ratio of its times per
+step.
 """
 
 from __future__ import annotations

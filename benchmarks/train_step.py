@@ -1,14 +1,15 @@
-"""Where the trainer's thread is in a step of `make train`, beside the same step on torchtitan alone.
+"""Breakdown of the trainer thread's time in a step of `make train`, compared with the same step on torchtitan alone.
 
     python -m benchmarks.train_step [--rounds 7] [--profile]
 
-128 conversations like those of alphabet-sort, 16 prompts with 8 siblings each, and its model of 0.9M parameters. A bare
-step is forward, cross-entropy, backward and AdamW of torchtitan's model on the same packed rows, laid out beforehand.
-Beside it is what the trainer's thread does between two batches: `TrainerCore.step` and `WeightPublisher.publish`. Times
-are of the processor, in that thread, with one thread for torch; ratios are medians of rounds, in which each has a turn.
+There are 128 conversations like those of alphabet-sort, 16 prompts with 8 siblings each, and the example's model of
+0.9M parameters. A bare step is forward, cross-entropy, backward and AdamW of torchtitan's model on the same packed
+rows, laid out in advance. It is compared with the work of the trainer's thread between two batches: `TrainerCore.step`
+and `WeightPublisher.publish`. Times are processor times of that thread, with one thread for torch. Ratios are medians
+of rounds, in which each takes a turn.
 
-Prints one JSON object a line: `train_step_vs_bare`, `publish_vs_bare`, and the milliseconds of each part. With
-`--profile` also what torch's operators take.
+Prints one JSON object per line: `train_step_vs_bare`, `publish_vs_bare`, and the milliseconds of each part. With
+`--profile` also the time of torch's operators.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ GROUPS, SIBLINGS, PROMPT, TURN = 16, 8, 24, 12
 
 
 def conversations() -> list[TrainingSample]:
-    """One to three turns behind a prompt that the siblings share: about 60 tokens, half of them trained."""
+    """Conversations of one to three turns after a prompt that siblings share: about 60 tokens, half of them trained."""
     rng = random.Random(0)
     samples: list[TrainingSample] = []
     for group in range(GROUPS):
@@ -65,16 +66,16 @@ def conversations() -> list[TrainingSample]:
 
 
 def seconds(function: Callable[[], object]) -> float:
-    """That this thread has the processor."""
+    """Processor time of this thread."""
     began = time.thread_time()
     function()
     return time.thread_time() - began
 
 
 class Parts:
-    """Seconds that a step or a publish spends in each part of it: what a part calls of another is the other's.
+    """Seconds that a step or a publish spends in each part, without the parts that it calls.
 
-    `measured` is how they are to be called: the bare step shares functions with them.
+    `measured` wraps the calls to measure, because the bare step shares functions with them.
     """
 
     def __init__(self, core: TrainerCore) -> None:

@@ -1,10 +1,11 @@
-"""What a training step costs beside its forward, backward and optimizer step.
+"""Overhead of a training step beyond its forward, backward and optimizer step.
 
     python -m benchmarks.trainer [--repeats 9]
 
-`TrainerCore.step` (packing, laying out, loss, corrections, metrics) against the same optimizer on torchtitan's model
-with a cross-entropy loss, on the same packed rows, laid out beforehand. In turn, so that a drift of the machine's speed
-meets both; ratios are medians. Also prints the share of padding in conversations like those of alphabet-sort.
+`TrainerCore.step` (packing, layout, loss, corrections, metrics) is compared with the same optimizer on torchtitan's
+model with a cross-entropy loss, on the same packed rows, laid out in advance. They take turns, so that a drift of the
+machine's speed affects both; ratios are medians. Also prints the share of padding in conversations like those of
+alphabet-sort.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ GROUPS, SIBLINGS = 16, 8
 
 
 def conversations() -> list[TrainingSample]:
-    """Two or three turns, between 60 and 240 tokens in all, half of them trained."""
+    """Conversations of two or three turns, with 60 to 240 tokens in total, half of them trained."""
     rng = random.Random(0)
     samples: list[TrainingSample] = []
     for group in range(GROUPS):
@@ -50,7 +51,7 @@ def conversations() -> list[TrainingSample]:
 
 
 class BareLoop:
-    """torchtitan's model and AdamW, on rows that are tensors already."""
+    """Training loop of torchtitan's model and AdamW, on rows that are already tensors."""
 
     def __init__(self, model: ModelConfig, training: TrainingConfig, samples: Sequence[TrainingSample]) -> None:
         self._policy = TrainerCore(model, training, seed=0)._policy

@@ -1,14 +1,15 @@
-"""What the ranks of a trainer hold at most: as they start, between two passes, and as weights leave them.
+"""Peak memory of the ranks of a trainer: at their start, between two passes, and when weights are published or
+exported.
 
-- `rank_peak_vs_shard`: the most that a rank needs at its start, over the bytes of the parameters that it then holds.
-- `fsdp_kept_vs_weights`: of the layers' weights in bfloat16, which of two ranks gather, what is kept from the forward
+- `rank_peak_vs_shard`: peak of a rank at its start, divided by the bytes of the parameters that it then holds.
+- `fsdp_kept_vs_weights`: share of the layers' bfloat16 weights, which two ranks gather, that is kept from the forward
   to the backward pass.
-- `logprob_peak_bytes_vs_vocab`: the most that logprobs and their gradients need, forward and backward, with a
-  vocabulary of 128k over one of 32k.
-- `context_parallel_peak_vs_1`: the most that the forward and backward pass of one long row needs on the worst of two
-  ranks that share its tokens, over what one rank needs for all of it.
-- `export_peak_vs_model`: the most that an export in bfloat16 needs, over the bytes that it writes.
-- `publish_peak_vs_version`: the same of publishing a version, which itself is in memory then.
+- `logprob_peak_bytes_vs_vocab`: peak of logprobs and their gradients, forward and backward, with a vocabulary of 128k
+  divided by that with 32k.
+- `context_parallel_peak_vs_1`: peak of the forward and backward pass of one long row on the worse of two ranks that
+  share its tokens, divided by the peak of a single rank.
+- `export_peak_vs_model`: peak of an export in bfloat16, divided by the bytes that it writes.
+- `publish_peak_vs_version`: the same for publishing a version, which is itself in memory then.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def join_world(rank: int, port: int, **parallel: int) -> Any:
 
 
 def on_ranks(work: Callable[[Path, int, int, int], Any], folder: Path, ranks: int) -> list[Any]:
-    """What each of them returns, told its rank, their number and a port to meet at."""
+    """Results of a function on each rank, called with the rank, the number of ranks and a port for the rendezvous."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -59,7 +60,7 @@ def on_ranks(work: Callable[[Path, int, int, int], Any], folder: Path, ranks: in
 
 
 def make_model(folder: Path, megabytes: int, width: int = 512, kv_heads: int = 8) -> None:
-    """Of equal layers, in float32."""
+    """Create a model of equal layers, in float32."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     of_layer = 4 * (4 * width * width + 3 * width * 4 * width)
@@ -78,7 +79,7 @@ def make_model(folder: Path, megabytes: int, width: int = 512, kv_heads: int = 8
 
 
 def start_rank(folder: Path, rank: int, ranks: int, port: int) -> tuple[int, int]:
-    """(peak of making a policy, bytes of its parameters on this rank)."""
+    """(Peak of making a policy, bytes of its parameters on this rank)."""
     from titan_rl.training.parallel import local
     from titan_rl.training.policy import Policy
 
@@ -121,7 +122,7 @@ def kept_under_autocast(folder: Path, rank: int, ranks: int, port: int) -> float
 
 
 def _kept(folder: Path, world: Any, dtype: str) -> float:
-    """The part of the layers' weights that is kept for the backward pass as bfloat16."""
+    """Share of the layers' weights that is kept for the backward pass in bfloat16."""
     from titan_rl.training.policy import Policy
 
     policy = Policy(folder, world, max_context=128, row_tokens=SHORT_ROW, dtype=dtype)  # pyright: ignore[reportArgumentType]
@@ -163,7 +164,7 @@ def _row(policy: Any, num_tokens: int) -> Any:
 
 
 def row_peak(folder: Path, rank: int, ranks: int, port: int) -> int:
-    """Of a forward and backward pass, gradients included."""
+    """Peak of a forward and backward pass, including gradients."""
     from titan_rl.training.policy import Policy
 
     world = join_world(rank, port, context_parallel=ranks)
@@ -185,7 +186,7 @@ def report_long_row() -> None:
 
 
 def leaving_peaks(folder: Path) -> tuple[list[int], int]:
-    """(peaks of an export, of one from a whole copy, of publishing a version, of one from a whole copy; its bytes)."""
+    """(Peaks of an export, of one from a whole copy, of publishing a version, of one from a whole copy; its bytes)."""
     from safetensors.torch import save_file
 
     from titan_rl.training.publishing import WeightPublisher
@@ -219,7 +220,7 @@ def report_leaving(folder: Path) -> None:
 
 
 def scoring_peak(vocabulary: int, chunk_logits: int) -> int:
-    """Bytes that are gone or free again afterwards, and the gradients."""
+    """Peak bytes of scoring and its backward pass, including the gradients."""
     hidden_ND = torch.randn(TOKENS, WIDTH, requires_grad=True)
     weight_VD = torch.randn(vocabulary, WIDTH, requires_grad=True)
     targets_N, temperatures_N = torch.arange(TOKENS), torch.ones(TOKENS)

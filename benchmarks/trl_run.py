@@ -1,11 +1,11 @@
-"""The TRL half of `benchmarks/vs_trl.py`, and the evaluation of both halves.
+"""TRL's side of `benchmarks/vs_trl.py`, and the evaluation of both sides.
 
     python -m benchmarks.trl_run train SETTINGS.json      # prints the seconds at which each step ended
     python -m benchmarks.trl_run evaluate SETTINGS.json   # prints the held-out reward of each policy
 
-Each prints a line of JSON. Everything in `train` is what a user of TRL would write, a dataset of chat prompts, a reward
-function, `GRPOTrainer`, but for the weight sync of its vLLM mode: TRL 1.16 loads weights into vLLM's modules one by
-one, which fails on a CPU, where vLLM packs them after loading. Here vLLM loads all of them again, as it does itself.
+Each prints a line of JSON. `train` is what a user of TRL would write (a dataset of chat prompts, a reward function,
+`GRPOTrainer`), except for the weight sync of its vLLM mode: TRL 1.16 loads weights into vLLM's modules one by one,
+which fails on a CPU, where vLLM packs them after loading. Here vLLM loads all of them again, as it does itself.
 """
 
 from __future__ import annotations

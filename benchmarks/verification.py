@@ -1,21 +1,21 @@
-"""Whether an engine that holds wrong weights is found out, and what finding out costs.
+"""Detection of engines that hold wrong weights, and the cost of verification.
 
     python -m benchmarks.verification [--tries 100] [--kinds dense tied mixture] [--dtypes float32 bfloat16]
 
 A trainer makes steps of AdamW at learning rates of 1e-6, 1e-5 and 1e-4, a third of the tries each, and publishes every
-version. vLLM's engines load the version before; then the next one is loaded wrongly, in one of these ways, by an engine
-that says nothing of it, and read back as a pull does:
+version. vLLM's engines load the previous version. Then the next one is loaded with one of these faults, which the
+engine does not report, and read back as in a pull:
 
 - nothing: the engine ignores the load;
 - layer: one decoder layer keeps its old weights;
-- lm_head: the output head does, of tied embeddings the packed copy that computes logits;
-- expert: one expert of one layer does (mixture);
+- lm_head: the output head keeps its old weights; for tied embeddings, the packed copy that computes logits;
+- expert: one expert of one layer keeps its old weights (mixture);
 - rank: of two tensor parallel ranks, one ignores the load;
-- previous: the tensors loaded under the new version's name are those of the version before.
+- previous: the tensors loaded under the new version's name are those of the previous version.
 
-After each the version is loaded as it should be, and must pass. `verification_vs_load` is the processor time of taking
-checksums as weights are packed and of reading back, over that of a load without either, the least of each; probes are
-not run.
+After each fault the version is loaded correctly, and must pass. `verification_vs_load` is the processor time of
+computing checksums while weights are packed and of reading back, divided by that of a load without either, with the
+minimum of each. Probes are not run.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Chain:
 
 
 def publish_chains(folder: Path, dtype: str, tries: int, root: Path, transports: list[Any]) -> list[Chain]:
-    """Steps for a third of the tries at each learning rate. The versions live as long as the transports."""
+    """Make the steps for a third of the tries at each learning rate. The versions live as long as the transports."""
     from titan_rl.training.data.sample import TrainingSample
     from titan_rl.training.publishing import WeightPublisher
     from titan_rl.training.settings import ModelConfig, TrainingConfig
@@ -116,7 +116,7 @@ def publish_chains(folder: Path, dtype: str, tries: int, root: Path, transports:
 
 @dataclass
 class Plan:
-    """The work of one world of engines. It pickles."""
+    """Work of one group of engines. It pickles."""
 
     folder: str
     kind: str
@@ -126,7 +126,7 @@ class Plan:
 
 
 def run_engines(plan: Plan) -> None:
-    """One rank: try every fault on every pair of versions."""
+    """Run one rank, which tries every fault on every pair of versions."""
     from titan_rl.core.errors import VerificationError
     from titan_rl.generation.engine import EngineSpec
     from titan_rl.generation.loop.ranks import EngineRank, GlooRanks
@@ -168,10 +168,10 @@ def run_engines(plan: Plan) -> None:
     loads, readbacks = [], []
 
     def pull(manifest: Any, fault: str = "", old: Any = None) -> float:
-        """Seconds of the load.
+        """Load and verify a version, and return the seconds of the load.
 
         Raises:
-            VerificationError: it was found to be wrong.
+            VerificationError: the weights were found to be wrong.
         """
         weights = Weights(transport.pull(manifest), None, published_checksums(manifest))
         engine.fault = fault
@@ -212,7 +212,7 @@ def run_engines(plan: Plan) -> None:
 
 
 def changed_parts(before: Any, now: Any) -> dict[str, list[str]]:
-    """By fault, what may keep its old weights so that they are wrong: an expert that no token took does not change."""
+    """For each fault, the parts that can be wrong by keeping old weights: an expert without tokens does not change."""
     from titan_rl.weights.verification import published_checksums
 
     old, new = published_checksums(before), published_checksums(now)
@@ -233,7 +233,7 @@ def changed_parts(before: Any, now: Any) -> dict[str, list[str]]:
 
 
 def cost(engine: Any, plan: Plan, transport: Any, readbacks: list[float]) -> float:
-    """Verification over load, in processor time."""
+    """Processor time of verification divided by that of the load."""
     from vllm.model_executor.layers import utils
 
     noting: Any = utils.dispatch_cpu_unquantized_gemm
@@ -251,7 +251,7 @@ def cost(engine: Any, plan: Plan, transport: Any, readbacks: list[float]) -> flo
 
 
 def measure(kind: str, dtype: str, tries: int, folder: Path) -> Iterator[dict[str, Any]]:
-    """The figures of one rank, and of two."""
+    """Report the figures of one rank, and of two."""
     model, transports = make_model(folder / "model", kind), []
     try:
         chains = publish_chains(model, dtype, tries, folder, transports)

@@ -1,8 +1,8 @@
-"""How long a page of a large run waits for `titan-rl view`, and what memory that takes.
+"""Response times and memory of `titan-rl view` with a large run.
 
-Prints one JSON object a line: {"name": ..., "value": ..., "target": ..., "unit": ...}. Targets are upper limits; null
-where the figure stands for itself. The run is made by `synthetic_run.py` and `synthetic_trace.py`; the server is a
-process of its own, asked over HTTP.
+Prints one JSON object per line: {"name": ..., "value": ..., "target": ..., "unit": ...}. Targets are upper limits, and
+null for figures without a target. `synthetic_run.py` and `synthetic_trace.py` generate the run. The server is a process
+of its own, queried over HTTP.
 
     python benchmarks/viewer.py [--steps 10000] [--rollouts 100000] [--tokens 100] [--folder FOLDER]
 """
@@ -40,7 +40,7 @@ def report(name: str, value: float, unit: str, target: float | None = None) -> N
 
 @contextlib.contextmanager
 def server(folder: Path) -> Generator[tuple[int, httpx.Client]]:
-    """The process's id, and a client that is let in."""
+    """Start the server, and yield its process id and an authorized client."""
     command = [sys.executable, "-m", "titan_rl.cli.main", "view", str(folder), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -62,7 +62,7 @@ def seconds_of(client: httpx.Client, path: str, **parameters: Any) -> tuple[floa
 
 
 def open_page(client: httpx.Client, run: str) -> None:
-    """What a page asks for when it opens, one after the other."""
+    """Make the requests of a page when it opens, one after the other."""
     total = 0.0
     _, told = seconds_of(client, f"/api/runs/{run}/metrics")
     names = [metric["name"] for metric in told["metrics"]]
@@ -91,7 +91,7 @@ def wait_for_index(client: httpx.Client, run: str) -> None:
 
 
 def filters(client: httpx.Client, run: str, steps: int) -> None:
-    """Such as a person gives, each another one."""
+    """Typical filters of a user, all different."""
     chance = random.Random(0)
     seconds: list[float] = []
     for number in range(NUM_FILTERS):
@@ -110,7 +110,7 @@ def filters(client: httpx.Client, run: str, steps: int) -> None:
 
 
 def timelines(client: httpx.Client, run: str, step_s: float = STEP_S) -> None:
-    """The whole run, some steps of its midst, and its last ones, which have all of their rollouts."""
+    """Requests for the whole run, some steps in its middle, and its last ones, which have all of their rollouts."""
     path = f"/api/runs/{run}/timeline"
     seconds, whole = seconds_of(client, path, width=1500)
     report("viewer_first_timeline", seconds, "s", TIMELINE_S)

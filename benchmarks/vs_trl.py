@@ -1,22 +1,26 @@
-"""The same task, base model, data, batch, reward and steps on TRL's GRPOTrainer and here, in one run on one machine.
+"""Comparison with TRL's GRPOTrainer: the same task, base model, data, batch, reward and steps, on one machine.
 
     python -m benchmarks.vs_trl [--seeds 5] [--steps 60] [--tasks short long_tail] [--modes default vllm]
 
-Tasks. `short` sorts lists of 2 to 5 names. In `long_tail` one prompt in twelve has 24 names, so its answer is some ten
+Tasks. `short` sorts lists of 2 to 5 names. In `long_tail` one prompt in twelve has 24 names, so its answer is about ten
 times as long as the others. Each task's base model is trained first and kept in build/vs_trl.
 
-Sides. TRL generates with transformers (`default`, as it does unless told otherwise), and with vLLM in the same process
-(`vllm`, its colocated mode, whose weight sync is repaired for vLLM on a CPU; see `trl_run.py`). It is synchronous and
-has both cores in turn. Here a vLLM engine, the trainer and the controller share the two cores, with a thread each, and
-weights are up to `--staleness` steps old. All generate at temperature 1, and clip and average alike.
+Sides. TRL generates with transformers (`default`, its default), and with vLLM in the same process (`vllm`, its
+colocated mode, whose weight sync is repaired for vLLM on a CPU; see `trl_run.py`). TRL is synchronous, and its stages
+use both cores in turn. In titan_rl a vLLM engine, the trainer and the controller share the two cores, with a thread
+each, and weights are up to `--staleness` steps old. All generate at temperature 1, and clip and average in the same
+way.
 
-Figures. Seconds are counted from the end of the first step, so that starting is left out on each side; saving every
-ten steps is in. Each saved policy is evaluated afterwards, by the same program, on 64 held-out prompts with 4 answers
-each. For each TRL mode: `speedup` is the ratio of seconds a step; `reward_gap` the difference of held-out reward after
-the last step, ours minus TRL's, with its standard error over the seeds; `area_between_curves` the mean difference of
-held-out reward over the time that the faster side takes; `time_to_reward` the ratio of seconds to a quarter, half and
-three quarters of the way from the base's reward to the lower of the two last ones. A speedup without a mode is against
-the mode that is faster for that seed.
+Figures. Seconds are counted from the end of the first step, so the start does not count on either side; saving every
+ten steps does. Each saved policy is evaluated afterwards, by the same program, on 64 held-out prompts with 4 answers
+each. For each TRL mode:
+
+- `speedup` is the ratio of seconds per step. Without a mode, it is relative to the mode that is faster for that seed.
+- `reward_gap` is the difference of held-out reward after the last step, titan_rl's minus TRL's, with its standard error
+  over the seeds.
+- `area_between_curves` is the mean difference of held-out reward over the time that the faster side takes.
+- `time_to_reward` is the ratio of seconds to a quarter, half and three quarters of the way from the base's reward to
+  the lower of the two last ones.
 """
 
 from __future__ import annotations
@@ -54,7 +58,7 @@ class Curve:
     points: list[tuple[float, float]]  # (seconds, reward), from the base at 0 s on
 
     def reward_at(self, seconds: float) -> float:
-        """Interpolated linearly; the last reward after the end."""
+        """Reward at a time, interpolated linearly; after the end it is the last reward."""
         at = bisect.bisect_right([point[0] for point in self.points], seconds)
         if at == len(self.points):
             return self.points[-1][1]
@@ -62,7 +66,7 @@ class Curve:
         return left + (right - left) * (seconds - left_s) / (right_s - left_s)
 
     def seconds_to(self, reward: float) -> float:
-        """Until the curve first reaches a reward that it does reach."""
+        """Seconds until the curve first reaches a reward, which it must reach."""
         for (left_s, left), (right_s, right) in zip(self.points, self.points[1:], strict=False):
             if right >= reward > left:
                 return left_s + (right_s - left_s) * (reward - left) / (right - left)
@@ -70,7 +74,7 @@ class Curve:
 
 
 class SortLists(AlphabetSort):
-    """Single-turn lists, of which one in `long_every` is long."""
+    """Single-turn lists; one in `long_every` is long."""
 
     min_turns: int = 1
     max_turns: int = 1
@@ -146,7 +150,7 @@ def run_trl(base: Path, name: str, mode: str, seed: int, steps: int, folder: Pat
 
 
 def run_part(part: str, settings: Path, log: Path, *, threads: int) -> str:
-    """What a part of `trl_run.py` prints."""
+    """Run a part of `trl_run.py`, and return what it prints."""
     alone = {  # vLLM's engine in TRL's process, which is a world of one rank
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -174,7 +178,8 @@ def saved_steps(steps: int) -> list[int]:
 
 
 def curve_of(base: Path, name: str, seconds: list[float], policies: dict[int, Path], folder: Path) -> Curve:
-    """
+    """Curve of a run, from the rewards of its saved policies.
+
     Args:
         seconds: at the end of each step.
         policies: Hugging Face folders by step.

@@ -1,19 +1,18 @@
-"""A run without a trainer whose generators, on hosts of their own, answer one request after the other, and which tells
-of each what becomes of it.
+"""A run without a trainer, whose generators on several hosts answer one request after the other, with a log of events.
 
     python -m benchmarks.across_hosts.answering FOLDER IN_FLIGHT TOKENS table.setting=value ...
 
-It tells what happens, a JSON object a line on standard output, and goes on until standard input ends:
+It prints events to standard output, one JSON object per line, until standard input ends:
 
     {"at": 12.5, "what": "sent", "request": "r0", "replica": "generator-1", "process": "generator-1-4"}
 
-`at` is of the machine's monotonic clock in seconds, which all its processes share, and `what` one of
+`at` is the machine's monotonic clock in seconds, which all its processes share. `what` is one of
 
-- `said`: something that a person is shown, `text`;
-- `serving`: requests are asked from now on, at the first;
-- `starts`: a process of this `replica` is going to be started;
-- `sent`, `heard`, `answered`, `failed`: a request went to a process, its first tokens came, all came, or none came any
-  more, by which a request may be sent again elsewhere.
+- `said`: a message for the user, `text`;
+- `serving`: the first event; from now on requests are sent;
+- `starts`: a process of this `replica` is about to be started;
+- `sent`, `heard`, `answered`, `failed`: a request was sent to a process, its first tokens arrived, all tokens arrived,
+  or it failed there and may be sent to another process.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ PROMPT = [5, 6, 7]
 
 
 def scripted(spec: EngineSpec) -> Engine:
-    """An engine that takes a millisecond a step."""
+    """Make an engine whose steps take a millisecond."""
     return ScriptedEngine(cost=CostModel(step=0.001))
 
 
@@ -74,7 +73,7 @@ class Said(Console):
 
 
 async def told_stream(replica: ActorReplica, request: EngineRequest, on_chunk: OnChunk) -> Completion:
-    """As `ActorReplica.stream`, telling of it."""
+    """Wrapper of `ActorReplica.stream` that logs events."""
     of = {"request": request.request_id.partition("~")[0], "replica": replica.name, "process": replica.remote.id}
     heard = False
 
@@ -105,14 +104,14 @@ _stream, _spawn = ActorReplica.stream, GeneratorProcesses.spawn
 
 
 async def ask(router: GeneratorRouter, place: int, in_flight: int, tokens: int) -> None:
-    """One request after the other."""
+    """Send one request after the other."""
     sampling = SamplingParams(max_tokens=tokens, min_tokens=tokens, temperature=1.0)
     for number in count(place, in_flight):
         await router.generate([*PROMPT, place], request_id=f"r{number}", sampling=sampling)
 
 
 async def answer(config: RunConfig, folder: Path, in_flight: int, tokens: int) -> None:
-    """Until standard input ends."""
+    """Send requests until standard input ends."""
     generating = start_processes(config, RunDirectory(folder), PublishedWeights(), Said(), trains=False)
     async with contextlib.AsyncExitStack() as opened:
         processes = await opened.enter_async_context(generating)

@@ -1,4 +1,4 @@
-"""A run of `answering.py` in a process of its own, and what it has told."""
+"""A run of `answering.py` in a process of its own, and its events."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCRIPTED = "benchmarks.across_hosts.answering:scripted"
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """As `answering.py` says; a field that an event has not is ""."""
+    """Event of `answering.py`; missing fields are ""."""
 
     at: float  # of `time.monotonic()`
     what: str
@@ -34,7 +34,8 @@ class Event:
 
 
 class AnsweringRun:
-    """
+    """Running `answering.py`.
+
     Attributes:
         folder: of the run.
     """
@@ -49,15 +50,15 @@ class AnsweringRun:
 
     @property
     def events(self) -> list[Event]:
-        """All so far."""
+        """All events so far."""
         with self._told:
             return list(self._events)
 
     def wait(self, happened: Callable[[Event], bool], since: float = 0.0, limit_s: float = LIMIT_S) -> Event:
-        """The first event from a time on that is one of those, which stays for others to find.
+        """Wait for the first matching event since a time, and return it without consuming it.
 
         Raises:
-            RuntimeError: there is none, in so many seconds or before the run ended.
+            RuntimeError: no such event within the time limit, or before the run ended.
         """
 
         def found() -> Event | None:
@@ -85,12 +86,12 @@ class AnsweringRun:
 def answering_run(
     hosts: Sequence[NamespaceHost], *, in_flight: int, tokens: int, **settings: str
 ) -> Generator[AnsweringRun]:
-    """A run on these hosts that answers, with a worker on each; it ends with the block.
+    """Start a run on these hosts, with a worker on each, and end it with the block.
 
     Args:
         in_flight: requests at a time.
         tokens: of each answer.
-        settings: those of the example but for these, with double underscores for dots.
+        settings: settings that differ from the example's, with double underscores instead of dots.
     """
     with tempfile.TemporaryDirectory(prefix="answering-") as name:
         folder = Path(name)

@@ -1,4 +1,4 @@
-"""How many bytes a step of the example changes, in bfloat16 and at a usual learning rate, and what that saves."""
+"""Bytes that a step of the example changes, in bfloat16 and at a usual learning rate, and the savings by deltas."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def measure(rounds: int) -> None:
 
 
 def _pulls(writer: End, reader: End, paths: list[Path], *, anchor_interval: int) -> tuple[list[float], list[float]]:
-    """Of all versions after the first: seconds from the manifest until it is read, and bytes as a share of all."""
+    """For all versions after the first: seconds from the manifest until it is read, and bytes as a share of all."""
     for end in (writer, reader):
         end.open(anchor_interval=anchor_interval)
     found: list[tuple[float, float]] = []

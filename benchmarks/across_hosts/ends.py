@@ -1,4 +1,4 @@
-"""Ends of the transport, each in a process on a host of its own, that do what this process tells them.
+"""Ends of the transport, each in a process on a host of its own, controlled by this process.
 
 python -m benchmarks.across_hosts.ends ADDRESS PORT KEY NAME INTERFACE     (how such a process is started)
 """
@@ -26,10 +26,10 @@ from titan_rl.weights.types import Manifest
 
 
 class End:
-    """One end, as this process sees it.
+    """One end, as seen by this process.
 
     Attributes:
-        process: in which it is.
+        process: the process of the end.
     """
 
     def __init__(self, pipe: Connection, process: HostProcess) -> None:
@@ -37,18 +37,18 @@ class End:
         self.process = process
 
     def open(self, **settings: Any) -> None:
-        """Begin anew."""
+        """Reset the end."""
         self._ask("open", settings)
 
     def publish(self, version: int, path: Path) -> Manifest:
-        """The bytes of a file, as numbers in bfloat16."""
+        """Publish the bytes of a file, as numbers in bfloat16."""
         return self._ask("publish", version, path)
 
     def tell_to_pull(self, manifest: Manifest) -> None:
         self._pipe.send(("pull", manifest))
 
     def wait(self) -> Mapping[str, float]:
-        """Until it has pulled: what the transport measured, and the `crc` of the bytes."""
+        """Wait until the end has pulled, and return the transport's measurements and the `crc` of the bytes."""
         return self._pipe.recv()
 
     def _ask(self, *message: Any) -> Any:
@@ -58,10 +58,10 @@ class End:
 
 @contextmanager
 def ends_on(hosts: Sequence[NamespaceHost], gateway: str) -> Generator[list[End]]:
-    """An end on each host.
+    """Start an end on each host.
 
     Args:
-        gateway: the address by which the hosts reach this process.
+        gateway: address at which the hosts reach this process.
     """
     key = secrets.token_bytes(16)
     with Listener((gateway, 0), authkey=key) as listener:
@@ -84,7 +84,7 @@ def ends_on(hosts: Sequence[NamespaceHost], gateway: str) -> Generator[list[End]
 
 @contextmanager
 def capped_ends(count: int, mbit: int) -> Generator[list[End]]:
-    """Ends on as many hosts. What each host sends, and what it receives, is limited to so many megabits a second."""
+    """Start ends on several hosts, each of which sends and receives at most a given number of megabits per second."""
     with namespaces(count) as hosts, ends_on(hosts.hosts, hosts.gateway) as ends:
         for host in hosts:
             host.cap(mbit)
@@ -92,7 +92,7 @@ def capped_ends(count: int, mbit: int) -> Generator[list[End]]:
 
 
 def seconds_of(manifest: Manifest, readers: Sequence[End]) -> tuple[float, list[Mapping[str, float]]]:
-    """Until all have a version, and what each measured."""
+    """Seconds until all ends have a version, and the measurements of each."""
     began = time.perf_counter()
     for reader in readers:
         reader.tell_to_pull(manifest)

@@ -1,4 +1,4 @@
-"""How long a version takes to four hosts, against one, over links of 100 Mbit/s in both directions."""
+"""Time to send a version to four hosts compared with one, over links of 100 Mbit/s in both directions."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How long a run does not notice that a host is gone: from its end, as by a power failure, until all calls to it have
-failed, and until all requests that were there have got tokens elsewhere.
+"""Time until a run detects the loss of a host, such as a power failure.
 
-Monarch alone tells of the host after 68 s.
+There are two figures: the time until all calls to the host have failed, and the time until all its requests have
+received tokens elsewhere. Monarch alone reports the loss after 68 s.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def measure(rounds: int) -> None:
 
 
 def _lose(run: AnsweringRun, host: NamespaceHost, replica: str) -> tuple[float, float]:
-    """Seconds until the last call to a host has failed, and until the last of its requests goes on."""
+    """Seconds until the last call to a host has failed, and until the last of its requests continues elsewhere."""
     time.sleep(RUNNING_S)
     killed = time.monotonic()
     host.kill()
@@ -44,7 +44,7 @@ def _lose(run: AnsweringRun, host: NamespaceHost, replica: str) -> tuple[float, 
 
 
 def _moved(run: AnsweringRun, replica: str, request: str, since: float) -> tuple[float, float]:
-    """When the call of a request failed that was at a replica, and when it got tokens of another."""
+    """Times at which the call of a request to a replica failed, and at which it received tokens from another."""
     failed = run.wait(lambda e: (e.what, e.request, e.replica) == ("failed", request, replica), since)
     heard = run.wait(lambda e: (e.what, e.request) == ("heard", request) and e.replica != replica, since)
     return failed.at, heard.at

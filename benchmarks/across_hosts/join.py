@@ -1,9 +1,9 @@
-"""How long a host takes to join a run that goes on, against the start of one engine in the same run.
+"""Time for a host to join a run in progress, compared with the start of one engine in the same run.
 
-A host joins from the moment that `titan-rl hosts RUN add ADDRESS` is called until its generator has answered a request.
-The start of an engine goes from the moment at which the run begins to start a generator's process, on a host that is in
-the run, until that has answered one. In each round the host joins, its generator is killed and started again, and the
-host is drained. Two engines share the cores with the run and with each other in both.
+A join lasts from the call of `titan-rl hosts RUN add ADDRESS` until the host's generator has answered a request. The
+start of an engine lasts from the moment at which the run begins to start a generator's process, on a host of the run,
+until that process has answered a request. In each round the host joins, its generator is killed and restarted, and the
+host is drained. In both cases two engines share the cores with the run and with each other.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def measure(rounds: int) -> None:
 
 
 def _join(run: AnsweringRun, host: NamespaceHost) -> tuple[float, float, float]:
-    """Seconds of a join until its engine is started and as a whole, and of the start of an engine."""
+    """Seconds of a join until its engine is started and in total, and of the start of an engine."""
     began = time.monotonic()
     old = {event.process for event in run.events}
     _command("hosts", str(run.folder), "add", host.worker_address)

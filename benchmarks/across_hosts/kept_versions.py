@@ -1,4 +1,4 @@
-"""A real run of an example that leaves the bytes of every version it publishes."""
+"""A real run of an example that keeps the bytes of every version that it publishes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FOLDER = "KEPT_VERSIONS"  # in the environment
 
 
 class KeepingTransport(SharedMemoryTransport):
-    """What is published through it is in a folder, too."""
+    """Transport that also writes everything it publishes to a folder."""
 
     def __init__(self, spec: TransportSpec) -> None:
         super().__init__(spec.run_id)
@@ -32,7 +32,7 @@ class KeepingTransport(SharedMemoryTransport):
 
 
 def versions_of_a_run(folder: Path, *, steps: int, lr: float) -> list[NDArray[np.uint8]]:
-    """The weights in bfloat16 before and after each step of the example."""
+    """Weights in bfloat16 before and after each step of the example."""
     command = [sys.executable, "-m", "titan_rl.cli.main", "train", str(EXAMPLE), "--run_dir", str(folder / "run")]
     options = {
         "model.dtype": "bfloat16",

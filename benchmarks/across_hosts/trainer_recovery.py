@@ -1,6 +1,6 @@
-"""How long a run of the example is without a trainer when that is killed: from the signal until a step is trained.
+"""Time without a trainer in a run of the example whose trainer is killed: from the signal until a step is trained.
 
-The death comes at a step that the newest checkpoint lacks by four, so that as many are trained again.
+The trainer is killed four steps after the newest checkpoint, so that these steps are repeated.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def measure(rounds: int) -> None:
 
 
 def _kill(run: Path, process: subprocess.Popen[bytes], step: int) -> float:
-    """Seconds from the death after a step until the first step behind it."""
+    """Seconds from the death after a step until the first step after it."""
     _until(lambda: _last(run) >= step, process)
     pid, before = process_writing_to(run / "logs" / "trainer.log"), _last(run)
     began = time.monotonic()
