@@ -179,7 +179,7 @@ def parallelize(
         if model.enable_weight_tying:
             model.tok_embeddings.weight = model.lm_head.weight  # sharding has untied them
     if compile:  # inside checkpointing, because torch does not compile around it
-        compile_blocks(model, local_device())
+        _compile_blocks(model)
     if (checkpointing := _CHECKPOINTING.get(activation_checkpointing)) is not None:
         checkpointing().build(dump_folder="").apply(model)
     if world.size == 1:
@@ -245,7 +245,7 @@ UNCOMPILED = (DocumentAttention, MoE)
 compiled parts of a block; otherwise torch would recompile them for every batch."""
 
 
-def compile_blocks(model: Any, device: torch.device) -> None:
+def _compile_blocks(model: Any) -> None:
     """Compile in place, so that parameters keep their names. torch compiles during the first batches: with and without
     gradients, and for one row and several.
 
@@ -254,7 +254,7 @@ def compile_blocks(model: Any, device: torch.device) -> None:
     Raises:
         ConfigError: this machine lacks the compiler that torch needs on a CPU.
     """
-    if device.type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
+    if local_device().type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
         raise ConfigError(
             "training.compile = true needs a C++ compiler where there is no accelerator, and found none; install g++, "
             "name yours in the environment variable CXX, or set compile = false"

@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -65,14 +64,6 @@ class Readers:
             )
         self._reads.clear()
         return time.monotonic() - began
-
-
-@dataclass(frozen=True, slots=True)
-class _Update:
-    """One optimizer step."""
-
-    gradient: MinibatchGradient
-    waited_s: float  # for reads of the weights
 
 
 class TrainerCore:
@@ -178,10 +169,13 @@ class TrainerCore:
             raise refused[0]
         proximal = self._gradient_pass.proximal_logprobs(minibatches)
         lr = learning_rate(self._version, self._training)
-        updates: list[_Update] = []
+        gradients: list[MinibatchGradient] = []
+        waited_s = 0.0
         for minibatch in minibatches:
             try:
-                updates.append(self._update(minibatch, proximal, lr))
+                gradient, waiting_s = self._update(minibatch, proximal, lr)
+                gradients.append(gradient)
+                waited_s += waiting_s
             except UntrainableError as error:
                 if not skip:
                     raise
@@ -189,14 +183,14 @@ class TrainerCore:
         metrics = {
             "lr": lr,
             **packing_metrics(minibatches, self._world),
-            "wait_for_copy_s": sum(update.waited_s for update in updates),
+            "wait_for_copy_s": waited_s,
             "num_tokens": 0.0,
         }
-        if updates:
-            stats = TokenStats.concatenate([update.gradient.stats for update in updates])
+        if gradients:
+            stats = TokenStats.concatenate([gradient.stats for gradient in gradients])
             metrics |= {
-                "loss": fmean(update.gradient.loss for update in updates),
-                "grad_norm": fmean(update.gradient.norm for update in updates),
+                "loss": fmean(gradient.loss for gradient in gradients),
+                "grad_norm": fmean(gradient.norm for gradient in gradients),
                 **token_metrics(stats, self._version, self._world),
             }
         self._version += 1
@@ -361,8 +355,14 @@ class TrainerCore:
         complaints = (self._policy.complaint(batch) for batch in minibatch.batches)
         return next((each for each in complaints if each is not None), None), minibatch.rollout_ids
 
-    def _update(self, minibatch: Minibatch, proximal: dict[int, torch.Tensor], lr: float) -> _Update:
-        """Run one optimizer step; after an error nothing has changed. Gradients take no memory before and after it."""
+    def _update(
+        self, minibatch: Minibatch, proximal: dict[int, torch.Tensor], lr: float
+    ) -> tuple[MinibatchGradient, float]:
+        """Run one optimizer step; after an error nothing has changed. Gradients take no memory before and after it.
+
+        Returns:
+            The gradient, and the seconds of waiting for reads of the weights.
+        """
         try:
             with span("forward and backward", "trainer", positions=minibatch.num_positions):
                 gradient = self._gradient_pass.run(minibatch, proximal, version=self._version)
@@ -373,7 +373,7 @@ class TrainerCore:
                 self._optimizers.step(lr)
         finally:
             self._optimizers.zero_grad()
-        return _Update(gradient, waited_s)
+        return gradient, waited_s
 
 
 def _make_policy(model: ModelConfig, training: TrainingConfig, world: World, *, is_trained: bool = True) -> Policy:

@@ -89,7 +89,8 @@ class HFModel:
         # The head is applied only to the hidden states of trained tokens.
         self.decoder._skip_lm_head = True
         self._world = world
-        self._names = hf_names(self._adapter(), self.decoder.state_dict())
+        adapter, parameters = self._adapter(), self.decoder.state_dict()
+        self._names = {name: _hf_names(adapter, name, tensor.shape) for name, tensor in parameters.items()}
         self.layout = dict(self.named_tensors())  # dtypes and shapes, without memory
         expected = {name: tuple(tensor.shape) for name, tensor in self.layout.items()}
         self._weights = HFWeights(
@@ -187,12 +188,8 @@ class HFNames:
     are_rows: bool = False
 
 
-def hf_names(adapter: Any, state_dict: Mapping[str, torch.Tensor]) -> dict[str, HFNames | None]:
-    """Hugging Face names by parameter; None if the adapter computes the Hugging Face tensors."""
-    return {name: _hf_names(adapter, name, tensor.shape) for name, tensor in state_dict.items()}
-
-
 def _hf_names(adapter: Any, parameter: str, shape: torch.Size) -> HFNames | None:
+    """Names of a parameter in Hugging Face; None if the adapter computes the Hugging Face tensors."""
     tensor = torch.empty(shape, device="meta")
     made: dict[str, torch.Tensor] = adapter.to_hf({parameter: tensor})
     if all(value is tensor for value in made.values()):
