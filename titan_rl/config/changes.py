@@ -42,16 +42,16 @@ RESUMABLE = (
     "logging.",
     "share_run_dir",
 )
-"""Names of settings, or beginnings of names, that may change: how long a run goes on, where, and with what patience."""
+"""Settings, or prefixes of settings, that a resumed run may change: its length, its hosts and its time limits."""
 
 LOCATIONS = ("name", "run_dir", "model.path", "pythonpath", "sft.start", "sft.out", "sft.data")
-"""Settings that say where folders are, and what they are called; these may have been moved."""
+"""Settings with names and paths of folders, which may have been moved."""
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:
-    """Every setting by its dotted name, as JSON has it: `{"seed": 0, "training.lr": 0.0003, ...}`.
+    """Every setting by its dotted name, as JSON values: `{"seed": 0, "training.lr": 0.0003, ...}`.
 
-    `tasks` are the names of the tasks, whose settings begin with `tasks.NAME.`, also where there is one."""
+    `tasks` has the names of the tasks, whose settings begin with `tasks.NAME.`, also for a single task."""
     tables = config.model_dump(mode="json", exclude={"tasks"})
     share = not is_alone(config.tasks)
     tasks = {source.name: task_table(source, with_share=share) for source in config.tasks}
@@ -59,13 +59,13 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
 
 
 def check_unchanged(config: RunConfig, made_with: Mapping[str, Any], *, source: Path) -> None:
-    """A run goes on with the settings that it was made with, but for those of `RESUMABLE`.
+    """Check that a run is resumed with its original settings, except for those of `RESUMABLE`.
 
-    Settings that only one side has, because they are of another version of titan_rl, are not compared.
+    Settings that only one side has, because of another version of titan_rl, are not compared.
 
     Args:
-        made_with: what `settings_of` gave when the run was saved.
-        source: the file that the settings come from, for the message.
+        made_with: Result of `settings_of` when the run was saved.
+        source: File of the settings, for the message.
 
     Raises:
         ConfigError: names each setting that differs, both values and the fix.
@@ -82,11 +82,11 @@ def check_unchanged(config: RunConfig, made_with: Mapping[str, Any], *, source: 
 
 
 def check_options(config: RunConfig, earlier: RunConfig) -> None:
-    """A run that goes on may be longer or run elsewhere. It may not change what its weights and rollouts come from.
+    """Check that options of the command line change only settings of `RESUMABLE`.
 
     Args:
-        config: with all options of the command line.
-        earlier: without those that are not of `RESUMABLE`.
+        config: Settings with all options of the command line.
+        earlier: Settings with only the options that `RESUMABLE` allows.
 
     Raises:
         ConfigError: names each setting that an option changes, both values and the fix.

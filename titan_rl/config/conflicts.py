@@ -1,4 +1,4 @@
-"""Conflicts between settings: tables that exclude each other, and settings that are given without having an effect.
+"""Conflicts between settings: combinations that exclude each other, and given settings without effect.
 
 Each conflict is one line that names the fields, their values and the fix.
 """
@@ -116,9 +116,10 @@ def of_interruptions(
     *,
     are_seeded: bool,
 ) -> Iterator[str]:
-    """
+    """Check the settings that interrupt requests.
+
     Args:
-        are_seeded: requests of training have seeds of their own.
+        are_seeded: Training requests have seeds of their own.
     """
     if generation.pull_mode == "drain" and scheduling.on_batch_ready != "continue":
         yield (
@@ -163,7 +164,7 @@ def of_suites(validation: ValidationConfig, tasks: Sequence[TaskSource]) -> Iter
 
 
 def _sampled(validation: ValidationConfig) -> Iterator[tuple[str, float, int]]:
-    """The temperature of held-out samples, and how many there are of a prompt, by the tables that say so."""
+    """Yield (table, temperature, samples per prompt) of the validation and of each suite."""
     yield "validation", validation.temperature, validation.samples_per_prompt
     for suite in validation.suites if validation.num_prompts else ():
         temperature = validation.temperature if suite.temperature is None else suite.temperature
@@ -176,10 +177,10 @@ S = TypeVar("S", bound=Section)
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A setting of a run, or a list of tables.
+    """Setting of a run, or a list of tables.
 
     Attributes:
-        conditions: those of its own and of the tables it is in; all of them must hold.
+        conditions: Conditions of the setting and of the tables that contain it; all must hold.
     """
 
     name: str  # dotted
@@ -189,7 +190,7 @@ class Setting:
 
 
 def settings_in(section: Section, prefix: str = "", conditions: tuple[TakesEffect, ...] = ()) -> Iterator[Setting]:
-    """Every setting of a table, those of tables in it too."""
+    """Every setting of a table and of the tables in it."""
     for name, field in type(section).model_fields.items():
         own = (*conditions, *(item for item in field.metadata if isinstance(item, TakesEffect)))
         value = getattr(section, name)
@@ -201,10 +202,10 @@ def settings_in(section: Section, prefix: str = "", conditions: tuple[TakesEffec
 
 
 def without_effect(root: Section) -> Iterator[tuple[Setting, TakesEffect]]:
-    """Settings whose value is not the default and does nothing, each with the first condition that does not hold.
+    """Settings with another value than the default and without effect, with the first condition that does not hold.
 
     Args:
-        root: the settings of a run. Conditions on settings that it does not have are taken to hold.
+        root: Settings of a run. Conditions on settings that it lacks are assumed to hold.
     """
     for setting in settings_in(root):
         if setting.value == setting.default:
@@ -236,7 +237,7 @@ def of_effects(root: Section) -> Iterator[str]:
 
 
 def reset_without_effect(config: S) -> S:
-    """The same settings, with the default of each that has no effect."""
+    """The same settings, with those without effect reset to their defaults."""
     for setting, _ in without_effect(config):
         config = _with_value(config, setting.name.split("."), setting.default)
     return config

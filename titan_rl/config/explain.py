@@ -1,4 +1,4 @@
-"""Turn a validation error into lines that name the setting, its value, where it came from and what is allowed."""
+"""Explanation of validation errors: lines that name the setting, its value, its origin and the allowed values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from titan_rl.config.retired import advice
 COMMAND_LINE = "command line"
 LONGEST_SHOWN = 120  # characters of a value
 ARGUMENTS = "arguments"
-"""Of a call of Python."""
+"""Origin of settings given in Python."""
 
 
 @dataclass
@@ -24,14 +24,14 @@ class Origins:
     """Origin of each setting: a file, the command line, or the arguments of a call.
 
     Args:
-        files: TOML files, later ones replacing what earlier ones say.
+        files: TOML files; later files override earlier ones.
     """
 
     files: tuple[Path, ...]
     _sources: dict[str, str] = field(default_factory=dict[str, str])  # by dotted name, in the order of setting
 
     def note(self, key: str, source: str) -> None:
-        """`key` and all below it was set by `source`."""
+        """Record that `source` set `key` and everything below it."""
         for name in [name for name in self._sources if f"{name}.".startswith(f"{key}.")]:
             del self._sources[name]
         self._sources[key] = source
@@ -52,8 +52,8 @@ class Origins:
         return " and ".join([self.of_files(), *others])
 
     def folders_for(self, key: str) -> list[Path]:
-        """Return the folders that a relative path may lie in, the likeliest first: the current one, and that of the
-        file that sets it, or of any file where the command line sets it."""
+        """Return the folders in which a relative path is searched, in order: the current one, and that of the file that
+        sets it, or of any file if the command line sets it."""
         named = [file for file in self.files if str(file) == self.of(key)]
         return [Path(), *(file.parent for file in named or reversed(self.files))]
 
@@ -61,12 +61,12 @@ class Origins:
 def explain(
     error: ValidationError, root: type[BaseModel], origins: Origins, prefix: str = "", beside: Sequence[str] = ()
 ) -> str:
-    """One line for each thing that is wrong.
+    """Explain a validation error, with a line for each wrong setting.
 
     Args:
-        root: the class that was validated; its fields are the valid names.
-        prefix: dotted name of the table that `root` describes, empty for the whole file.
-        beside: further names that are valid in it.
+        root: Validated class; its fields are the valid names.
+        prefix: Dotted name of the table that `root` describes; empty for the whole file.
+        beside: Further valid names in this table.
 
     Example: `cpu.toml: training.stepz = 5 is not a setting; nearest: training.steps`
     """
@@ -95,12 +95,12 @@ MEANT = {
     "output_dir": "run_dir",
     "port": "server.port",
 }
-"""What to offer for a name that is nearer to another setting than to the one that is meant, by the whole of it or by
-its last part: most are what other libraries call it."""
+"""Suggestions for names that resemble the wrong setting, by the whole name or its last part. Most are names in other
+libraries."""
 
 
 def nearest(key: str, valid: Sequence[str]) -> str | None:
-    """The valid dotted name that `key` most likely meant: a similar one, or one elsewhere with a similar last part."""
+    """The most similar valid name, by the whole name or its last part; None if there is none."""
     close = difflib.get_close_matches(key, valid, n=1, cutoff=0.75)
     if close:
         return close[0]
@@ -146,9 +146,10 @@ def _lines(
 
 
 def _instead(key: str, root: type[BaseModel], prefix: str, beside: Sequence[str], *, tables: bool = False) -> str:
-    """
+    """Advice for an unknown setting.
+
     Args:
-        tables: what is meant is one.
+        tables: the unknown name is that of a table.
     """
     if retired := advice(key):
         return retired

@@ -1,4 +1,4 @@
-"""Code that settings name: its modules on the search path, and checks that every "module:function" can be called."""
+"""Functions that settings name as "module:function": their search path, and checks of their signatures."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SearchPath:
     file lies in a package, it is the folder that holds the package.
 
     Args:
-        given: what `pythonpath` was set to; nothing is done with what is no list of folders.
+        given: Value of `pythonpath`; ignored unless it is a list of folders.
     """
 
     def __init__(self, given: object, origins: Origins) -> None:
@@ -44,14 +44,14 @@ class SearchPath:
         search_in([*self._given, *self._others])
 
     def needed_for(self, modules: Iterable[str]) -> tuple[str, ...]:
-        """The folders to search for imported modules from anywhere: those given, and those that hold one of them."""
+        """Folders in which other processes find the imported modules: the given ones, and those with a module."""
         homes = {home for name in modules if (home := _home(name)) is not None}
         return tuple(dict.fromkeys([*self._given, *(folder for folder in self._others if folder in homes)]))
 
 
 def recorded_modules(toml: Path) -> dict[str, str]:
-    """Modules that a file of settings names and that its `pythonpath`, or the folder it lies in, holds, with the folder
-    of each. Nothing is imported."""
+    """Modules that a file of settings names, with their folders, if they are in its `pythonpath` or beside it. Nothing
+    is imported."""
     tables, _ = read_tables([toml], ())
     places = [str((toml.parent / folder).resolve()) for folder in _folders(tables.get("pythonpath"))]
     places.append(str(_import_root(toml)))
@@ -65,7 +65,7 @@ def recorded_modules(toml: Path) -> dict[str, str]:
 
 
 def _folders(given: object) -> list[str]:
-    """Return the entries that can be folders; the others are errors of settings, reported with the rest of them."""
+    """Return the entries that can be folders. Others are reported by the validation of the settings."""
     items = cast("Iterable[object]", given) if isinstance(given, list | tuple) else ()
     return [folder for folder in items if isinstance(folder, str) and not path_problem(folder)]
 
@@ -87,19 +87,18 @@ def _import_root(toml: Path) -> Path:
 
 
 def _home(name: str) -> str | None:
-    """The folder by which an imported module was found."""
+    """Folder on the search path in which an imported module was found."""
     top = sys.modules.get(name.partition(".")[0])
     place = next(iter(getattr(top, "__path__", ())), None) or getattr(top, "__file__", None)
     return None if place is None else str(Path(place).resolve().parent)
 
 
 def check_functions(config: Section, generation: GenerationConfig, routing: RoutingConfig, origins: Origins) -> None:
-    """Import what settings name as "module:function", and make the strategy, which every process can. The library's own
-    are known by their names alone.
+    """Import the functions that settings name as "module:function", and construct the routing strategy.
 
     Raises:
-        ConfigError: one is not there or takes other arguments, the strategy cannot be made, or the engine cannot do
-            what is asked of it. Names the setting, its value, where it came from and the fix.
+        ConfigError: a function does not exist or takes other arguments, the strategy cannot be constructed, or the
+            engine does not support a setting. Names the setting, its value, its origin and the fix.
     """
     for key, name, known in _named(config):
         try:
@@ -112,9 +111,9 @@ def check_functions(config: Section, generation: GenerationConfig, routing: Rout
         make_strategy(routing.strategy)
     except ConfigError as error:
         raise ConfigError(f"{origins.of('routing.strategy')}: {error}") from error.__cause__
-    _check_engine(generation, origins)
-    if isinstance(config, RunConfig):
-        _check_sleep(config, origins)
+    sleeps = isinstance(config, RunConfig) and config.scheduling.on_batch_ready == "sleep"
+    for key, problem in _engine_problems(generation, sleeps=sleeps):
+        raise ConfigError(f"{origins.of(key)}: {problem}")
 
 
 def _problem(found: Any, known: FunctionName) -> str | None:
@@ -139,56 +138,55 @@ def _problem(found: Any, known: FunctionName) -> str | None:
 
 
 def named_modules(config: Section) -> set[str]:
-    """The modules of the user's that settings name as "module:function"."""
+    """Modules of the user that settings name as "module:function"."""
     return {name.partition(":")[0] for _, name, known in _named(config) if name not in known.names}
 
 
-def _check_sleep(config: RunConfig, origins: Origins) -> None:
-    name = config.generation.engine
-    if config.scheduling.on_batch_ready == "sleep" and not find_engine(name).sleeps:
-        raise ConfigError(
-            f'{origins.of("scheduling.on_batch_ready")}: scheduling.on_batch_ready = "sleep", and generation.engine = '
-            f'{name!r} cannot give its memory back; set it to "abort"'
+def _engine_problems(generation: GenerationConfig, *, sleeps: bool) -> Iterator[tuple[str, str]]:
+    """Settings that the engine does not support, with the reason and the fix."""
+    engine, named = find_engine(generation.engine), f"generation.engine = {generation.engine!r}"
+    if sleeps and not engine.sleeps:
+        yield (
+            "scheduling.on_batch_ready",
+            f'scheduling.on_batch_ready = "sleep", and {named} cannot give its memory back; set it to "abort"',
         )
-
-
-def _check_engine(generation: GenerationConfig, origins: Origins) -> None:
-    engine = find_engine(generation.engine)
     size = generation.tensor_parallel_size
     if size > 1 and not engine.tensor_parallel:
-        raise ConfigError(
-            f"{origins.of('generation.tensor_parallel_size')}: generation.tensor_parallel_size = {size}, and "
-            f"generation.engine = {generation.engine!r} does not share a model between processes; set it to 1"
+        yield (
+            "generation.tensor_parallel_size",
+            f"generation.tensor_parallel_size = {size}, and {named} does not share a model between processes; set it "
+            "to 1",
         )
     if generation.max_running == "auto" and not engine.adapts:
-        raise ConfigError(
-            f"{origins.of('generation.max_running')}: generation.max_running = 'auto', and generation.engine = "
-            f"{generation.engine!r} does not find out how many requests it can hold; set it to a number"
+        yield (
+            "generation.max_running",
+            f"generation.max_running = 'auto', and {named} does not find out how many requests it can hold; set it to "
+            "a number",
         )
     if generation.return_routed_experts and not engine.routed_experts:
-        raise ConfigError(
-            f"{origins.of('generation.return_routed_experts')}: generation.return_routed_experts = true, and "
-            f"generation.engine = {generation.engine!r} does not return them; set it to false"
+        yield (
+            "generation.return_routed_experts",
+            f"generation.return_routed_experts = true, and {named} does not return them; set it to false",
         )
     if generation.vllm and generation.engine != "vllm":
-        raise ConfigError(
-            f"{origins.of('generation.vllm')}: [generation.vllm] has {', '.join(generation.vllm)}, and "
-            f"generation.engine = {generation.engine!r} is not vLLM; leave the table out, or set the engine to 'vllm'"
+        yield (
+            "generation.vllm",
+            f"[generation.vllm] has {', '.join(generation.vllm)}, and {named} is not vLLM; leave the table out, or set "
+            "the engine to 'vllm'",
         )
     if (problem := problem_of(generation.vllm)) is not None:
         name, what = problem
-        value = generation.vllm[name]
-        raise ConfigError(f"{origins.of(f'generation.vllm.{name}')}: generation.vllm.{name} = {value!r}: {name} {what}")
-    if generation.speculative.is_on and not engine.speculative:
-        raise ConfigError(
-            f"{origins.of('generation.speculative.method')}: generation.speculative.method = "
-            f'"{generation.speculative.method}", and generation.engine = {generation.engine!r} guesses no tokens; set '
-            'it to "none"'
+        key = f"generation.vllm.{name}"
+        yield key, f"{key} = {generation.vllm[name]!r}: {name} {what}"
+    if (method := generation.speculative.method) != "none" and not engine.speculative:
+        yield (
+            "generation.speculative.method",
+            f'generation.speculative.method = "{method}", and {named} guesses no tokens; set it to "none"',
         )
 
 
 def function_name(section: type[Section], field: str) -> FunctionName | None:
-    """Return the `FunctionName` of a setting, or of the entries of a list or table; None where it names no function."""
+    """Return the `FunctionName` of a setting or of its items; None if it does not name functions."""
     info = section.model_fields[field]
     return next(
         (part for part in (*info.metadata, *_metadata(info.annotation)) if isinstance(part, FunctionName)), None
@@ -203,7 +201,7 @@ def _metadata(annotation: object) -> Iterator[object]:
 
 
 def _named(section: Section, prefix: str = "") -> Iterator[tuple[str, str, FunctionName]]:
-    """(dotted setting, function that it names, what it may name) of all settings under `section`."""
+    """Yield (dotted setting, named function, its `FunctionName`) of all settings in `section`."""
     for field in type(section).model_fields:
         key, value = f"{prefix}{field}", getattr(section, field)
         if field == "task" and isinstance(section, TaskSource):

@@ -28,7 +28,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from titan_rl.core.errors import ConfigError
-from titan_rl.core.settings import FunctionName, PathText, Section, TakesEffect
+from titan_rl.core.settings import FunctionName, PathText, Section, TakesEffect, matching
 
 WORKER_DRAIN_S = 120
 """Default of a worker's --drain-s."""
@@ -54,10 +54,7 @@ def split_list(value: object) -> object:
     return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
 
-def _line(text: str) -> str:
-    if "\n" in text or not text.strip():
-        raise PydanticCustomError("line", "must be one line of text")
-    return text
+_Line = Annotated[str, matching(r".*\S.*", "must be one line of text")]
 
 
 def _seconds(time_limit: str) -> float:
@@ -120,34 +117,22 @@ def _words(text: str) -> str:
     return text
 
 
-def _image(text: str) -> str:
-    if any(character.isspace() for character in text):
-        raise PydanticCustomError("image", "must be an image's name, without spaces")
-    return text
-
-
-def _quantity(text: str) -> str:
-    if not re.fullmatch(r"(\d+\.?\d*|\.\d+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?\d+)?", text):
-        raise PydanticCustomError("quantity", 'must be a quantity as Kubernetes takes it: "8", "500m" or "64Gi"')
-    return text
-
-
-def _volume(text: str) -> str:
-    if not re.fullmatch(r"([^\s:]+(:/[^\s:]+)?)?", text):
-        raise PydanticCustomError("volume", "must be CLAIM or CLAIM:/FOLDER, without spaces")
-    return text
-
-
-Quantity = Annotated[str, AfterValidator(_quantity)]
+Quantity = Annotated[
+    str,
+    matching(
+        r"(\d+\.?\d*|\.\d+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?\d+)?",
+        'must be a quantity as Kubernetes takes it: "8", "500m" or "64Gi"',
+    ),
+]
 
 
 class KubernetesConfig(Section):
     """Objects that `titan-rl launch` creates with `hosts.provider = "kubernetes"`: workers as a StatefulSet, the
     controller as a Job. Experimental."""
 
-    image: Annotated[str, AfterValidator(_image)] = ""
+    image: Annotated[str, matching(r"\S*", "must be an image's name, without spaces")] = ""
     """Container image, with titan_rl and the task installed unless they are on the volume."""
-    volume: Annotated[str, AfterValidator(_volume)] = ""
+    volume: Annotated[str, matching(r"([^\s:]+(:/[^\s:]+)?)?", "must be CLAIM or CLAIM:/FOLDER, without spaces")] = ""
     """A PersistentVolumeClaim that all pods mount, with the model and for the run's folder: "claim", which is mounted
     at /workspace, or "claim:/folder". That is the current folder of the run and of its workers."""
     resources: Mapping[str, Quantity] = Field(default={}, strict=False)
@@ -182,7 +167,7 @@ class ProviderSettings(Section):
     count: Annotated[PositiveInt, _BY_NUMBER] = 1
     """Hosts that `titan-rl launch` asks for: nodes of Slurm, or pods of Kubernetes, which has one more for the
     controller."""
-    options: Annotated[tuple[Annotated[str, AfterValidator(_line)], ...], Field(strict=False), _WITH_PROVIDER] = ()
+    options: Annotated[tuple[_Line, ...], Field(strict=False), _WITH_PROVIDER] = ()
     """Options of the provider's command. ssh: each word by itself, ["-p", "2222", "-i", "key"]. sbatch:
     ["--partition=gpu", "--gpus-per-node=8", "--time=24:00:00"]; with "--no-requeue" a job whose time is up ends,
     instead of waiting for its next turn to continue the run. kubectl: ["--context=far", "--namespace=team"]."""
@@ -195,7 +180,7 @@ class ProviderSettings(Section):
     continues elsewhere. A provider's worker waits a minute longer on SIGTERM, and at least two; a job of Slurm begins
     to end as long before its time is up. A worker that is started by hand waits as long as its --drain-s says."""
     setup: Annotated[
-        tuple[Annotated[str, AfterValidator(_line)], ...],
+        tuple[_Line, ...],
         Field(strict=False),
         TakesEffect("hosts.provider", one_of=("slurm",)),
     ] = ()

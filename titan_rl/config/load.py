@@ -1,6 +1,6 @@
 """Loading of settings from TOML, the command line and Python, and dumping them back to TOML.
 
-Everything that can be known to be wrong is found here, before any process starts.
+All checks that need no process are made here.
 """
 
 from __future__ import annotations
@@ -60,16 +60,15 @@ def load_config(
     it. The config holds what was found, so that it means the same in other folders.
 
     Args:
-        paths: a TOML file, or several, each of which replaces what those before it say: tables are merged, other
-            values are replaced.
-        overrides: dotted settings and their values, each replacing what the files say. A value is read as TOML where
-            it is TOML, else as a string: `("training.lr", "1e-3")`, `("model.dtype", "bfloat16")`. An optional setting
-            that is "none", here or in a file, is unset: `("sampling.seeded", "none")`.
-        given: as `overrides`, with values of Python.
-        check_files: look into the model folder and the task's files too.
+        paths: TOML file, or several: later files override earlier ones. Tables are merged, other values replaced.
+        overrides: Dotted settings and their values, which override the files. A value is parsed as TOML if possible,
+            and otherwise a string: `("training.lr", "1e-3")`, `("model.dtype", "bfloat16")`. The value "none", here or
+            in a file, unsets an optional setting: `("sampling.seeded", "none")`.
+        given: Like `overrides`, with Python values.
+        check_files: Also check the model folder and the task's files.
 
     Raises:
-        ConfigError: names each wrong setting, its value, where it came from and what is allowed.
+        ConfigError: names each wrong setting, its value, its origin and the allowed values.
         ModelError: the model folder lacks a file that the run needs.
 
     Example:
@@ -113,10 +112,10 @@ def read_config(
 
 
 def dump_config(config: RunConfig, *, with_defaults: bool = True) -> str:
-    """The settings as TOML, under what they come to. `load_config` of it gives an equal config.
+    """The settings as TOML, after comments with the resulting concurrency. `load_config` of it gives an equal config.
 
     Args:
-        with_defaults: also those that are what they are by default.
+        with_defaults: Include settings that have their defaults.
     """
     mode = config.scheduling.describe_mode()
     figures = "".join(f"# {line}\n" for line in [*describe_concurrency(config), *([] if mode is None else [mode])])
@@ -153,16 +152,16 @@ def given_config(
     overrides: Mapping[str, object] | None = None,
     check_files: bool,
 ) -> RunConfig:
-    """The config with what is given in the place of its settings.
+    """The config with some of its settings replaced.
 
     Args:
-        task: in the place of those of the config.
-        functions: by the setting that names one, such as "training.loss": a function of a module, or its name.
-        overrides: other settings by their dotted names, those of tasks too, as on the command line.
-        check_files: look into the model folder and the tasks' files too.
+        task: Replaces the tasks of the config.
+        functions: Functions of modules, or their names, by setting, such as "training.loss".
+        overrides: Other settings by dotted name, including those of tasks, as on the command line.
+        check_files: Also check the model folder and the tasks' files.
 
     Raises:
-        ConfigError: a setting is wrong, or a function is none that other processes could import.
+        ConfigError: a setting is wrong, or other processes could not import a function.
         ModelError: the model folder lacks a file.
     """
     changes = dict(dotted(overrides or {}))
@@ -197,10 +196,10 @@ def _with_checked_files(config: RunConfig) -> RunConfig:
 
 
 def name_function(setting: str, function: Callable[..., Any]) -> str:
-    """The "module:function" by which a setting names it.
+    """The name "module:function" of a function.
 
     Raises:
-        ConfigError: nobody who imports that finds it.
+        ConfigError: the function cannot be imported by this name.
     """
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     there = sys.modules.get(str(module))

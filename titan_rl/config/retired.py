@@ -1,4 +1,4 @@
-"""Settings of earlier versions: their last default, and what to write in their place."""
+"""Retired settings: their last defaults, and their replacements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, cast
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """Setting that is refused with advice, unless it has the value that was its default."""
+    """Setting that is refused with advice, unless it has its last default."""
 
     default: Any
     advice: str
@@ -68,7 +68,7 @@ FORMER_DEFAULTS: Mapping[str, Any] = {
     "logging.wandb.project": "titan_rl",
     "logging.wandb.tags": [],
 }
-"""Values of the config.toml of earlier runs that mean what leaving the setting out means."""
+"""Values in the config.toml of earlier runs that are equivalent to leaving the setting out."""
 
 
 def advice(key: str) -> str | None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Annotated, Self
 
-from pydantic import AfterValidator, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, model_validator
 
 from titan_rl.config import conflicts
 from titan_rl.config.conflicts import of_effects
@@ -22,17 +20,13 @@ from titan_rl.config.sections import (
     ValidationConfig,
 )
 from titan_rl.config.tasks import ResolvedSuite, TaskSource, ValidationSuite, is_alone
-from titan_rl.core.settings import PathText, Section
+from titan_rl.core.settings import PathText, Section, matching
 from titan_rl.metrics.sinks.settings import LoggingConfig
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.scheduling.settings import SchedulingConfig
 from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
 
-
-def _folder_name(name: str) -> str:
-    if not re.fullmatch(r"[\w.+=-]{0,80}", name) or name in (".", ".."):
-        raise PydanticCustomError("name", "must be letters, digits and -_.+=, 80 at most, and not . or ..")
-    return name
+FOLDER_NAME = matching(r"(?!\.{1,2}$)[\w.+=-]{0,80}", "must be letters, digits and -_.+=, 80 at most, and not . or ..")
 
 
 class RunConfig(Section):
@@ -47,7 +41,7 @@ class RunConfig(Section):
 
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Seeds the data order, sampling and the trainer."""
-    name: Annotated[str, AfterValidator(_folder_name)] = ""
+    name: Annotated[str, FOLDER_NAME] = ""
     """Name of the run's folder, after the time. By default the task, and the settings given on the command line."""
     run_dir: PathText = "runs"
     """Folder that contains the folders of the runs."""

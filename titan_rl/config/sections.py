@@ -13,15 +13,11 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from titan_rl.config.tasks import ValidationSuite
-from titan_rl.core.settings import FilePath, FunctionName, PathText, Section, TakesEffect
+from titan_rl.core.settings import FilePath, FunctionName, PathText, Section, TakesEffect, one_of
 from titan_rl.generation.registry import BY_NAME as ENGINES
 from titan_rl.generation.router.strategies import BY_NAME as STRATEGIES
 from titan_rl.training.choices import Level
@@ -94,20 +90,6 @@ STREAM_INTERVAL = 32
 """`generation.stream_interval` of a run that does not say."""
 
 
-def _number_or_auto(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    try:
-        return check(value)
-    except ValidationError as error:
-        raise PydanticCustomError("number_or_auto", 'must be a number above 0 or "auto"') from error
-
-
-def _flag_or_keep(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    try:
-        return check(value)
-    except ValidationError as error:
-        raise PydanticCustomError("flag_or_keep", 'must be true, false or "keep"') from error
-
-
 class GenerationConfig(Section):
     """The generator actors and their engines."""
 
@@ -121,7 +103,7 @@ class GenerationConfig(Section):
     have."""
     tensor_parallel_size: PositiveInt = 1
     """Processes that share the model of one generator; must divide the number of the model's attention heads."""
-    max_running: Annotated[PositiveInt | Literal["auto"], WrapValidator(_number_or_auto)] | None = None
+    max_running: Annotated[PositiveInt | Literal["auto"], one_of('must be a number above 0 or "auto"')] | None = None
     """Most requests that one engine runs at a time. By default its share of the rollouts in all slots of the scheduler,
     or fewer if kv_cache_gib does not hold that many contexts of half the maximum length. With "auto" at most that
     share, and in each step as many as the KV cache is expected to hold, estimated from the lengths of requests."""
@@ -138,7 +120,7 @@ class GenerationConfig(Section):
     """Loading of new weights. hot_swap: between two tokens of running requests, which keep their KV cache. recompute:
     at the same moment, and running requests recompute their KV cache. drain: once a generator's requests have
     finished."""
-    prefix_cache: Annotated[bool | Literal["keep"], WrapValidator(_flag_or_keep)] = True
+    prefix_cache: Annotated[bool | Literal["keep"], one_of('must be true, false or "keep"')] = True
     """Reuse the KV cache of requests that begin with the same tokens, until new weights are loaded; with "keep" also
     after that."""
     stream_interval: PositiveInt | None = None

@@ -1,20 +1,30 @@
-"""The base of all settings: values that are checked when they are made, and never change."""
+"""Base class of settings: immutable values that are validated when they are made."""
 
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationInfo
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 
 class Section(BaseModel):
-    """Base of every table: frozen, strict about types, finite, and closed to unknown keys.
+    """Base class of every table: frozen, strict about types, finite, and closed to unknown keys.
 
-    An integer is fine where a float is asked for; nothing else is converted.
+    Integers are accepted for floats; nothing else is converted.
     """
 
     model_config = ConfigDict(
@@ -27,16 +37,47 @@ class Section(BaseModel):
     )
 
 
+def matching(pattern: str, message: str) -> AfterValidator:
+    """Annotation of text that has to match a regular expression as a whole.
+
+    Args:
+        message: Continues the error: "must be ...".
+    """
+
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise PydanticCustomError("pattern", "{message}", {"message": message})
+        return text
+
+    return AfterValidator(check)
+
+
+def one_of(message: str) -> WrapValidator:
+    """Annotation of a setting of several types, whose errors are replaced by one.
+
+    Args:
+        message: Continues the error: "must be ...".
+    """
+
+    def check(value: Any, inner: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return inner(value)
+        except ValidationError as error:
+            raise PydanticCustomError("one_of", "{message}", {"message": message}) from error
+
+    return WrapValidator(check)
+
+
 @dataclass(frozen=True, slots=True)
 class FunctionName:
     """Annotation of a setting that names a function: of the library by its name, or the user's as "module:function".
 
-    Nothing is imported to check the setting itself; `load_config` then imports what is the user's.
+    Validation imports nothing; `load_config` then imports the user's function.
 
     Args:
-        arguments: what it is called with, by position. `load_config` refuses a function that does not take these, or is
-            async. Nothing is said of it where there are none.
-        may_be_class: it makes what the setting is about, so that a class does as well.
+        arguments: Positional arguments of the function. `load_config` refuses a function that does not take them, or is
+            async. Empty if they are not known.
+        may_be_class: A class is accepted, too, because the function constructs an object.
 
     Example: `loss: Annotated[str, FunctionName(("grpo", "gspo"), ("tokens", "clip"), may_be_class=False)] = "grpo"`
     """
@@ -63,12 +104,13 @@ class TakesEffect:
     `titan_rl.config.conflicts`. The condition of a table holds for all settings in it.
 
     Args:
-        setting: the other setting, or a property of its table, by its dotted name from the run's settings.
-        one_of: values with which there is an effect; of a list, one item is enough.
-        none_of: values without one, where any other will do.
-        up_to: there is an effect up to the value of the other setting.
-        without: says what is lacking, where the other's value does not say it to a user: "without hosts.provider".
-        fix: what to do; by default made of the values.
+        setting: Dotted name of the other setting, or of a property of its table.
+        one_of: Values with an effect; of a list, one item is enough.
+        none_of: Values without an effect; all others have one.
+        up_to: The setting has an effect up to the value of the other setting.
+        without: Description of the failed condition, if the other's value does not explain it, such as
+            "without hosts.provider".
+        fix: Advice; by default made of the values.
 
     Example: `kl: Annotated[KLEstimate, TakesEffect("training.kl_coef", none_of=(0.0,))] = "k3"`
     """
@@ -93,7 +135,7 @@ class TakesEffect:
 
 
 INNER = ""
-"""Stands for all settings of a table within a table."""
+"""Key of all settings of nested tables."""
 
 
 MAX_NAME = 255
@@ -102,7 +144,7 @@ MAX_PATH = 4095
 
 
 def path_problem(path: str) -> str | None:
-    """Why no file can have this path, for a message; None where one can."""
+    """Reason why no file can have this path, for a message; None if one can."""
     if "\0" in path:
         return "has a NUL character, which no path may have"
     try:
@@ -124,7 +166,7 @@ def _possible(path: str) -> str:
 
 
 PathText = Annotated[str, AfterValidator(_possible)]
-"""The path of a file or folder that need not be there."""
+"""Path of a file or folder that need not exist."""
 
 
 def _found(path: str, info: ValidationInfo) -> str:
@@ -137,5 +179,5 @@ def _found(path: str, info: ValidationInfo) -> str:
 
 
 FilePath = Annotated[PathText, AfterValidator(_found)]
-"""A file or folder, looked for in the current directory, then beside the TOML file that names it. The setting holds
-what was found, and what was written where there is nothing: whoever opens it says so."""
+"""File or folder, searched in the current directory, then in the folder of the TOML file. The setting holds the path
+that was found, or the given one if there is none: opening it then fails."""

@@ -12,14 +12,10 @@ from pydantic import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
-from titan_rl.core.settings import FunctionName, Section, TakesEffect
+from titan_rl.core.settings import FunctionName, Section, TakesEffect, one_of
 from titan_rl.scheduling.filters import BY_NAME
 
 Mode = Literal["sync", "one_step_off", "streaming", "async"]
@@ -33,12 +29,7 @@ MODES: Mapping[Mode, Mapping[str, Any]] = {
 """Presets of `scheduling.mode`: the settings that each sets where they are not given."""
 
 
-def _tail(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    try:
-        return check(value)
-    except ValidationError as error:
-        message = 'must be "carry_over", "tail_batch", "drop" or a number above 0'
-        raise PydanticCustomError("tail", message) from error
+TAIL = one_of('must be "carry_over", "tail_batch", "drop" or a number above 0')
 
 
 class SchedulingConfig(Section):
@@ -64,7 +55,7 @@ class SchedulingConfig(Section):
     """While a batch is trained and pulled, generation goes on, is frozen with its KV cache, leaves the engines, or
     leaves them while they give the memory of weights and KV cache to a trainer on the same GPUs, until the pull.
     "sleep" is experimental."""
-    tail: Annotated[Literal["carry_over", "tail_batch", "drop"] | PositiveInt, WrapValidator(_tail)] = "carry_over"
+    tail: Annotated[Literal["carry_over", "tail_batch", "drop"] | PositiveInt, TAIL] = "carry_over"
     """Unfinished groups that a batch overtook run on, wait until groups_per_step of them do, or are dropped: with a
     number once so many versions were pulled since their admission, with "drop" after one."""
     max_token_age: NonNegativeInt | None = None

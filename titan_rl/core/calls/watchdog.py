@@ -43,12 +43,13 @@ _CALLERS = {  # module and function of titan_rl that call code of each kind
 
 
 class LoopWatchdog:
-    """A thread that watches the event loop which enters its block.
+    """Thread that watches the event loop of the surrounding context.
 
-    Where the loop has not turned for `blocked_after_s`, what its thread is at is told, and again after twice the time
-    and so on; then that it goes on. The stack is in the log. Nothing else runs meanwhile, time limits included.
+    If the loop is blocked for `blocked_after_s`, the watchdog reports the blocking line, again after each doubling of
+    the time, and then the end of the block. The log has the stack. While the loop is blocked nothing else runs,
+    including time limits.
 
-    Example of what is told:
+    Example of a message:
 
         the event loop has stood still for 5 s: envs.py:17 in step blocks it. ...
 
