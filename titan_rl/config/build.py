@@ -29,11 +29,11 @@ from titan_rl.training.settings import ModelConfig
 
 
 def make_renderer(model: ModelConfig) -> Renderer:
-    """The one that `model.renderer` names, over the tokenizer of the model's folder.
+    """Construct the renderer that `model.renderer` names, for the tokenizer of the model's folder.
 
     Raises:
-        ModelError: the folder has no tokenizer, or no chat template that the library's own can extend.
-        ConfigError: there is no such renderer, it refuses the tokenizer, or what it gives is none.
+        ModelError: the folder has no tokenizer, or no chat template that the built-in renderer can extend.
+        ConfigError: there is no such renderer, it refuses the tokenizer, or its result is not a renderer.
     """
     make = find_renderer(model.renderer)
     tokenizer = load_tokenizer(model.path)
@@ -70,13 +70,13 @@ def find_token_texts(model: ModelConfig) -> TokenTexts | None:
 
 
 def make_rollouter(config: RunConfig, source: TaskSource, renderer: Renderer | None = None) -> Rollouter:
-    """With the task of a source, its limits and its advantage.
+    """Construct the rollouter of a task, with its limits and its advantage function.
 
     Args:
-        renderer: by default the one that `model.renderer` names.
+        renderer: By default the one that `model.renderer` names.
 
     Raises:
-        DataError: the task has no rubric to give.
+        DataError: the task's `rubric` does not return a rubric.
     """
     task = source.task
     renderer = renderer or make_renderer(config.model)
@@ -137,7 +137,7 @@ def make_filters(config: RunConfig, given: Sequence[GroupFilter] | None = None) 
     """Return the filters of a group: those that always apply, then those of its task.
 
     Args:
-        given: in the place of those that settings name.
+        given: Replace those that settings name.
     """
     of_tasks = {source.name: _filters_of(config, source, given) for source in config.tasks}
 

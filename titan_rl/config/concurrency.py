@@ -22,7 +22,7 @@ STEP = 8
 
 @dataclass(frozen=True, slots=True)
 class Concurrency:
-    """Requests in flight for training, and what the engines take of them.
+    """Requests in flight for training, and the number that the engines run.
 
     Example: 32 slots of 8 rollouts on 2 generators are 128 places of each.
     """
@@ -54,8 +54,8 @@ class Concurrency:
 
 
 def contexts_held(model: ModelConfig, generation: GenerationConfig) -> int | None:
-    """Number of contexts of half the maximum length that fit the KV cache of one engine; None for an unknown model, and
-    where the cache takes what is free on a GPU."""
+    """Number of contexts of half the maximum length that fit the KV cache of one engine; None for an unknown model, or
+    if the cache takes the free memory of a GPU."""
     token_bytes, kv_gib = kv_bytes_per_token(model), planned_kv_gib(generation.kv_cache_gib)
     if token_bytes is None or kv_gib is None:
         return None
@@ -64,8 +64,8 @@ def contexts_held(model: ModelConfig, generation: GenerationConfig) -> int | Non
 
 
 def places_of(model: ModelConfig, generation: GenerationConfig, wanted: int) -> int:
-    """Requests that one engine advances at a time: as the setting says, or those that are wanted and held. An engine
-    that adapts finds out itself how many it holds."""
+    """Requests that one engine runs at a time: by the setting, or the wanted ones as far as its cache holds them. An
+    adaptive engine determines itself how many it holds."""
     if generation.max_running == "auto":
         return wanted
     if generation.max_running is not None:
@@ -75,7 +75,7 @@ def places_of(model: ModelConfig, generation: GenerationConfig, wanted: int) -> 
 
 
 def describe_concurrency(config: RunConfig) -> Iterator[str]:
-    """The figures, a line each.
+    """Description of the concurrency, a line for each figure.
 
     Example:
 
@@ -105,8 +105,7 @@ def describe_concurrency(config: RunConfig) -> Iterator[str]:
 
 
 def throttles(config: RunConfig) -> Iterator[str]:
-    """Say which settings have rollouts wait or lose their KV cache, or ranks idle, that the others ask for: the numbers
-    and the fix, one line each."""
+    """Warnings about settings that make rollouts wait or ranks idle, a line each with the numbers and the fix."""
     sized = Concurrency.of(config)
     scheduling, generation, training = config.scheduling, config.generation, config.training
     of_a_step = scheduling.groups_per_step * sized.group_size

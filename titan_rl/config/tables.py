@@ -115,7 +115,7 @@ def _override(tables: Tables, key: str, value: object, about: str) -> None:
 
 
 def parse_value(text: str) -> Any:
-    """`text` as a TOML value, and as the string it is where it is none: `3`, `[0.9, 0.99]`, `cosine`."""
+    """Parse text as a TOML value, such as `3` or `[0.9, 0.99]`; other text, such as `cosine`, is a string."""
     try:
         parsed = parse_toml(f"value = {text}")
     except tomllib.TOMLDecodeError:
@@ -125,13 +125,13 @@ def parse_value(text: str) -> Any:
 
 
 UNSET = "none"
-"""What an optional setting is set to for what it is by default: `--sampling.seeded none`, and `seeded = "none"`."""
+"""Value that resets an optional setting to its default: `--sampling.seeded none`, or `seeded = "none"`."""
 
 
 def without_unset(section: type[Section], table: Mapping[str, Any]) -> dict[str, Any]:
-    """A table of `section` with None where an optional setting is `UNSET`, also in the tables below it.
+    """A table of `section` with None for optional settings that are `UNSET`, including those of nested tables.
 
-    Where "none" is one of the words that a setting may be, it stays.
+    If "none" is an allowed value of a setting, it is kept.
     """
     return {name: _value(section, name, value) for name, value in table.items()}
 
@@ -149,7 +149,7 @@ def _value(section: type[Section], name: str, value: Any) -> Any:
 
 
 def _alternatives(annotation: object) -> Iterator[object]:
-    """`int | Literal["auto"] | None` has three, however they are nested and annotated."""
+    """Yield the members of a union, nested or annotated: `int | Literal["auto"] | None` has three."""
     match get_origin(annotation):
         case origin if origin is Annotated:
             yield from _alternatives(get_args(annotation)[0])

@@ -44,7 +44,7 @@ def find_class(kind: ClassKind, name: object) -> type[Section]:
         name: "module:Class", a name of `kind.own`, or a class.
 
     Raises:
-        ConfigError: there is no such module or class, or it is none of that kind.
+        ConfigError: there is no such module or class, or the class is not of this kind.
     """
     if isinstance(name, type) and issubclass(name, Section):
         return name  # of an object of Python
@@ -74,7 +74,7 @@ def _is_a(kind: ClassKind, found: object) -> bool:
 
 
 def _is_of(found: object, module_name: str) -> bool:
-    """Whether a class is defined there, or below a package of that name, and not merely imported."""
+    """Whether a class is defined in this module or package, and not merely imported."""
     return f"{found.__module__}.".startswith(f"{module_name}.")
 
 
@@ -110,8 +110,8 @@ def task_table(source: TaskSource, *, exclude_none: bool = False, with_share: bo
     """One of `[[tasks]]`.
 
     Args:
-        exclude_none: leave out what is None, for which TOML has no word.
-        with_share: also what is said of it beside the task itself.
+        exclude_none: Omit None, which TOML cannot express.
+        with_share: Include the settings of the `TaskSource`, not only those of the task.
     """
     table = source.model_dump(mode="json", exclude_none=exclude_none)
     fields = table.pop("task")
@@ -288,17 +288,18 @@ def _fields(table: Any, origins: Origins, prefix: str) -> dict[str, Any]:
 
 
 CHECK_LIMIT_S = 60.0
-"""Longest time in which a task may check its settings."""
+"""Time limit of a task's check of its settings."""
 
 
 def check_task(task: Task, origins: Origins, prefix: str = "task") -> None:
-    """Have a task look at its settings, where it is one that does. It calls them `task.x`, not knowing its table.
+    """Call a task's own check of its settings, if it has one. Errors of the check name settings as `task.x`, which is
+    replaced by the name of the table.
 
     Args:
-        prefix: the name of its table.
+        prefix: Name of its table.
 
     Raises:
-        ConfigError: as the task says, or it failed at that.
+        ConfigError: the task refuses a setting, or the check failed.
     """
     if not isinstance(task, CheckedTask):
         return

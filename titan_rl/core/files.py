@@ -1,7 +1,7 @@
 """Reading of files that another process or user writes: JSON with NaN, files that grow, links that lead elsewhere.
 
-A run may come from anybody: a link in its folder leads anywhere, and a pipe never ends. Python writes NaN and Infinity,
-which JSON lacks: they are read as null.
+A run may be from anyone: a link in its folder may lead anywhere, and a pipe never ends. Python writes NaN and
+Infinity, which JSON lacks; they are read as null.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from titan_rl.core.calls.plain import json_line, plain_json
 
 
 def open_file(path: Path) -> BinaryIO:
-    """
+    """Open a regular file for reading.
+
     Raises:
-        OSError: it cannot be opened, or is a link or no regular file.
+        OSError: it cannot be opened, is a link, or is not a regular file.
     """
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     try:
@@ -35,18 +36,20 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def read_file(path: Path) -> bytes:
-    """
+    """Read a regular file.
+
     Raises:
-        OSError: as of `open_file`.
+        OSError: see `open_file`.
     """
     with open_file(path) as file:
         return file.read()
 
 
 def file_status(path: Path) -> os.stat_result:
-    """
+    """Status of a regular file.
+
     Raises:
-        OSError: it is not there, or is a link or no regular file.
+        OSError: it does not exist, is a link, or is not a regular file.
     """
     return _check(path, path.lstat())
 
@@ -61,7 +64,7 @@ _STRICT = msgspec.json.Decoder()
 
 
 def read_json(text: bytes) -> dict[str, Any] | None:
-    """The object; None where the text is none."""
+    """Parse a JSON object; None if the text is not one."""
     try:
         found = _STRICT.decode(text)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -74,20 +77,20 @@ def read_json(text: bytes) -> dict[str, Any] | None:
 
 
 def as_table(value: object) -> dict[str, Any]:
-    """Return a value that was read if it is an object, else an empty one."""
+    """Return the value if it is a JSON object, otherwise an empty one."""
     return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
 def as_list(value: object) -> list[Any]:
-    """Return a value that was read if it is a list, else an empty one."""
+    """Return the value if it is a list, otherwise an empty one."""
     return cast("list[Any]", value) if isinstance(value, list) else []
 
 
 def strict_json(line: bytes) -> bytes:
-    """A line of an object as JSON that every reader takes: as it is where it is so already.
+    """Convert a line of Python's JSON to strict JSON. Strict lines are returned unchanged.
 
     Raises:
-        ValueError: it is no JSON.
+        ValueError: it is not JSON.
     """
     try:
         _STRICT.decode(line)
@@ -98,7 +101,7 @@ def strict_json(line: bytes) -> bytes:
 
 CHUNK_BYTES = 4 << 20
 MAX_LINE_BYTES = 64 << 20
-"""Lines that are longer are left out."""
+"""Longer lines are skipped."""
 
 _MARK_BYTES = 64
 
@@ -108,14 +111,15 @@ class Chunk:
     """Bytes that were appended to a file.
 
     Args:
-        begins: the lines are the first of the file, which was cut, replaced or removed: forget all earlier ones.
-        start: where in the file the lines begin.
-        data: whole lines.
-        num_skipped: lines before them that were too long.
-        read: bytes of the file that have been looked at.
-        size: of the file, in bytes.
-        is_last: whether nothing was left but perhaps a line that is being written. There are no lines then; else there
-            may be none since one is longer than what is read at once.
+        begins: The lines are the first of the file, which was truncated, replaced or removed: earlier ones are
+            invalid.
+        start: Offset of the lines in the file.
+        data: Complete lines.
+        num_skipped: Lines before them that were too long.
+        read: Bytes of the file read so far.
+        size: Size of the file in bytes.
+        is_last: Nothing new was left, except perhaps an incomplete line, and there are no lines. Otherwise there may be
+            no lines because one is longer than a read.
     """
 
     begins: bool
@@ -136,13 +140,12 @@ class Chunk:
 
 
 class Tail:
-    """Hands out the lines of a file, each once. A line that has no end yet is left for later.
+    """Reader of a growing file that returns each complete line once.
 
-    A run that is resumed replaces the file by one that lacks the steps it runs again: the file is then handed out from
-    its beginning.
+    A resumed run replaces the file by one without the steps that it repeats; the file is then read from its beginning.
 
     Args:
-        most: bytes of a line. A longer one is left out, and never in memory.
+        most: Most bytes of a line. Longer lines are skipped, and are never in memory.
     """
 
     def __init__(self, path: Path, most: int = MAX_LINE_BYTES) -> None:
@@ -154,7 +157,7 @@ class Tail:
         self._mark = b""  # the last bytes before that
 
     def has_changed(self) -> bool:
-        """Whether `read` would give anything, or say that the file begins again. It costs a look at the file's size."""
+        """Whether `read` would return anything new. Costs a query of the file's status."""
         try:
             status = file_status(self._path)
         except OSError:
@@ -165,7 +168,7 @@ class Tail:
         """The next lines.
 
         Args:
-            at_most: bytes to look at. A line that is longer is handed out once its end is among them.
+            at_most: Bytes to read. A longer line is returned by the call that reads its end.
         """
         try:
             file = open_file(self._path)
@@ -200,7 +203,7 @@ class Tail:
         return True
 
     def _is_same(self, file: BinaryIO, status: os.stat_result) -> bool:
-        """Inodes are used again, so the last bytes that were read are compared, too."""
+        """Whether the file is the one that was read before. Inodes are reused, so the last bytes are compared, too."""
         if status.st_ino != self._inode or status.st_size < self._looked:
             return False
         file.seek(self._looked - len(self._mark))
@@ -208,11 +211,11 @@ class Tail:
 
 
 def last_lines(path: Path, within: int = 16 << 20, at_once: int = 1 << 16) -> Iterator[bytes]:
-    """The whole lines of a file from its end, without reading more than is asked for.
+    """Complete lines of a file, the last one first, read on demand.
 
     Args:
-        within: bytes of its end; what begins before them is left out.
-        at_once: bytes that are read at first, and twice as many each time.
+        within: Bytes at the end of the file; lines that begin before them are omitted.
+        at_once: Bytes of the first read; each further read is twice as large.
     """
     try:
         file = open_file(path)
@@ -221,8 +224,8 @@ def last_lines(path: Path, within: int = 16 << 20, at_once: int = 1 << 16) -> It
     with file:
         start = file.seek(0, os.SEEK_END)
         first = max(0, start - within)
-        rest = b""  # from `start`, as far as it is not handed out
-        ends = False  # whether the rest is of a line that has an end
+        rest = b""  # bytes from `start` that have not been returned
+        ends = False  # whether the rest belongs to a complete line
         while start > first:
             size = min(at_once, start - first)
             start -= size

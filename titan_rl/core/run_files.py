@@ -1,4 +1,4 @@
-"""Files by which a run tells its state: `status.json`, its lock, `hosts.json`, `results.json`."""
+"""Files with the state of a run: `status.json`, its lock, `hosts.json`, `results.json`."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from titan_rl.core.files import read_file, read_json
 STATUS = "status.json"
 LOCK = "lock"
 BLOCK_BYTES = 4096
-"""What a file of any size has on a disk."""
+"""Size of a disk block."""
 SILENT_S = 120.0
-"""Longest time without a sign of life of a run whose lock is not seen from here. A file system that is shared may tell
-a minute late."""
+"""Seconds without a change of its lock after which a run on another machine is considered dead. A shared file system
+may be a minute late."""
 LOST = "it ended without a word: it was killed, or its machine went down"
 
 State = Literal["running", "finished", "stopped", "failed"]
 
 
 class RunStatus(msgspec.Struct, forbid_unknown_fields=False, omit_defaults=True):
-    """`status.json`: whether a run goes on, or how it ended.
+    """Content of `status.json`: whether a run is running, or how it ended.
 
     Args:
-        state: what the run says of itself. One that says "running" and that nobody holds the lock of has been killed;
-            from where that is not seen, one whose lock was not touched for `SILENT_S`.
-        began: when it began at first, in seconds since 1970.
-        resumed: when it went on, each time.
-        ended: when it ended the last time.
-        reason: of its end, for a person.
-        waits_for: what keeps it from going on, while it goes on; as "generators: ...".
-        seen_from: as `seen_from` said there.
+        state: State that the run has written. A run with "running" whose lock nobody holds has been killed; on another
+            machine, one whose lock has not changed for `SILENT_S`.
+        began: Time of the first start, in seconds since 1970.
+        resumed: Times of the resumptions.
+        ended: Time of the last end.
+        reason: Reason of the end, for a person.
+        waits_for: What a running run waits for, such as "generators: ...".
+        seen_from: Result of `seen_from` in the run.
     """
 
     state: State
@@ -52,7 +52,7 @@ class RunStatus(msgspec.Struct, forbid_unknown_fields=False, omit_defaults=True)
     seen_from: str = ""
 
     def write(self, folder: Path) -> None:
-        """Replace the file in one step; on a disk that is full, overwrite the one that is there, which takes no room.
+        """Replace the file atomically. On a full disk overwrite the existing file, which needs no space.
 
         Raises:
             OSError: it could not be written.
@@ -92,7 +92,7 @@ def read_status(folder: Path) -> RunStatus:
 
 
 def _is_heard_of(folder: Path, status: RunStatus) -> bool:
-    """Whether a run whose lock is not seen from here has given a sign of life."""
+    """Whether a run on another machine has changed its lock recently."""
     if status.seen_from in ("", seen_from()):
         return False
     try:
@@ -102,7 +102,7 @@ def _is_heard_of(folder: Path, status: RunStatus) -> bool:
 
 
 def seen_from() -> str:
-    """Processes that say the same see each other's locks: those of a machine, but for containers."""
+    """Identifier of this machine and container. Processes with the same one see each other's locks."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -111,7 +111,7 @@ def seen_from() -> str:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds the file's lock. Trying to take it would keep a run that begins just then from it."""
+    """Whether a process holds the file's lock. Trying to take the lock could make a run fail that starts just then."""
     try:
         status = path.stat()
         locks = Path("/proc/locks").read_text()
@@ -134,7 +134,7 @@ def _has_result(folder: Path) -> bool:
 
 
 def _began(folder: Path) -> float:
-    """A run's folder is named by the time it was made at."""
+    """Start time of a run, by the name of its folder or else by its files."""
     if stamp := re.match(r"\d{8}-\d{6}", folder.name):
         return time.mktime(time.strptime(stamp[0], "%Y%m%d-%H%M%S"))
     times = [path.stat().st_mtime for name in ("run_state.json", "config.toml") if (path := folder / name).exists()]
@@ -177,13 +177,14 @@ class _Said(msgspec.Struct):
 
 
 def read_hosts(folder: Path) -> dict[str, Any] | None:
-    """
+    """Read the hosts of a run.
+
     Args:
-        folder: of a run.
+        folder: Folder of the run.
 
     Returns:
-        hosts: [{"name", "address", "state", "reason", "does"}]; events: [{"at", "host", "what", "why"}], in their
-        order. None of a run that has one host, to which nothing happened.
+        hosts: [{"name", "address", "state", "reason", "does"}]; events: [{"at", "host", "what", "why"}], in order. None
+        for a run with a single host and without events.
     """
     try:
         said = parse_json_as(read_file(folder / HOSTS), _Said)

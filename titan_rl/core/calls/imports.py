@@ -1,5 +1,4 @@
-"""Imports on demand: objects that a config names, by a name of the library or as "module:name", and optional
-dependencies."""
+"""Imports on demand: objects that settings name, by a built-in name or as "module:name", and optional dependencies."""
 
 from __future__ import annotations
 
@@ -26,10 +25,10 @@ def search_in(folders: Iterable[str]) -> None:
 
 
 def import_module(name: str) -> ModuleType:
-    """The module, which may also lie in the current directory, as for `python -m`, or in a folder of `search_in`.
+    """Import a module, also from the current directory, like `python -m`, or from a folder of `search_in`.
 
     Raises:
-        ConfigError: there is none, or importing it failed.
+        ConfigError: there is no such module, or its import failed.
     """
     search_in(())
     try:
@@ -55,13 +54,13 @@ def find_attribute(module: ModuleType, name: str) -> Any:
 
 
 def find_function(setting: str, name: str, known: Mapping[str, T]) -> T:
-    """The function of `known` with that name, or the one that "module:function" names.
+    """The function of `known` with this name, or the one that "module:function" names.
 
     Args:
-        setting: the field, for the error.
+        setting: Name of the setting, for the error.
 
     Raises:
-        ConfigError: neither is there.
+        ConfigError: there is no such function.
     """
     if name in known:
         return known[name]
@@ -84,21 +83,21 @@ def require(module: str, extra: str) -> ModuleType:
     Example: `torch = require("torch", "cpu")`.
 
     Raises:
-        MissingExtraError: it is not installed; the message names the extra. A module that is installed and fails
-            while it is imported raises its own error.
+        MissingExtraError: it is not installed; the message names the extra. If the import of an installed module fails,
+            its own error is raised.
     """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        # `import torchtitan.models.qwen3` fails with the name of the first package that is absent. Anything else
-        # that is absent was wanted by the module itself, and hiding that name would mislead.
+        # `import torchtitan.models.qwen3` fails with the name of the first missing package. Any other missing module is
+        # imported by the module itself, and hiding its name would mislead.
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
         raise MissingExtraError(error.name, extra) from error
 
 
 def _searched() -> list[str]:
-    """The folders in which modules of the user's are found, which are those of no installation."""
+    """Folders of the search path that may hold modules of the user, without those of installations."""
     installed = (sys.prefix, sys.base_prefix)
     folders = [path for path in dict.fromkeys(sys.path) if os.path.isabs(path)]  # others stand for import hooks
     return [folder for folder in folders if not folder.startswith(installed)]

@@ -1,7 +1,7 @@
 """Parsers of JSON, TOML and host names from outside: files, arguments of commands, headers of requests.
 
-The parsers raise the error that their format has for wrong text, whatever is wrong with it. Python's own also raise
-RecursionError for deep nesting, and a bare ValueError for a number of 4,301 digits.
+The parsers raise the error of their format for any wrong text. Python's own also raise RecursionError for deep nesting,
+and a plain ValueError for a number of 4,301 digits.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def parse_json(text: str | bytes) -> Any:
     """The value of a JSON text.
 
     Raises:
-        json.JSONDecodeError: it is none, nests too deeply, or has a number that is too long.
-        UnicodeDecodeError: bytes are no UTF-8.
+        json.JSONDecodeError: it is not JSON, is nested too deeply, or has a number that is too long.
+        UnicodeDecodeError: the bytes are not UTF-8.
     """
     try:
         return json.loads(text)
@@ -38,7 +38,7 @@ def parse_json_as(data: bytes, kind: type[T]) -> T:
     """The value of a JSON text, as `kind`.
 
     Raises:
-        msgspec.MsgspecError: it is no JSON, or nothing of that kind.
+        msgspec.MsgspecError: it is not JSON, or not a value of this type.
     """
     try:
         return msgspec.json.decode(data, type=kind)
@@ -50,7 +50,7 @@ def parse_toml(text: str) -> dict[str, Any]:
     """The table of a TOML text, which may begin with a byte order mark.
 
     Raises:
-        tomllib.TOMLDecodeError: it is none, nests more than 100 levels deep, or has a number that is too long.
+        tomllib.TOMLDecodeError: it is not TOML, is nested more than 100 levels deep, or has a number that is too long.
     """
     try:
         table = tomllib.loads(text.removeprefix("\ufeff"))
@@ -58,9 +58,9 @@ def parse_toml(text: str) -> dict[str, Any]:
         raise
     except RecursionError:
         raise tomllib.TOMLDecodeError("nested too deeply") from None
-    except ValueError:  # Python reads no longer ones
+    except ValueError:  # Python's limit
         raise tomllib.TOMLDecodeError("a number has more than 4,300 digits") from None
-    if _depth(table) > MAX_LEVELS:  # what reads settings is recursive
+    if _depth(table) > MAX_LEVELS:  # settings are read recursively
         raise tomllib.TOMLDecodeError(f"nested more than {MAX_LEVELS} levels deep")
     return table
 
@@ -88,7 +88,7 @@ def _depth(value: object) -> int:
 
 
 def names_this_machine(host: str | None) -> bool:
-    """Whether a host, without its port, is loopback and nothing else.
+    """Whether a host, given without a port, is loopback.
 
     >>> [names_this_machine(host) for host in ("localhost", "127.0.0.1", "::1", "example.com")]
     [True, True, True, False]
@@ -100,7 +100,7 @@ def names_this_machine(host: str | None) -> bool:
 
 
 def host_of(header: str) -> str | None:
-    """The host in the value of a host header, or in a URL; None if there is none.
+    """Host of a Host header or a URL; None if there is none.
 
     >>> host_of("[::1]:8000"), host_of("http://localhost:8000")
     ('::1', 'localhost')
