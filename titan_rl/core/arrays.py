@@ -1,7 +1,7 @@
 """Packed per-token arrays: ids, logprobs, versions, masks and routed experts.
 
-Lists of the same values take five times as much memory, and longer for every operation. NumPy is imported by the
-functions that need it, when they are called.
+Lists of the same values take five times the memory, and more time for every operation. Functions that need NumPy import
+it when they are called.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ LARGEST_TOKEN_ID = 2**31 - 1
 
 
 class NumberArray(Sequence[N]):
-    """Immutable sequence of numbers of one type. It is equal to a list, tuple or array of the same numbers.
+    """Immutable sequence of numbers of one type, equal to a list, tuple or array of the same numbers.
 
-    NumPy and torch take it through `numpy.asarray`, which cannot be written to.
+    `numpy.asarray` gives a read-only array of it, for NumPy and torch.
 
     Args:
-        values: nobody changes them from here on. With a `stop`, they may grow: this is a window on them then, which the
-            turns of a rollout share.
+        values: Must not be changed afterwards. With `stop`, the sequence is a window on `values`, which may grow and
+            which the turns of a rollout share.
 
     Example: `token_array([5, 9]) == [5, 9]`, and `[7, *token_array([5, 9])[1:]]` is `[7, 9]`.
     """
@@ -118,9 +118,10 @@ class NumberArray(Sequence[N]):
         return (self._values, self._start, self._stop) if self._is_window else None
 
     def least(self) -> N:
-        """
+        """The smallest number.
+
         Raises:
-            ValueError: there are none.
+            ValueError: the sequence is empty.
         """
         return self._view().min().item()
 
@@ -154,26 +155,29 @@ class NumberArray(Sequence[N]):
 
 
 def token_array(values: Iterable[int]) -> NumberArray[int]:
-    """
+    """Pack token ids.
+
     Raises:
-        TypeError: one of them is no integer.
-        OverflowError: one of them does not fit in 32 bits.
+        TypeError: a value is not an integer.
+        OverflowError: a value does not fit in 32 bits.
     """
     return _packed(TOKENS, values)
 
 
 def logprob_array(values: Iterable[float]) -> NumberArray[float]:
-    """
+    """Pack logprobs.
+
     Raises:
-        TypeError: one of them is no number.
+        TypeError: a value is not a number.
     """
     return _packed(LOGPROBS, values)
 
 
 def version_array(spans: Iterable[tuple[int, int]]) -> NumberArray[int]:
-    """
+    """Pack the version of each token.
+
     Args:
-        spans: versions, and of how many tokens each is.
+        spans: (version, number of tokens) of consecutive tokens.
     """
     versions = array(VERSIONS)
     for version, num_tokens in spans:
@@ -266,11 +270,11 @@ class MaskArray(Sequence[bool]):
 
 
 FREE_ROW = 2**16 - 1
-"""Each expert of a token whose router chooses for itself. The most experts that there may be."""
+"""Value of all experts of a token whose router chooses freely. Also the largest supported number of experts."""
 
 
 class ExpertRows(Sequence["list[list[int]] | None"]):
-    """The experts that each token took, two bytes each; a row is None where the router is to choose. Nobody changes it.
+    """Immutable rows of routed experts of each token, two bytes each; a row is None if the router chooses freely.
 
     Example: of two tokens, two layers, and one expert in each: `expert_rows([[[3], [1]], [[0], [1]]])`.
     """
@@ -329,12 +333,13 @@ class ExpertRows(Sequence["list[list[int]] | None"]):
 
 
 def expert_rows(rows: Any) -> ExpertRows:
-    """
+    """Pack routed experts.
+
     Args:
-        rows: [num_tokens, num_layers, top_k]; None for tokens whose router is to choose, but not for all.
+        rows: [num_tokens, num_layers, top_k]; None for tokens whose router chooses freely, but not for all.
 
     Raises:
-        TypeError: these are not the numbers of experts, or their rows are unlike each other.
+        TypeError: the values are not numbers of experts, or the rows have different shapes.
     """
     if isinstance(rows, ExpertRows):
         return rows
@@ -365,7 +370,7 @@ def expert_rows(rows: Any) -> ExpertRows:
 
 
 def free_rows(num_tokens: int, like: ExpertRows) -> ExpertRows:
-    """Rows of tokens whose experts the router chooses itself."""
+    """Rows of tokens whose router chooses freely."""
     width = like.num_layers * like.top_k
     return ExpertRows(array("H", (FREE_ROW,)) * (num_tokens * width), like.num_layers, like.top_k)
 
@@ -374,7 +379,7 @@ def joined_rows(parts: Iterable[ExpertRows]) -> ExpertRows | None:
     """Concatenated rows; None if there are no parts.
 
     Raises:
-        TypeError: they are of models unlike each other.
+        TypeError: the parts have different numbers of layers or experts.
     """
     values, first = array("H"), None
     for part in parts:

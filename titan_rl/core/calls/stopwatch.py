@@ -1,8 +1,8 @@
 """Stopwatch of one rollout: the time that it uses itself. Standard library only.
 
-A rollout shares engines, routers and the trainer's pauses with all others, and must not pay for waiting its turn. Its
-stopwatch therefore runs while its environment works and while a request of its own is generated. Code that makes the
-request wait says so:
+Rollouts share engines, routers and the trainer's pauses, and waiting must not count against their time limits. A
+stopwatch therefore runs while the rollout's environment works and while one of its requests is generated. Code that
+makes the request wait pauses it:
 
     with stopwatch.paused():        # around a queue, a pause, an interruption
         await self._resumed.wait()
@@ -35,10 +35,10 @@ class Stopwatch:
         watch.used_s
 
     Attributes:
-        limit_s: what it counts up to.
-        waited_s: seconds in which it was paused by those who know that the request waited.
-        charged_s: seconds charged by those who counted elsewhere.
-        asked_s: seconds of requests, from asking to the answer; of several at once each counts.
+        limit_s: Time limit.
+        waited_s: Seconds of pauses in which the request is known to have waited.
+        charged_s: Seconds that were counted elsewhere and added by `charge`.
+        asked_s: Total seconds of requests, from the call to the answer; concurrent requests count separately.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -82,10 +82,10 @@ class Stopwatch:
 
     @contextmanager
     def running(self, at_limit: Callable[[], object] | None = None) -> Generator[None]:
-        """Between `start` and `stop`. Several may overlap.
+        """Context between `start` and `stop`. Several may overlap.
 
         Args:
-            at_limit: called once if the limit is reached before that.
+            at_limit: Called once if the limit is reached within the block.
         """
         if at_limit is not None:
             self._at_limit.append(at_limit)
@@ -101,7 +101,7 @@ class Stopwatch:
         """Stop counting until the pause is ended. Several may overlap.
 
         Args:
-            waits: it is known that the request waits; else nothing is known of it.
+            waits: Whether the request is known to wait.
         """
         return StopwatchPause(self, waits)
 
@@ -120,7 +120,7 @@ class Stopwatch:
         self._count(-seconds)
 
     def end_requests(self) -> bool:
-        """Have all requests return what they have; see `ending_with`. Returns whether any request can."""
+        """Make all requests return the tokens that they have; see `ending_with`. Returns whether any request can."""
         enders, self._enders = self._enders, []
         for end in enders:
             end()
@@ -181,7 +181,7 @@ class StopwatchPause:
     """Pause of a stopwatch, from construction until `end` or the end of its block.
 
     Args:
-        waits: it is known that the request waits; else nothing is known of it.
+        waits: Whether the request is known to wait.
     """
 
     def __init__(self, watch: Stopwatch, waits: bool) -> None:
@@ -210,7 +210,7 @@ def current() -> Stopwatch | None:
 
 @contextmanager
 def working_for(watch: Stopwatch) -> Generator[None]:
-    """Within the block, and in tasks made there, `current` is `watch`."""
+    """Context in which `current` is `watch`, also in tasks created there."""
     token = _current.set(watch)
     try:
         yield
@@ -225,8 +225,8 @@ def paused() -> AbstractContextManager[object]:
 
 
 def ending_with(end: Callable[[], object]) -> AbstractContextManager[None]:
-    """If the rollout's time is used up within the block, `end` is called, and the request returns with what it has.
-    Without such a block it is cancelled."""
+    """Context of a request that calls `end` at the rollout's time limit; the request then returns the tokens that it
+    has. Without this context it is cancelled."""
     watch = current()
     return nullcontext() if watch is None else watch.ending_with(end)
 
@@ -242,14 +242,14 @@ SILENCE_S = 3.0
 
 @contextmanager
 def moving_with_tokens(is_told: bool = True) -> Generator[Callable[[bool], None]]:
-    """Within the block time counts from the first tokens on. What is yielded is told of each sign of the request:
-    True if it brought tokens, False if it said that there are none, as of one that waits in the engine.
+    """Context of a streamed request, in which time counts from the first tokens on. Call the yielded function for each
+    message of the request: True if it has tokens, False if it has none, as of a request that waits in the engine.
 
-    Until the first tokens a request that computes its prompt cannot be told from one that queues; its answer says it.
-    Later silence counts for `SILENCE_S`: an engine that steps gives a sign more often.
+    Before the first tokens, a request whose prompt is computed cannot be distinguished from one that queues; its answer
+    reports the difference. Later silence counts for `SILENCE_S`, because a running engine sends messages more often.
 
     Args:
-        is_told: there will be signs. Without them all of the time counts.
+        is_told: There are such messages. Without them all time counts.
     """
     if (watch := current()) is None or not is_told:
         yield lambda has_tokens: None
@@ -263,7 +263,7 @@ def moving_with_tokens(is_told: bool = True) -> Generator[Callable[[bool], None]
 
 
 class RequestSigns:
-    """Starts and pauses a stopwatch by the signals of one streamed request.
+    """Starts and pauses a stopwatch by the messages of one streamed request.
 
     Args:
         first: ended by the first tokens.
@@ -321,6 +321,6 @@ class RequestSigns:
             self._silence = None
 
     def _forgive_what_is_late(self, now: float) -> None:
-        """The silence has gone on, and this loop, which something blocked, did not turn to see it."""
+        """Deduct silence that this loop noticed late because it was blocked."""
         if self._silence is None and self._silent_at is not None and now > self._silent_at:
             self._watch.forgive(now - self._silent_at)

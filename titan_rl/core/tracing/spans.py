@@ -1,14 +1,14 @@
 """Spans and tracks of a process's timeline. Without a recorder they cost next to nothing, and still measure time.
 
-A span lies in the lane of the span around it, or, by the name of a pool, in one of its lanes that is free:
+A span is drawn in the lane of the surrounding span, or in a free lane of the pool that it names:
 
     with span("rollout", "environment", lane="rollout", rollout="g3/1"):
         with span("env step", "environment", fine=True) as took:
             ...
     took.seconds
 
-A `Track` is a lane that is always in one state, and adds up for how long: what is recorded of its idle time and what
-metrics say of it is then the same.
+A `Track` is a lane that is always in one state, and adds up the time in each: the recorded idle time and that of the
+metrics are then equal.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from titan_rl.core.tracing.recorder import TraceRecorder, Tracing
 logger = logging.getLogger(__name__)
 
 IDLE = "idle"
-"""In a span's categories: the lane has nothing to do and waits."""
+"""Category of spans in which the lane is idle."""
 
 _recorder: TraceRecorder | None = None
 _around: ContextVar[Span | None] = ContextVar("span", default=None)
@@ -88,11 +88,11 @@ def span(name: str, kind: str, *, lane: str | None = None, fine: bool = False, *
     """A context manager for what is done within its block.
 
     Args:
-        kind: the part of the run that it belongs to, a category of the trace.
-        lane: a pool of lanes of which it takes one that is free. By default that of the span around it; where another
-            task has a span open there, one of the pool `kind`.
-        fine: one of many within a rollout: the first to be left out where a trace gets too large.
-        args: small, told with it.
+        kind: Category in the trace: the part of the run.
+        lane: Pool of lanes; the span takes a free one. By default the lane of the surrounding span, or one of the pool
+            `kind` if another task has an open span there.
+        fine: One of many spans of a rollout, which are dropped first if the trace gets too large.
+        args: Small values to record with the span.
     """
     return Span(name, kind, lane, fine, args)
 
@@ -192,7 +192,7 @@ class _Lane:
 
 
 class Track:
-    """A lane that is in one state at a time, with no gaps, and knows for how long it was in each. Not thread-safe.
+    """Lane that is always in one state, and measures the time in each. Not thread-safe.
 
     Example:
 
@@ -202,8 +202,8 @@ class Track:
         track.take()  # {"generating": 1.25, "idle": 0.5}
 
     Args:
-        lane: a pool of lanes, of which it has one until it is closed.
-        kind: of its states, where they say no other.
+        lane: Pool of lanes, of which it takes one until it is closed.
+        kind: Default category of its states.
     """
 
     def __init__(self, lane: str, kind: str, clock: Clock = CLOCK) -> None:
@@ -223,10 +223,10 @@ class Track:
     def enter(
         self, name: str, *, kind: str | None = None, idle: bool = False, at_ns: int | None = None, **args: Any
     ) -> None:
-        """Enter a state, now or at a given time. Spans within the same task lie in it.
+        """Enter a state, now or at a given time. Spans of the same task are drawn in it.
 
         Args:
-            idle: it waits for others.
+            idle: The lane is idle in this state.
         """
         now = self._clock.now_ns() if at_ns is None else at_ns
         self._end(now)
