@@ -92,7 +92,7 @@ async def test_a_strategy_routes() -> None:
     replicas = [LocalReplica(name, EngineLoop(ScriptedEngine), lambda version: []) for name in ("a", "b")]
     for replica in replicas:
         await replica.loop.start()
-    router = GeneratorRouter(replicas, make_strategy("own_parts:Last", 10))
+    router = GeneratorRouter(replicas, make_strategy("own_parts:Last"))
     calls = [
         asyncio.create_task(router.generate([1], request_id=f"r{index}", sampling=SamplingParams(max_tokens=2)))
         for index in range(3)
@@ -168,8 +168,8 @@ def test_a_transport_that_needs_gpus_says_so() -> None:
             lambda: make_transport("own_parts:number", TransportSpec("r")),
             "statedict.transport = .* gave 3, which is no",
         ),
-        (lambda: make_strategy("own_parts:nothing", 1), "routing.strategy = 'own_parts:nothing' gave None; it must"),
-        (lambda: make_strategy("own_parts:broken", 1), "routing.strategy = .* failed: KeyError: 'answer' .*own_parts"),
+        (lambda: make_strategy("own_parts:nothing"), "routing.strategy = 'own_parts:nothing' gave None; it must"),
+        (lambda: make_strategy("own_parts:broken"), "routing.strategy = .* failed: KeyError: 'answer' .*own_parts"),
         (lambda: find_filter("own_parts:gone"), "scheduling.filters = .*: own_parts has no function gone; it has: "),
     ],
 )
