@@ -136,7 +136,7 @@ class ActorTrainer:
 
     @property
     def excused(self) -> bool:
-        """Whether its end is not counted as a death; see `MortalTrainer.excused`."""
+        """Whether it ended because of its host, not its work: such an end does not count as a death."""
         return self.is_leaving or self.remote.excused
 
     async def ended(self) -> str:

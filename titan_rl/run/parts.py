@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import get_protocol_members
 
@@ -20,18 +20,19 @@ from titan_rl.generation.router.replica import Limits, Replica
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.generation.router.strategies import Strategy, make_strategy
 from titan_rl.metrics.sinks.types import MetricSink
-from titan_rl.rollout.group.rollouter import GroupRunner
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.machine.requirements import require_modules
 from titan_rl.run.observability.watchers import background_tasks
-from titan_rl.run.trainer_recovery import TrainerGroup, lacks_of
+from titan_rl.run.trainer_recovery import lacks_of
 from titan_rl.scheduling.filters import GroupFilter
 from titan_rl.training.protocol import Trainer
 from titan_rl.weights.types import PublishedWeights
 
 if TYPE_CHECKING:
     from titan_rl.cluster.generator_processes import GeneratorProcesses
+    from titan_rl.cluster.rollout_workers import WorkerPool
+    from titan_rl.cluster.trainer_processes import TrainerProcesses
 
 SELDOM_ASKED = frozenset({"load", "measure"})
 """Methods of a trainer that only resumed and supervised runs call."""
@@ -89,12 +90,6 @@ class Parts:
         require_modules("monarch", "transformers", *trainer, *engine)
 
 
-class Workers(Protocol):
-    """Processes that run groups."""
-
-    def of(self, task: str) -> GroupRunner: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Planes:
     """Running generation and training of a run.
@@ -108,8 +103,8 @@ class Planes:
     """
 
     router: GeneratorRouter
-    training: TrainerGroup | None
-    workers: Workers | None
+    training: TrainerProcesses | None
+    workers: WorkerPool | None
     watch: Callable[[], Coroutine[Any, Any, None]]
     waits_for: Callable[[], str]
     hosts: HostHistory = field(default_factory=HostHistory)

@@ -17,10 +17,10 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from titan_rl.cluster.processes.roles import RespawnLimit, Respawns, Role
 from titan_rl.config.build import make_algorithm
@@ -33,57 +33,15 @@ from titan_rl.run.journal.state import RunState
 from titan_rl.run.observability.progress import Progress
 from titan_rl.scheduling.batches import step_from
 from titan_rl.training.data.sample import TrainingSample
-from titan_rl.training.protocol import StepResult, Trainer
+from titan_rl.training.protocol import StepResult
 from titan_rl.training.state.checkpoint import list_checkpoints, step_of
 from titan_rl.weights.types import Manifest, PublishedWeights
 
-
-class MortalTrainer(Trainer, Protocol):
-    """Trainer whose processes may die. Afterwards each call raises an `ActorDiedError`.
-
-    Attributes:
-        excused: Whether it ended because of its host, and not because of its work.
-    """
-
-    @property
-    def excused(self) -> bool: ...
-
-    async def ended(self) -> str:
-        """Wait until the trainer has ended, and return the reason."""
-        ...
-
-    def end(self, reason: str) -> None:
-        """End the remaining processes of the trainer. Its calls fail."""
-        ...
+if TYPE_CHECKING:
+    from titan_rl.cluster.trainer_processes import ActorTrainer, TrainerProcesses
 
 
-class TrainerGroup(Protocol):
-    """Processes of a trainer, and their replacements.
-
-    Attributes:
-        before_leaving: Saves the trained version. Called before a trainer leaves its host.
-        waits_for: Missing resource that a restart waits for; "" if none is missing.
-    """
-
-    before_leaving: Callable[[], Awaitable[object]]
-    waits_for: str
-
-    @property
-    def trainer(self) -> MortalTrainer:
-        """Newest trainer of the group."""
-        ...
-
-    async def restart(self) -> MortalTrainer:
-        """Start another trainer, which loads the model, once nothing is left of the previous one.
-
-        Raises:
-            ActorDiedError: it did not start.
-            NoHostError: there was no host for it in time.
-        """
-        ...
-
-
-def lacks_of(group: TrainerGroup | None) -> str:
+def lacks_of(group: TrainerProcesses | None) -> str:
     """Resource that a trainer waits for in order to restart; "" if it waits for none."""
     return f"it waits for {group.waits_for}" if group and group.waits_for else ""
 
@@ -178,8 +136,6 @@ def named_groups(samples: Sequence[TrainingSample]) -> str:
 
 logger = logging.getLogger(__name__)
 
-R = TypeVar("R")
-
 
 @dataclass(frozen=True, slots=True)
 class _Save:
@@ -203,7 +159,7 @@ class RecoveringTrainer:
 
     def __init__(
         self,
-        group: TrainerGroup,
+        group: TrainerProcesses,
         *,
         steps: TrainedSteps,
         checkpoints: Path,
@@ -338,7 +294,7 @@ class RecoveringTrainer:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _step(self, trainer: MortalTrainer, number: int, samples: Sequence[TrainingSample]) -> StepResult:
+    async def _step(self, trainer: ActorTrainer, number: int, samples: Sequence[TrainingSample]) -> StepResult:
         try:
             return await trainer.step(samples)
         except ActorDiedError:
@@ -350,7 +306,7 @@ class RecoveringTrainer:
         excused = self._trainer.excused
         with span("trainer recovery", "trainer", lane="trainer recovery") as recovery:
             while True:
-                trainer: MortalTrainer | None = None
+                trainer: ActorTrainer | None = None
                 while self._in_flight:  # only then is it known at which call it died
                     await self._next_change()
                 self._warn(self._deaths.note(why, excused=excused))
@@ -367,7 +323,7 @@ class RecoveringTrainer:
         self._warn(f"trainer is there again after {recovery.seconds:.0f} s, {said}")
         self._notify()
 
-    async def _bring_back(self, trainer: MortalTrainer) -> str:
+    async def _bring_back(self, trainer: ActorTrainer) -> str:
         """Bring a new trainer to the version of the last one, and return a description."""
         checkpoint = await self._load_newest(trainer)
         first = at = 0 if checkpoint is None else step_of(checkpoint)
@@ -385,7 +341,7 @@ class RecoveringTrainer:
         steps = "1 step was" if at == first + 1 else f"{at - first} steps were"
         return f"at version {at}: {steps} trained again from {checkpoint or 'the model as loaded'}"
 
-    async def _load_newest(self, trainer: MortalTrainer) -> Path | None:
+    async def _load_newest(self, trainer: ActorTrainer) -> Path | None:
         for checkpoint in reversed(list_checkpoints(self._checkpoints)):
             if step_of(checkpoint) <= self._version:
                 try:
@@ -397,7 +353,7 @@ class RecoveringTrainer:
                     return checkpoint
         return None
 
-    async def _repeat_begun(self, trainer: MortalTrainer, version: int) -> None:
+    async def _repeat_begun(self, trainer: ActorTrainer, version: int) -> None:
         """Repeat a save or publication that the previous trainer had begun at a version and may not have finished."""
         checkpoint = self._saving
         if checkpoint is not None and checkpoint.version == version and not _has(checkpoint):
@@ -405,7 +361,7 @@ class RecoveringTrainer:
         if self._begun == version:
             await trainer.begin_publish()
 
-    async def _publish_again(self, trainer: MortalTrainer) -> None:
+    async def _publish_again(self, trainer: ActorTrainer) -> None:
         try:
             self._published.announce(await trainer.finish_publish())
         except StateDictError as error:  # generators that serve have it
@@ -431,7 +387,7 @@ def _has(save: _Save) -> bool:
 
 @contextlib.asynccontextmanager
 async def open_trainer(
-    group: TrainerGroup,
+    group: TrainerProcesses,
     steps: TrainedSteps,
     config: RunConfig,
     run_dir: RunDirectory,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from titan_rl.cluster.hosts.elastic import hosts_watcher
 from titan_rl.cluster.hosts.lifecycle import HostHistory
@@ -29,8 +29,11 @@ from titan_rl.run.session import RunSession, check_resumption, open_run_dir
 from titan_rl.run.sft.demonstrations import Found, TokenSource
 from titan_rl.run.sft.loop import LearnedSteps, SupervisedLoop, SupervisedSummary
 from titan_rl.run.sft.plan import digest, find_demonstrations, make_start, plan_steps, supervised
-from titan_rl.run.trainer_recovery import TrainerGroup, lacks_of, open_trainer
+from titan_rl.run.trainer_recovery import lacks_of, open_trainer
 from titan_rl.weights.types import PublishedWeights
+
+if TYPE_CHECKING:
+    from titan_rl.cluster.trainer_processes import TrainerProcesses
 
 
 def run_sft(
@@ -206,7 +209,7 @@ async def _teach(
 class _TrainerAlone:
     """`Resources` of a run without generators."""
 
-    training: TrainerGroup
+    training: TrainerProcesses
 
     def trouble(self) -> str | None:
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 from titan_rl.core.calls.cancellation import stray_cancellation_fails
 from titan_rl.core.console import Console
@@ -13,25 +13,13 @@ from titan_rl.core.errors import StateDictError, TrainingError, listed
 from titan_rl.core.tracing.spans import span
 from titan_rl.generation.router.control import PullMode
 from titan_rl.generation.router.router import GeneratorRouter
+from titan_rl.run.trainer_recovery import RecoveringTrainer
 from titan_rl.training.protocol import StepResult, Trainer
 from titan_rl.weights.types import PublishedWeights
 
 logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
-
-
-@runtime_checkable
-class Recovers(Protocol):
-    """Trainer that is restarted when it dies."""
-
-    def give_up(self) -> None:
-        """End of the run: the trainer is not restarted, and calls that wait for it fail."""
-        ...
-
-    def waits_for(self) -> str:
-        """Event that calls wait for; "" while they wait for none."""
-        ...
 
 
 class TrainerCalls:
@@ -52,7 +40,7 @@ class TrainerCalls:
 
     def waits_for(self) -> list[str]:
         """Description of the trainer's work, for a stalled run."""
-        if isinstance(self.trainer, Recovers) and (lacks := self.trainer.waits_for()):
+        if isinstance(self.trainer, RecoveringTrainer) and (lacks := self.trainer.waits_for()):
             return [lacks]
         return ["the trainer is at work"] * self.running
 
@@ -65,7 +53,7 @@ class TrainerCalls:
     async def wait(self) -> None:
         """Wait at the end of a run until no call is running, and log its error. A dead trainer is not waited for, since
         a new host may take long: its samples are in the journal."""
-        if isinstance(self.trainer, Recovers):
+        if isinstance(self.trainer, RecoveringTrainer):
             self.trainer.give_up()
         if self._call is None:
             return
