@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from titan_rl.core.errors import CheckpointError, StateDictError, TrainingError
-from titan_rl.run.checkpoints.resumption import Resumption
+from titan_rl.run.checkpointing import Resumption
 from titan_rl.run.journal.state import RunState
 from titan_rl.scheduling.batches import GroupBatch
 from titan_rl.training.protocol import agreed_version

@@ -17,7 +17,7 @@ from titan_rl.config.load import load_config
 from titan_rl.config.model_files import model_identity
 from titan_rl.core.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from titan_rl.rollout.types import RolloutGroup
-from titan_rl.run.checkpoints.resumption import resume_from_newest
+from titan_rl.run.checkpointing import resume_from_newest
 from titan_rl.run.directory import RunDirectory, read_jsonl
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.journal.state import DataPosition, RunState

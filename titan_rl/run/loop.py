@@ -12,7 +12,7 @@ from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.user_code import reason
 from titan_rl.core.errors import NoSpaceError
 from titan_rl.metrics.sinks.types import MetricSink
-from titan_rl.run.checkpoints.saver import CheckpointSaver
+from titan_rl.run.checkpointing import CheckpointSaver
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.journal.state import RunState
 from titan_rl.run.machine.requirements import checkpoint_bytes

@@ -30,7 +30,7 @@ from titan_rl.core.calls.user_code import describe
 from titan_rl.core.errors import CheckpointError, ConfigError, TrainingError
 from titan_rl.core.tracing.spans import recording
 from titan_rl.metrics.sinks.types import MetricSink
-from titan_rl.run.checkpoints.resumption import Resumption, Standing, find_standing, is_finished, resume_from_newest
+from titan_rl.run.checkpointing import Resumption, Standing, find_standing, is_finished, resume_from_newest
 from titan_rl.run.directory import RunDirectory, check_files
 from titan_rl.run.hosts import open_hosts
 from titan_rl.run.journal.state import RunState, list_segments, read_segments

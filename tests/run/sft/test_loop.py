@@ -20,16 +20,15 @@ from titan_rl.config.run import RunConfig
 from titan_rl.core.console import LOG
 from titan_rl.core.errors import ActorDiedError, CheckpointError, ConfigError, DataError, ModelError, TrainingError
 from titan_rl.core.tracing import spans
-from titan_rl.run.checkpoints.resumption import resume_from_newest
+from titan_rl.run.checkpointing import resume_from_newest
 from titan_rl.run.directory import RunDirectory, read_jsonl
 from titan_rl.run.journal.state import RunState
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.sinks import JSONLSink
 from titan_rl.run.session import open_run_dir
 from titan_rl.run.sft.demonstrations import TokenSource
-from titan_rl.run.sft.launch import check, prepared
+from titan_rl.run.sft.launch import check, find_demonstrations, plan_steps, prepared
 from titan_rl.run.sft.loop import LearnedSteps, SupervisedLoop
-from titan_rl.run.sft.plan import find_demonstrations, plan_steps
 from titan_rl.run.trainer_recovery import RecoveringTrainer, recovering
 from titan_rl.training.protocol import SkippedMinibatch, StepResult
 from titan_rl.training.state.checkpoint import step_directory, step_of, write_checksums, write_summed
@@ -380,8 +379,10 @@ def test_each_kind_of_run_is_gone_on_with_by_its_own_command(toml: Path) -> None
 
 
 def test_a_run_goes_on_with_the_demonstrations_that_it_began_with(toml: Path) -> None:
-    from titan_rl.run.sft.launch import _check_data  # pyright: ignore[reportPrivateUsage]
-    from titan_rl.run.sft.plan import digest
+    from titan_rl.run.sft.launch import (
+        _check_data,  # pyright: ignore[reportPrivateUsage]
+        digest,
+    )
 
     config = load_sft_config(toml)
     file = toml.parent / "supervised.json"

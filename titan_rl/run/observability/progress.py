@@ -20,9 +20,8 @@ from rich.text import Text
 
 from titan_rl.core.clock import CLOCK, Clock
 from titan_rl.core.console import Console
-from titan_rl.run.terminal.live import ForgivingConsole, LiveLines
 from titan_rl.run.terminal.standard_streams import StderrConsole, tell_on_stderr
-from titan_rl.run.terminal.view import RunLook, View, format_seconds, layout
+from titan_rl.run.terminal.view import ForgivingConsole, LiveLines, RunLook, View, format_seconds, layout
 
 SHOWN_AFTER_S = 2.0
 TOLD_AFTER_S = 10.0

@@ -12,8 +12,7 @@ from rich.text import Text
 
 from titan_rl.metrics.bottleneck import bottleneck
 from titan_rl.run.directory import each_of
-from titan_rl.run.terminal.live import ForgivingConsole
-from titan_rl.run.terminal.view import format_seconds
+from titan_rl.run.terminal.view import ForgivingConsole, format_seconds
 
 
 class ShownSummary(Protocol):
