@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -101,6 +102,21 @@ def test_a_run_without_any_other_process_gives_its_summary(tmp_path: Path, capfd
     assert "step 3/3" in said.err
     assert "generator" not in said.err
     assert f"report             {summary.run_dir / 'report.html'}" in said.err
+
+
+def test_there_are_at_most_ten_calls_from_train_to_a_trainers_step(tmp_path: Path) -> None:
+    script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "call_path.py"))
+    paths: list[list[str]] = []
+
+    class Measuring(FakeTrainer):
+        async def step(self, samples: Any) -> StepResult:
+            paths.append(script["calls_to_here"]())
+            return await super().step(samples)
+
+    with script["tasks_noted"]():
+        titan_rl.train(config(tmp_path), **{**parts(), "trainer": Measuring()})
+    assert len(paths) == 2
+    assert len(paths[0]) <= 10, paths[0]
 
 
 def test_a_task_and_filters_take_the_place_of_those_of_settings(tmp_path: Path) -> None:
