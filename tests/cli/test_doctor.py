@@ -25,7 +25,7 @@ def test_what_is_tried_out_is_found_to_work_to_fail_to_crash_or_to_hang():
     said = {subject: finding.found for subject, finding in found.items()}
     assert "No module named 'no_such_package_anywhere'" in said["fails"]
     assert said["crashes"] == "ended with code -6"
-    assert said["hangs"] == "did not come to an end within 0.5 s"
+    assert said["hangs"] == "did not end within 0.5 s"
     assert {(f.state, f.fix) for f in found.values() if f.subject != "works"} == {("missing", "install it")}
 
 

@@ -35,10 +35,11 @@ C = TypeVar("C", RunConfig, ServeConfig)
 
 @dataclass(frozen=True, slots=True)
 class StartedWorkers(Generic[C]):
-    """
+    """Workers of a command.
+
     Attributes:
-        config: the settings of the run, with addresses in the place of a provider.
-        provided: those that the provider has from now on; None where they stay the same.
+        config: Settings with the addresses of the workers in the place of a provider.
+        provided: Hosts of a provider whose hosts come and go; None if they stay the same.
     """
 
     config: C
@@ -52,12 +53,12 @@ async def workers_started(
     """Workers started by a provider, which end with the block.
 
     Args:
-        logs: a folder for what workers say.
-        signals: stop the run once all workers are told to end, if that means the run with this provider.
+        logs: Folder for the output of workers.
+        signals: Stop the run once all workers are told to end, if the provider's workers end with their job.
 
     Raises:
-        ConfigError: what settings name is no provider, or gives no workers.
-        TitanRLError: the provider has none.
+        ConfigError: the settings name no provider, or one that gives no workers.
+        TitanRLError: the provider failed.
     """
     hosts = config.hosts
     if hosts.provider is None:
@@ -82,8 +83,8 @@ async def _begun(opened: contextlib.AsyncExitStack, name: str, kind: ProviderKin
     """Start a provider's workers, which end with the stack.
 
     Raises:
-        ConfigError: it is no provider.
-        TitanRLError: it has none.
+        ConfigError: it is not a provider.
+        TitanRLError: it failed.
     """
     with _of_provider(name):
         workers: Any = kind.workers(spec)
@@ -91,7 +92,7 @@ async def _begun(opened: contextlib.AsyncExitStack, name: str, kind: ProviderKin
         if inspect.iscoroutine(workers):
             workers.close()
         raise ConfigError(
-            f"hosts.provider {name} gives {_a(workers)}, and is to give workers for a while: "
+            f"hosts.provider {name} gives {_a(workers)}, and must give an async context manager of workers: "
             "decorate an `async def` that yields them with contextlib.asynccontextmanager"
         )
 
@@ -104,7 +105,7 @@ async def _begun(opened: contextlib.AsyncExitStack, name: str, kind: ProviderKin
             failed = _problem(name, own)
             if error is None:
                 raise failed from own
-            StderrConsole().warning(str(failed))  # what ended the run is to be told
+            StderrConsole().warning(str(failed))  # the run's own error is raised
             return False
 
     with _of_provider(name):
@@ -134,7 +135,7 @@ def _addresses_of(name: str, started: object) -> tuple[str, ...]:
     """Addresses of a provider's workers, in the form of `hosts.addresses`.
 
     Raises:
-        ConfigError: these are no addresses of workers, or there are none.
+        ConfigError: a value is not an address of a worker, or there are none.
     """
     if isinstance(started, str) or not isinstance(started, Iterable):
         raise ConfigError(f"hosts.provider {name} gave {_a(started)}; have it yield a list of addresses, HOST:PORT")
@@ -169,7 +170,7 @@ def use_monarch(hosts: HostsConfig, console: Console) -> None:
     Monarch writes to the terminal when it is first used, so call this while no display is drawn.
 
     Raises:
-        ConfigError: `hosts` names what this machine does not have.
+        ConfigError: this machine lacks the address that `hosts` names.
     """
     from titan_rl.cluster.processes.sockets import listen_below, listen_on
 

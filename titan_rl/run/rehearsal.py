@@ -45,9 +45,9 @@ class MockPolicy:
     untrained policy: the demonstrated answer, the end of the prompt, nothing at all, and more than allowed.
 
     Args:
-        shown: demonstrated answers to the first request of a rollout, the second, and so on, each with its stop token;
-            the last one is repeated. Without them the end of the prompt takes their place.  # [num_turns][num_tokens]
-        stop_token_id: ends the other answers.
+        shown: Demonstrated answers to the first request of a rollout, the second, and so on, each with its stop token;
+            the last one is repeated. If empty, the end of the prompt is used.  # [num_turns][num_tokens]
+        stop_token_id: Stop token of the other answers.
     """
 
     def __init__(self, shown: Sequence[Sequence[int]], stop_token_id: int) -> None:
@@ -79,7 +79,7 @@ class MockPolicy:
 
 AnyEnv = TokenEnv | AgentEnv | SeatedEnv
 
-SIBLINGS = 4  # one for each thing that a mock policy does
+SIBLINGS = 4  # one for each kind of answer of a mock policy
 LIMIT_S = 60.0
 GRACE_S = 15.0
 """Extra time for closing an environment that hangs."""
@@ -91,8 +91,8 @@ class Rehearsal:
     """Result of rehearsing a task.
 
     Attributes:
-        prompt: that its first rollout begins with, as the model reads it; None where none came about.
-        problems: what would fail a run or teach it nothing, for a person.
+        prompt: First prompt of its first rollout, as the model reads it; None if there was none.
+        problems: Messages about errors that would fail a run, or from which it learns nothing.
     """
 
     task: str
@@ -111,9 +111,9 @@ def rehearse(config: RunConfig, console: Console) -> list[Rehearsal]:
 
     Raises:
         ConfigError, ModelError: the renderer cannot be made.
-        DataError: a sample cannot be had, or it takes longer than `LIMIT_S` in all.
-        RewardError: the advantage function failed, or a reward whose policy is to end the run.
-        MissingExtraError: what reads tokenizers is not installed.
+        DataError: a sample cannot be made, or the rehearsal takes longer than `LIMIT_S`.
+        RewardError: the advantage function failed, or a reward whose failure policy ends the run.
+        MissingExtraError: the package that reads tokenizers is not installed.
     """
 
     def play() -> list[Rehearsal]:
@@ -136,7 +136,7 @@ def problem_of_loss(config: RunConfig) -> str | None:
     """Call a user's loss once, if torch is installed, and return its problem.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is no loss of that name.
     """
     return loss_problem(config.training.loss, ClipRange(*config.training.clip))
 
@@ -169,7 +169,7 @@ def _check_held_out(config: RunConfig) -> None:
         with calling("validation_samples(1)", suite.source.name):
             if not list(islice(suite.source.task.validation_samples(1), 1)):
                 raise ValueError(
-                    f"it gave no sample, and {suite.num_prompts} are to be validated on; give some, or set "
+                    f"it gave no sample, and {suite.num_prompts} are needed for validation; give some, or set "
                     "validation.num_prompts = 0"
                 )
 
@@ -222,7 +222,7 @@ class _WithoutAgents:
     def __init__(self, make_env: Callable[[Any], AnyEnv]) -> None:
         self._make_env = make_env
         self.found = False
-        self.speak = False  # messages, which the renderer makes tokens of
+        self.speak = False  # whether they use messages, which the renderer turns into tokens
 
     def __call__(self, sample: Any) -> AnyEnv:
         env = self._make_env(sample)
@@ -259,7 +259,7 @@ def _shown(source: TaskSource, renderer: Renderer) -> list[list[int]]:
             limit_s = ROLLOUT_LIMIT_S + GRACE_S
             demonstrations = call_within(lambda: list(islice(task.demonstrations(1), 1)), limit_s, "a demonstration")
     except DataError as error:
-        if isinstance(error.__cause__, ConfigError):  # it could show something, and does not
+        if isinstance(error.__cause__, ConfigError):  # the task could have demonstrations, and has none
             return []
         raise
     tokens = [encode(renderer, demonstration) for demonstration in demonstrations]
@@ -300,7 +300,7 @@ def _unread(messages: Sequence[Message], renderer: Renderer) -> Iterator[str]:
         longer = [*opening[:place], {**message, "content": f"{content}\n{content}"}, *opening[place + 1 :]]
         try:
             is_shown = list(renderer.render_ids(opening)) != list(renderer.render_ids(longer))
-        except Exception:  # the template refuses what is no whole conversation
+        except Exception:  # the template refuses an incomplete conversation
             continue
         if not is_shown:
             yield (

@@ -385,16 +385,15 @@ def _has(save: _Save) -> bool:
     return any(step_of(path) == save.version for path in list_checkpoints(save.root))
 
 
-@contextlib.asynccontextmanager
-async def open_trainer(
+def open_trainer(
     group: TrainerProcesses,
     steps: TrainedSteps,
     config: RunConfig,
     run_dir: RunDirectory,
     published: PublishedWeights,
     progress: Progress,
-) -> AsyncGenerator[RecoveringTrainer]:
-    """The trainer of a group, restarted when it dies, for the length of the block; see `RecoveringTrainer`."""
+) -> contextlib.AbstractAsyncContextManager[RecoveringTrainer]:
+    """The trainer of a group, restarted when it dies, for the length of a block; see `RecoveringTrainer`."""
     trainer = RecoveringTrainer(
         group,
         steps=steps,
@@ -403,5 +402,4 @@ async def open_trainer(
         max_respawns=config.hosts.max_respawns,
         progress=progress,
     )
-    async with recovering(trainer):
-        yield trainer
+    return recovering(trainer)

@@ -79,10 +79,10 @@ def run_worker(listen: str, console: Console, drain_s: float) -> None:
 
     Args:
         listen: HOST:PORT of an interface of this machine.
-        drain_s: how long runs have for that.
+        drain_s: Time that runs have for that, in seconds.
 
     Raises:
-        ValueError: it is no address.
+        ValueError: `listen` is not an address.
         OSError: this machine has no such address, or the port is taken.
     """
     host, port = split_address(listen)
@@ -122,7 +122,8 @@ def run_worker(listen: str, console: Console, drain_s: float) -> None:
 
 
 def listen_on(host: str, port: int) -> socket.socket:
-    """
+    """Open a socket that accepts connections.
+
     Raises:
         OSError: this machine has no such address, or the port is taken.
     """

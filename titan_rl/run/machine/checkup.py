@@ -34,10 +34,9 @@ class Finding:
     """Result of one check.
 
     Attributes:
-        state: "missing" keeps a run from starting; with "warning" it runs, but less well; what is "absent" only those
-            need who ask for it.
-        found: what there is.
-        fix: a command, or what else to do; None where nothing has to be done.
+        state: With "missing" a run cannot start; with "warning" it runs, but less well; "absent" is optional.
+        found: Description of the result.
+        fix: Command or instruction that fixes it; None if nothing has to be done.
     """
 
     subject: str
@@ -59,9 +58,9 @@ def try_out(trials: Mapping[str, str], fix: str, timeout_s: float = 300.0) -> It
     """Run each trial in its own Python process, so that a crash or a hang is found, too.
 
     Args:
-        trials: by subject, code that gives `found` a text.
-        fix: for those that fail.
-        timeout_s: of each.
+        trials: By subject, code that sets `found` to a text.
+        fix: Fix of those that fail.
+        timeout_s: Time limit of each.
     """
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | os.environ
     for subject, code in trials.items():
@@ -69,7 +68,7 @@ def try_out(trials: Mapping[str, str], fix: str, timeout_s: float = 300.0) -> It
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment)
         except subprocess.TimeoutExpired:
-            yield Finding(subject, "missing", f"did not come to an end within {timeout_s:g} s", fix)
+            yield Finding(subject, "missing", f"did not end within {timeout_s:g} s", fix)
             continue
         if done.returncode == 0:
             yield Finding(subject, "ok", json.loads(done.stdout.splitlines()[-1]))
@@ -147,7 +146,7 @@ def _packages(extra: str) -> Iterator[Finding]:
         if wanted.marker is None or not wanted.marker.evaluate({"extra": extra}):
             continue
         if wanted.marker.evaluate({"extra": ""}):
-            continue  # of the light core, without which nobody would be asking
+            continue  # of the light core, without which this would not run
         found = _installed(wanted.name)
         if found is None:
             yield Finding(wanted.name, "missing", "not installed", install)

@@ -40,11 +40,11 @@ def check_room(config: RunConfig, folder: Path, held: int = 0) -> None:
     """Check that the disk has room for the checkpoints of a run.
 
     Args:
-        folder: the run's, or that in which it will be made.
-        held: bytes of its checkpoints so far.
+        folder: Folder of the run, or the one in which it will be made.
+        held: Bytes of its checkpoints so far.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: there is not enough room.
     """
     each = checkpoint_bytes(config)
     export = count_parameters(Path(config.model.path)) * BYTES[config.model.dtype]
@@ -108,9 +108,10 @@ SUFFIX_PACKAGE = "arctic-inference"
 
 
 def require_modules(*modules: str) -> None:
-    """
+    """Check that modules are installed.
+
     Raises:
-        MissingExtraError: one of the modules is not installed.
+        MissingExtraError: a module is missing.
     """
     for module in modules:
         if find_spec(module) is None:
@@ -121,8 +122,8 @@ def check_needs(config: RunConfig) -> None:
     """Check that this machine has what the settings need. Other hosts are checked when their workers answer.
 
     Raises:
-        ConfigError: the ranks of trainer and generators cannot be shared out. Or the run's processes are on this
-            machine, and a setting needs a GPU or a package that it lacks. Names the setting and the fix.
+        ConfigError: the ranks of trainer and generators cannot be placed, or a setting needs a GPU or a package that
+            this machine lacks. The message names the setting and the fix.
     """
     if config.hosts.elsewhere:
         _check_places(config, _gpus_of_a_pod(config))
@@ -176,9 +177,10 @@ def _check_without_gpus(config: RunConfig) -> None:
 
 
 def _check_places(config: RunConfig, gpus: tuple[str, ...]) -> None:
-    """
+    """Check that the ranks of trainer and generators can be placed.
+
     Args:
-        gpus: of each host; none where it has none, or nobody knows.
+        gpus: GPUs of each host; empty if it has none, or they are unknown.
     """
     hosts = (
         [f"host {number + 1}" for number in range(config.hosts.train)] if config.hosts.elsewhere else ["this machine"]

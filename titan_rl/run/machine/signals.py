@@ -27,19 +27,19 @@ REACTION_S = 3.0
 class StopSignals:
     """Handlers of both signals for the length of a block, in the main thread.
 
-    Python runs the handlers between two instructions of the main thread, and so also while a user's code keeps the
-    event loop from running. Where a call of native code keeps Python's lock they wait, and the guard acts.
+    Python runs the handlers between two instructions of the main thread, even while a user's code blocks the event
+    loop. If native code holds Python's lock, they wait, and the guard process acts.
 
-    A SIGINT that whoever started the program had it ignore, as shells do for commands in the background, stays ignored.
+    A SIGINT that is ignored when the program starts, as shells arrange for background commands, stays ignored.
 
     Attributes:
         code: exit code: 0, or 128 + the number of the signal that ended the program in order.
 
     Args:
-        stopping: says what the first signal does. An attribute, for a program that changes what it is at.
-        ending: says what is left after the second.
-        console: shows what signals do; by default standard error. An attribute, too.
-        reaction_s: without a reaction for so long it is told that the event loop is held up.
+        stopping: Message after the first signal. An attribute, which a program may change.
+        ending: Message after the second signal, which ends the process.
+        console: Shows the messages. Defaults to standard error. An attribute, too.
+        reaction_s: Time without a reaction, in seconds, after which a message says that the event loop is blocked.
     """
 
     def __init__(
@@ -142,16 +142,16 @@ T = TypeVar("T")
 def run_to_its_end(program: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine as `asyncio.run` does, and return its result.
 
-    A `SystemExit` or `KeyboardInterrupt` of a task or callback ends an event loop on the spot, with all that runs in it
-    cancelled at once. Here it cancels the program alone, which so can save and close what it has, however many follow.
-    The end waits for nothing that hangs in a thread of `asyncio.to_thread`, either.
+    A `SystemExit` or `KeyboardInterrupt` of a task or callback usually ends an event loop at once, and cancels all its
+    tasks. Here it only cancels the program, which can save and close its resources, even if more of them follow. The
+    end does not wait for hanging threads of `asyncio.to_thread`, either.
 
-    Where this thread has a running loop, as in a notebook, the program runs in a thread of its own, and this one waits.
-    Ctrl-C then cancels the program.
+    If this thread has a running loop, as in a notebook, the program runs in another thread, and this one waits. Ctrl-C
+    then cancels the program.
 
     Raises:
         SystemExit, KeyboardInterrupt: the first of them, once the program has ended.
-        BaseException: what the program raises.
+        BaseException: the error of the program.
     """
     if asyncio._get_running_loop() is not None:
         return _in_thread(program)
@@ -172,7 +172,7 @@ def run_to_its_end(program: Coroutine[Any, Any, T]) -> T:
                     raise
         if exit_of_others is not None:
             if not task.cancelled():
-                task.exception()  # it ended so because it was to end
+                task.exception()  # marks the exception of the cancelled program as retrieved
             raise exit_of_others
         return task.result()
 
