@@ -52,7 +52,7 @@ def test_nothing_else_writes_to_the_terminal():
     root = Path(titan_rl.__file__).parent
     allowed = {
         "run/terminal/standard_streams.py",  # where text is made safe
-        "run/machine/signals.py",  # is safe in a signal handler; tested above
+        "core/console.py",  # writes to the log
         "run/machine/guard.py",  # a program without imports, which is given safe text
         "cluster/processes/sockets.py",  # passes on, made safe, what Monarch writes while it starts
         "cluster/hosts/monarch_host.py",  # one fixed word to the process that started it

@@ -71,9 +71,7 @@ def test_wandb_offline_writes_a_run_with_its_steps_and_options(tmp_path: Path, m
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     options = {"project": "sums", "group": "first", "tags": ["small"], "mode": "offline"}
     told = ConsoleLines()
-    with open_sinks(
-        LoggingConfig(sinks=("wandb",), wandb=options), RunDirectory(tmp_path / "r1"), told.append
-    ) as sinks:
+    with open_sinks(LoggingConfig(sinks=("wandb",), wandb=options), RunDirectory(tmp_path / "r1"), told) as sinks:
         sinks.log(1, {"rollout/reward_mean": 0.25})
         sinks.log(1, {"validation/reward_mean": 0.75})
     assert told == []

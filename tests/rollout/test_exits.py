@@ -13,6 +13,7 @@ from stage import Env, Generator, Stage
 
 from titan_rl import Completion, FailurePolicy, GroupReward, Reward, Rollout, RolloutGroup, RolloutStatus, Rubric
 from titan_rl.core.calls.bounded import bounded
+from titan_rl.core.console import ConsoleLines
 from titan_rl.core.errors import DataError, RewardError
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.rollout.task import calling
@@ -146,7 +147,7 @@ def test_of_what_is_only_told_or_logged_it_is_told_of(kind: type[BaseException],
         Sinks({"odd": Sink()}, messages).log(1, {})
         return await Stage().group(Generator(), on_finished=on_finished)
 
-    messages: list[str] = []
+    messages = ConsoleLines()
     with caplog.at_level(logging.ERROR):
         group = run(told())
     assert group.rollouts[0].status is RolloutStatus.COMPLETED

@@ -306,7 +306,7 @@ def test_what_is_in_the_place_of_the_journal_is_told_of_before_any_file_is_chang
     path.parent.mkdir(exist_ok=True)
     make(path)
     before = {path: path.read_bytes() for path in run_dir.path.rglob("*") if path.is_file()}
-    with pytest.raises(CheckpointError, match=rf"{place}.* cannot be read: .* to go on from the checkpoint alone"):
+    with pytest.raises(CheckpointError, match=rf"{place}.* cannot be read: .* to continue from the checkpoint alone"):
         resume(run_dir, ("training.steps", "9"))
     assert {path: path.read_bytes() for path in run_dir.path.rglob("*") if path.is_file()} == before
 

@@ -1,9 +1,9 @@
 """Log files whose records survive the death of their writer: the file format, its reader, and a writer with a thread.
 
 Each record is `MAGIC`, its length, and a CRC-32 of length and bytes, four bytes each, little-endian, then its bytes and
-`END`. So no run of zeros is a record, and a torn one is not made whole by appended bytes. A file is never cut: where
-bytes are no record, because the writer was killed in the middle of one, power was lost, or the disk changed them, a
-reader continues at the next whole record.
+`END`. So zeros are not a record, and appended bytes do not complete a torn one. A file is never truncated: if bytes are
+not a record, because the writer was killed, power was lost, or the disk changed them, a reader continues at the next
+whole record.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ KEPT_BYTES = 1 << 24
 
 
 class Damage(NamedTuple):
-    """Bytes of a file that are no record."""
+    """Bytes of a file that are not a record."""
 
     offset: int
     size: int
 
 
 def read_log(path: Path, damages: list[Damage] | None = None) -> Iterator[bytes]:
-    """The whole records of a file, in order; none where it does not exist.
+    """Read the whole records of a file, in order. A missing file has none.
 
     Args:
-        damages: gets the parts of the file that are skipped.
+        damages: Receives the parts of the file that are skipped.
 
     Raises:
-        OSError: it cannot be read, or is no file: nothing is waited for at the end of a pipe.
+        OSError: it cannot be read, or is not a regular file: a pipe might never end.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -61,7 +61,7 @@ def read_log(path: Path, damages: list[Damage] | None = None) -> Iterator[bytes]
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
         if status.st_size:
             yield from _records_in(descriptor, [] if damages is None else damages)
     finally:
@@ -123,18 +123,17 @@ RETRY_S = 0.5
 
 
 class LogWriter:
-    """Appends to one file at a time from a thread of its own: `append` never waits for the disk.
+    """Appends to one file at a time from its own thread: `append` never waits for the disk.
 
-    What was appended survives a SIGKILL of this process once the thread has written it, usually within milliseconds,
-    and a loss of power after `drain`, `switch` or `close`, which flush to disk. While the disk is full, records wait in
-    memory until there is room.
+    A record survives a SIGKILL of this process once the thread has written it, usually within milliseconds, and a loss
+    of power after `drain`, `switch` or `close`, which flush to disk. While the disk is full, records wait in memory.
 
     Args:
-        max_pending_bytes: records that wait for the disk, beyond which `room` waits.
-        stall_s: longest time in which the disk takes nothing.
+        max_pending_bytes: Size of the records waiting for the disk above which `room` waits.
+        stall_s: Longest time in which the disk may take nothing.
 
     Raises:
-        CheckpointError: from every call after a write has failed, with the cause.
+        CheckpointError: a write has failed. Every later call raises it, with the cause.
     """
 
     def __init__(self, path: Path, *, max_pending_bytes: int = 1 << 28, stall_s: float = 60.0) -> None:
@@ -154,7 +153,7 @@ class LogWriter:
         self._thread.start()
 
     def append(self, record: bytes) -> None:
-        """Queue one record. Callers that make many await `room` first, since memory is limited."""
+        """Queue one record. Callers with many records await `room` first, since memory is limited."""
         self._raise_failure()
         framed = frame(record)
         with self._lock:
@@ -182,12 +181,12 @@ class LogWriter:
                 self._raise_stalled(progress)
 
     def switch(self, path: Path) -> None:
-        """Flush the present file; later records go to the end of `path`."""
+        """Flush the current file; later records go to the end of `path`."""
         self._raise_failure()
         self._queue.put(path)
 
     def drain(self) -> None:
-        """Block until everything queued is on the disk, and would be found there after a loss of power.
+        """Block until everything queued is on the disk, and safe from a loss of power.
 
         Raises:
             NoSpaceError: the disk is full.
@@ -209,7 +208,7 @@ class LogWriter:
             raise CheckpointError(f"the journal's thread has ended; {self._pending_bytes} bytes are not on the disk")
 
     def close(self) -> None:
-        """Block until what is queued is on the disk, and end."""
+        """Block until everything queued is on the disk, and end."""
         try:
             self.drain()
         finally:
@@ -257,8 +256,8 @@ class LogWriter:
             self._release_waiters(item)
 
     def _flush(self, file: FileIO) -> None:
-        """Flush a file to the disk, which may report only now that it is full. After a loss of power a lost part then
-        costs answers and no more: a reader skips it."""
+        """Flush a file to the disk, which may report only now that it is full. A part that is lost then costs only
+        recorded answers: a reader skips it."""
         self._with_room(lambda: os.fsync(file.fileno()))
 
     def _flush_and_close(self, file: FileIO) -> None:

@@ -55,26 +55,26 @@ class TrainSamples(Protocol):
 
 
 class RunJournal:
-    """The journal of one run: remembers what a `SchedulerObserver` is told. A segment a checkpoint, in a folder; a
-    large one is several files.
+    """Journal of one run: records the events of a `SchedulerObserver`, in a folder with a segment for each checkpoint.
+    A large segment has several files.
 
-    A segment begins with what the checkpoint of its version leaves open, and goes on with what happens after it. The
-    checkpoint itself says where it is in the data, so nothing is skipped or trained twice whatever becomes of the
-    journal; the journal saves generating again what was open then or came later. Batches that were trained after the
-    checkpoint are handed out again as they were, since the restored weights have not seen them.
+    A segment begins with the groups that the checkpoint of its version leaves open, and continues with later events.
+    The checkpoint itself has the data position, so nothing is skipped or trained twice, even if the journal is lost;
+    the journal avoids generating again what was open at the checkpoint or came later. Batches that were trained after
+    the checkpoint are handed out again unchanged, since the restored weights have not seen them.
 
     Attributes:
-        losses: what of the journal is missing or damaged, and what is generated again therefore, for the user.
-        events: of the mix of tasks, as far as they are known when it is opened; also some that the checkpoint knows.
+        losses: Messages for the user about missing or damaged parts, and about groups that are generated again.
+        events: Events of the task mix that are known when the journal is opened; the checkpoint may know some of them.
 
     Args:
-        position: of the checkpoint to continue from; by default the model as loaded.
-        found: what `read_segments` has found in the folder for that position, where it was read before.
-        segment_bytes: a file that has so many goes on in another.
+        position: Position of the checkpoint to continue from; defaults to the model as loaded.
+        found: Result of `read_segments` for that position, if the folder was read before.
+        segment_bytes: Size at which a segment is continued in another file.
 
     Raises:
-        CheckpointError: the journal is of another run than the checkpoint, a record is not of its format, a segment
-            or the folder is no such thing, or the disk failed; from every call after that.
+        CheckpointError: the journal is of another run than the checkpoint, a record has another format, a segment is
+            not a file, or the folder is not one. After a failure of the disk, every call raises this.
         NoSpaceError: there is no room for the folder.
     """
 
@@ -191,9 +191,10 @@ class RunJournal:
             self._append(record)
 
     def finished(self, played: Assigned, group: RolloutGroup) -> None:
-        """
+        """Record a finished group.
+
         Args:
-            played: by the group.
+            played: Position, task and sample of the group.
         """
         self._append(group_record(played, group))
 
@@ -206,7 +207,7 @@ class RunJournal:
 
     def batch(self, version: int, indices: Sequence[int]) -> None:
         for start, trained in self.state.batches.items():
-            if start < version:  # in the weights by now: the file has these groups, memory need not
+            if start < version:  # in the weights by now: the file is enough
                 for index in trained:
                     self.state.finished.pop(index, None)
         self._append(BatchRecord(version, list(indices)))
@@ -214,16 +215,16 @@ class RunJournal:
     async def checkpoint(
         self, version: int, next_index: int, tokens: Mapping[str, Completion] | None = None
     ) -> DataPosition:
-        """Begin the segment of a checkpoint that is about to be written, with everything it leaves open. Returns once
-        that is on the disk: the checkpoint may appear.
+        """Begin the segment of a checkpoint that is about to be written, with everything that the checkpoint leaves
+        open. Returns once that is on the disk, before the checkpoint appears.
 
         Args:
-            version: the trainer's.
-            next_index: the data position; groups that have left no trace yet are before it too.
-            tokens: request id -> what requests in flight have got so far, as aborted completions.
+            version: Version of the trainer.
+            next_index: Data position, behind all groups that were begun.
+            tokens: Tokens so far of requests in flight, as aborted completions by request id.
 
         Returns:
-            what the checkpoint is to say of the data.
+            the data position of the checkpoint.
 
         Raises:
             CheckpointError: the disk failed, or has taken nothing for a long time.
@@ -244,7 +245,7 @@ class RunJournal:
             self._append(CompletionRecord(*asked, so_far))
             await self._writer.room()
             await asyncio.sleep(0)  # of a thousand long answers, each takes a part of a millisecond
-        for record in open_records:  # what is superseded meanwhile is in the segment as well
+        for record in open_records:  # the segment already has the records that supersede some of them
             await self._writer.room()
             if state.holds(record):
                 self._write(record)
@@ -253,13 +254,13 @@ class RunJournal:
         return position
 
     async def trained_since(self, position: DataPosition, version: int) -> list[list[RolloutGroup]]:
-        """The groups of each step from a checkpoint's version to another, as they were trained; without their samples.
+        """Return the groups of each step between two versions, as they were trained, without their samples.
 
         Args:
-            position: of a checkpoint that is kept.
+            position: Position of a checkpoint that is kept, of the first version.
 
         Raises:
-            CheckpointError: those of a step are damaged or gone; or as `read_segments`.
+            CheckpointError: the groups of a step are damaged or lost; see also `read_segments`.
         """
         await in_thread(self._writer.drain)
         return await in_thread(self._read_batches, position, version)
@@ -279,8 +280,8 @@ class RunJournal:
         for path in needless(list_segments(self._folder), version):
             try:
                 path.unlink(missing_ok=True)
-            except OSError as error:  # it is in nobody's way
-                logger.warning("%s is needed no more and cannot be deleted: %s", path, error.strerror)
+            except OSError as error:  # it does no harm
+                logger.warning("%s is not needed and cannot be deleted: %s", path, error.strerror)
 
     def drain(self) -> None:
         """Block until everything is on the disk."""
@@ -301,8 +302,8 @@ class RunJournal:
         self._writer.append(data)
 
     def _turn_over(self, version: int) -> None:
-        """Go on in another file."""
-        segments = [*list_segments(self._folder), self._segment]  # the present one may not be on the disk yet
+        """Continue in another file."""
+        segments = [*list_segments(self._folder), self._segment]  # the current one may not be on the disk yet
         self._segment, self._num_bytes = self._behind(segments, version), 0
         self._writer.switch(self._segment)
 

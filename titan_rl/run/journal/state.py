@@ -56,7 +56,7 @@ class DataPosition:
     version: int = 0
     next_index: int = 0
     unsettled: tuple[int, ...] = ()  # before next_index, ascending, neither trained nor dropped
-    run: str = ""  # which run's, so that another's journal is not taken for this one's
+    run: str = ""  # identifies the run, so that its journal is not confused with another run's
 
     def is_settled(self, index: int) -> bool:
         """Return whether the group at a position in the data is in the weights, or was dropped before."""
@@ -75,13 +75,13 @@ class RunState:
 
     step: int = 0  # also the policy version
     tokens: int = 0  # completion tokens trained on
-    reward_before: float | None = None  # of the first validation; None where there was none yet
+    reward_before: float | None = None  # of the first validation; None if there was none yet
     next_index: int = 0
     unsettled: tuple[int, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])  # by dotted name, that the run was made with
     run: str = ""  # drawn when the run began
-    tasks: Mapping[str, Any] = field(default_factory=dict[str, Any])  # where their mix stands, see `TaskMix.state`
-    model: Mapping[str, str] = field(default_factory=dict[str, str])  # that the run began with, see `model_identity`
+    tasks: Mapping[str, Any] = field(default_factory=dict[str, Any])  # state of their mix, see `TaskMix.state`
+    model: Mapping[str, str] = field(default_factory=dict[str, str])  # at the start of the run, see `model_identity`
 
     @property
     def position(self) -> DataPosition:
@@ -91,7 +91,7 @@ class RunState:
     def read(cls, folder: Path) -> RunState:
         """
         Raises:
-            CheckpointError: the file is missing or is not one of these.
+            CheckpointError: the file is missing, or has another format.
         """
         path = folder / FILE
         try:
@@ -109,12 +109,12 @@ class RunState:
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
-                f"{path} does not say where its run stood: {error!r}; put back what was written, or go on with the "
+                f"{path} does not say where its run stood: {error!r}; put the original file back, or resume with the "
                 "version of titan_rl that wrote it"
             ) from error
 
     def write(self, folder: Path) -> None:
-        """Flushed to disk."""
+        """Write the state to a folder, and flush it to the disk."""
         with (folder / FILE).open("w") as file:
             json.dump(asdict(self), file)
             file.flush()
@@ -131,7 +131,7 @@ def segment_name(version: int, part: int = 0) -> str:
 
 
 def version_of(segment: Path) -> int:
-    """The version of the checkpoint that it goes on from."""
+    """Version of the checkpoint that a segment follows."""
     return _numbers(segment)[0]
 
 
@@ -141,10 +141,10 @@ def part_of(segment: Path) -> int:
 
 
 def list_segments(folder: Path) -> list[Path]:
-    """The oldest first. Other files of the folder are no concern of a journal.
+    """List the segments in a folder, oldest first. Other files are ignored.
 
     Raises:
-        CheckpointError: the folder is there and cannot be read.
+        CheckpointError: the folder exists and cannot be read.
     """
     try:
         names = os.listdir(folder)
@@ -152,8 +152,8 @@ def list_segments(folder: Path) -> list[Path]:
         return []
     except OSError as error:
         raise CheckpointError(
-            f"{folder} cannot be read: {error.strerror}; it should be the folder of the journal. Mend it, or move it "
-            "away to go on from the checkpoint alone"
+            f"{folder} cannot be read: {error.strerror}; it should be the folder of the journal. Repair it, or move it "
+            "away to continue from the checkpoint alone"
         ) from error
     return sorted((folder / name for name in names if _NAME.fullmatch(name)), key=_numbers)
 
@@ -200,7 +200,7 @@ class JournalState:
                 self._admit(*record.indices)
                 if self.batches.get(record.version) != record.indices:
                     for later in [version for version in self.batches if version > record.version]:
-                        del self.batches[later]  # of another course of events
+                        del self.batches[later]  # from before the run was resumed
                     self.batches[record.version] = record.indices
             case DropRecord():
                 self._admit(record.index)
@@ -301,14 +301,14 @@ def read_segments(segments: Sequence[Path], position: DataPosition) -> JournalCo
                 record = decode(data)
             except (msgspec.DecodeError, ValueError) as error:
                 raise CheckpointError(
-                    f"{path} has a record of another format: {error}; move the folder {path.parent} away to go on from "
-                    "the checkpoint alone"
+                    f"{path} has a record of another format: {error}; move the folder {path.parent} away to continue "
+                    "from the checkpoint alone"
                 ) from error
             if isinstance(record, StartRecord):
                 if record.run != position.run:
                     raise CheckpointError(
                         f"{path} is of another run than the checkpoint of version {position.version}; put this run's "
-                        f"own back, or move the folder {path.parent} away to go on from the checkpoint alone"
+                        f"own back, or move the folder {path.parent} away to continue from the checkpoint alone"
                     )
                 if record.version == position.version:
                     starts.append(record)
@@ -326,8 +326,8 @@ def read_segments(segments: Sequence[Path], position: DataPosition) -> JournalCo
         raise CheckpointError(
             f"the checkpoint of version {position.version} has data before {position.next_index}, without "
             f"{ranges(position.unsettled)}, and its journal has data before {start.next_index}, without "
-            f"{ranges(start.unsettled)}: they are not of one run. Move the folder {segments[0].parent} away to go on "
-            "from the checkpoint alone"
+            f"{ranges(start.unsettled)}: they are not of one run. Move the folder {segments[0].parent} away to "
+            "continue from the checkpoint alone"
         )
     if not agrees and (segments or replace(position, run="") != DataPosition()):
         losses.append(_without_beginning(position.version))
@@ -343,7 +343,7 @@ def _records(path: Path, damages: list[Damage]) -> Iterator[bytes]:
     except OSError as error:
         raise CheckpointError(
             f"{path}, a segment of the journal, cannot be read: {error.strerror}; mend it, or move the folder "
-            f"{path.parent} away to go on from the checkpoint alone"
+            f"{path.parent} away to continue from the checkpoint alone"
         ) from error
 
 
