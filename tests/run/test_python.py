@@ -25,7 +25,6 @@ from titan_rl import (
     ConfigError,
     EngineLoop,
     FinishReason,
-    LocalReplica,
     RoundRobin,
     ScriptedEngine,
     VersionSpan,
@@ -317,8 +316,7 @@ async def test_an_engine_of_the_running_loop_is_evaluated_in_it(tmp_path: Path) 
     loop = EngineLoop(lambda: ScriptedEngine(max_context=16))
     await loop.start()
     try:
-        replica = LocalReplica("engine", loop, lambda version: [])
-        evaluation = await titan_rl.evaluate_async(config(tmp_path), replica.generate, renderer=LetterRenderer())
+        evaluation = await titan_rl.evaluate_async(config(tmp_path), loop.generate, renderer=LetterRenderer())
     finally:
         await loop.close()
     assert evaluation.task.num_samples == 4
