@@ -204,7 +204,7 @@ def watcher(
 
 
 def describe_processes(config: RunConfig, parts: Parts) -> str:
-    """ "2 generators, 1 rollout worker and a trainer"; "" if no process is started."""
+    """Text such as "2 generators, 1 rollout worker and a trainer"; "" if no process is started."""
     counts = {
         "generator": config.generation.num_generators if parts.replicas is None else 0,
         "rollout worker": config.rollout.num_workers,

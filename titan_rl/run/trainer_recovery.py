@@ -128,7 +128,7 @@ class Deaths:
 
 
 def named_groups(samples: Sequence[TrainingSample]) -> str:
-    """ "train-4, train-5, train-6, train-7 and 12 more"."""
+    """Text such as "train-4, train-5, train-6, train-7 and 12 more"."""
     groups = list(dict.fromkeys(sample.group_id for sample in samples))
     more = f" and {len(groups) - NAMED_GROUPS} more" if len(groups) > NAMED_GROUPS else ""
     return ", ".join(groups[:NAMED_GROUPS]) + more

@@ -258,7 +258,7 @@ class HttpGenerateFn:
         return tuple(spans)
 
     def _version_of(self, told: Any) -> int:
-        """vLLM names weights that were never updated "default"."""
+        """Version in a server's answer; vLLM names weights that were never updated "default"."""
         return int(told) if str(told).isdecimal() else self._version
 
 

@@ -54,7 +54,7 @@ class Correction:
 def interpolated_logprobs(
     logprobs_N: torch.Tensor, behaviour_logprobs_N: torch.Tensor, versions_N: torch.Tensor, version: int
 ) -> torch.Tensor:
-    """log pi_prox between the behaviour policy and the current one, by the age of the token.  # [N]
+    """Return log pi_prox between the behaviour policy and the current one, by the age of the token.  # [N]
 
     The update goes from `version` (v_prox) to the one after it (v_theta). A token of `version` itself has its
     behaviour logprob, and an old one nearly the current policy's.

@@ -39,14 +39,14 @@ class ParsedText:
 
 
 class ChatTemplateRenderer:
-    """Renderer that uses any tokenizer's own chat template.
+    r"""Renderer that uses any tokenizer's own chat template.
 
     The tokens between an answer and the next one are found by rendering a short conversation with the new messages
     twice, with two different answers. They are the common end of both renderings.
 
-    Example: for a template of the form `<|im_start|>role\\ncontent<|im_end|>\\n` and a user's "more", those tokens are
+    Example: for a template of the form `<|im_start|>role\ncontent<|im_end|>\n` and a user's "more", those tokens are
 
-        <|im_end|> \\n <|im_start|> user \\n more <|im_end|> \\n <|im_start|> assistant \\n
+        <|im_end|> \n <|im_start|> user \n more <|im_end|> \n <|im_start|> assistant \n
 
     and the first is left out if the completion already ends with it.
 

@@ -193,7 +193,7 @@ class RunLook:
     hosts: Sequence[HostStatus] = ()
 
     def describe_slots(self) -> str:
-        """ "12 generating, 3 in the environment"; "" if no slot is held."""
+        """Text such as "12 generating, 3 in the environment"; "" if no slot is held."""
         return ", ".join(f"{count} {state}" for state, count in self.slots.items() if count)
 
 

@@ -267,7 +267,6 @@ def _unrewarded(missing: Sequence[str], reported: Set[str]) -> str:
 
 def _stream_of(policy: RolloutPolicy, episode: Episode) -> StreamFn:
     """Stream of the rollout's requests. A failed or aborted request ends the episode with the matching status."""
-
     generate = request_fn(policy.generate)
 
     async def ask(request: EngineRequest, on_chunk: OnChunk | None) -> Completion:

@@ -296,7 +296,7 @@ class Optimizers:
 def _adam(
     optimizer: type[torch.optim.Adam | torch.optim.AdamW], parameters: NamedParameters, spec: OptimizerSpec
 ) -> Optimizer:
-    """torch's fused optimizer for float32 weights and moments on the device, otherwise `CompactAdam`."""
+    """Fused optimizer of torch for float32 weights and moments on the device, otherwise `CompactAdam`."""
     is_plain = spec.state_dtype == "float32" and not spec.offload
     if not is_plain or any(parameter.dtype is not torch.float32 for _, parameter in parameters):
         return CompactAdam(

@@ -1,9 +1,9 @@
-"""Tokenizer of a few hundred tokens, with the words and phrases of a task.
+r"""Tokenizer of a few hundred tokens, with the words and phrases of a task.
 
 Each word and fixed phrase is one token; any other text falls back to its UTF-8 bytes, so that decoding gives back
 exactly what was encoded. A model of a million parameters has nothing to learn from spelling an instruction.
 
-Example: for texts of names, "AdaWolf // new name!\\n" is four tokens, "Ada", "Wolf", " // new name!" and "\\n".
+Example: for texts of names, "AdaWolf // new name!\n" is four tokens, "Ada", "Wolf", " // new name!" and "\n".
 """
 
 from __future__ import annotations
