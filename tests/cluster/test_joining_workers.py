@@ -24,6 +24,7 @@ from titan_rl.cluster.run_processes import RunProcesses
 from titan_rl.cluster.supervision import ProcessFailure
 from titan_rl.config.hosts import HostsConfig
 from titan_rl.config.sections import GenerationConfig
+from titan_rl.core.console import ConsoleLines
 from titan_rl.core.errors import ActorDiedError, ConfigError
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.rollout.settings import RolloutConfig
@@ -40,7 +41,7 @@ class Cluster:
 
     def __init__(self, folder: Path, hosts: HostsConfig, num_workers: int) -> None:
         self.supervisor = Supervisor()
-        self.told: list[str] = []
+        self.told = ConsoleLines()
         self.processes: RunProcesses = cluster_of(
             folder,
             self.supervisor,

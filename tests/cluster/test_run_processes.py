@@ -372,7 +372,7 @@ async def test_rollouts_wait_as_long_as_the_run_does_for_hosts_of_its_generators
     processes = cluster_of(
         tmp_path,
         Supervisor(),
-        [],
+        ConsoleLines(),
         names=["trains", "a", "b"],
         generation=GenerationConfig(num_generators=2, start_timeout_s=180),
     )
@@ -401,7 +401,7 @@ async def test_rollouts_wait_as_long_as_the_run_does_for_hosts_of_its_generators
 
 @pytest.mark.looptime
 async def test_requests_that_nobody_served_fail_once_the_wait_for_hosts_is_over(tmp_path: Path):
-    processes = cluster_of(tmp_path, Supervisor(), [], hosts=HostsConfig(wait_s=400))
+    processes = cluster_of(tmp_path, Supervisor(), ConsoleLines(), hosts=HostsConfig(wait_s=400))
     router = processes.make_router([])
     began = asyncio.get_running_loop().time()
     with pytest.raises(NoReplicaError, match="no replica served within 400 s; there is no generator"):

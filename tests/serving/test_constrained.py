@@ -17,6 +17,7 @@ from speaking import VOCAB, byte_tokenizer, qwen3, script
 from titan_rl.generation.engine import TokenDelta
 from titan_rl.generation.loop.engine_loop import EngineLoop, LocalReplica
 from titan_rl.generation.request import EngineRequest
+from titan_rl.generation.resume import request_fn
 from titan_rl.generation.router import GeneratorRouter
 from titan_rl.generation.scripted_engine import ScriptedEngine
 from titan_rl.rollout.renderer import ChatTemplateRenderer
@@ -24,7 +25,6 @@ from titan_rl.rollout.types import Rollout, RolloutGroup
 from titan_rl.serving.app import make_app
 from titan_rl.serving.conversations.constraint import CallForm, Constraining
 from titan_rl.serving.episode_store import EpisodeStore
-from titan_rl.serving.policy import in_one_piece
 from titan_rl.serving.text import Text
 from titan_rl.training.data.sample_builder import build_samples
 from titan_rl.types import EXTRA_SAMPLING, Completion, FinishReason, SamplingParams, VersionSpan
@@ -206,7 +206,7 @@ async def test_a_function_that_ignores_a_constraint_is_no_answer_to_it() -> None
         return Completion(request_id, [65, END], [-0.1, -0.1], FinishReason.STOP, (VersionSpan(0, 2),))
 
     app = make_app(
-        in_one_piece(generate), model="policy", max_context=4096, tokenizer=TOKENIZER, renderer=qwen3(TOKENIZER)
+        request_fn(generate), model="policy", max_context=4096, tokenizer=TOKENIZER, renderer=qwen3(TOKENIZER)
     )
     async with client_of(app) as client:
         path, body = TYPED[0]

@@ -16,11 +16,11 @@ from served import client_of, served
 
 from titan_rl.core.errors import ConfigError
 from titan_rl.generation.loop.engine_loop import EngineLoop, LocalReplica
+from titan_rl.generation.resume import request_fn
 from titan_rl.generation.scripted_engine import ScriptedEngine
 from titan_rl.serving.access import Keys
 from titan_rl.serving.app import make_app
 from titan_rl.serving.http.exchange import ServerLimits
-from titan_rl.serving.policy import in_one_piece
 from titan_rl.serving.server import serve
 from titan_rl.types import Completion
 from titan_rl.weights.types import PublishedWeights
@@ -34,7 +34,7 @@ async def nobody(*_: Any, **__: Any) -> Completion:
 
 
 def app(**settings: Any) -> Any:
-    return make_app(in_one_piece(nobody), model="policy", max_context=16, **settings)
+    return make_app(request_fn(nobody), model="policy", max_context=16, **settings)
 
 
 async def test_a_key_opens_what_it_is_for() -> None:

@@ -9,8 +9,8 @@ import pytest
 from clients import TOKENIZER, openai_client, talking
 from served import Served, client_of, until
 
+from titan_rl.generation.resume import request_fn
 from titan_rl.serving.app import make_app
-from titan_rl.serving.policy import in_one_piece
 
 ASKED: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "sky"}]}
 PIECES = ["b", "l", "u", "e", "<|im_end|>"]
@@ -75,7 +75,7 @@ async def test_tokens_have_them_as_tokens() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_where_there_are_none_it_is_a_400_that_names_the_field(stream: bool) -> None:
     async with talking(engine={"script": None}) as stage:
-        app = make_app(in_one_piece(_without(stage)), model="policy", max_context=512, tokenizer=TOKENIZER)
+        app = make_app(request_fn(_without(stage)), model="policy", max_context=512, tokenizer=TOKENIZER)
         async with client_of(app) as client:
             body = {"prompt": "x", "max_tokens": 3, "logprobs": 2, "stream": stream}
             told = await client.post("/v1/completions", json=body)

@@ -11,10 +11,10 @@ import pytest
 from served import CONTEXT, Served, client_of, served, until
 
 from titan_rl.core.errors import GenerationError, RequestError
+from titan_rl.generation.resume import request_fn
 from titan_rl.serving.app import make_app
 from titan_rl.serving.client import HttpGenerateFn
 from titan_rl.serving.http.exchange import ServerLimits
-from titan_rl.serving.policy import in_one_piece
 from titan_rl.serving.server import serve
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
 
@@ -104,7 +104,7 @@ async def test_several_choices_have_seeds_of_their_own() -> None:
         seeds.append(sampling.seed)
         return Completion(request_id, [sampling.seed or 0], [-1.0], FinishReason.STOP, (VersionSpan(3, 1),))
 
-    async with client_of(make_app(in_one_piece(generate), model="policy", max_context=16)) as client:
+    async with client_of(make_app(request_fn(generate), model="policy", max_context=16)) as client:
         asked = {"n": 3, "seed": 10, "max_tokens": 2}
         answer = (await client.post(PATH, json={"token_ids": [1], "sampling_params": asked})).json()
     assert [choice["token_ids"] for choice in answer["choices"]] == [[10], [11], [12]]

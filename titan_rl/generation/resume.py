@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import cast
+from typing import Any, cast
 
 from titan_rl.core.calls import stopwatch
 from titan_rl.core.calls.bounded import OutOfTimeError, bounded
@@ -35,7 +35,7 @@ def listening(on_chunk: OnChunk | None) -> Generator[None]:
         _listener.reset(token)
 
 
-RequestFn = Callable[[EngineRequest, OnChunk | None], Awaitable[Completion]]
+RequestFn = Callable[[EngineRequest, OnChunk | None], Coroutine[Any, Any, Completion]]
 """Answers a request, and reports its tokens as they come: `GeneratorRouter.stream`."""
 
 

@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from titan_rl.generation.resume import RequestFn
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.serving.access import Admission, Keys
 from titan_rl.serving.conversations.caller import Conversations
@@ -18,7 +19,7 @@ from titan_rl.serving.episode_store import EpisodeStore, Open, Opened, episode_r
 from titan_rl.serving.http.errors import ApiError
 from titan_rl.serving.http.exchange import Exchanges, ServerLimits, ServerMetrics
 from titan_rl.serving.http.request import BodyReading, RequestMiddleware
-from titan_rl.serving.policy import ServedPolicy, StreamFn, unbroken
+from titan_rl.serving.policy import ServedPolicy, unbroken
 from titan_rl.serving.protocols.about import Control, about_routes, admin_routes, openapi
 from titan_rl.serving.protocols.anthropic.messages import ANTHROPIC, CountTokensEndpoint, MessagesEndpoint, Threads
 from titan_rl.serving.protocols.openai.chat import ChatEndpoint
@@ -49,7 +50,7 @@ class PolicyApp:
 
 
 def make_app(
-    stream: StreamFn,
+    stream: RequestFn,
     *,
     model: str,
     max_context: int,
@@ -71,7 +72,7 @@ def make_app(
     Example: a router, and a `GenerateFn`, which answers in one piece:
 
         make_app(router.stream, model="policy", max_context=4096, wait_until_resumed=router.wait_resumed)
-        make_app(in_one_piece(generate), model="policy", max_context=4096, tokenizer=tokenizer, renderer=renderer)
+        make_app(request_fn(generate), model="policy", max_context=4096, tokenizer=tokenizer, renderer=renderer)
 
     Args:
         max_context: limit on the tokens of prompt and completion together.

@@ -15,6 +15,7 @@ from hashlib import blake2b
 
 from titan_rl.core.calls.user_code import Failure
 from titan_rl.core.errors import BusyError, EpisodeEndedError, RequestError
+from titan_rl.generation.resume import RequestFn
 from titan_rl.rollout.copies import completion_of
 from titan_rl.rollout.group.turns import turn_seed
 from titan_rl.rollout.renderer.types import Renderer, Tools
@@ -22,7 +23,7 @@ from titan_rl.rollout.types import Message, Rollout, RolloutStatus, Turn
 from titan_rl.serving.conversations.caller import Show, Talk
 from titan_rl.serving.conversations.tree import ConversationTree, Prompt, Style, TurnNode
 from titan_rl.serving.http.errors import UNSUPPORTED_VALUE, ApiError
-from titan_rl.serving.policy import Ask, StreamFn
+from titan_rl.serving.policy import Ask
 from titan_rl.types import EXTRA_SAMPLING, Completion, SamplingParams
 
 
@@ -210,7 +211,7 @@ class Episode:
         renderer: Renderer | None,
         limits: EpisodeLimits | None = None,
         *,
-        stream: StreamFn | None = None,
+        stream: RequestFn | None = None,
         sampling: SamplingParams | None = None,
         session_id: str | None = None,
         on_end: Callable[[], object] | None = None,

@@ -17,12 +17,12 @@ from starlette.routing import Route
 
 from titan_rl.core.calls.plain import plain_json
 from titan_rl.core.errors import BusyError
+from titan_rl.generation.resume import RequestFn
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.types import RolloutStatus
 from titan_rl.serving.episode import Episode, EpisodeLimits
 from titan_rl.serving.http.errors import ApiError
 from titan_rl.serving.http.request import Body, read
-from titan_rl.serving.policy import StreamFn
 from titan_rl.types import SamplingParams
 
 
@@ -59,7 +59,7 @@ class EpisodeStore:
         self,
         episode_id: str,
         *,
-        stream: StreamFn | None = None,
+        stream: RequestFn | None = None,
         sampling: SamplingParams | None = None,
         session_id: str | None = None,
         max_turns: int | None = None,

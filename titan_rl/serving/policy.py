@@ -6,37 +6,18 @@ import asyncio
 import functools
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
 
 from titan_rl.generation.request import EngineRequest, OnChunk, Partial, tokens_between
-from titan_rl.generation.resume import Resume
+from titan_rl.generation.resume import RequestFn, Resume
 from titan_rl.serving.http.errors import UNSUPPORTED_VALUE, ApiError
 from titan_rl.serving.http.exchange import ServerMetrics
-from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams, TokenChunk
+from titan_rl.types import Completion, FinishReason, SamplingParams, TokenChunk
 
 
-class StreamFn(Protocol):
-    """A `GenerateFn` that streams tokens: `GeneratorRouter.stream` is one.
-
-    The completion holds all tokens, streamed or not. Nothing is streamed after the call has ended.
-    """
-
-    def __call__(self, request: EngineRequest, on_chunk: OnChunk) -> Coroutine[Any, Any, Completion]: ...
-
-
-def in_one_piece(generate: GenerateFn) -> StreamFn:
-    """Turn a `GenerateFn` into a `StreamFn` that streams nothing before it ends."""
-
-    async def stream(request: EngineRequest, on_chunk: OnChunk) -> Completion:
-        return await request.sent_to(generate)
-
-    return stream
-
-
-def unbroken(stream: StreamFn, *, wait_until_resumed: Callable[[], Awaitable[object]] | None = None) -> StreamFn:
+def unbroken(stream: RequestFn, *, wait_until_resumed: Callable[[], Awaitable[object]] | None = None) -> RequestFn:
     """Wrap `stream` so that its callers get whole completions, and every token in chunks; see `Resume`.
 
     Raises:
@@ -65,7 +46,7 @@ class Ask:
     num_choices: int
     session_id: str | None
     request_id: str
-    stream: StreamFn | None = None
+    stream: RequestFn | None = None
     scope: Callable[[], AbstractAsyncContextManager[object]] = nullcontext
 
     def sampling_of(self, index: int) -> SamplingParams:
@@ -84,7 +65,7 @@ class ServedPolicy:
     """
 
     def __init__(
-        self, model: str, stream: StreamFn, max_context: int, metrics: ServerMetrics, *, any_model: bool = False
+        self, model: str, stream: RequestFn, max_context: int, metrics: ServerMetrics, *, any_model: bool = False
     ) -> None:
         self.model = model
         self.max_context = max_context
@@ -155,7 +136,7 @@ class ServedPolicy:
             return [task.result() for task in tasks]
 
     async def _complete_one(
-        self, index: int, request: EngineRequest, stream: StreamFn, on_tokens: OnTokens | None
+        self, index: int, request: EngineRequest, stream: RequestFn, on_tokens: OnTokens | None
     ) -> Completion:
         began = time.monotonic()
         if on_tokens is None:

@@ -21,7 +21,7 @@ from titan_rl.core.calls.user_code import Failure
 from titan_rl.core.errors import BusyError, ConfigError, EpisodeEndedError, RequestError
 from titan_rl.core.tracing.spans import span
 from titan_rl.generation.request import EngineRequest, OnChunk
-from titan_rl.generation.resume import request_fn
+from titan_rl.generation.resume import RequestFn, request_fn
 from titan_rl.rollout.environment.types import RolloutPolicy
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.rollout.task import RunContext
@@ -32,7 +32,7 @@ from titan_rl.serving.episode import Episode, EpisodeLimits
 from titan_rl.serving.episode_store import EpisodeStore, Opened
 from titan_rl.serving.http.errors import ApiError
 from titan_rl.serving.http.exchange import ServerLimits
-from titan_rl.serving.policy import StreamFn, unbroken
+from titan_rl.serving.policy import unbroken
 from titan_rl.serving.server import seen_from_elsewhere, serve
 from titan_rl.tasks.agents.program import AgentProgram, agent_environment, agent_processes, make_folder
 from titan_rl.tasks.agents.settings import AgentSettings, fields_of, filled_in
@@ -163,7 +163,7 @@ async def _served(app: PolicyApp, settings: AgentSettings) -> AsyncGenerator[str
         yield url
 
 
-async def _nobody(request: EngineRequest, on_chunk: OnChunk) -> Completion:
+async def _nobody(request: EngineRequest, on_chunk: OnChunk | None) -> Completion:
     raise RequestError("this key only opens episodes; send requests with the key of an episode")
 
 
@@ -265,7 +265,7 @@ def _unrewarded(missing: Sequence[str], reported: Set[str]) -> str:
     )
 
 
-def _stream_of(policy: RolloutPolicy, episode: Episode) -> StreamFn:
+def _stream_of(policy: RolloutPolicy, episode: Episode) -> RequestFn:
     """Stream of the rollout's requests. A failed or aborted request ends the episode with the matching status."""
     generate = request_fn(policy.generate)
 
