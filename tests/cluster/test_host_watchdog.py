@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from background import in_background
 
 from titan_rl.cluster.liveness import health_check, heartbeat
 from titan_rl.cluster.liveness.health_check import HELLO, HealthChecks, ProcessHealth
@@ -52,8 +53,7 @@ async def until(condition) -> None:
 async def test_a_process_that_was_stopped_is_silent_until_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(health_check, "use_of", lambda pid: TreeUse({}, False))
     watch = HealthChecks(tmp_path / "s", clock=ManualClock(tick_s=1.0))
-    running = asyncio.ensure_future(watch.run())
-    async with process(tmp_path / "s") as pulsing:
+    async with in_background(watch.run()), process(tmp_path / "s") as pulsing:
 
         def silent_s() -> float:
             return signs.silent_s if (signs := watch.look().get(pulsing.pid)) else -1
@@ -63,7 +63,6 @@ async def test_a_process_that_was_stopped_is_silent_until_it_goes_on(tmp_path: P
         await until(lambda: silent_s() > 20)
         os.kill(pulsing.pid, signal.SIGCONT)
         await until(lambda: silent_s() == 0)
-    running.cancel()
 
 
 class Ends:
@@ -81,11 +80,10 @@ async def test_the_end_of_a_process_that_was_gone_before_it_was_known_is_told(tm
     await gone.wait()
     ends = Ends()
     watch = HealthChecks(tmp_path / "s", ends)
-    running = asyncio.ensure_future(watch.run())
-    _, writer = await asyncio.open_unix_connection(str(tmp_path / "s"))
-    writer.write(HELLO.pack(gone.pid))
-    assert await told(ends.queue) == f"{gone.pid}: process {gone.pid} ended"
-    running.cancel()
+    async with in_background(watch.run()):
+        _, writer = await asyncio.open_unix_connection(str(tmp_path / "s"))
+        writer.write(HELLO.pack(gone.pid))
+        assert await told(ends.queue) == f"{gone.pid}: process {gone.pid} ended"
     writer.close()
 
 

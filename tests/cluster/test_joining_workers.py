@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from background import in_background
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
@@ -36,8 +37,6 @@ pytestmark = pytest.mark.looptime
 
 class Cluster:
     """A run on `trains`, `a` and `b`, whose generators are as many as they may be."""
-
-    watching: asyncio.Future[None]
 
     def __init__(self, folder: Path, hosts: HostsConfig, num_workers: int) -> None:
         self.supervisor = Supervisor()
@@ -73,9 +72,8 @@ async def running(folder: Path, hosts: HostsConfig | None = None, num_workers: i
     for index in range(num_workers):
         await cluster.processes._start_worker(worker(index))  # pyright: ignore[reportPrivateUsage]
     await worker_hosts(cluster.supervisor, num_workers)
-    cluster.watching = asyncio.ensure_future(cluster.processes.watch(cluster.router))
-    yield cluster
-    cluster.watching.cancel()
+    async with in_background(cluster.processes.watch(cluster.router)):
+        yield cluster
 
 
 @pytest.mark.parametrize(
@@ -131,7 +129,6 @@ async def test_a_host_on_which_nothing_starts_ends_no_run(tmp_path: Path, proble
         cluster.supervisor.problems["c"] = problem
         assert await cluster.join("c") == []
         await asyncio.sleep(60)
-        assert not cluster.watching.done()
         assert [text.partition(": ")[0] for text in cluster.told] == [
             "rollout-worker-4 does not start on host c",
             "rollout-worker-5 does not start on host c",
@@ -144,17 +141,17 @@ async def test_a_host_on_which_nothing_starts_ends_no_run(tmp_path: Path, proble
 async def test_one_in_whose_place_nothing_starts_is_tried_as_often_as_settings_say(
     tmp_path: Path, problem: Exception
 ) -> None:
-    async with running(tmp_path, num_workers=1) as cluster:
-        most = cluster.processes._config.hosts.max_respawns  # pyright: ignore[reportPrivateUsage]
-        cluster.supervisor.problems["a"] = problem
-        await cluster.processes.hosts.supervisor.failures.put(
-            ProcessFailure(next(iter(cluster.supervisor.host_of)), "was killed by SIGKILL")
-        )
-        with pytest.raises(ExceptionGroup) as caught:
-            await cluster.watching
-        (error,) = caught.value.exceptions
-        expected = rf"rollout-worker-0 died: it did not start: .*{problem}, and is not replaced: .* and {most} were"
-        assert re.match(expected, str(error)), error
+    with pytest.raises(ExceptionGroup) as caught:  # noqa: PT012  it ends the block
+        async with running(tmp_path, num_workers=1) as cluster:
+            cluster.supervisor.problems["a"] = problem
+            await cluster.processes.hosts.supervisor.failures.put(
+                ProcessFailure(next(iter(cluster.supervisor.host_of)), "was killed by SIGKILL")
+            )
+            await asyncio.Event().wait()
+    (error,) = caught.value.exceptions
+    most = HostsConfig().max_respawns
+    expected = rf"rollout-worker-0 died: it did not start: .*{problem}, and is not replaced: .* and {most} were"
+    assert re.match(expected, str(error)), error
 
 
 async def test_as_many_as_settings_name_stay_whoever_leaves(tmp_path: Path) -> None:

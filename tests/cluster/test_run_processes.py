@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from background import HANG_S, in_background
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
@@ -179,7 +180,7 @@ async def test_a_death_past_the_limit_ends_the_run_with_setting_value_and_count(
     for _ in range(limit + 1):
         await supervisor.kill_next()
     with pytest.raises(ExceptionGroup) as caught:
-        await asyncio.wait_for(watching, 20)
+        await asyncio.wait_for(watching, HANG_S)
     (error,) = caught.value.exceptions
     assert isinstance(error, ActorDiedError)
     assert f"rollout-worker-0 died: was killed by SIGKILL, and is not replaced: hosts.max_respawns = {limit}" in str(
@@ -221,14 +222,13 @@ async def test_rollout_workers_of_a_lost_host_start_at_once_where_few_are_and_co
     for index in range(6):
         await processes._start_worker(worker(index))  # pyright: ignore[reportPrivateUsage]
     assert await worker_hosts(supervisor, 6) == ["a", "a", "b", "b", "c", "c"]
-    watching = asyncio.ensure_future(processes.watch(GeneratorRouter([Replica()])))
-    supervisor.answers.clear()  # nobody there answers
-    began = asyncio.get_running_loop().time()
-    await lose(processes, "b")
-    assert await worker_hosts(supervisor, 2) == ["a", "c"]
-    assert asyncio.get_running_loop().time() - began < 0.01
-    assert f"rollout-worker-1 is gone: host b is lost: {SILENT}; starting another on a" in told
-    watching.cancel()
+    async with in_background(processes.watch(GeneratorRouter([Replica()]))):
+        supervisor.answers.clear()  # nobody there answers
+        began = asyncio.get_running_loop().time()
+        await lose(processes, "b")
+        assert await worker_hosts(supervisor, 2) == ["a", "c"]
+        assert asyncio.get_running_loop().time() - began < 0.01
+        assert f"rollout-worker-1 is gone: host b is lost: {SILENT}; starting another on a" in told
 
 
 @pytest.mark.looptime
@@ -245,15 +245,14 @@ async def test_where_no_host_is_left_a_rollout_worker_waits_for_one_and_says_so(
     await processes._start_worker(worker(0))  # pyright: ignore[reportPrivateUsage]
     await supervisor.started.get()
     router = GeneratorRouter([Replica()])
-    watching = asyncio.ensure_future(processes.watch(router))
-    await lose(processes, "there")
-    await asyncio.sleep(1.0)
-    assert told == [f"rollout-worker-0 is gone: host there is lost: {SILENT}; no host that is left has room for it"]
-    processes.hosts.add(host_of("other"))
-    assert await processes.join("other", router) == ["rollout-worker-0"]
-    assert await worker_hosts(supervisor, 1) == ["other"]
-    assert supervisor.started.empty()
-    watching.cancel()
+    async with in_background(processes.watch(router)):
+        await lose(processes, "there")
+        await asyncio.sleep(1.0)
+        assert told == [f"rollout-worker-0 is gone: host there is lost: {SILENT}; no host that is left has room for it"]
+        processes.hosts.add(host_of("other"))
+        assert await processes.join("other", router) == ["rollout-worker-0"]
+        assert await worker_hosts(supervisor, 1) == ["other"]
+        assert supervisor.started.empty()
 
 
 @pytest.mark.looptime
@@ -263,15 +262,14 @@ async def test_a_worker_that_dies_before_its_host_is_known_to_be_gone_starts_els
         tmp_path, supervisor, ConsoleLines(), names=["trains", "a", "b"], rollout=RolloutConfig(num_workers=2)
     )
     await processes._start_worker(worker(0))  # pyright: ignore[reportPrivateUsage]
-    watching = asyncio.ensure_future(processes.watch(GeneratorRouter([Replica()])))
-    supervisor.answers.clear()
-    await supervisor.kill_next()
-    await asyncio.sleep(3.0)
-    assert supervisor.started.empty()
-    await lose(processes, "a")
-    async with asyncio.timeout(1.0):
-        assert await worker_hosts(supervisor, 1) == ["b"]
-    watching.cancel()
+    async with in_background(processes.watch(GeneratorRouter([Replica()]))):
+        supervisor.answers.clear()
+        await supervisor.kill_next()
+        await asyncio.sleep(3.0)
+        assert supervisor.started.empty()
+        await lose(processes, "a")
+        async with asyncio.timeout(1.0):
+            assert await worker_hosts(supervisor, 1) == ["b"]
 
 
 async def start_and_lose(processes: RunProcesses, supervisor: Supervisor, name: str) -> None:
@@ -315,18 +313,17 @@ async def test_a_run_starts_without_hosts_that_are_lost_meanwhile_if_others_can_
         f"the run starts without host a: rollout-worker-0 died: host a is lost: {SILENT}",
     ]
     assert processes.names_by_host()["b"] == ["rollout-worker-1", "trainer"]
-    watching = asyncio.ensure_future(processes.watch(GeneratorRouter([Replica()])))
-    await asyncio.sleep(1.0)
-    assert "rollout-worker-0 is there again after 0 s" in told
-    names = processes.names_by_host()
-    assert sorted(names["b"] + names["c"]) == [
-        "rollout-worker-0",
-        "rollout-worker-1",
-        "rollout-worker-2",
-        "trainer",
-        "trainer",
-    ]
-    watching.cancel()
+    async with in_background(processes.watch(GeneratorRouter([Replica()]))):
+        await asyncio.sleep(1.0)
+        assert "rollout-worker-0 is there again after 0 s" in told
+        names = processes.names_by_host()
+        assert sorted(names["b"] + names["c"]) == [
+            "rollout-worker-0",
+            "rollout-worker-1",
+            "rollout-worker-2",
+            "trainer",
+            "trainer",
+        ]
 
 
 class Answers:
@@ -377,25 +374,26 @@ async def test_rollouts_wait_as_long_as_the_run_does_for_hosts_of_its_generators
         generation=GenerationConfig(num_generators=2, start_timeout_s=180),
     )
     router = processes.make_router([])
-    watching = asyncio.ensure_future(processes.watch(router))
-    await lose(processes, "trains")  # a generator may come up on any host where no other is left
-    for index, host in enumerate(["a", "b"]):
-        generator = ProcessId(Role.GENERATOR, index)
-        await processes.spawn(generator, ProcessActor, places=[ProcessPlace(host)])
-        assert f"starting, within generation.start_timeout_s = 180: {generator}; " in processes.waits_for(router)
-        await lose(processes, host)
-        await asyncio.sleep(10)
-    waits_for = "waiting for a host that joins: generator-0, generator-1; rollouts wait as long as hosts.wait_s = 3600"
-    assert processes.waits_for(router) == waits_for
-    requests = [
-        asyncio.ensure_future(router.generate([1], request_id=f"r{n}", sampling=SamplingParams(max_tokens=1)))
-        for n in range(2)
-    ]
-    await asyncio.sleep(3590)
-    assert not any(request.done() for request in requests)
-    await router.add_replica(Answers())
-    assert [len((await request).token_ids) for request in requests] == [1, 1]
-    watching.cancel()
+    async with in_background(processes.watch(router)):
+        await lose(processes, "trains")  # a generator may come up on any host where no other is left
+        for index, host in enumerate(["a", "b"]):
+            generator = ProcessId(Role.GENERATOR, index)
+            await processes.spawn(generator, ProcessActor, places=[ProcessPlace(host)])
+            assert f"starting, within generation.start_timeout_s = 180: {generator}; " in processes.waits_for(router)
+            await lose(processes, host)
+            await asyncio.sleep(10)
+        waits_for = (
+            "waiting for a host that joins: generator-0, generator-1; rollouts wait as long as hosts.wait_s = 3600"
+        )
+        assert processes.waits_for(router) == waits_for
+        requests = [
+            asyncio.ensure_future(router.generate([1], request_id=f"r{n}", sampling=SamplingParams(max_tokens=1)))
+            for n in range(2)
+        ]
+        await asyncio.sleep(3590)
+        assert not any(request.done() for request in requests)
+        await router.add_replica(Answers())
+        assert [len((await request).token_ids) for request in requests] == [1, 1]
     await router.close()
 
 

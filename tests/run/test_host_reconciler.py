@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from background import in_background
 
 from titan_rl.cluster.hosts.elastic import ASK_S, MISSES, RETRY_S, HostReconciler, ProvidedHosts
 from titan_rl.cluster.hosts.lifecycle import HostLifecycles, HostState, HostStatus
@@ -99,15 +100,14 @@ def reconciler_of(
 async def test_a_host_that_is_gone_is_taken_in_again_once_it_answers(run_dir: Path, caplog: pytest.LogCaptureFixture):
     hosts = Hosts(H1)
     reconciler, told = reconciler_of(run_dir, hosts, H1, "10.0.0.2")
-    watching = asyncio.ensure_future(reconciler.watch())
-    await asyncio.sleep(10 * RETRY_S)
-    assert hosts.inside == {H1: "in the run"}
-    assert caplog.messages == told == [f"the host at {H2} is not taken in: no worker answers"]
-    assert 9 <= hosts.tries.count(H2) <= 11
-    hosts.up.add(H2)
-    hosts.lose(H1)
-    await asyncio.sleep(2 * RETRY_S)
-    watching.cancel()
+    async with in_background(reconciler.watch()):
+        await asyncio.sleep(10 * RETRY_S)
+        assert hosts.inside == {H1: "in the run"}
+        assert caplog.messages == told == [f"the host at {H2} is not taken in: no worker answers"]
+        assert 9 <= hosts.tries.count(H2) <= 11
+        hosts.up.add(H2)
+        hosts.lose(H1)
+        await asyncio.sleep(2 * RETRY_S)
     assert hosts.inside == {H1: "in the run", H2: "in the run"}
     assert [host.name for host in HostFiles(run_dir).states().hosts] == ["h1", "h2"]
 
@@ -133,18 +133,17 @@ async def test_a_host_that_is_lost_as_the_run_ends_is_written_down(run_dir: Path
 async def test_a_host_that_was_drained_is_taken_in_again_once_its_worker_is_another(run_dir: Path, *, by_command: bool):
     hosts = Hosts(H1, H2)
     reconciler, _ = reconciler_of(run_dir, hosts, H1, H2)
-    watching = asyncio.ensure_future(reconciler.watch())
-    await asyncio.sleep(1)
-    if by_command:
-        with (run_dir / "hosts.jsonl").open("ab") as file:
-            file.write(b'{"id": "a", "do": "drain", "what": "h1"}\n')
-    else:
-        await hosts.drain("h1", "its worker got SIGTERM")
-    await asyncio.sleep(10 * RETRY_S)
-    assert hosts.inside == {H1: "left", H2: "in the run"}, "its worker goes on"
-    hosts.started_anew.add(H1)
-    await asyncio.sleep(2 * RETRY_S)
-    watching.cancel()
+    async with in_background(reconciler.watch()):
+        await asyncio.sleep(1)
+        if by_command:
+            with (run_dir / "hosts.jsonl").open("ab") as file:
+                file.write(b'{"id": "a", "do": "drain", "what": "h1"}\n')
+        else:
+            await hosts.drain("h1", "its worker got SIGTERM")
+        await asyncio.sleep(10 * RETRY_S)
+        assert hosts.inside == {H1: "left", H2: "in the run"}, "its worker goes on"
+        hosts.started_anew.add(H1)
+        await asyncio.sleep(2 * RETRY_S)
     assert hosts.inside == {H1: "in the run", H2: "in the run"}
 
 
@@ -154,15 +153,14 @@ async def test_a_file_of_addresses_is_followed(run_dir: Path):
     file.write_text("10.0.0.1  # the first\n\n10.0.0.2 10.0.0.3\nhttp://a\n0.0.0.0\n")
     hosts = Hosts(H1, H2)
     reconciler, told = reconciler_of(run_dir, hosts, file=file)
-    watching = asyncio.ensure_future(reconciler.watch())
-    await asyncio.sleep(1)
-    assert hosts.inside == {H1: "in the run"}
-    file.write_text(f"{H2}\n")
-    await asyncio.sleep(1)
-    assert hosts.inside == {H1: "left", H2: "in the run"}
-    file.unlink()
-    await asyncio.sleep(10 * RETRY_S)
-    watching.cancel()
+    async with in_background(reconciler.watch()):
+        await asyncio.sleep(1)
+        assert hosts.inside == {H1: "in the run"}
+        file.write_text(f"{H2}\n")
+        await asyncio.sleep(1)
+        assert hosts.inside == {H1: "left", H2: "in the run"}
+        file.unlink()
+        await asyncio.sleep(10 * RETRY_S)
     assert hosts.inside == {H1: "left", H2: "in the run"}
     assert told == []
 
@@ -182,7 +180,6 @@ async def test_hosts_come_and_go_as_a_provider_says(run_dir: Path, caplog: pytes
     hosts, provided = Hosts(H1, H2), ProvidedHosts([H1], current)
     elastic: Any = hosts
     reconciler = HostReconciler(elastic, HostFiles(run_dir), [H1], None, None, provided)
-    watching = [asyncio.ensure_future(reconciler.watch()), asyncio.ensure_future(provided.watch())]
 
     async def answer(value: object, times: float) -> dict[str, str]:
         """What becomes of hosts where the provider answers so, so often."""
@@ -191,14 +188,13 @@ async def test_hosts_come_and_go_as_a_provider_says(run_dir: Path, caplog: pytes
         return dict(hosts.inside)
 
     here = "in the run"
-    assert await answer([H1, "10.0.0.2"], 1.5) == {H1: here, H2: here}
-    assert await answer(OSError("the resolver does not answer"), 5) == {H1: here, H2: here}
-    assert await answer([H1], MISSES - 1) == {H1: here, H2: here}
-    assert await answer([H1, H2], 1) == {H1: here, H2: here}
-    assert await answer([H2], MISSES + 1) == {H1: "left", H2: here}
-    assert await answer([H1, H2], 1.5) == {H1: here, H2: here}, "a machine that is there again"
-    for task in watching:
-        task.cancel()
+    async with in_background(reconciler.watch()), in_background(provided.watch()):
+        assert await answer([H1, "10.0.0.2"], 1.5) == {H1: here, H2: here}
+        assert await answer(OSError("the resolver does not answer"), 5) == {H1: here, H2: here}
+        assert await answer([H1], MISSES - 1) == {H1: here, H2: here}
+        assert await answer([H1, H2], 1) == {H1: here, H2: here}
+        assert await answer([H2], MISSES + 1) == {H1: "left", H2: here}
+        assert await answer([H1, H2], 1.5) == {H1: here, H2: here}, "a machine that is there again"
     assert "the provider does not say which hosts there are: OSError: the resolver does not answer" in caplog.text
 
 
@@ -347,16 +343,15 @@ async def test_a_disk_that_takes_no_more_is_told_of_once_and_ends_nothing(
     monkeypatch.setattr(Path, "replace", replace)
     hosts = Hosts(H1)
     reconciler, told = reconciler_of(run_dir, hosts, H1)
-    watching = asyncio.ensure_future(reconciler.watch())
-    await asyncio.sleep(1)
-    assert not watching.done()
-    assert hosts.inside == {H1: "in the run"}
-    assert [text.partition(": ")[0] for text in told] == [
-        "which hosts the run has is not written down for now, and the run goes on",
-    ]
-    is_full = False
-    await asyncio.sleep(1)
-    watching.cancel()
+    async with in_background(reconciler.watch()) as watching:
+        await asyncio.sleep(1)
+        assert not watching.done()
+        assert hosts.inside == {H1: "in the run"}
+        assert [text.partition(": ")[0] for text in told] == [
+            "which hosts the run has is not written down for now, and the run goes on",
+        ]
+        is_full = False
+        await asyncio.sleep(1)
     assert (run_dir / "hosts.json").exists()
 
 
@@ -369,9 +364,8 @@ async def test_whatever_keeps_a_host_out_is_told(run_dir: Path):
     reconciler, told = reconciler_of(run_dir, Full(), H1)
     with HostFiles(run_dir)._asked.open("ab") as file:  # pyright: ignore[reportPrivateUsage]
         file.write(b'{"id": "a", "do": "add", "what": "10.0.0.2"}\n')
-    watching = asyncio.ensure_future(reconciler.watch())
-    await asyncio.sleep(2 * RETRY_S)
-    watching.cancel()
+    async with in_background(reconciler.watch()):
+        await asyncio.sleep(2 * RETRY_S)
     assert told == [f"the host at {H1} is not taken in: OSError: [Errno 28] no room on that host"]
     said = msgspec.json.decode((run_dir / "hosts.json").read_bytes(), type=HostStates)
     assert said.answers == {"a": "OSError: [Errno 28] no room on that host"}
@@ -383,14 +377,13 @@ async def test_an_address_that_goes_while_its_host_joins_is_drained_once_it_has(
     hosts = Hosts(H1)
     hosts.join_s = 20.0
     reconciler, _ = reconciler_of(run_dir, hosts, file=file)
-    watching = asyncio.ensure_future(reconciler.watch())
-    await asyncio.sleep(10)
-    file.write_text("")
-    await asyncio.sleep(20)
-    assert hosts.inside == {H1: "left"}
-    file.write_text(H1)
-    await asyncio.sleep(40)
-    watching.cancel()
+    async with in_background(reconciler.watch()):
+        await asyncio.sleep(10)
+        file.write_text("")
+        await asyncio.sleep(20)
+        assert hosts.inside == {H1: "left"}
+        file.write_text(H1)
+        await asyncio.sleep(40)
     assert hosts.inside == {H1: "in the run"}
 
 
@@ -406,15 +399,14 @@ async def test_a_host_that_is_lost_is_tried_again_also_where_its_drain_was_asked
         raise ConfigError(f"host {name} is lost already")
 
     monkeypatch.setattr(hosts, "drain", refuse)
-    watching = asyncio.ensure_future(reconciler.watch())
-    await asyncio.sleep(2 * RETRY_S)
-    hosts.up.discard(H1)
-    hosts.lose(H1)
-    with (run_dir / "hosts.jsonl").open("ab") as file:
-        file.write(b'{"id": "a", "do": "drain", "what": "h1"}\n')
-    await asyncio.sleep(2 * RETRY_S)
-    assert HostFiles(run_dir).states().answers == {"a": "host h1 is lost already"}
-    hosts.up.add(H1)
-    await asyncio.sleep(2 * RETRY_S)
-    watching.cancel()
+    async with in_background(reconciler.watch()):
+        await asyncio.sleep(2 * RETRY_S)
+        hosts.up.discard(H1)
+        hosts.lose(H1)
+        with (run_dir / "hosts.jsonl").open("ab") as file:
+            file.write(b'{"id": "a", "do": "drain", "what": "h1"}\n')
+        await asyncio.sleep(2 * RETRY_S)
+        assert HostFiles(run_dir).states().answers == {"a": "host h1 is lost already"}
+        hosts.up.add(H1)
+        await asyncio.sleep(2 * RETRY_S)
     assert hosts.inside[H1] == "in the run"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from background import in_background
 
 from titan_rl.core.console import Console, ConsoleLines
 from titan_rl.core.run_files import read_status
@@ -57,15 +58,14 @@ async def test_a_stall_is_warned_of_ever_more_seldom_and_its_end_once():
         def warning(self, text: str) -> None:
             told.append((round(loop.time() - begin), text))
 
-    watch = asyncio.ensure_future(warn_of_stalls(run, Timed()))
-    for _ in range(10):  # something now and then is no stall
-        await asyncio.sleep(20)
+    async with in_background(warn_of_stalls(run, Timed())):
+        for _ in range(10):  # something now and then is no stall
+            await asyncio.sleep(20)
+            run.happened += 1
+        assert told == []
+        await asyncio.sleep(131)
         run.happened += 1
-    assert told == []
-    await asyncio.sleep(131)
-    run.happened += 1
-    await asyncio.sleep(200)
-    watch.cancel()
+        await asyncio.sleep(200)
     texts = [text for _, text in told]
     assert texts[:3] == [
         "nothing has happened for 30 s: no generator serves",
@@ -81,20 +81,19 @@ async def test_a_stall_is_warned_of_ever_more_seldom_and_its_end_once():
 async def test_a_shortage_is_told_of_once_it_lasts_and_so_is_its_end(tmp_path: Path, waits: list[str]):
     resources = FakeResources()
     told = ConsoleLines()
-    watch = asyncio.ensure_future(warn_of_shortage(resources, told, tmp_path))
-    await asyncio.sleep(100)
-    resources.generators = "none of 2 generators is in service"
-    await asyncio.sleep(1)
-    resources.generators = None
-    await asyncio.sleep(10.2)
-    assert told == waits == []
-    resources.generators = "1 generator serves, and 2 are the least"
-    await asyncio.sleep(30)
-    resources.generators = "there is no generator"
-    await asyncio.sleep(29.6)
-    resources.generators = None
-    await asyncio.sleep(10.2)
-    watch.cancel()
+    async with in_background(warn_of_shortage(resources, told, tmp_path)):
+        await asyncio.sleep(100)
+        resources.generators = "none of 2 generators is in service"
+        await asyncio.sleep(1)
+        resources.generators = None
+        await asyncio.sleep(10.2)
+        assert told == waits == []
+        resources.generators = "1 generator serves, and 2 are the least"
+        await asyncio.sleep(30)
+        resources.generators = "there is no generator"
+        await asyncio.sleep(29.6)
+        resources.generators = None
+        await asyncio.sleep(10.2)
     assert told == [
         "the run waits for generators: 1 generator serves, and 2 are the least",
         "the run waits for generators: there is no generator",
@@ -118,16 +117,15 @@ def test_what_a_run_waits_for_is_in_its_status_until_it_goes_on_or_ends(tmp_path
 async def test_what_a_trainer_waits_for_is_noted_beside_what_generators_lack(tmp_path: Path, waits: list[str]):
     resources = FakeResources()
     told = ConsoleLines()
-    watch = asyncio.ensure_future(warn_of_shortage(resources, told, tmp_path))
-    resources.trainer = "it waits for hosts"
-    await asyncio.sleep(1)
-    resources.generators = "there is no generator"
-    await asyncio.sleep(10)
-    resources.generators = None
-    await asyncio.sleep(1)
-    resources.trainer = ""
-    await asyncio.sleep(1)
-    watch.cancel()
+    async with in_background(warn_of_shortage(resources, told, tmp_path)):
+        resources.trainer = "it waits for hosts"
+        await asyncio.sleep(1)
+        resources.generators = "there is no generator"
+        await asyncio.sleep(10)
+        resources.generators = None
+        await asyncio.sleep(1)
+        resources.trainer = ""
+        await asyncio.sleep(1)
     alone = "trainer: it waits for hosts"
     assert waits == [alone, f"generators: there is no generator; {alone}", alone, ""]
     assert not any("hosts" in line for line in told), "the trainer tells that itself"

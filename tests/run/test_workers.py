@@ -5,6 +5,7 @@ import contextlib
 from pathlib import Path
 
 import pytest
+from background import in_background
 from run.test_controller import Counting
 
 from titan_rl.cluster.hosts.elastic import ASK_S
@@ -85,10 +86,9 @@ async def test_a_provider_may_tell_of_further_hosts_later(tmp_path: Path):
     async with workers_started(config(provider=f"{__name__}:more"), tmp_path) as started:
         assert started.config.hosts.addresses == ("10.0.0.2:22222",)
         assert started.provided is not None
-        watching = asyncio.ensure_future(started.provided.watch())
-        await asyncio.sleep(2 * ASK_S)
-        assert started.provided.read() == {"10.0.0.2:22222", "10.0.0.9:22222"}
-        watching.cancel()
+        async with in_background(started.provided.watch()):
+            await asyncio.sleep(2 * ASK_S)
+            assert started.provided.read() == {"10.0.0.2:22222", "10.0.0.9:22222"}
 
 
 given = list[object]()
