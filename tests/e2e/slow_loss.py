@@ -10,8 +10,8 @@ import os
 import time
 from pathlib import Path
 
+from titan_rl.training.algorithms.grpo import grpo_loss
 from titan_rl.training.losses import ClipRange, LossTokens, TokenLoss
-from titan_rl.training.losses.policy_losses import grpo_loss
 
 GATE = "TITAN_RL_TEST_GATE"
 SECONDS = "TITAN_RL_TEST_LOSS_SECONDS"

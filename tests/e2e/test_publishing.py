@@ -13,8 +13,8 @@ from e2e.tiny_policy import make_tiny_qwen3, make_trainer, on_policy_samples, we
 
 from titan_rl.core.errors import StateDictError
 from titan_rl.training import publishing
+from titan_rl.training.algorithms.grpo import grpo_loss
 from titan_rl.training.losses import ClipRange, LossTokens, TokenLoss
-from titan_rl.training.losses.policy_losses import grpo_loss
 from titan_rl.training.publishing import WeightPublisher
 from titan_rl.training.trainer import TrainerCore
 from titan_rl.weights.transports.shared_memory import SharedMemoryTransport

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from titan_rl.rollout.types import Rollout, RolloutGroup, Turn
-from titan_rl.training.algorithm import Algorithm
 from titan_rl.training.data.packing import Family
 from titan_rl.training.data.sample_builder import build_samples
+from titan_rl.training.objective import Objective
 from titan_rl.training.settings import CorrectionConfig, TrainingConfig
 from titan_rl.training.tensor_batch import make_tensor_batch
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
@@ -77,7 +77,7 @@ def texts() -> list[tuple[int, ...]]:
 def expected_gradient(logits: torch.Tensor, constrained: Any, **training: Any) -> torch.Tensor:
     """Of the loss, as the library computes it, over what the constrained sampler draws."""
     settings = TrainingConfig(**{"loss": "reinforce", "average": "constant", **training})
-    objective = Algorithm(settings, CorrectionConfig(constrained=constrained)).objective(CONTEXT)
+    objective = Objective(settings, CorrectionConfig(constrained=constrained), max_context=CONTEXT)
     total = torch.zeros_like(logits)
     for text in texts():
         with torch.no_grad():
@@ -157,7 +157,7 @@ def test_masked_tokens_contribute_exactly_zero_and_free_ones_what_they_did() -> 
 def test_ratios_compare_the_policy_with_itself_whatever_the_constraint_left_out(constrained: Any) -> None:
     """No token is clipped on policy, and none looks off policy."""
     logits, settings = policy(), TrainingConfig(loss="grpo", clip=(0.01, 0.01))
-    objective = Algorithm(settings, CorrectionConfig(constrained=constrained)).objective(CONTEXT)
+    objective = Objective(settings, CorrectionConfig(constrained=constrained), max_context=CONTEXT)
     text = (1, 2, 0)
     with torch.no_grad():
         own, log_z = logprobs(logits, text), left(logits, text)

@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_rl.core.errors import ConfigError
-from titan_rl.training.algorithm import Algorithm
 from titan_rl.training.data.packing import Family
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.losses import BY_NAME, ClipRange, LossTokens, TokenLoss, find_loss
@@ -138,7 +137,7 @@ def check(rows: list[Row], training: TrainingConfig, correction: CorrectionConfi
     logprobs = torch.tensor([row["policy"] for row in rows], dtype=torch.float64, requires_grad=True)
     start = torch.tensor([row["start"] for row in rows], dtype=torch.float64)
     held_to = torch.tensor([row["reference"] for row in rows], dtype=torch.float64)
-    summed, record = Algorithm(training, correction).objective(CONTEXT)(
+    summed, record = Objective(training, correction, max_context=CONTEXT)(
         batch_of(rows, num_sequences=4),
         logprobs,
         torch.zeros(len(rows)),

@@ -30,6 +30,7 @@ COMMANDS = {
     "hosts": "show the hosts of a run, add or drain one",
     "export": "write a run's policy as a Hugging Face folder",
     "settings": "explain the settings",
+    "algorithms": "describe the learning algorithms",
     "doctor": "check what this machine lacks for a run",
     "worker": "let runs use this machine",
     "completion": "complete commands and settings in a shell",

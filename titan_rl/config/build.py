@@ -1,4 +1,4 @@
-"""Builders of the objects that a config describes: renderer, rollouters, group filters and the algorithm."""
+"""Builders of the objects that a config describes: renderer, rollouters, group filters and training samples."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.task import FilteringTask, RunContext, calling, drop_reason, opened, wrong_result
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.scheduling.filters import GroupFilter, find_filter, first_reason, too_few_siblings, too_long
-from titan_rl.training.algorithm import Algorithm
+from titan_rl.training.data.sample_maker import SampleMaker
 from titan_rl.training.settings import ModelConfig
 
 
@@ -118,17 +118,11 @@ async def open_rollouters(
         yield {source.name: make_rollouter(config, source, renderer) for source in config.sources}
 
 
-def make_algorithm(config: RunConfig, filters: Sequence[GroupFilter] | None = None) -> Algorithm:
-    """The learning algorithm of a run.
-
-    Args:
-        filters: Replace those that settings name.
-    """
-    return Algorithm(
-        config.training,
-        config.correction,
-        advantages={source.name: find_advantage(config.advantage_of(source)) for source in config.tasks},
-        filters=make_filters(config, filters),
+def make_sample_maker(config: RunConfig) -> SampleMaker:
+    """Construct the maker of a run's training samples."""
+    return SampleMaker(
+        {source.name: find_advantage(config.advantage_of(source)) for source in config.tasks},
+        constrained=config.correction.constrained,
         max_token_age=config.scheduling.max_token_age,
     )
 

@@ -6,7 +6,6 @@ All checks that need no process are made here.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -38,7 +37,7 @@ from titan_rl.config.task_tables import (
     with_settings,
 )
 from titan_rl.config.tasks import TaskSource
-from titan_rl.core.calls.imports import find_attribute
+from titan_rl.core.calls.imports import name_of
 from titan_rl.core.errors import ConfigError
 from titan_rl.core.settings import Section
 from titan_rl.rollout.task import Task
@@ -117,8 +116,8 @@ def dump_config(config: RunConfig, *, with_defaults: bool = True) -> str:
     Args:
         with_defaults: Include settings that have their defaults.
     """
-    mode = config.scheduling.describe_mode()
-    figures = "".join(f"# {line}\n" for line in [*describe_concurrency(config), *([] if mode is None else [mode])])
+    presets = [text for text in (config.scheduling.describe_mode(), config.training.describe_algorithm()) if text]
+    figures = "".join(f"# {line}\n" for line in [*describe_concurrency(config), *presets])
     tables = config.model_dump(mode="json", exclude_none=True, exclude_defaults=not with_defaults, exclude={"tasks"})
     if suites := [suite_table(suite) for suite in config.validation.suites]:
         tables.setdefault("validation", {})["suites"] = suites
@@ -201,19 +200,18 @@ def name_function(setting: str, function: Callable[..., Any]) -> str:
     Raises:
         ConfigError: the function cannot be imported by this name.
     """
-    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
-    there = sys.modules.get(str(module))
-    if name is None or there is None or find_attribute(there, name) is not function:
+    name = name_of(function)
+    if name is None:
         raise ConfigError(
             f"{setting} = {function!r} has no name by which it can be imported; write it as a function of a module, or "
             'give "module:name" of an object in one'
         )
-    if module == "__main__" and setting in IN_OTHER_PROCESSES:
+    if name.startswith("__main__:") and setting in IN_OTHER_PROCESSES:
         raise ConfigError(
             f"{setting} = {function!r} is of the program or notebook itself, and is called in another process, which "
             "cannot import that; move it to a module beside it"
         )
-    return f"{module}:{name}"
+    return name
 
 
 def _sources(task: TaskLike) -> tuple[TaskSource, ...]:

@@ -78,6 +78,7 @@ class FunctionName:
         arguments: Positional arguments of the function. `load_config` refuses a function that does not take them, or is
             async. Empty if they are not known.
         may_be_class: A class is accepted, too, because the function constructs an object.
+        kind: Class of the named object, if it is not a function.
 
     Example: `loss: Annotated[str, FunctionName(("grpo", "gspo"), ("tokens", "clip"), may_be_class=False)] = "grpo"`
     """
@@ -85,6 +86,7 @@ class FunctionName:
     names: tuple[str, ...]
     arguments: tuple[str, ...] = ()
     may_be_class: bool = True
+    kind: type | None = None
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._check, handler(source))

@@ -30,7 +30,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from titan_rl.cluster.hosts.lifecycle import HostHistory
-from titan_rl.config.build import make_algorithm
+from titan_rl.config.build import make_filters, make_sample_maker
 from titan_rl.config.changes import settings_of
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import CheckpointError
@@ -114,8 +114,8 @@ class Controller(TrainingLoop):
             transcripts=self._transcripts,
         )
         self._records = GroupRecords(self._mix, journal, self._transcripts, progress)
-        self._algorithm = make_algorithm(config, filters)
-        self._scheduler = self._groups.make_scheduler(self._algorithm.filters, self._records, self.version)
+        self._sample_maker = make_sample_maker(config)
+        self._scheduler = self._groups.make_scheduler(make_filters(config, filters), self._records, self.version)
         self._sync = WeightSync(
             trainer, published, router, "drain" if config.generation.pull_mode == "drain" else "hot_swap"
         )
@@ -211,7 +211,7 @@ class Controller(TrainingLoop):
     async def _train_on(self, batch: GroupBatch) -> int:
         """Run TRAIN and return the new version. The batch counts as trained only once the trainer reports it."""
         self._stages.enter(Stage.SAMPLES, self.version + 1)
-        samples = await self._algorithm.samples(batch.groups, batch.version)
+        samples = self._sample_maker.samples(batch.groups, batch.version)
         self._stages.enter(Stage.TRAIN, self.version + 1)
         result = await self._trainer.step(samples)
         batch.trained(result.version)

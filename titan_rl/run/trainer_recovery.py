@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from titan_rl.cluster.processes.roles import RespawnLimit, Respawns, Role
-from titan_rl.config.build import make_algorithm
+from titan_rl.config.build import make_sample_maker
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import ActorDiedError, DamagedCheckpointError, StateDictError, TrainingError
 from titan_rl.core.tracing.spans import span
@@ -69,7 +69,7 @@ class JournaledSteps:
     """
 
     def __init__(self, config: RunConfig, journal: RunJournal, folder: Path) -> None:
-        self._algorithm = make_algorithm(config)
+        self._sample_maker = make_sample_maker(config)
         self._journal = journal
         self._folder = folder
 
@@ -77,7 +77,7 @@ class JournaledSteps:
         start = RunState.read(checkpoint or self._folder).position
         batches = await self._journal.trained_since(start, version)
         for before, groups in enumerate(batches, start.version):
-            yield await self._algorithm.samples(groups, before)
+            yield self._sample_maker.samples(groups, before)
 
 
 NAMED_GROUPS = 4

@@ -12,8 +12,8 @@ import torch
 
 from titan_rl.training.choices import Average
 from titan_rl.training.corrections import correct, interpolated_logprobs
+from titan_rl.training.kl import ESTIMATES
 from titan_rl.training.losses import MAX_LOG_RATIO, ClipRange, LossTokens, find_loss, sum_by_sequence
-from titan_rl.training.losses.policy_losses import ESTIMATES
 from titan_rl.training.parallel import World
 from titan_rl.training.settings import CorrectionConfig, TrainingConfig
 from titan_rl.training.tensor_batch import TensorBatch

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import (
     Field,
+    ModelWrapValidatorHandler,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -13,9 +15,12 @@ from pydantic import (
     model_validator,
 )
 
+from titan_rl.core.errors import ConfigError
 from titan_rl.core.settings import FunctionName, PathText, Section, TakesEffect
 from titan_rl.rollout.renderer.registry import BY_NAME as RENDERERS
 from titan_rl.rollout.rewards.advantages import BY_NAME as ADVANTAGES
+from titan_rl.training.algorithms import BY_NAME as ALGORITHMS
+from titan_rl.training.algorithms import Algorithm, find_algorithm
 from titan_rl.training.choices import (
     ActivationCheckpointing,
     Attention,
@@ -63,6 +68,9 @@ class ModelConfig(Section):
 class TrainingConfig(Section):
     """The optimizer and the loss."""
 
+    algorithm: Annotated[str, FunctionName(tuple(ALGORITHMS), kind=Algorithm)] = "grpo"
+    """Preset of loss, average, clip, advantage and the KL term, each of which may still be given. `titan-rl algorithms`
+    prints each with its formula, terms and source; one of yours is "module:value"."""
     steps: PositiveInt = 100
     """Optimizer steps of the run."""
     lr: PositiveFloat = 3e-4
@@ -137,6 +145,38 @@ class TrainingConfig(Section):
     """Steps that may be skipped before the run ends, because their loss or gradient is not finite or no token of them
     can be trained on; counted since the run was started or resumed."""
 
+    @model_validator(mode="wrap")
+    @classmethod
+    def _with_preset(cls, data: Any, check: ModelWrapValidatorHandler[Self]) -> Self:
+        """Fill in the settings of the algorithm. `model_fields_set` has only the given ones."""
+        if not isinstance(data, Mapping):
+            return check(data)
+        given = dict(cast("Mapping[str, Any]", data))
+        preset = _preset(given)
+        made = check({**preset, **given})
+        made.__pydantic_fields_set__.difference_update(preset.keys() - given.keys())
+        telling = [name for name, value in preset.items() if value != cls.model_fields[name].default]
+        if telling and all(getattr(made, name) != preset[name] for name in telling):
+            others = " and ".join(f"{name} = {_told(getattr(made, name))}" for name in telling)
+            raise ValueError(
+                f'algorithm = "{made.algorithm}" has no effect where {others}; leave algorithm out, or the others'
+            )
+        return made
+
+    def describe_algorithm(self) -> str | None:
+        """Describe the settings that the algorithm sets and those that were given; None for the default algorithm.
+
+        Example: `training.algorithm = "gspo" sets loss = "gspo" and average = "sequence"; given: clip = (0.1, 0.1)`
+        """
+        if self.algorithm == "grpo":
+            return None
+        preset = _preset({"algorithm": self.algorithm, **{name: getattr(self, name) for name in self.model_fields_set}})
+        told = {name: f"{name} = {_told(getattr(self, name))}" for name in preset}
+        sets = [told[name] for name in told if name not in self.model_fields_set]
+        given = [told[name] for name in told if name in self.model_fields_set]
+        text = f'training.algorithm = "{self.algorithm}" sets {" and ".join(sets) or "nothing that is not given"}'
+        return f"{text}; given: {', '.join(given)}" if given else text
+
     @property
     def ranks_a_row(self) -> int:
         """Number of trainer processes with the same rows."""
@@ -201,6 +241,32 @@ class TrainingConfig(Section):
                 "matrices are split; set compile = false, or use data_parallel"
             )
         return self
+
+
+def _preset(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that the algorithm of a table sets. Those of a loss or a KL term are left out beside another one.
+
+    Raises:
+        ValueError: the algorithm cannot be imported, or one of its functions cannot.
+    """
+    name = given.get("algorithm", "grpo")
+    if not isinstance(name, str) or not (name in ALGORITHMS or all(name.partition(":"))):
+        return {}  # the field itself is refused
+    try:
+        preset = find_algorithm(name).settings()
+    except ConfigError as error:
+        raise ValueError(str(error).removeprefix("training.")) from error
+    if given.get("loss", preset["loss"]) != preset["loss"]:
+        preset.pop("clip", None)
+    if given.get("kl_coef", 1.0) == 0:
+        preset.pop("kl", None)
+    return preset
+
+
+def _told(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(str, cast('tuple[object, ...]', value)))}]"
+    return f'"{value}"' if isinstance(value, str) else str(value)
 
 
 class CorrectionConfig(Section):

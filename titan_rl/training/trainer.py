@@ -16,12 +16,11 @@ import torch
 from titan_rl.core.errors import CheckpointError, ConfigError, TrainingError, UntrainableError
 from titan_rl.core.tracing.spans import IDLE, span
 from titan_rl.rollout.renderer.registry import fit_template
-from titan_rl.training.algorithm import Algorithm
 from titan_rl.training.data.packing import StepPlan, plan_step
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.export import export_hf
 from titan_rl.training.gradient_pass import GradientPass, MinibatchGradient
-from titan_rl.training.objective import TokenStats, token_metrics
+from titan_rl.training.objective import Objective, TokenStats, token_metrics
 from titan_rl.training.optimizer.optimizers import Optimizers
 from titan_rl.training.optimizer.registry import OptimizerSpec
 from titan_rl.training.parallel import World
@@ -103,11 +102,10 @@ class TrainerCore:
         )
         self._policy = _make_policy(model_config, training, self._world)
         self._model = self._policy.model
-        algorithm = Algorithm(training, correction)
         self._gradient_pass = GradientPass(
             self._policy,
-            _make_policy(model_config, training, self._world, is_trained=False) if algorithm.uses_reference else None,
-            algorithm.objective(model_config.max_context),
+            _make_policy(model_config, training, self._world, is_trained=False) if training.kl_coef else None,
+            Objective(training, correction or CorrectionConfig(), max_context=model_config.max_context),
             self._world,
             max_grad_norm=training.max_grad_norm,
             row_tokens=training.row_tokens,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -62,19 +62,41 @@ def find_function(setting: str, name: str, known: Mapping[str, T]) -> T:
     Raises:
         ConfigError: there is no such function.
     """
+    return _find(setting, name, known, "function", callable)
+
+
+def find_named(setting: str, name: str, known: Mapping[str, T], kind: type[T]) -> T:
+    """The object of `known` with this name, or the one of a class that "module:name" names; see `find_function`.
+
+    Raises:
+        ConfigError: there is no such object.
+    """
+    return _find(setting, name, known, kind.__name__, lambda value: isinstance(value, kind))
+
+
+def _find(setting: str, name: str, known: Mapping[str, T], noun: str, fits: Callable[[Any], bool]) -> T:
     if name in known:
         return known[name]
     module_name, _, attribute = name.partition(":")
     if not attribute:
-        raise ConfigError(f'{setting} = {name!r} is none of {", ".join(known)}, nor "module:function"')
+        raise ConfigError(f'{setting} = {name!r} is none of {", ".join(known)}, nor "module:{noun.lower()}"')
     try:
         found = find_attribute(import_module(module_name), attribute)
     except ConfigError as error:
         raise ConfigError(f"{setting} = {name!r}: {error}") from error.__cause__
-    if not callable(found):
-        there = ", ".join(_functions(import_module(module_name))) or "none"
-        raise ConfigError(f"{setting} = {name!r}: {module_name} has no function {attribute}; it has: {there}")
-    return found  # pyright: ignore[reportReturnType]
+    if not fits(found):
+        there = ", ".join(_names(import_module(module_name), fits)) or "none"
+        raise ConfigError(f"{setting} = {name!r}: {module_name} has no {noun} {attribute}; it has: {there}")
+    return found
+
+
+def name_of(function: object) -> str | None:
+    """The name "module:function" of a function; None if it cannot be imported by this name."""
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    there = sys.modules.get(str(module))
+    if name is None or there is None or find_attribute(there, name) is not function:
+        return None
+    return f"{module}:{name}"
 
 
 def require(module: str, extra: str) -> ModuleType:
@@ -103,10 +125,12 @@ def _searched() -> list[str]:
     return [folder for folder in folders if not folder.startswith(installed)]
 
 
-def _functions(module: ModuleType) -> list[str]:
-    """Names of the public functions that the module defines."""
+def _names(module: ModuleType, fits: Callable[[Any], bool]) -> list[str]:
+    """Public names of a module for functions that it defines, or for other objects that fit."""
     return [
         name
         for name, value in vars(module).items()
-        if not name.startswith("_") and callable(value) and getattr(value, "__module__", None) == module.__name__
+        if not name.startswith("_")
+        and fits(value)
+        and (not hasattr(value, "__qualname__") or value.__module__ == module.__name__)
     ]

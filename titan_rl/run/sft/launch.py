@@ -212,6 +212,7 @@ def supervised(config: RunConfig, model: ModelConfig, steps: int) -> RunConfig:
         config.training.model_dump()
         | {
             "steps": steps,
+            "algorithm": "sft",
             "loss": "nll",
             "average": "token",
             "kl_coef": 0.0,

@@ -1,6 +1,6 @@
 """Interface of policy losses, and the losses that `training.loss` names: the library's, or yours as "module:function".
 
-`titan_rl.training.losses.policy_losses` has the library's. Importing this module imports neither them nor torch.
+The library's are in the files of `titan_rl.training.algorithms`. Importing this module imports neither them nor torch.
 """
 
 from __future__ import annotations
@@ -72,9 +72,28 @@ def mean_by_sequence(values_N: torch.Tensor, sequences_N: torch.Tensor, num_sequ
     return (sums_S / counts_S.clamp(min=1))[sequences_N]
 
 
+def clipped_surrogate(ratios_N: torch.Tensor, tokens: LossTokens, clip: ClipRange) -> TokenLoss:
+    """`-min(ratio * A, clip(ratio) * A)`, the clipped objective of PPO (arXiv:1707.06347, eq. 7).
+
+    Args:
+        ratios_N: with gradient.
+    """
+    free_N = ratios_N * tokens.advantages_N
+    bounded_N = clip.clamp(ratios_N) * tokens.advantages_N
+    return TokenLoss(-free_N.minimum(bounded_N), (bounded_N < free_N).detach())
+
+
+def without_bounds(loss_N: torch.Tensor) -> TokenLoss:
+    """The loss of tokens whose ratio is not bounded."""
+    return TokenLoss(loss_N, loss_N.detach().new_zeros(len(loss_N)).bool())
+
+
 BY_NAME = {
-    name: f"titan_rl.training.losses.policy_losses:{name}_loss"
-    for name in ("grpo", "gspo", "cispo", "reinforce", "nll")
+    "grpo": "titan_rl.training.algorithms.grpo:grpo_loss",
+    "gspo": "titan_rl.training.algorithms.gspo:gspo_loss",
+    "cispo": "titan_rl.training.algorithms.cispo:cispo_loss",
+    "reinforce": "titan_rl.training.algorithms.reinforce:reinforce_loss",
+    "nll": "titan_rl.training.algorithms.sft:nll_loss",
 }
 """Losses of the library, by their names in `training.loss`."""
 

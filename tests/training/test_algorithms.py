@@ -1,0 +1,158 @@
+"""Algorithms: presets of settings that a run names, each of which may be given for itself."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+from user_project import project
+
+from titan_rl.cli.main import main
+from titan_rl.config.load import dump_config, load_config
+from titan_rl.core.errors import ConfigError
+from titan_rl.rollout.rewards.advantages import find_advantage
+from titan_rl.training.algorithms import BY_NAME, find_algorithm
+from titan_rl.training.losses import find_loss
+from titan_rl.training.settings import TrainingConfig
+
+__all__ = ["project"]
+
+OWN = """
+from titan_rl.training.algorithms import Algorithm
+from titan_rl.training.losses import without_bounds
+
+def squared(rewards):
+    return [reward * reward for reward in rewards]
+
+def plain(tokens, clip):
+    return without_bounds(-tokens.advantages_N * tokens.logprobs_N)
+
+mine = Algorithm(about="Mine.", source="here", advantage=squared, advantage_formula="r_i^2", loss=plain,
+                 loss_formula="-A * log pi_theta", average="constant", kl_coef=0.5, kl="k2")
+local = Algorithm(about="Mine.", source="here", loss=lambda tokens, clip: plain(tokens, clip), loss_formula="?")
+"""
+
+
+@pytest.fixture
+def own(project: Path) -> Path:
+    (project / "own_algorithms.py").write_text(OWN)
+    sys.modules.pop("own_algorithms", None)
+    return project
+
+
+def test_the_default_algorithm_sets_what_the_defaults_of_the_settings_are():
+    fields = TrainingConfig.model_fields
+    preset = BY_NAME["grpo"].settings()
+
+    assert preset == {name: fields[name].default for name in preset}
+    assert TrainingConfig().model_fields_set == set()
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_every_algorithm_sets_functions_that_exist_and_describes_each_term(name: str):
+    algorithm = BY_NAME[name]
+    training = TrainingConfig(algorithm=name)
+
+    assert find_loss(training.loss) is algorithm.loss
+    assert find_advantage(training.advantage) is algorithm.advantage
+    assert {key: getattr(training, key) for key in algorithm.settings()} == algorithm.settings()
+    assert [term.name for term in algorithm.terms()] == ["policy"]
+    assert all((algorithm.about, algorithm.source, algorithm.advantage_formula))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"algorithm": "gspo"}, ("gspo", "sequence", (3e-4, 4e-4), "standardized")),
+        ({"algorithm": "gspo", "clip": (0.1, 0.2)}, ("gspo", "sequence", (0.1, 0.2), "standardized")),
+        ({"algorithm": "gspo", "loss": "grpo"}, ("grpo", "sequence", (0.2, 0.28), "standardized")),
+        ({"algorithm": "dr_grpo"}, ("grpo", "constant", (0.2, 0.2), "group_mean")),
+        ({"algorithm": "rloo"}, ("reinforce", "constant", (0.2, 0.28), "leave_one_out")),
+        ({"algorithm": "rloo", "average": "token"}, ("reinforce", "token", (0.2, 0.28), "leave_one_out")),
+        ({"loss": "cispo"}, ("cispo", "token", (0.2, 0.28), "standardized")),
+    ],
+)
+def test_an_algorithm_sets_what_is_not_given(given: Mapping[str, object], expected: tuple[object, ...]):
+    training = TrainingConfig.model_validate(given)
+
+    assert (training.loss, training.average, training.clip, training.advantage) == expected
+    assert training.model_fields_set == set(given)
+    assert TrainingConfig.model_validate(training.model_dump()) == training
+
+
+def test_an_algorithm_whose_settings_are_all_given_otherwise_is_an_error():
+    with pytest.raises(ValidationError, match=r'algorithm = "gspo" has no effect where loss = "grpo" and average = '):
+        TrainingConfig(algorithm="gspo", loss="grpo", average="token", clip=(0.2, 0.28))
+
+
+def test_a_dumped_config_says_what_the_algorithm_sets_and_loads_as_it_was(project: Path):
+    config = load_config("config.toml", [("training.algorithm", "dr_grpo"), ("training.average", "token")])
+    dumped = dump_config(config)
+
+    assert '# training.algorithm = "dr_grpo" sets loss = "grpo"' in dumped
+    assert '; given: average = "token"' in dumped
+    Path("again.toml").write_text(dumped)
+    assert load_config("again.toml") == config
+
+
+def test_an_algorithm_of_the_users_is_one_value_of_a_module(own: Path, capsys: pytest.CaptureFixture[str]):
+    config = load_config("config.toml", [("training.algorithm", "own_algorithms:mine")])
+    training = config.training
+
+    assert (training.loss, training.advantage) == ("own_algorithms:plain", "own_algorithms:squared")
+    assert (training.average, training.kl_coef, training.kl) == ("constant", 0.5, "k2")
+    assert str(own) in config.pythonpath
+    assert main(["algorithms", "own_algorithms:mine"]) == 0
+    said = capsys.readouterr().out
+    assert "A_i = r_i^2" in said
+    assert "KL to the reference model: 0.5 * d^2 / 2" in said
+    assert "divided by the sequences of the batch times model.max_context" in said
+    assert "the initial model as reference" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("grop", "training.algorithm = 'grop' must be one of grpo, dr_grpo, gspo"),
+        ("own_algorithms:theirs", "own_algorithms has no Algorithm theirs; it has: mine, local"),
+        ("own_algorithms:plain", "own_algorithms has no Algorithm plain; it has: mine, local"),
+        ("own_algorithms:local", "the algorithm's loss is <function <lambda> at"),
+        ("no_such_module:mine", "there is no module no_such_module"),
+    ],
+)
+def test_an_algorithm_that_cannot_be_had_is_an_error_with_the_reason(own: Path, name: str, reason: str):
+    with pytest.raises(ConfigError) as caught:
+        load_config("config.toml", [("training.algorithm", name)])
+    assert reason in str(caught.value)
+    assert "algorithm" in str(caught.value)
+
+
+def test_the_command_prints_each_algorithm_with_formula_terms_and_source(capsys: pytest.CaptureFixture[str]):
+    assert main(["algorithms"]) == 0
+    said = capsys.readouterr().out
+
+    for name, algorithm in BY_NAME.items():
+        assert f"{name}: {algorithm.about}" in said
+    for word in ("advantage", "term", "divided by the", "source", "settings"):
+        assert said.count(f"{word}") >= len(BY_NAME)
+    assert main(["algorithms", "gspo"]) == 0
+    assert capsys.readouterr().out.startswith("gspo: ")
+
+
+def test_an_unknown_algorithm_is_named_by_the_command(capsys: pytest.CaptureFixture[str]):
+    assert main(["algorithms", "gsop"]) == 2
+    assert "none of grpo, dr_grpo" in capsys.readouterr().err
+    with pytest.raises(ConfigError):
+        find_algorithm("gsop")
+
+
+def test_an_advantage_that_is_not_of_a_module_is_refused(monkeypatch: pytest.MonkeyPatch):
+    module = types.ModuleType("algorithms_on_trial")
+    exec(OWN.replace("advantage=squared", "advantage=lambda rewards: rewards"), module.__dict__)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with pytest.raises(ValidationError, match="advantage is <function <lambda>"):
+        TrainingConfig(algorithm="algorithms_on_trial:mine")

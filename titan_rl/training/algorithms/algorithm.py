@@ -1,0 +1,125 @@
+"""`Algorithm`: a learning algorithm as one value, and its description.
+
+An algorithm says how rewards become advantages, which terms the loss has, and which other models it needs:
+
+    A_i  = advantage(rewards of the siblings)[i]
+    loss = sum_t loss(t) / D  +  kl_coef * sum_t kl(t) / D
+
+The denominator D is counted over the whole batch. `average` names it:
+
+    "token"       number of tokens
+    "sequence"    number of sequences, after the mean over the tokens of each
+    "constant"    number of sequences times model.max_context, after the sum over the tokens of each
+
+Tokens that a correction masks stay in D, so that a mask does not raise the weight of the others.
+
+An algorithm is a preset of settings: `training.algorithm` names it, and each of its settings may be given beside it.
+Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from titan_rl.core.calls.imports import name_of
+from titan_rl.core.errors import ConfigError
+from titan_rl.rollout.rewards.advantages import BY_NAME as ADVANTAGES
+from titan_rl.rollout.rewards.advantages import AdvantageFn, standardized
+from titan_rl.training.choices import Average, KLEstimate
+from titan_rl.training.losses import BY_NAME as LOSSES
+from titan_rl.training.losses import LossFn
+
+DENOMINATORS: Mapping[Average, str] = {
+    "token": "tokens of the batch",
+    "sequence": "sequences of the batch, after the mean over the tokens of each",
+    "constant": "sequences of the batch times model.max_context, after the sum over the tokens of each",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """Term of a loss: its weight and formula, and the denominator of its sum over tokens."""
+
+    name: str
+    weight: float
+    formula: str
+    denominator: str
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """A learning algorithm.
+
+    Example: `algorithms/grpo.py`, and one of your own in docs/how_to/algorithm.md.
+
+    Args:
+        about: One sentence for people who choose between algorithms.
+        source: Paper and equations.
+        advantage: Function from the rewards of siblings to their advantages; those of a module.
+        advantage_formula: The same in ASCII.
+        loss: Function from the tokens of a micro-batch to the loss of each; of a module.
+        loss_formula: The same in ASCII, of one token. r is pi_theta / pi_prox, and sg[] stops the gradient.
+        average: Denominator of the loss; see the module.
+        clip: Bounds of the ratio, [1 - low, 1 + high]; None if the loss has none.
+        kl_coef: Weight of the KL divergence to the reference model, the policy as the run began; 0 needs no such model.
+        kl: Estimate of that divergence.
+        needs: Requirements besides the reference model, such as group sizes.
+    """
+
+    about: str
+    source: str
+    loss: LossFn
+    loss_formula: str
+    advantage: AdvantageFn = standardized
+    advantage_formula: str = "(r_i - mean(r)) / (std(r) + 1e-6), over the siblings of a group"
+    average: Average = "token"
+    clip: tuple[float, float] | None = None
+    kl_coef: float = 0.0
+    kl: KLEstimate = "k3"
+    needs: str = ""
+
+    def settings(self) -> dict[str, Any]:
+        """The settings of `[training]` that the algorithm stands for.
+
+        Raises:
+            ConfigError: a function is not one of a module, so that other processes could not import it.
+        """
+        made: dict[str, Any] = {
+            "loss": _named("loss", self.loss, LOSSES),
+            "average": self.average,
+            "advantage": next((name for name, fn in ADVANTAGES.items() if fn is self.advantage), None)
+            or _named("advantage", self.advantage, {}),
+            "kl_coef": self.kl_coef,
+        }
+        if self.clip is not None:
+            made["clip"] = self.clip
+        if self.kl_coef:
+            made["kl"] = self.kl
+        return made
+
+    def terms(self) -> Iterator[Term]:
+        """The terms of the loss."""
+        yield Term("policy", 1.0, self.loss_formula, DENOMINATORS[self.average])
+        if self.kl_coef:
+            formula = {"k2": "d^2 / 2", "k3": "exp(d) - d - 1"}[self.kl] + ", d = log pi_ref - log pi_theta"
+            yield Term("KL to the reference model", self.kl_coef, formula, DENOMINATORS[self.average])
+
+    def requirements(self) -> Iterator[str]:
+        """Models and data that the algorithm needs."""
+        if self.kl_coef:
+            yield "the initial model as reference, in memory beside the policy"
+        if self.needs:
+            yield self.needs
+
+
+def _named(setting: str, function: Any, known: Mapping[str, str]) -> str:
+    """Name of a function as settings give it: the library's own, or "module:function"."""
+    name = name_of(function)
+    if name is None:
+        raise ConfigError(
+            f"the algorithm's {setting} is {function!r}, which other processes cannot import; write it as a function "
+            "of a module"
+        )
+    return next((short for short, path in known.items() if path == name), name)
