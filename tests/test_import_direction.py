@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "serving": "core generation rollout types",
     "tasks": "core generation rollout serving types",
     "scheduling": "core rollout types",
-    "training": "core rollout scheduling types weights",
+    "training": "core rollout types weights",
     "config": "core generation metrics rollout scheduling training weights",
     "testing": "core generation rollout scheduling types weights",
     "viewer": "config core metrics scheduling",
