@@ -250,15 +250,21 @@ def settings(section: Any) -> Iterator[Any]:
             yield field
 
 
-def test_help_lists_every_setting_with_its_default(capsys):
+def test_help_names_the_options_of_the_command_and_where_the_settings_are_explained(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["train", "--help"])
 
     assert stopped.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "--training.betas" in text
-    assert "(default: [0.9, 0.95])" in text
-    assert "Requests and limits of the controller. (default: {})" in text
+    assert "--resume RUN" in text
+    assert "`titan-rl settings` explains all of them" in text
+
+
+def test_settings_are_explained_with_their_defaults(capsys):
+    assert main(["settings"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "training.betas: list of number = [0.9, 0.95]" in text
+    assert "Requests and limits of the controller." in text
     assert "Steps between checkpoints; 0 saves by time only, and at the end." in text
     tables = [field.annotation for field in RunConfig.model_fields.values()]
     undocumented = [

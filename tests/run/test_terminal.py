@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.text import Text
 
 from titan_rl.cluster.hosts.lifecycle import HostStatus
-from titan_rl.core.console import ConsoleLines
-from titan_rl.run.observability.progress import Operations, Progress, StepReport, Verbosity
+from titan_rl.core.console import ConsoleLines, Verbosity
+from titan_rl.run.observability.progress import Operations, Progress, StepReport
 from titan_rl.run.observability.summary import RunSummary, show_summary
 from titan_rl.run.terminal.view import SLOT_STYLES, LiveLines, ReplicaLook, RunLook, View, flow, layout
 from titan_rl.testing.clock import ManualClock
@@ -283,7 +283,7 @@ def test_the_display_shows_work_after_two_seconds_and_then_nothing_of_it(termina
     clock = ManualClock()
     with Progress(10, terminal, clock=clock) as progress:
         with progress.working("starting 2 generators"):
-            clock.seconds = 1.9
+            clock.seconds = 0.2
             progress.message("early")
             assert "starting 2 generators" not in terminal.getvalue()
             clock.seconds = 12.0

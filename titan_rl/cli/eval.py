@@ -8,10 +8,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_rl.cli.options import Parser, add_verbosity, file_path, tell_imports, verbosity_of
+from titan_rl.cli.options import Parser, add_verbosity, file_path, verbosity_of
+from titan_rl.cli.runs import tell_imports
 from titan_rl.config.evaluation import EvalConfig, make_eval_config
 from titan_rl.config.load import load_config
-from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import ConfigError
 from titan_rl.evaluation.results import Evaluation, evaluation_folders, read_evaluation
 from titan_rl.evaluation.table import as_json, table
@@ -51,7 +51,7 @@ def set_up(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     add_verbosity(parser)
     parser.add_options(EvalConfig)
-    parser.add_settings(RunConfig)
+    parser.add_settings("titan_rl.config.run:RunConfig")
     parser.set_defaults(run=run)
 
 

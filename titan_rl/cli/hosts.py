@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from titan_rl.cli.options import Parser, file_path, find_run
+from titan_rl.cli.options import Parser, file_path
+from titan_rl.cli.runs import find_run
 from titan_rl.cluster.hosts.requests import HostFiles, describe
 from titan_rl.run.terminal.standard_streams import say, tell
 

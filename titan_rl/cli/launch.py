@@ -10,7 +10,6 @@ from titan_rl.cluster.providers.registry import find_provider
 from titan_rl.cluster.providers.spec import Submission
 from titan_rl.config.experimental import experimental_warning
 from titan_rl.config.load import dump_config, load_config
-from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import ConfigError
 from titan_rl.run.directory import run_name
 from titan_rl.run.terminal.standard_streams import say, tell
@@ -24,7 +23,7 @@ def set_up(parser: Parser) -> None:
     )
     parser.add_argument("config", type=file_path, metavar="CONFIG.toml", nargs="+", help="the run's settings")
     parser.add_argument("--dry-run", action="store_true", help="print what would be submitted, and stop")
-    parser.add_settings(RunConfig)
+    parser.add_settings("titan_rl.config.run:RunConfig")
     parser.set_defaults(run=run)
 
 

@@ -70,10 +70,13 @@ def _run_command(words: Sequence[str], stopped: list[str]) -> int:
     """
     from titan_rl.core.errors import ConfigError, ModelError, TitanRLError
     from titan_rl.run.terminal.standard_streams import OutputError, replace_closed_streams, tell
+    from titan_rl.run.terminal.waiting import WAITING
 
     replace_closed_streams()
     try:
-        arguments = command_line(words[0] if words and words[0] in COMMANDS else None).parse_args(words)
+        command = words[0] if words else ""
+        with WAITING.shown(f"loading {command}"):
+            arguments = command_line(command).parse_args(words)
         stopped.extend(text for text in [getattr(arguments, "stopped", None)] if text is not None)
         return arguments.run(arguments)
     except OutputError as error:
@@ -94,7 +97,7 @@ def command_line(command: str | None = None) -> Parser:
 
     Args:
         command: the only one of `COMMANDS` that gets its options, because importing all takes a second. By default all
-            get them.
+            get them, and their settings are declared, too.
     """
     from importlib import import_module
 
@@ -107,6 +110,8 @@ def command_line(command: str | None = None) -> Parser:
         added = commands.add_parser(name, help=does)
         if command is None or name == command:
             import_module(f"titan_rl.cli.{name}").set_up(added)
+        if command is None:
+            added.declare_settings()
     return parser
 
 

@@ -1,28 +1,24 @@
-"""Options of commands: settings with the classes that check them, verbosity, and folders of earlier runs."""
+"""Parser of the command line, and the options that several commands share.
+
+Nothing here imports the classes of settings, which takes longer than printing a command's help.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import re
 from collections.abc import Sequence
-from importlib.metadata import version
-from pathlib import Path
-from typing import Any, NoReturn
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from titan_rl.cli import EXIT_USAGE
-from titan_rl.config.changes import check_options, is_resumable
-from titan_rl.config.functions import recorded_modules
-from titan_rl.config.load import load_config, load_sft_config
-from titan_rl.config.reference import SettingEntry, setting_entry, tables_of
-from titan_rl.config.run import RunConfig
-from titan_rl.config.tables import parse_value
-from titan_rl.core.errors import ConfigError
-from titan_rl.core.settings import Section, path_problem
-from titan_rl.run.directory import check_files
-from titan_rl.run.observability.progress import Verbosity
+from titan_rl.core.console import Verbosity
 from titan_rl.run.terminal.standard_streams import say, tell
+
+if TYPE_CHECKING:
+    from titan_rl.config.reference import SettingEntry
+    from titan_rl.core.settings import Section
 
 _NEGATIVE = re.compile(r"-(\.?\d|inf$|nan$)")
 _OPTION = re.compile(r"--[^=]+")
@@ -33,17 +29,32 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs, allow_abbrev=False)
-        self._takes_settings = False
+        self._settings: str | None = None
 
-    def add_settings(self, root: type[Section]) -> None:
-        """Accept every setting of `root`, in a group for each table, and set `overrides`: (name, text) in their order.
+    def add_settings(self, root: str) -> None:
+        """Accept every setting as an option, and set `overrides`: (name, text) in their order.
 
-        An unknown option is accepted as a setting, too: tasks have settings of their own, and the check of the whole
-        config gives the best error for a wrong one.
+        The options are not declared: tasks have settings of their own, and the check of the whole config gives the
+        best error for a wrong one.
+
+        Args:
+            root: Class of the settings, "module:Class".
         """
-        self._takes_settings = True
+        self._settings = root
         self.set_defaults(overrides=())
-        for table in tables_of(root):
+        self.epilog = (
+            "Every setting is an option, too: --table.setting value. `titan-rl settings` explains all of them with "
+            "their defaults, and `titan-rl settings training` those of one table."
+        )
+
+    def declare_settings(self) -> None:
+        """Declare the options of `add_settings`, for what lists them."""
+        from titan_rl.config.reference import SettingEntry, tables_of
+
+        if self._settings is None:
+            return
+        module, _, root = self._settings.partition(":")
+        for table in tables_of(getattr(import_module(module), root)):
             if table.title == "[[tasks]]":
                 task = self.add_argument_group("[task]", "The task to learn. Its class has more settings.")
                 _add_option(
@@ -56,6 +67,8 @@ class Parser(argparse.ArgumentParser):
     def add_options(self, section: type[Section], leave_out: Sequence[str] = ()) -> None:
         """Accept the fields of `section` as options, `max_tokens` as --max-tokens, and set `options`: the given values
         by field name."""
+        from titan_rl.config.reference import setting_entry
+
         self.set_defaults(options={})
         group = self.add_argument_group("options of this command")
         for name, field in section.model_fields.items():
@@ -66,7 +79,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]  of several signatures
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> Any:
-        if self._takes_settings and args is not None:
+        if self._settings is not None and args is not None:
             args = _with_negative_values(args)
             names = {argument.partition("=")[0] for argument in args if argument.startswith("--")}
             for name in names - {"--"}:
@@ -103,6 +116,8 @@ def file_path(text: str) -> str:
     Raises:
         argparse.ArgumentTypeError: no file can have that name.
     """
+    from titan_rl.core.settings import path_problem
+
     problem = None if "://" in text else path_problem(text)
     if problem is not None:
         raise argparse.ArgumentTypeError(f"{text if len(text) <= 60 else f'{text[:60]}...'} {problem}")
@@ -125,6 +140,8 @@ class Version(argparse.Action):
     """Prints the version, which requires that titan-rl is installed."""
 
     def __call__(self, parser: argparse.ArgumentParser, *args: object) -> None:
+        from importlib.metadata import version
+
         say(f"titan-rl {version('titan-rl')}\n")
         parser.exit()
 
@@ -155,6 +172,8 @@ class _Option(argparse.Action):
     def __call__(
         self, parser: object, namespace: argparse.Namespace, values: object, option_string: str | None = None
     ) -> None:
+        from titan_rl.config.tables import parse_value
+
         namespace.options = {**namespace.options, self.dest: parse_value(str(values))}
 
 
@@ -168,68 +187,3 @@ def verbosity_of(arguments: argparse.Namespace) -> Verbosity:
     if arguments.quiet:
         return Verbosity.QUIET
     return Verbosity.VERBOSE if arguments.verbose else Verbosity.NORMAL
-
-
-CONFIG = "config.toml"
-USUAL = Path("runs/latest")
-
-
-def find_run(name: str, option: str = "--resume") -> Path:
-    """The folder of the run that an option names, as an absolute path.
-
-    Raises:
-        ConfigError: it is not the folder of a run. Names a run nearby, if there is one.
-    """
-    path = Path(name)
-    if _is_run(path):
-        return path.resolve()
-    if os.path.isdir(path):
-        problem, near = f"the folder has no {CONFIG}", _newest_in(path)
-    elif os.path.exists(path):
-        problem, near = "it is a file", path.parent
-    else:
-        problem, near = "there is no such folder", USUAL
-    hint = f", as {near}" if near is not None and _is_run(near) else ""
-    raise ConfigError(f"{option} {name}: no run is there: {problem}; name the folder of a run{hint}")
-
-
-def load_resumed(run: Path, overrides: Sequence[tuple[str, str]], *, is_sft: bool = False) -> RunConfig:
-    """Load the settings of a resumed run.
-
-    Args:
-        run: the folder that `find_run` returned.
-
-    Raises:
-        ConfigError: a setting is wrong, an option changes one that must not change, or the folder contains links.
-    """
-    load = load_sft_config if is_sft else load_config
-    check_files(run)
-    tell_imports(run / CONFIG)
-    config = load(run / CONFIG, overrides)
-    allowed = [(key, value) for key, value in overrides if is_resumable(key)]
-    if len(allowed) < len(overrides):
-        check_options(config, load(run / CONFIG, allowed))
-    return config
-
-
-def tell_imports(config: Path) -> None:
-    """Print which modules the settings of a run import, and from which folders, before they are imported.
-
-    Args:
-        config: a run's `config.toml`, whose author decides which code is imported.
-    """
-    found = recorded_modules(config)
-    if found:
-        what = ", ".join(f"{name} from {folder}" for name, folder in found.items())
-        tell(f"titan-rl: {config} imports {what}")
-
-
-def _is_run(folder: Path) -> bool:
-    return os.path.isfile(folder / CONFIG)
-
-
-def _newest_in(folder: Path) -> Path | None:
-    """The newest run in a folder, by the link `latest` or by the names, which begin with the time."""
-    if _is_run(folder / "latest"):
-        return folder / "latest"
-    return max((config.parent for config in folder.glob(f"*/{CONFIG}")), default=None)

@@ -9,7 +9,6 @@ import sys
 from titan_rl.cli.options import Parser, file_path
 from titan_rl.config.evaluation import EvalConfig, make_eval_config
 from titan_rl.config.load import load_config
-from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import ConfigError
 from titan_rl.evaluation.play.command import Scene, play
 from titan_rl.run.terminal.standard_streams import StderrConsole, say, tell, tell_next
@@ -35,7 +34,7 @@ def set_up(parser: Parser) -> None:
     parser.add_argument("--validation", action="store_true", help="held-out samples instead of those to train on")
     parser.add_argument("--task", metavar="NAME", help="of several tasks; by default the first")
     parser.add_options(EvalConfig, leave_out=("num_prompts", "samples", "tasks", "success", "in_flight"))
-    parser.add_settings(RunConfig)
+    parser.add_settings("titan_rl.config.run:RunConfig")
     parser.set_defaults(run=run)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from titan_rl.cli.options import Parser, add_verbosity, file_path, tell_imports, verbosity_of
-from titan_rl.config.serve import ServeConfig, dump_serve_config, load_serve_config
+from titan_rl.cli.options import Parser, add_verbosity, file_path, verbosity_of
+from titan_rl.cli.runs import tell_imports
+from titan_rl.config.serve import dump_serve_config, load_serve_config
 from titan_rl.core.errors import ConfigError
 from titan_rl.evaluation.policies.source import find_policy
 from titan_rl.run.terminal.standard_streams import say, tell, tell_next
@@ -32,7 +33,7 @@ def set_up(parser: Parser) -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the settings, and stop")
     add_verbosity(parser)
-    parser.add_settings(ServeConfig)
+    parser.add_settings("titan_rl.config.serve:ServeConfig")
     parser.set_defaults(run=run)
 
 

@@ -6,15 +6,14 @@ import argparse
 import shlex
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
-from titan_rl.cli.options import Parser, add_verbosity, file_path, find_run, load_resumed, verbosity_of
-from titan_rl.config.hosts import check_own_machine
-from titan_rl.config.load import dump_config, load_sft_config
-from titan_rl.config.run import RunConfig
+from titan_rl.cli.options import Parser, add_verbosity, file_path, verbosity_of
+from titan_rl.core.console import Verbosity
 from titan_rl.core.errors import ConfigError
-from titan_rl.run.observability.progress import Verbosity
 from titan_rl.run.terminal.standard_streams import say, tell, tell_next
+from titan_rl.run.terminal.waiting import WAITING
 
 
 def set_up(parser: Parser) -> None:
@@ -34,33 +33,39 @@ def set_up(parser: Parser) -> None:
         "all, and stop",
     )
     add_verbosity(parser)
-    parser.add_settings(RunConfig)
+    parser.add_settings("titan_rl.config.run:RunConfig")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     if (arguments.resume is None) == (not arguments.config):
         raise ConfigError("sft needs either CONFIG.toml, or --resume RUN with the folder of an earlier run")
-    resume = None if arguments.resume is None else find_run(arguments.resume)
-    if resume is None:
-        config = load_sft_config(arguments.config, arguments.overrides)
-    else:
-        config = load_resumed(resume, arguments.overrides, is_sft=True)
-    # Not before the settings are known to be right: what starts processes also imports what they need.
-    from titan_rl.run.sft.launch import check, run_sft
+    verbosity = verbosity_of(arguments)
+    with WAITING.shown("checking the settings") if verbosity is not Verbosity.QUIET else nullcontext():
+        from titan_rl.cli.runs import find_run, load_resumed
+        from titan_rl.config.hosts import check_own_machine
+        from titan_rl.config.load import dump_config, load_sft_config
+
+        resume = None if arguments.resume is None else find_run(arguments.resume)
+        if resume is None:
+            config = load_sft_config(arguments.config, arguments.overrides)
+        else:
+            config = load_resumed(resume, arguments.overrides, is_sft=True)
+        # Not before the settings are known to be right: what starts processes also imports what they need.
+        from titan_rl.run.sft.launch import check, run_sft
 
     if arguments.dry_run:
         check_own_machine(config.hosts)
         with tempfile.TemporaryDirectory() as folder:
             ready, told = check(config, Path(folder), resume)
-        say(dump_config(ready, with_defaults=verbosity_of(arguments) is Verbosity.VERBOSE))
+        say(dump_config(ready, with_defaults=verbosity is Verbosity.VERBOSE))
         tell(f"titan-rl: {told}")
         tell("titan-rl: ready: the model can be taught, and none of the settings is wrong")
         settings = [f"--{name}={value}" for name, value in arguments.overrides]
         tell_next("sft", *(["--resume", str(resume)] if resume is not None else arguments.config), *settings)
         return 0
     begun_by = shlex.join(["titan-rl", *sys.argv[1:]])
-    code = run_sft(config, resume, begun_by=begun_by, verbosity=verbosity_of(arguments))
-    if code == 0 and verbosity_of(arguments) is not Verbosity.QUIET:
+    code = run_sft(config, resume, begun_by=begun_by, verbosity=verbosity)
+    if code == 0 and verbosity is not Verbosity.QUIET:
         tell_next("train", *(arguments.config or ["CONFIG.toml"]))
     return code

@@ -5,20 +5,18 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from titan_rl.cli.options import Parser, add_verbosity, file_path, find_run, load_resumed, verbosity_of
-from titan_rl.config.concurrency import throttles
-from titan_rl.config.hosts import check_own_machine
-from titan_rl.config.load import dump_config, load_config
-from titan_rl.config.run import RunConfig
+from titan_rl.cli.options import Parser, add_verbosity, file_path, verbosity_of
+from titan_rl.core.console import Verbosity
 from titan_rl.core.errors import ConfigError, MissingExtraError
-from titan_rl.run.directory import check_run_dir, run_name
-from titan_rl.run.machine.requirements import check_needs, describe_transport, warn_of_experimental
-from titan_rl.run.observability.progress import Verbosity
-from titan_rl.run.observability.summary import show_summary
-from titan_rl.run.rehearsal import describe, problem_of_loss, rehearse
 from titan_rl.run.terminal.standard_streams import StderrConsole, say, tell, tell_next
+from titan_rl.run.terminal.waiting import WAITING
+
+if TYPE_CHECKING:
+    from titan_rl.config.run import RunConfig
 
 
 def set_up(parser: Parser) -> None:
@@ -41,13 +39,48 @@ def set_up(parser: Parser) -> None:
         "all), play a group without a model, report whether the run can start, and stop",
     )
     add_verbosity(parser)
-    parser.add_settings(RunConfig)
+    parser.add_settings("titan_rl.config.run:RunConfig")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     if (arguments.resume is None) == (not arguments.config):
         raise ConfigError("train needs either CONFIG.toml, or --resume RUN with the folder of an earlier run")
+    verbosity = verbosity_of(arguments)
+    with WAITING.shown("checking the settings") if verbosity is not Verbosity.QUIET else nullcontext():
+        config, resume = _checked(arguments)
+        if arguments.dry_run:
+            return _dry_run(config, resume, arguments)
+        # Not before the settings are known to be right: what starts processes also imports what they need.
+        from titan_rl.run.launch import run_training
+    from titan_rl.run.directory import run_name
+    from titan_rl.run.observability.summary import show_summary
+
+    name = run_name(config, [Path(toml) for toml in arguments.config], arguments.overrides)
+    begun_by = shlex.join(["titan-rl", *sys.argv[1:]])
+    end = run_training(config, resume, name=name, begun_by=begun_by, verbosity=verbosity)
+    if end.summary is not None:
+        show_summary(end.summary)
+        if verbosity is not Verbosity.QUIET:
+            tell_next("eval", str(end.summary.run_dir))
+    return end.code
+
+
+def _checked(arguments: argparse.Namespace) -> tuple[RunConfig, Path | None]:
+    """Load the settings and check them against this machine.
+
+    Returns:
+        config and the folder of the run that it continues.
+
+    Raises:
+        ConfigError: a setting is wrong, or does not fit the machine.
+    """
+    from titan_rl.cli.runs import find_run, load_resumed
+    from titan_rl.config.concurrency import throttles
+    from titan_rl.config.hosts import check_own_machine
+    from titan_rl.config.load import load_config
+    from titan_rl.run.machine.requirements import check_needs, warn_of_experimental
+
     resume = None if arguments.resume is None else find_run(arguments.resume)
     if resume is None:
         config = load_config(arguments.config, arguments.overrides)
@@ -59,35 +92,31 @@ def run(arguments: argparse.Namespace) -> int:
     check_needs(config)
     if experimental := warn_of_experimental(config):
         tell(f"titan-rl: warning: {experimental}")
-    if arguments.dry_run:
-        if resume is None:
-            check_run_dir(config)
-        else:
-            from titan_rl.run.session import check_resumption
+    return config, resume
 
-            for loss in check_resumption(config, resume).losses:
-                tell(f"titan-rl: {loss}")
-        say(dump_config(config, with_defaults=verbosity_of(arguments) is Verbosity.VERBOSE))
-        tell(f"titan-rl: {describe_transport(config)}")
-        code = _rehearse(config)
-        if code:
-            tell("titan-rl: not ready: a run would fail; see the errors above")
-            return code
-        tell("titan-rl: ready: the run can start, and none of its settings is wrong")
-        begins = arguments.config if resume is None else ["--resume", str(resume)]
-        tell_next("train", *begins, *(f"--{name}={value}" for name, value in arguments.overrides))
+
+def _dry_run(config: RunConfig, resume: Path | None, arguments: argparse.Namespace) -> int:
+    from titan_rl.config.load import dump_config
+    from titan_rl.run.directory import check_run_dir
+    from titan_rl.run.machine.requirements import describe_transport
+
+    if resume is None:
+        check_run_dir(config)
+    else:
+        from titan_rl.run.session import check_resumption
+
+        for loss in check_resumption(config, resume).losses:
+            tell(f"titan-rl: {loss}")
+    say(dump_config(config, with_defaults=verbosity_of(arguments) is Verbosity.VERBOSE))
+    tell(f"titan-rl: {describe_transport(config)}")
+    code = _rehearse(config)
+    if code:
+        tell("titan-rl: not ready: a run would fail; see the errors above")
         return code
-    # Not before the settings are known to be right: what starts processes also imports what they need.
-    from titan_rl.run.launch import run_training
-
-    name = run_name(config, [Path(toml) for toml in arguments.config], arguments.overrides)
-    begun_by = shlex.join(["titan-rl", *sys.argv[1:]])
-    end = run_training(config, resume, name=name, begun_by=begun_by, verbosity=verbosity_of(arguments))
-    if end.summary is not None:
-        show_summary(end.summary)
-        if verbosity_of(arguments) is not Verbosity.QUIET:
-            tell_next("eval", str(end.summary.run_dir))
-    return end.code
+    tell("titan-rl: ready: the run can start, and none of its settings is wrong")
+    begins = arguments.config if resume is None else ["--resume", str(resume)]
+    tell_next("train", *begins, *(f"--{name}={value}" for name, value in arguments.overrides))
+    return code
 
 
 def _rehearse(config: RunConfig) -> int:
@@ -97,6 +126,8 @@ def _rehearse(config: RunConfig) -> int:
     Returns:
         exit code: 1 where something is wrong that would fail a run.
     """
+    from titan_rl.run.rehearsal import describe, problem_of_loss, rehearse
+
     try:
         rehearsals = rehearse(config, StderrConsole())
     except MissingExtraError as error:

@@ -1,10 +1,19 @@
-"""Console: lines for the user of a command."""
+"""Console: lines for the user of a command, and how many of them there are."""
 
 from __future__ import annotations
 
 import logging
+from enum import IntEnum
 
 logger = logging.getLogger(__name__)
+
+
+class Verbosity(IntEnum):
+    """Amount of output of a command."""
+
+    QUIET = 0  # warnings and the result
+    NORMAL = 1
+    VERBOSE = 2  # log messages, too
 
 
 class Console:

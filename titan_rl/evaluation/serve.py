@@ -21,6 +21,7 @@ from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.sections import GenerationConfig
 from titan_rl.config.serve import ServeConfig, ServerConfig
 from titan_rl.core.calls.user_code import reason
+from titan_rl.core.console import Verbosity
 from titan_rl.core.errors import ModelError
 from titan_rl.evaluation.policies.following import CheckpointPublisher, RunFollower
 from titan_rl.evaluation.policies.source import PolicySource, export, with_copies
@@ -31,7 +32,7 @@ from titan_rl.run.hosts import open_hosts
 from titan_rl.run.machine.environment import file_modes, logging_to
 from titan_rl.run.machine.requirements import require_modules
 from titan_rl.run.machine.signals import StopSignals, run_to_its_end
-from titan_rl.run.observability.progress import Verbosity, status
+from titan_rl.run.observability.progress import status
 from titan_rl.run.session import SessionFiles, process_session
 from titan_rl.run.terminal.standard_streams import OutputError, StderrConsole, say
 from titan_rl.serving.access import Keys

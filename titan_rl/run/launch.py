@@ -17,14 +17,13 @@ from titan_rl.config.build import find_token_texts, make_renderer, open_rolloute
 from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.watchdog import LoopWatchdog
-from titan_rl.core.console import Console
+from titan_rl.core.console import Console, Verbosity
 from titan_rl.rollout.group.rollouter import GroupRunner
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.run.controller import Controller
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.machine.environment import EXPOSED, OWN_NAMESPACE, file_modes, is_exposed
 from titan_rl.run.machine.requirements import check_needs
-from titan_rl.run.observability.progress import Verbosity
 from titan_rl.run.observability.summary import RunSummary
 from titan_rl.run.observability.watchers import warn_of_shortage, warn_of_stalls
 from titan_rl.run.parts import Parts, Planes, describe_processes, open_planes

@@ -27,6 +27,7 @@ from titan_rl.config.model_files import model_identity
 from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.cancellation import FirstError
 from titan_rl.core.calls.user_code import describe
+from titan_rl.core.console import Verbosity
 from titan_rl.core.errors import CheckpointError, ConfigError, TrainingError
 from titan_rl.core.tracing.spans import recording
 from titan_rl.metrics.sinks.types import MetricSink
@@ -38,7 +39,7 @@ from titan_rl.run.machine.environment import logging_to, run_environment
 from titan_rl.run.machine.guard import guarded
 from titan_rl.run.machine.requirements import check_room, size_of
 from titan_rl.run.machine.signals import StopSignals, run_to_its_end
-from titan_rl.run.observability.progress import Progress, Verbosity
+from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.sinks import Sinks, open_sinks
 from titan_rl.run.observability.watchers import background_tasks
 from titan_rl.run.status import noted, reported

@@ -19,7 +19,7 @@ from titan_rl.config.evaluation import EvalConfig
 from titan_rl.config.model_folder import check_chat_template, check_model_folder
 from titan_rl.config.run import RunConfig
 from titan_rl.config.serve import ServeConfig, load_serve_config
-from titan_rl.core.console import Console
+from titan_rl.core.console import Console, Verbosity
 from titan_rl.core.errors import ConfigError, GenerationError, RequestError
 from titan_rl.evaluation.policies.source import PolicySource, export, find_policy, with_copies
 from titan_rl.generation.registry import find_engine
@@ -27,7 +27,6 @@ from titan_rl.rollout.chat_env import ChatFn
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.run.hosts import open_hosts
 from titan_rl.run.machine.requirements import require_modules
-from titan_rl.run.observability.progress import Verbosity
 from titan_rl.run.session import SessionFiles
 from titan_rl.serving.client import HttpChatFn, HttpGenerateFn
 from titan_rl.training.settings import ModelConfig

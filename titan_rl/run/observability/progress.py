@@ -11,7 +11,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from statistics import fmean
 from types import TracebackType
 from typing import Protocol, TextIO
@@ -19,11 +18,12 @@ from typing import Protocol, TextIO
 from rich.text import Text
 
 from titan_rl.core.clock import CLOCK, Clock
-from titan_rl.core.console import Console
+from titan_rl.core.console import Console, Verbosity
 from titan_rl.run.terminal.standard_streams import StderrConsole, tell_on_stderr
 from titan_rl.run.terminal.view import ForgivingConsole, LiveLines, RunLook, View, format_seconds, layout
+from titan_rl.run.terminal.waiting import SHOWN_AFTER_S
 
-SHOWN_AFTER_S = 2.0
+STOP_WITHIN_S = 2.0
 TOLD_AFTER_S = 10.0
 TOLD_EVERY_S = 30.0
 
@@ -123,7 +123,7 @@ class Operations:
         self.tells = False
         self._over.set()
         if self._ticking is not None and self._ticking is not threading.current_thread():
-            self._ticking.join(SHOWN_AFTER_S)
+            self._ticking.join(STOP_WITHIN_S)
 
     def _tick_on(self) -> None:
         while not self._over.wait(1.0):
@@ -181,14 +181,6 @@ class StepReport:
 
 _ETA_STEPS = 10  # last steps from which the remaining time is estimated
 _LOOK_EVERY_S = 0.5
-
-
-class Verbosity(IntEnum):
-    """Amount of output of a command."""
-
-    QUIET = 0  # warnings and the result
-    NORMAL = 1
-    VERBOSE = 2  # log messages, too
 
 
 class Followed(Protocol):

@@ -22,6 +22,7 @@ from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.calls.watchdog import LoopWatchdog
+from titan_rl.core.console import Verbosity
 from titan_rl.core.errors import CheckpointError, ConfigError, DataError
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
@@ -29,7 +30,7 @@ from titan_rl.rollout.renderer.types import renderable
 from titan_rl.run.directory import RunDirectory, run_name
 from titan_rl.run.machine.environment import file_modes
 from titan_rl.run.machine.requirements import require_modules
-from titan_rl.run.observability.progress import Verbosity, status
+from titan_rl.run.observability.progress import status
 from titan_rl.run.observability.summary import show_summary
 from titan_rl.run.observability.watchers import warn_of_shortage
 from titan_rl.run.session import RunSession, check_resumption, open_run_dir

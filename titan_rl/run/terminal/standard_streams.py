@@ -10,6 +10,7 @@ from typing import TextIO
 
 from titan_rl.core.calls.plain import terminal_text
 from titan_rl.core.console import Console
+from titan_rl.run.terminal.waiting import WAITING
 
 
 class OutputError(Exception):
@@ -30,6 +31,7 @@ def say(text: str) -> None:
     Raises:
         OutputError: not all of it could be written.
     """
+    WAITING.erase()
     try:
         sys.stdout.write(terminal_text(text))
         sys.stdout.flush()
@@ -40,6 +42,7 @@ def say(text: str) -> None:
 
 def tell(text: str) -> None:
     """Write a line about the command to standard error, without control characters, if that can be."""
+    WAITING.erase()
     try:
         print(terminal_text(text), file=sys.stderr, flush=True)
     except OSError:

@@ -1,0 +1,79 @@
+"""Folders of earlier runs that commands name, and the settings of a run that continues."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from titan_rl.config.changes import check_options, is_resumable
+from titan_rl.config.functions import recorded_modules
+from titan_rl.config.load import load_config, load_sft_config
+from titan_rl.config.run import RunConfig
+from titan_rl.core.errors import ConfigError
+from titan_rl.run.directory import check_files
+from titan_rl.run.terminal.standard_streams import tell
+
+CONFIG = "config.toml"
+USUAL = Path("runs/latest")
+
+
+def find_run(name: str, option: str = "--resume") -> Path:
+    """The folder of the run that an option names, as an absolute path.
+
+    Raises:
+        ConfigError: it is not the folder of a run. Names a run nearby, if there is one.
+    """
+    path = Path(name)
+    if _is_run(path):
+        return path.resolve()
+    if os.path.isdir(path):
+        problem, near = f"the folder has no {CONFIG}", _newest_in(path)
+    elif os.path.exists(path):
+        problem, near = "it is a file", path.parent
+    else:
+        problem, near = "there is no such folder", USUAL
+    hint = f", as {near}" if near is not None and _is_run(near) else ""
+    raise ConfigError(f"{option} {name}: no run is there: {problem}; name the folder of a run{hint}")
+
+
+def load_resumed(run: Path, overrides: Sequence[tuple[str, str]], *, is_sft: bool = False) -> RunConfig:
+    """Load the settings of a resumed run.
+
+    Args:
+        run: the folder that `find_run` returned.
+
+    Raises:
+        ConfigError: a setting is wrong, an option changes one that must not change, or the folder contains links.
+    """
+    load = load_sft_config if is_sft else load_config
+    check_files(run)
+    tell_imports(run / CONFIG)
+    config = load(run / CONFIG, overrides)
+    allowed = [(key, value) for key, value in overrides if is_resumable(key)]
+    if len(allowed) < len(overrides):
+        check_options(config, load(run / CONFIG, allowed))
+    return config
+
+
+def tell_imports(config: Path) -> None:
+    """Print which modules the settings of a run import, and from which folders, before they are imported.
+
+    Args:
+        config: a run's `config.toml`, whose author decides which code is imported.
+    """
+    found = recorded_modules(config)
+    if found:
+        what = ", ".join(f"{name} from {folder}" for name, folder in found.items())
+        tell(f"titan-rl: {config} imports {what}")
+
+
+def _is_run(folder: Path) -> bool:
+    return os.path.isfile(folder / CONFIG)
+
+
+def _newest_in(folder: Path) -> Path | None:
+    """The newest run in a folder, by the link `latest` or by the names, which begin with the time."""
+    if _is_run(folder / "latest"):
+        return folder / "latest"
+    return max((config.parent for config in folder.glob(f"*/{CONFIG}")), default=None)
