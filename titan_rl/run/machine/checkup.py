@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
@@ -46,35 +47,41 @@ class Finding:
 
 
 def check_up() -> Iterator[Finding]:
-    """Run all checks: the machine, the versions of packages, and their imports."""
+    """Run all checks: the machine, the versions of packages, and their imports, which begin first and take longest."""
     extra = _extra()
+    imports = try_out({**_TRIALS, **(_CUDA if extra == "gpu" else {})}, install_command(extra, "--force-reinstall"))
     yield from _machine()
     yield from _packages(extra)
     yield from _other_extras()
-    yield from try_out({**_TRIALS, **(_CUDA if extra == "gpu" else {})}, install_command(extra, "--force-reinstall"))
+    yield from imports
 
 
 def try_out(trials: Mapping[str, str], fix: str, timeout_s: float = 300.0) -> Iterator[Finding]:
-    """Run each trial in its own Python process, so that a crash or a hang is found, too.
+    """Run each trial in its own Python process, so that a crash or a hang is found, too. They run at the same time, and
+    have begun when this returns.
 
     Args:
         trials: By subject, code that sets `found` to a text.
         fix: Fix of those that fail.
         timeout_s: Time limit of each.
     """
+    pool = ThreadPoolExecutor(max(1, len(trials)), thread_name_prefix="trial")
+    running = [pool.submit(_try, subject, code, fix, timeout_s) for subject, code in trials.items()]
+    pool.shutdown(wait=False)
+    return (trial.result() for trial in running)
+
+
+def _try(subject: str, code: str, fix: str, timeout_s: float) -> Finding:
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | os.environ
-    for subject, code in trials.items():
-        command = [sys.executable, "-c", f"{code}\nimport json; print(json.dumps(found))"]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment)
-        except subprocess.TimeoutExpired:
-            yield Finding(subject, "missing", f"did not end within {timeout_s:g} s", fix)
-            continue
-        if done.returncode == 0:
-            yield Finding(subject, "ok", json.loads(done.stdout.splitlines()[-1]))
-            continue
-        said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        yield Finding(subject, "missing", said[-1] if said else f"ended with code {done.returncode}", fix)
+    command = [sys.executable, "-c", f"{code}\nimport json; print(json.dumps(found))"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment)
+    except subprocess.TimeoutExpired:
+        return Finding(subject, "missing", f"did not end within {timeout_s:g} s", fix)
+    if done.returncode == 0:
+        return Finding(subject, "ok", json.loads(done.stdout.splitlines()[-1]))
+    said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    return Finding(subject, "missing", said[-1] if said else f"ended with code {done.returncode}", fix)
 
 
 def _machine() -> Iterator[Finding]:
@@ -190,7 +197,11 @@ _TRIALS = {
     "import torch": "import torch; found = f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPU build'",
     "import monarch": "import monarch.actor, monarch.rdma as r; found = f'RDMA over {r.get_rdma_backend()}'",
     "import vllm": "import vllm; from vllm.platforms import current_platform as p; found = f'device {p.device_type}'",
-    "import torchtitan": "import torchtitan; from transformers import Qwen3ForCausalLM; found = 'with transformers'",
+    "import torchtitan": (
+        "import torchtitan, transformers; from importlib.util import find_spec\n"
+        "if find_spec('torchvision'): import torchvision  # one built for another torch breaks transformers' models\n"
+        "found = 'with transformers'"
+    ),
 }
 _CUDA = {
     "CUDA": (
