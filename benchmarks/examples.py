@@ -25,6 +25,9 @@ from typing import Any
 
 from titan_rl.run.directory import read_jsonl
 
+SUBJECT = ("titan_rl",)
+"""Code that the figures depend on, for `scripts/stale_figures.py`."""
+
 REPOSITORY = Path(__file__).parents[1]
 
 

@@ -21,6 +21,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import linear_regression
 
+SUBJECT = ("titan_rl",)
+"""Code that the figures depend on, for `scripts/stale_figures.py`."""
+
 ROOT = Path(__file__).resolve().parent.parent
 SAMPLED_EVERY_S = 5.0
 TARGET_MB = 1.0

@@ -35,6 +35,9 @@ from titan_rl.serving.conversations.tree import ConversationTree
 from titan_rl.serving.server import serve
 from titan_rl.types import Completion, FinishReason, SamplingParams, TokenChunk, VersionSpan
 
+SUBJECT = ("titan_rl/serving", "titan_rl/generation")
+"""Code that the figures depend on, for `scripts/stale_figures.py`."""
+
 MODEL = Path(__file__).parents[1] / "examples" / "alphabet_sort" / "base"  # 0.9M parameters
 CONTEXT, TURNS = 512, 100
 TOKEN_S = 0.005

@@ -30,6 +30,9 @@ from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.run.directory import read_jsonl
 from titan_rl.types import Completion
 
+SUBJECT = ("titan_rl",)
+"""Code that the figures depend on, for `scripts/stale_figures.py`."""
+
 REPOSITORY = Path(__file__).parents[1]
 SCHEDULES = {
     "synchronous": {"scheduling.max_staleness": 0},

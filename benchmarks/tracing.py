@@ -30,6 +30,9 @@ from titan_rl.generation.router import GeneratorRouter
 from titan_rl.run.directory import read_jsonl
 from titan_rl.run.launch import run_training
 
+SUBJECT = ("titan_rl/core/tracing",)
+"""Code that the figures depend on, for `scripts/stale_figures.py`."""
+
 EXAMPLE = Path(__file__).parents[1] / "examples" / "alphabet_sort" / "cpu.toml"
 MOST_BYTES = 32 << 20
 TARGET = 1.01

@@ -29,6 +29,9 @@ import httpx
 from synthetic_run import BEGAN, STEP_S, TASKS, write_run
 from synthetic_trace import write_traces
 
+SUBJECT = ("titan_rl/viewer",)
+"""Code that the figures depend on, for `scripts/stale_figures.py`."""
+
 PAGE_S, FILTER_S, TIMELINE_S, MEMORY_MB = 2.0, 0.2, 2.0, 500.0
 NUM_FILTERS = 60
 WAIT_S = 60.0

@@ -42,6 +42,9 @@ from typing import Any
 from examples.alphabet_sort.data import Sample, draw_turns, name_pool
 from examples.alphabet_sort.task import AlphabetSort
 
+SUBJECT = ("titan_rl",)
+"""Code that the figures depend on, for `scripts/stale_figures.py`."""
+
 ROOT = Path(__file__).resolve().parent.parent
 GROUPS, SIBLINGS, LR, CONTEXT = 16, 8, 3e-4, 256
 SAVED_EVERY = 10  # steps

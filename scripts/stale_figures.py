@@ -1,0 +1,186 @@
+#!/usr/bin/env python3
+"""Mark the figures of benchmarks/RESULTS.md whose subject has changed since they were measured.
+
+    python scripts/stale_figures.py               # every stale figure, with the changed files
+    python scripts/stale_figures.py --fail        # exit code 1 if there is one
+
+The subject of a figure is its benchmark and the modules of titan_rl that the benchmark imports by name; a package in an
+import stands for all of its files. A benchmark that starts programs names its subject in a constant:
+`SUBJECT = ("titan_rl",)`. Only git and the source are read; nothing is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+RESULTS = Path("benchmarks", "RESULTS.md")
+SAME = "same"
+_MODULE = re.compile(r"python (?:-m )?benchmarks[./](\w+)")
+_COMMIT = re.compile(r"\b[0-9a-f]{7,40}\b")
+_NAME = re.compile(r"`(\w+)`")
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Row of the table of figures.
+
+    Attributes:
+        names: Figures of the row; `a_8`, `_64` are `a_8` and `a_64`.
+        values: Their values, in the same order; empty if the row has values in words.
+        quartiles: First and third quartile, if the row has them.
+        module: Benchmark that measures it; None if its command runs none.
+        commits: Commits on which it was measured; the first one counts for a single figure.
+    """
+
+    names: tuple[str, ...]
+    values: tuple[float, ...]
+    quartiles: tuple[float, float] | None
+    module: str | None
+    commits: tuple[str, ...]
+
+
+def figures(text: str) -> Iterator[Figure]:
+    """Figures of the table in RESULTS.md, in their order. A command of `same` is that of the row before."""
+    before: str | None = None
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if not line.startswith("|") or len(cells) != 7 or not (names := _names(cells[0])):
+            continue
+        found = _MODULE.search(cells[4])
+        before = found[1] if found else before if cells[4].startswith(SAME) else None
+        quartiles = _numbers(cells[2].replace("–", " "))
+        yield Figure(
+            names,
+            _numbers(cells[1]),
+            (quartiles[0], quartiles[1]) if len(quartiles) == 2 else None,
+            before,
+            tuple(_COMMIT.findall(cells[6])),
+        )
+
+
+def _names(cell: str) -> tuple[str, ...]:
+    found: list[str] = []
+    for name in _NAME.findall(cell.partition("(")[0]):
+        if name.startswith("_") and found:
+            parts = name.count("_")
+            name = "_".join(found[0].split("_")[:-parts]) + name
+        found.append(name)
+    return tuple(found)
+
+
+def _numbers(cell: str) -> tuple[float, ...]:
+    return tuple(float(number.replace(",", "")) for number in _NUMBER.findall(cell))
+
+
+def subject_of(root: Path, module: str) -> tuple[str, ...]:
+    """Files and folders, relative to `root`, that the figures of a benchmark depend on."""
+    seen: set[str] = set()
+    paths: set[str] = set()
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        file = Path(root, "benchmarks", *name.split(".")).with_suffix(".py")
+        if not name or name in seen or not file.is_file():
+            continue
+        seen.add(name)
+        paths.add(str(file.relative_to(root)))
+        for imported in _imports(ast.parse(file.read_text())):
+            if imported.startswith("benchmarks."):
+                _, *parts = imported.split(".")
+                waiting += [".".join(parts), ".".join(parts[:-1])]  # the last part may be a name in the module
+            elif (found := _path_of(root, imported)) is not None:
+                paths.add(found)
+        paths |= set(_declared(ast.parse(file.read_text())))
+    return tuple(sorted(paths))
+
+
+def _imports(tree: ast.Module) -> Iterator[str]:
+    """Dotted names of the imported modules, and of imported names, which may be modules."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def _path_of(root: Path, imported: str) -> str | None:
+    """File or folder of a module of titan_rl; that of its parent if the last part is a name in it."""
+    parts = imported.split(".")
+    if parts[0] != "titan_rl":
+        return None
+    for end in (len(parts), len(parts) - 1):
+        path = Path(*parts[:end])
+        if (root / path).with_suffix(".py").is_file():
+            return str(path.with_suffix(".py"))
+        if end > 1 and (root / path / "__init__.py").is_file():
+            return str(path)
+    return None
+
+
+def _declared(tree: ast.Module) -> Sequence[str]:
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["SUBJECT"]:
+            return ast.literal_eval(node.value)
+    return ()
+
+
+@dataclass(frozen=True)
+class Stale:
+    """Figure whose subject has changed.
+
+    Attributes:
+        changed: Files of the subject that changed after `commit`.
+        reason: Description for the user, if git does not know the commit.
+    """
+
+    figure: Figure
+    commit: str
+    changed: tuple[str, ...] = ()
+    reason: str = ""
+
+
+def stale_figures(root: Path) -> Iterator[Stale]:
+    """Figures whose subject has changed since their oldest commit, in the order of the table."""
+    for figure in figures((root / RESULTS).read_text()):
+        if figure.module is None or not figure.commits:
+            continue
+        found = [_compared(root, figure, commit) for commit in figure.commits]
+        worst = max(found, key=lambda each: (bool(each.reason), len(each.changed)))
+        if worst.changed or worst.reason:
+            yield worst
+
+
+def _compared(root: Path, figure: Figure, commit: str) -> Stale:
+    compared = Stale(figure, commit)
+    assert figure.module is not None
+    git = ["git", "-C", str(root), "diff", "--name-only", commit, "--", *subject_of(root, figure.module)]
+    done = subprocess.run(git, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return replace(compared, reason=f"git does not know commit {commit}")
+    return replace(compared, changed=tuple(done.stdout.split()))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--root", type=Path, default=Path(__file__).parents[1], help="folder of the repository")
+    parser.add_argument("--fail", action="store_true", help="exit with 1 if a figure is stale")
+    arguments = parser.parse_args()
+    found = list(stale_figures(arguments.root))
+    for stale in found:
+        names = ", ".join(stale.figure.names)
+        files = f"{', '.join(stale.changed[:3])}{' and others' if len(stale.changed) > 3 else ''}"
+        print(f"{names}: stale since {stale.commit}: {stale.reason or f'{len(stale.changed)} files changed: {files}'}")
+    print(f"{len(found)} rows of {RESULTS} are stale", file=sys.stderr)
+    return 1 if found and arguments.fail else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

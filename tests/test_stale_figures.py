@@ -1,0 +1,121 @@
+"""Figures of RESULTS.md are marked once the code that they measure has changed."""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "scripts" / "stale_figures.py"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    return runpy.run_path(str(SCRIPT), run_name="stale_figures")
+
+
+class Repository:
+    """Git repository with a package, two benchmarks, and their figures."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.git("init", "-q")
+        self.write("titan_rl/__init__.py", "")
+        self.write("titan_rl/router/__init__.py", "")
+        self.write("titan_rl/router/choice.py", "1")
+        self.write("titan_rl/trainer.py", "1")
+        self.write("benchmarks/paired.py", "")
+        self.write("benchmarks/router.py", "from benchmarks.paired import x\nfrom titan_rl.router import choose")
+        self.write("benchmarks/trainer.py", "import titan_rl.trainer")
+        self.write("benchmarks/run.py", 'SUBJECT = ("titan_rl",)')
+        self.commit = self.save()
+        self.write(
+            "benchmarks/RESULTS.md",
+            "| figure | value | quartiles | target | command | date | commit |\n|---|---|---|---|---|---|---|\n"
+            f"| `choice_8`, `_64` (of two) | 2.6, 10.1 | | | `python benchmarks/router.py` | today | {self.commit} |\n"
+            f"| `choice_time` | 1,300 | 1,200–1,400 | | same | today | {self.commit} |\n"
+            f"| `step` | 1.0 | | | `python -m benchmarks.trainer --rounds 3` | today | {self.commit} |\n"
+            f"| `whole` | 1.0 | | | `python -m benchmarks.run` | today | {self.commit} |\n",
+        )
+
+    def git(self, *arguments: str) -> str:
+        who = ["-c", "user.name=Test", "-c", "user.email=test@example.com"]
+        command = ["git", "-C", str(self.root), *who, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    def write(self, name: str, text: str) -> None:
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def save(self) -> str:
+        self.git("add", "-A")
+        self.git("commit", "-qm", "change")
+        return self.git("rev-parse", "--short=10", "HEAD")
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Repository:
+    return Repository(tmp_path)
+
+
+def stale(script: dict[str, Any], repository: Repository) -> dict[str, tuple[str, ...]]:
+    return {stale.figure.names[0]: stale.changed for stale in script["stale_figures"](repository.root)}
+
+
+def test_a_figure_is_fresh_until_its_subject_changes(script: dict[str, Any], repository: Repository):
+    assert stale(script, repository) == {}
+    repository.write("titan_rl/router/choice.py", "2")
+    changed = ("titan_rl/router/choice.py",)
+    assert stale(script, repository) == {"choice_8": changed, "choice_time": changed, "whole": changed}
+
+
+def test_a_change_of_the_benchmark_or_of_its_helpers_makes_its_figures_stale(
+    script: dict[str, Any], repository: Repository
+):
+    repository.write("benchmarks/paired.py", "x = 1")
+    repository.write("benchmarks/trainer.py", "import titan_rl.trainer as trainer")
+    repository.save()
+    assert stale(script, repository) == {
+        "choice_8": ("benchmarks/paired.py",),
+        "choice_time": ("benchmarks/paired.py",),
+        "step": ("benchmarks/trainer.py",),
+    }
+
+
+def test_an_unknown_commit_makes_a_figure_stale(script: dict[str, Any], repository: Repository):
+    results = repository.root / "benchmarks" / "RESULTS.md"
+    results.write_text(results.read_text().replace(repository.commit, "0123456789"))
+    assert {stale.reason for stale in script["stale_figures"](repository.root)} == {
+        "git does not know commit 0123456789"
+    }
+
+
+def test_the_command_fails_on_request(repository: Repository):
+    command = [sys.executable, str(SCRIPT), "--root", str(repository.root), "--fail"]
+    assert subprocess.run(command, check=False, capture_output=True).returncode == 0
+    repository.write("titan_rl/trainer.py", "2")
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f"step: stale since {repository.commit}: 1 files changed: titan_rl/trainer.py" in done.stdout
+
+
+def test_rows_have_names_values_and_quartiles(script: dict[str, Any], repository: Repository):
+    rows = list(script["figures"]((repository.root / "benchmarks" / "RESULTS.md").read_text()))
+    assert [(row.names, row.values, row.quartiles, row.module) for row in rows] == [
+        (("choice_8", "choice_64"), (2.6, 10.1), None, "router"),
+        (("choice_time",), (1300.0,), (1200.0, 1400.0), "router"),
+        (("step",), (1.0,), None, "trainer"),
+        (("whole",), (1.0,), None, "run"),
+    ]
+
+
+def test_every_benchmark_that_the_results_name_is_there(script: dict[str, Any]):
+    named = {row.module for row in script["figures"]((ROOT / "benchmarks" / "RESULTS.md").read_text()) if row.module}
+    assert named
+    assert [name for name in named if not (ROOT / "benchmarks" / f"{name}.py").is_file()] == []
