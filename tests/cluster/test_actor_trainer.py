@@ -14,10 +14,13 @@ pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 from titan_rl.cluster.processes.remote_process import RemoteProcess
 from titan_rl.cluster.trainer_processes import ActorTrainer
 from titan_rl.core.errors import ActorDiedError
+from titan_rl.rollout.renderer.registry import TemplateFit
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.protocol import StepResult
-from titan_rl.training.settings import TrainingConfig
+from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.state.checkpoint import atomic_directory, being_written
+
+MODEL = ModelConfig(path="policy", max_context=16)
 
 
 class Endpoint:
@@ -43,7 +46,7 @@ class Rank:
         self.directory = directory
         return run_state["step"]
 
-    def _export(self, path: Path) -> None:
+    def _export(self, path: Path, fit: TemplateFit) -> None:
         self.directory = path
         self.write()
 
@@ -53,7 +56,7 @@ class Rank:
 
 
 def trainer_of(rank: Rank) -> ActorTrainer:
-    return ActorTrainer(RemoteProcess("trainer"), [rank], TrainingConfig())
+    return ActorTrainer(RemoteProcess("trainer"), [rank], TrainingConfig(), MODEL)
 
 
 @pytest.mark.parametrize("old_writes", ["before the other", "while the other does", "after the other"])
@@ -93,7 +96,7 @@ async def test_ranks_that_share_rows_are_sent_the_same() -> None:
             return StepResult(1, {})
 
     settings = TrainingConfig(data_parallel=2, context_parallel=2)
-    trainer = ActorTrainer(RemoteProcess("trainer"), [Told() for _ in range(settings.num_ranks)], settings)
+    trainer = ActorTrainer(RemoteProcess("trainer"), [Told() for _ in range(settings.num_ranks)], settings, MODEL)
     samples = [
         TrainingSample("g", name, [1, 2], [False, True], [0.0, -1.0], [0.0, 1.0], [-1, 0], temperature=1.0)
         for name in ("g/0", "g/1")

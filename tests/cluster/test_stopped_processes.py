@@ -26,8 +26,9 @@ from titan_rl.cluster.rollout_workers import WorkerPool
 from titan_rl.cluster.trainer_processes import ActorTrainer
 from titan_rl.core.errors import ActorDiedError
 from titan_rl.testing.clock import ManualClock
-from titan_rl.training.settings import TrainingConfig
+from titan_rl.training.settings import ModelConfig, TrainingConfig
 
+MODEL = ModelConfig(path="policy", max_context=16)
 HANG_TIMEOUT_S = 10.0
 LIMIT_S = 30
 STOPPED = "it has been stopped by a signal for 3 s"
@@ -107,7 +108,7 @@ class Rank:
 async def test_a_rank_that_is_stopped_ends_the_whole_trainer_and_its_calls(tmp_path: Path):
     async with watched(tmp_path, "trainer", 2) as (looker, remote, processes):
         ranks = [Rank(), Rank()]
-        trainer = ActorTrainer(remote, ranks, TrainingConfig(data_parallel=2))
+        trainer = ActorTrainer(remote, ranks, TrainingConfig(data_parallel=2), MODEL)
         call, ended = asyncio.ensure_future(trainer.finish_save()), asyncio.ensure_future(trainer.ended())
         await ranks[1].finish_save.called.wait()
         os.kill(processes[1].pid, signal.SIGSTOP)

@@ -31,7 +31,7 @@ from titan_rl.cluster.hosts.preflight import HostNeeds
 from titan_rl.cluster.processes.answers import ActorHandle, AnsweringActor
 from titan_rl.cluster.processes.process import LOOPBACK, ProcessActor, ProcessFiles, ProcessSpec, stderr_into
 from titan_rl.cluster.processes.remote_process import NoAnswerError, RemoteProcess, call, last_line
-from titan_rl.cluster.processes.roles import ProcessId
+from titan_rl.cluster.processes.roles import ProcessId, Role
 from titan_rl.config.hosts import HostsConfig
 from titan_rl.core.calls.user_code import reason
 from titan_rl.core.console import Console
@@ -261,9 +261,13 @@ class SupervisedProcesses(HostListener):
         return {"MASTER_ADDR": address, "MASTER_PORT": str(port), "WORLD_SIZE": str(len(places))}
 
     async def close(self) -> None:
-        """End every process."""
+        """End every process. The trainer and the generators have released what others share, and are killed: Monarch
+        waits seconds for their interpreters. Rollout workers run code of users, and end in order."""
         for remote in self._remotes.values():
-            remote.close()
+            if remote.process.role is Role.ROLLOUT_WORKER:
+                remote.close()
+            else:
+                remote.kill()
         self._disconnect()
         with contextlib.suppress(ActorDiedError):
             ids = tuple(self._spawned)

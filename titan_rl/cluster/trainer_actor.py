@@ -23,6 +23,7 @@ from titan_rl.config.sections import StateDictConfig
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.errors import CheckpointError, ModelError
 from titan_rl.core.tracing.spans import Track, flush, span
+from titan_rl.rollout.renderer.registry import TemplateFit
 from titan_rl.training.data.packing import StepPlan
 from titan_rl.training.protocol import StepResult
 from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
@@ -208,5 +209,5 @@ class TrainerActor(ProcessActor):
         await in_thread(flush)
 
     @concurrent_endpoint
-    async def export(self, path: Path) -> None:
-        await self._run("export", self._trainer.export_hf, path)
+    async def export(self, path: Path, fit: TemplateFit) -> None:
+        await self._run("export", self._trainer.export_hf, path, fit)

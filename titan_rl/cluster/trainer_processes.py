@@ -31,10 +31,11 @@ from titan_rl.core.calls.user_code import summary
 from titan_rl.core.console import LOG, Console
 from titan_rl.core.errors import ActorDiedError, ConfigError, NoHostError, TitanRLError
 from titan_rl.core.tracing.spans import span
+from titan_rl.rollout.renderer.registry import fit_template
 from titan_rl.training.data.packing import StepPlan, plan_step
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.protocol import StepResult, agreed_version
-from titan_rl.training.settings import TrainingConfig
+from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.state.checkpoint import being_written, put_in_place, step_directory, written_by
 from titan_rl.weights.manifest import KnownLayouts, join
 from titan_rl.weights.types import Manifest
@@ -53,10 +54,13 @@ class ActorTrainer:
         ActorDiedError: from every call, once a process of the trainer is gone.
     """
 
-    def __init__(self, remote: RemoteProcess, ranks: Sequence[Any], training: TrainingConfig) -> None:
+    def __init__(
+        self, remote: RemoteProcess, ranks: Sequence[Any], training: TrainingConfig, model: ModelConfig
+    ) -> None:
         self.remote = remote
         self.is_leaving = False
         self._training = training
+        self._model = model
         self._layouts = KnownLayouts()
         self._ranks = ranks
         self._writer = uuid.uuid4().hex
@@ -118,7 +122,9 @@ class ActorTrainer:
         return agreed_version(await self._all("load", *[(checkpoint,)] * len(self._ranks)), "from one checkpoint")
 
     async def export(self, path: Path) -> None:
-        await self._all("export", *[(written_by(self._writer, path),)] * len(self._ranks))
+        # Found here, where the renderer has imported transformers, which would take the trainer a second.
+        fit = await in_thread(fit_template, self._model.path, self._model.renderer)
+        await self._all("export", *[(written_by(self._writer, path), fit)] * len(self._ranks))
         await in_thread(self._put_in_place, path, path.name)
 
     def _put_in_place(self, path: Path, others: str) -> None:
@@ -231,7 +237,7 @@ class TrainerProcesses:
 
     async def _start(self, places: Sequence[ProcessPlace]) -> ActorTrainer:
         remote, ranks = await self._processes.spawn(TRAINER, TrainerActor, self._settings, places=places)
-        self.trainer = ActorTrainer(remote, ranks, self._settings.training)
+        self.trainer = ActorTrainer(remote, ranks, self._settings.training, self._settings.model)
         return self.trainer
 
     async def restart(self) -> ActorTrainer:

@@ -1,6 +1,6 @@
 """Tables of a run's settings, one class each, checked before any process starts. Checking changes no value.
 
-The docstring under a field is its description in `--help`, in `titan-rl settings` and in the reference.
+The docstring under a field is its description in `titan-rl settings` and in the reference.
 """
 
 from __future__ import annotations

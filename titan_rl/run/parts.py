@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -177,9 +178,7 @@ async def _with_processes(
             history = HostHistory()
             watch = watcher(config, files, processes, router, history, parts.provided)
             yield Planes(router, training, workers, watch, lambda: processes.waits_for(router), history)
-            await router.close()
-            if training is not None:
-                await training.close()
+            await asyncio.gather(router.close(), *([] if training is None else [training.close()]))
 
 
 def watcher(

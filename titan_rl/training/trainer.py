@@ -15,7 +15,7 @@ import torch
 
 from titan_rl.core.errors import CheckpointError, ConfigError, TrainingError, UntrainableError
 from titan_rl.core.tracing.spans import IDLE, span
-from titan_rl.rollout.renderer.registry import fit_template
+from titan_rl.rollout.renderer.registry import TemplateFit, fit_template
 from titan_rl.training.data.packing import StepPlan, plan_step
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.export import export_hf
@@ -313,9 +313,12 @@ class TrainerCore:
         self._version = load_train_state(Path(directory), self._model, self._optimizers.parts, self._world)
         self._is_between_versions = False
 
-    def export_hf(self, directory: str | Path) -> None:
+    def export_hf(self, directory: str | Path, fit: TemplateFit | None = None) -> None:
         """Write a Hugging Face folder: weights, config, and the tokenizer files of the folder the model came from,
         with a chat template that keeps the same reasoning as the prompts of training.
+
+        Args:
+            fit: Fit of the model's chat template. By default it is found here, which imports transformers.
 
         Raises:
             CheckpointError: it could not be written.
@@ -324,7 +327,7 @@ class TrainerCore:
         try:
             if self._world.is_first:
                 source, dtype = Path(self._config.path), self._config.dtype
-                template = fit_template(source, self._config.renderer).template
+                template = (fit or fit_template(source, self._config.renderer)).template
                 layout = self._policy.layout()
                 export_hf(Path(directory), layout, tensors, source=source, dtype=dtype, chat_template=template)
         finally:

@@ -136,6 +136,13 @@ class RemoteProcess:
         if self._owner is not None:
             self._owner.process_ended(self)
 
+    def kill(self) -> None:
+        """Kill the watched processes that still run, as an intended end: they have released what others share."""
+        for rank in self._ranks:
+            if rank.watched is not None:
+                rank.watched.kill()
+        self.close()
+
     def close(self) -> None:
         """Stop watching: ends from now on are intended."""
         while self._ranks:
