@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from titan_rl.cli.main import main
+from titan_rl.cli.options import Parser
+from titan_rl.cli.serve import set_up
 from titan_rl.config.load import dump_config, load_config
 from titan_rl.config.serve import ServeConfig
 from titan_rl.evaluation.policies.source import PolicySource, find_policy
@@ -180,10 +182,11 @@ def test_where_and_with_which_keys_nothing_is_served_is_refused_before_anything_
     assert not printed.out
 
 
-def test_help_lists_the_settings_of_a_server(capsys):
-    with pytest.raises(SystemExit):
-        main(["serve", "--help"])
-    text = capsys.readouterr().out
+def test_the_declared_settings_of_the_command_are_those_of_a_server():
+    parser = Parser(prog="titan-rl serve")
+    set_up(parser)
+    parser.declare_settings()
+    text = parser.format_help()
     assert "--server.num_places" in text
     assert "--generation.num_generators" in text
     assert "--training" not in text

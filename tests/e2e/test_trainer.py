@@ -96,6 +96,31 @@ def test_the_split_into_micro_batches_does_not_change_the_step(untied: Path):
             torch.testing.assert_close(tensor, results[0][1][name], rtol=0, atol=2e-6)
 
 
+def test_micro_batches_that_are_computed_at_the_same_time_make_the_same_step_to_the_bit(folder: Path):
+    made: list[tuple[dict[str, float], dict[str, torch.Tensor]]] = []
+    for num_threads in (1, 3):
+        trainer = make_trainer(folder, num_threads=num_threads, row_tokens=64, rows_per_micro_batch=1, kl_coef=0.1)
+        samples = on_policy_samples(trainer, 50, 20, 33, 41, 64, 12)
+        made.append(([trainer.step(samples).metrics for _ in range(2)][-1], weights(trainer)))
+    (one_by_one, expected), (at_once, found) = made
+    assert at_once == one_by_one
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_an_error_in_one_of_several_micro_batches_leaves_the_trainer_as_it_was(
+    untied: Path, monkeypatch: pytest.MonkeyPatch
+):
+    trainer = make_trainer(untied, num_threads=3, row_tokens=64, rows_per_micro_batch=1)
+    samples, before = on_policy_samples(trainer, 50, 41, 64), weights(trainer)
+    objective = trainer._gradient_pass._objective
+    monkeypatch.setattr(trainer._gradient_pass, "_objective", lambda *args, **given: [][1])
+    with pytest.raises(IndexError):
+        trainer.step(samples)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(trainer).items())
+    monkeypatch.setattr(trainer._gradient_pass, "_objective", objective)
+    assert trainer.step(samples).version == 1
+
+
 def test_sharing_prompts_does_not_change_the_step(untied: Path):
     """Two groups of siblings with a prompt of 30 tokens each, and one more that stands alone."""
     results: list[tuple[dict[str, float], dict[str, torch.Tensor]]] = []

@@ -109,8 +109,9 @@ def _save(model_class: type[Any], config: Any, folder: Path, seed: int) -> Path:
     return folder
 
 
-def make_trainer(folder: Path, **training: Any) -> TrainerCore:
-    return TrainerCore(ModelConfig(path=str(folder)), TrainingConfig(**{"steps": 10, **training}), seed=0)
+def make_trainer(folder: Path, *, num_threads: int = 1, **training: Any) -> TrainerCore:
+    config = TrainingConfig(**{"steps": 10, **training})
+    return TrainerCore(ModelConfig(path=str(folder)), config, seed=0, num_threads=num_threads)
 
 
 def sequences(*lengths: int) -> list[list[int]]:

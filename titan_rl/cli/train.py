@@ -96,6 +96,8 @@ def _checked(arguments: argparse.Namespace) -> tuple[RunConfig, Path | None]:
 
 
 def _dry_run(config: RunConfig, resume: Path | None, arguments: argparse.Namespace) -> int:
+    from titan_rl.cluster.hosts.cores import describe_trainer_threads, usable_cores
+    from titan_rl.cluster.hosts.placement import visible_gpus
     from titan_rl.config.load import dump_config
     from titan_rl.run.directory import check_run_dir
     from titan_rl.run.machine.requirements import describe_transport
@@ -109,6 +111,8 @@ def _dry_run(config: RunConfig, resume: Path | None, arguments: argparse.Namespa
             tell(f"titan-rl: {loss}")
     say(dump_config(config, with_defaults=verbosity_of(arguments) is Verbosity.VERBOSE))
     tell(f"titan-rl: {describe_transport(config)}")
+    if not (config.hosts.elsewhere or visible_gpus()):
+        tell(f"titan-rl: {describe_trainer_threads(config.training.num_ranks, usable_cores())}")
     code = _rehearse(config)
     if code:
         tell("titan-rl: not ready: a run would fail; see the errors above")

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from monarch.actor import concurrent_endpoint
 
+from titan_rl.cluster.hosts.cores import trainer_threads, usable_cores
 from titan_rl.cluster.processes.garbage import growing_heap
 from titan_rl.cluster.processes.process import ProcessActor, ProcessSpec, transport_of
 from titan_rl.config.model_files import changed_parts
@@ -129,7 +130,13 @@ class TrainerActor(ProcessActor):
             from titan_rl.training.publishing import WeightPublisher
             from titan_rl.training.trainer import TrainerCore
 
-            self._trainer = TrainerCore(settings.model, settings.training, settings.correction, seed=settings.seed)
+            self._trainer = TrainerCore(
+                settings.model,
+                settings.training,
+                settings.correction,
+                seed=settings.seed,
+                num_threads=trainer_threads(usable_cores()),
+            )
         if statedict is not None:
             self._publisher = WeightPublisher(
                 self._trainer,

@@ -6,7 +6,6 @@ _evaluate_all     one policy after the other is opened, evaluated and closed
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from titan_rl.config.evaluation import EvalConfig
 from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.run import RunConfig
 from titan_rl.evaluation.evaluate import EvaluationRun, folder_name
-from titan_rl.evaluation.policies.opened import needs_engine, open_policy, require_engine
+from titan_rl.evaluation.policies.opened import OpenedPolicies, needs_engine, require_engine
 from titan_rl.evaluation.policies.source import find_policy
 from titan_rl.evaluation.results import Evaluation
 from titan_rl.evaluation.suites import chosen_suites
@@ -85,11 +84,10 @@ async def _evaluate_all(
 ) -> None:
     taken: set[str] = set()
     with signals.ending_in_order():
-        for given in policies:
-            async with contextlib.AsyncExitStack() as opened:
-                opening = open_policy(given, config, settings, files, progress)
+        async with OpenedPolicies(config, settings, files, progress) as opened:
+            for given in policies:
                 with progress.working(f"loading {given}"):
-                    policy = await opened.enter_async_context(opening)
+                    policy = await opened.open(given)
                 run = EvaluationRun(config, settings, policy, out / folder_name(policy.name, taken), progress)
                 try:
                     with progress.working(f"playing {policy.name}", progress.counted):

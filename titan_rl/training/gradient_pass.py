@@ -1,9 +1,17 @@
-"""Forward and backward passes of a minibatch, up to the averaged and clipped gradient."""
+"""Forward and backward passes of a minibatch, up to the averaged and clipped gradient.
+
+On processors several micro-batches are computed at the same time, one in a thread: torch's own threads would share out
+each small operation, and wait for each other at its end. The gradients are summed in the order of the micro-batches, so
+the number of threads does not change the result.
+"""
 
 from __future__ import annotations
 
 import math
+import threading
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import chain
 from typing import NoReturn
@@ -35,6 +43,7 @@ class GradientPass:
     Args:
         reference: for the KL term of the loss; None without one.
         row_tokens: of the packer, for messages.
+        num_threads: Micro-batches that are computed at the same time, where policy and reference allow it.
     """
 
     def __init__(
@@ -46,6 +55,7 @@ class GradientPass:
         *,
         max_grad_norm: float,
         row_tokens: int,
+        num_threads: int = 1,
     ) -> None:
         self._policy = policy
         self._reference = reference
@@ -54,6 +64,9 @@ class GradientPass:
         self._parameters = list(policy.model.parameters())
         self._max_grad_norm = max_grad_norm
         self._row_tokens = row_tokens
+        self._objective_lock = threading.Lock()  # a loss of the user's is called for one micro-batch at a time
+        in_threads = all(each.runs_in_threads for each in (policy, reference) if each is not None)
+        self._threads = ThreadPoolExecutor(num_threads, "micro-batch") if in_threads and num_threads > 1 else None
 
     def proximal_logprobs(self, minibatches: Sequence[Minibatch]) -> dict[int, torch.Tensor]:
         """Logprobs under the weights at the start of the step, by the id of the micro-batch. Empty if the forward pass
@@ -73,7 +86,7 @@ class GradientPass:
         Raises:
             UntrainableError: no token can be trained on, or loss or gradient is not finite; raised on all ranks.
         """
-        by_batch = [self._accumulate(batch, proximal.get(id(batch)), version) for batch in minibatch.batches]
+        by_batch = self._accumulate(minibatch.batches, proximal, version)
         loss, denominator = self._mean(by_batch, minibatch)
         norm = average_and_clip(self._parameters, denominator, self._max_grad_norm)
         if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -121,12 +134,45 @@ class GradientPass:
         rollout_ids, at_fault = (list(dict.fromkeys(chain(*lists))) for lists in zip(*by_rank, strict=True))
         raise UntrainableError(reason, rollout_ids, at_fault)
 
-    def _accumulate(self, batch: TensorBatch, proximal_N: torch.Tensor | None, version: int) -> TokenStats:
-        """Add the gradient of the micro-batch's summed loss. It is divided once the tokens of the whole batch are
-        counted."""
+    def _accumulate(
+        self, batches: Sequence[TensorBatch], proximal: dict[int, torch.Tensor], version: int
+    ) -> list[TokenStats]:
+        """Add the gradients of the micro-batches' summed losses. They are divided once the tokens of the whole batch
+        are counted."""
+        by_batch: list[TokenStats] = []
+        if self._threads is None or len(batches) == 1:
+            for batch in batches:
+                summed, stats = self._forward(batch, proximal.get(id(batch)), version)
+                summed.backward()
+                by_batch.append(stats)
+            return by_batch
+        trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+        running = deque(
+            self._threads.submit(self._gradient_of, batch, proximal.get(id(batch)), version, trained)
+            for batch in batches
+        )
+        try:
+            while running:
+                gradients, stats = running.popleft().result()
+                for parameter, gradient in zip(trained, gradients, strict=True):
+                    if gradient is not None:
+                        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                by_batch.append(stats)
+        finally:
+            wait(running)  # no thread may read weights that change after an error
+        return by_batch
+
+    def _gradient_of(
+        self,
+        batch: TensorBatch,
+        proximal_N: torch.Tensor | None,
+        version: int,
+        trained: Sequence[nn.Parameter],
+    ) -> tuple[list[torch.Tensor | None], TokenStats]:
+        """The gradient of one micro-batch's summed loss, in the order of the parameters."""
         summed, stats = self._forward(batch, proximal_N, version)
-        summed.backward()
-        return stats
+        gradients = torch.autograd.grad(summed, trained, allow_unused=True)
+        return [None if gradient is None else gradient.contiguous() for gradient in gradients], stats
 
     def _forward(
         self, batch: TensorBatch, proximal_N: torch.Tensor | None, version: int
@@ -137,14 +183,15 @@ class GradientPass:
             with torch.no_grad():
                 reference_N, _ = self._reference.logprobs(batch)
         logprobs_N, entropies_N = self._policy.logprobs(batch)
-        return self._objective(
-            batch,
-            logprobs_N,
-            entropies_N,
-            version=version,
-            proximal_logprobs_N=proximal_N,
-            reference_logprobs_N=reference_N,
-        )
+        with self._objective_lock:
+            return self._objective(
+                batch,
+                logprobs_N,
+                entropies_N,
+                version=version,
+                proximal_logprobs_N=proximal_N,
+                reference_logprobs_N=reference_N,
+            )
 
 
 def average_and_clip(parameters: Sequence[nn.Parameter], denominator: float, max_norm: float) -> float:

@@ -81,6 +81,7 @@ class Policy:
         offload_parameters: bool = False,
     ) -> None:
         self.device = local_device()
+        self._world_size = world.size
         self.dtype: torch.dtype = getattr(torch, dtype)
         # Positions restart with every sample, so rows may be longer than the longest context.
         positions = read_hf_config(folder).get("max_position_embeddings", row_tokens)
@@ -103,9 +104,17 @@ class Policy:
         self._autocasts = world.size == 1 and self.dtype is not torch.float32
         self._hf.load(self.device, on_host=offload_parameters)
         self._offloads = offload_activations
+        self._keeps_no_state = activation_checkpointing == "none" and not (compile or offload_activations)
         self._host_weights = (
             HostWeights(self.model, by_layer=world.size == 1 and not compile) if offload_weights else None
         )
+
+    @property
+    def runs_in_threads(self) -> bool:
+        """Whether several threads may compute with it at the same time, each with its own batch: on processors, by one
+        rank, and without state that a pass leaves for its backward pass, such as the experts of a mixture."""
+        is_alone = self.device.type == "cpu" and self._world_size == 1
+        return is_alone and self._keeps_no_state and not self._routers and self._host_weights is None
 
     @property
     def vocab_size(self) -> int:

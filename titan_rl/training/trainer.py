@@ -73,6 +73,7 @@ class TrainerCore:
 
     Args:
         seed: of torch's random state; equal seeds, weights and samples give bit-identical results on one machine.
+        num_threads: Micro-batches that are computed at the same time on processors. It does not change results.
 
     Raises:
         ModelError: the folder lacks a file, or its config and weights do not fit together.
@@ -92,6 +93,7 @@ class TrainerCore:
         correction: CorrectionConfig | None = None,
         *,
         seed: int,
+        num_threads: int = 1,
     ) -> None:
         torch.manual_seed(seed)
         self._config = model_config
@@ -109,6 +111,7 @@ class TrainerCore:
             self._world,
             max_grad_norm=training.max_grad_norm,
             row_tokens=training.row_tokens,
+            num_threads=num_threads,
         )
         self._optimizers = _make_optimizers(self._policy, training)
         self._training = training

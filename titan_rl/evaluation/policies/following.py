@@ -10,12 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from titan_rl.config.model_files import check_weights
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.calls.user_code import reason
 from titan_rl.core.console import Console
 from titan_rl.core.errors import TitanRLError
 from titan_rl.evaluation.policies.source import PolicySource, export, newest_checkpoint
 from titan_rl.generation.router.router import GeneratorRouter
+from titan_rl.training.choices import DType
 from titan_rl.training.settings import ModelConfig
 from titan_rl.weights.types import Manifest, PublishedWeights, StateDictTransport
 
@@ -64,21 +66,12 @@ class CheckpointPublisher:
         folder = Path(tempfile.mkdtemp(prefix="policy-"))
         try:
             model = await export(self.model, source.checkpoint, folder / "policy", self.log)
-            manifest = await in_thread(self._write, Path(model.path) / "model.safetensors", source.version)
+            self.transport.release(source.version)  # of an attempt that failed behind it
+            manifest = await in_thread(publish_folder, self.transport, Path(model.path), model.dtype, source.version)
         finally:
             await in_thread(shutil.rmtree, folder, ignore_errors=True)
         self._available = (*self._available, source.version)
         self.published.announce(manifest)
-
-    def _write(self, weights: Path, version: int) -> Manifest:
-        from safetensors import safe_open
-
-        from titan_rl.weights.verification import with_checksums
-
-        self.transport.release(version)  # of an attempt that failed behind it
-        with safe_open(weights, framework="pt") as file:
-            named = [(name, file.get_tensor(name)) for name in file.keys()]  # noqa: SIM118 - it is no mapping
-        return with_checksums(self.transport.publish(version, named), named)
 
     def keep_only(self, version: int) -> None:
         """Release older versions; see `Publisher`."""
@@ -86,6 +79,27 @@ class CheckpointPublisher:
             if older != version:
                 self.transport.release(older)
         self._available = tuple(each for each in self._available if each == version)
+
+
+def publish_folder(transport: StateDictTransport, folder: Path, dtype: DType, version: int) -> Manifest:
+    """Publish the weights of a Hugging Face folder with their checksums, as the trainer publishes its versions.
+
+    Raises:
+        StateDictError: there is no room for them.
+        ModelError: a file is missing or damaged.
+    """
+    import torch
+    from safetensors import safe_open
+
+    from titan_rl.weights.verification import with_checksums
+
+    check_weights(folder)
+    named: list[tuple[str, torch.Tensor]] = []
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            names = file.keys()  # it is no mapping
+            named += [(name, file.get_tensor(name).to(getattr(torch, dtype))) for name in names]
+    return with_checksums(transport.publish(version, named), named)
 
 
 class RunFollower:

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import httpx
@@ -16,13 +17,18 @@ import httpx
 from titan_rl.config.build import make_renderer
 from titan_rl.config.concurrency import places_of
 from titan_rl.config.evaluation import EvalConfig
+from titan_rl.config.model_files import model_identity
 from titan_rl.config.model_folder import check_chat_template, check_model_folder
 from titan_rl.config.run import RunConfig
 from titan_rl.config.serve import ServeConfig, load_serve_config
+from titan_rl.core.calls.threads import in_thread
+from titan_rl.core.calls.user_code import reason
 from titan_rl.core.console import Console, Verbosity
-from titan_rl.core.errors import ConfigError, GenerationError, RequestError
+from titan_rl.core.errors import ConfigError, GenerationError, RequestError, StateDictError
+from titan_rl.evaluation.policies.following import publish_folder
 from titan_rl.evaluation.policies.source import PolicySource, export, find_policy, with_copies
 from titan_rl.generation.registry import find_engine
+from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.rollout.chat_env import ChatFn
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.run.hosts import open_hosts
@@ -31,6 +37,7 @@ from titan_rl.run.session import SessionFiles
 from titan_rl.serving.client import HttpChatFn, HttpGenerateFn
 from titan_rl.training.settings import ModelConfig
 from titan_rl.types import Completion, GenerateFn, SamplingParams
+from titan_rl.weights.types import PublishedWeights, StateDictTransport
 
 MAX_RUNNING = 64
 """Requests that one engine advances at a time, if its KV cache holds so many and no setting says otherwise."""
@@ -84,19 +91,82 @@ async def open_policy(
     files: SessionFiles,
     console: Console,
 ) -> AsyncGenerator[OpenedPolicy]:
-    """The policy that a folder or a URL names, for the length of the block.
+    """The policy that a folder or a URL names, for the length of the block; see `OpenedPolicies.open`."""
+    async with OpenedPolicies(config, settings, files, console) as policies:
+        yield await policies.open(given)
+
+
+class OpenedPolicies:
+    """Opens one policy after the other, as an async context manager. Policies of one architecture use the same
+    generators, into which the weights of the next one are loaded.
 
     Args:
         console: shows what is started, and a warning if other machines can reach it.
-
-    Raises:
-        ConfigError: there is no such policy.
-        CheckpointError: its checkpoint cannot be read.
-        ActorDiedError: no generator could be started.
     """
-    opened = open_endpoint(given, config, settings) if is_url(given) else _started(given, config, files, console)
-    async with opened as policy:
-        yield policy
+
+    def __init__(self, config: RunConfig, settings: EvalConfig, files: SessionFiles, console: Console) -> None:
+        self._config = config
+        self._settings = settings
+        self._files = files
+        self._console = console
+        self._resources = contextlib.AsyncExitStack()  # of the newest policy
+        self._generators: _Generators | None = None  # that these include
+        self._folder = tempfile.TemporaryDirectory(prefix="policies-")  # of exported checkpoints
+        self._num_read = 0
+
+    async def __aenter__(self) -> OpenedPolicies:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        with self._folder:  # which generators that are replaced read again
+            return bool(await self._resources.__aexit__(kind, error, traceback))
+
+    async def open(self, given: str) -> OpenedPolicy:
+        """The policy that a folder or a URL names, until the next one is opened.
+
+        Raises:
+            ConfigError: there is no such policy.
+            CheckpointError: its checkpoint cannot be read.
+            ActorDiedError: no generator could be started.
+        """
+        if is_url(given):
+            await self._close()
+            return await self._resources.enter_async_context(open_endpoint(given, self._config, self._settings))
+        source = find_policy(given)
+        model = _model_of(source, self._config)
+        if source.checkpoint is not None:
+            self._console.message(f"reading {source.name}")
+            self._num_read += 1
+            folder = Path(self._folder.name) / f"policy-{self._num_read}"
+            model = await export(model, source.checkpoint, folder, self._files.logs / "export.log")
+        check_model_folder(model, self._config.generation, [Path()])
+        check_chat_template(model)
+        renderer = make_renderer(model)
+        router = (await self._generators_for(source, model)).router
+        return OpenedPolicy(
+            source.name, router.generate, renderer, source.version, finish_session=router.finish_session
+        )
+
+    async def _generators_for(self, source: PolicySource, model: ModelConfig) -> _Generators:
+        """Generators with the weights of a model: those of the policy before, if they fit."""
+        if self._generators is not None and self._generators.architecture == architecture_of(model):
+            self._console.message(f"loading {source.name} into the generators of the policy before")
+            try:
+                await self._generators.load(model)
+                return self._generators
+            except StateDictError as error:
+                self._console.warning(f"the generators are started again: {reason(error)}")
+        await self._close()
+        starting = _started(source, model, self._config, self._files, self._console)
+        self._generators = await self._resources.enter_async_context(starting)
+        return self._generators
+
+    async def _close(self) -> None:
+        """End what serves the policy before."""
+        self._generators = None
+        await self._resources.aclose()
 
 
 @contextlib.asynccontextmanager
@@ -142,26 +212,53 @@ async def _only_model(url: str, key: str | None, transport: httpx.AsyncBaseTrans
     return names[0]
 
 
+def architecture_of(model: ModelConfig) -> object:
+    """Value that is equal for models whose weights one engine can load after each other."""
+    parts = model_identity(Path(model.path))
+    return parts["config"], parts["tokenizer"], model.dtype, model.max_context
+
+
+@dataclass(slots=True)
+class _Generators:
+    """Running generators of a policy, and the transport of other weights to them.
+
+    Attributes:
+        num_loaded: Number of policies loaded after the one that they started with; the version of the weights.
+    """
+
+    router: GeneratorRouter
+    architecture: object
+    transport: StateDictTransport
+    published: PublishedWeights
+    num_loaded: int = 0
+
+    async def load(self, model: ModelConfig) -> None:
+        """Load the weights of a model folder.
+
+        Raises:
+            StateDictError: they cannot be read, or not every generator could load and verify them.
+        """
+        self.num_loaded += 1
+        version = self.num_loaded
+        manifest = await in_thread(publish_folder, self.transport, Path(model.path), model.dtype, version)
+        self.published.announce(manifest)  # a generator that is replaced pulls it, too
+        report = await self.router.pull_state_dict(version)
+        self.transport.release(version - 1)
+        if report.failed:
+            raise StateDictError(f"{', '.join(sorted(report.failed))} could not load the weights")
+
+
 @contextlib.asynccontextmanager
 async def _started(
-    given: str, config: RunConfig, files: SessionFiles, console: Console
-) -> AsyncGenerator[OpenedPolicy]:
-    source = find_policy(given)
-    model = _model_of(source, config)
+    source: PolicySource, model: ModelConfig, config: RunConfig, files: SessionFiles, console: Console
+) -> AsyncGenerator[_Generators]:
+    """Start generators with the weights of a model folder, which they have read when this is entered."""
     async with contextlib.AsyncExitStack() as resources:
         opening = open_hosts(
             config, files.logs, "titan_rl.cluster.generator_processes", verbosity=Verbosity.QUIET, console=console
         )
         config = (await resources.enter_async_context(opening)).config
-        folder, hosts = resources.enter_context(tempfile.TemporaryDirectory(prefix="policy-")), config.hosts
-        if source.checkpoint is not None:
-            console.message(f"reading {source.name}")
-            model = await export(model, source.checkpoint, Path(folder) / "policy", files.logs / "export.log")
-            hosts = with_copies(hosts)
-        check_model_folder(model, config.generation, [Path()])
-        check_chat_template(model)
-        renderer = make_renderer(model)
-        from titan_rl.cluster.generator_processes import start_generators
+        from titan_rl.cluster.generator_processes import open_transport, start_generators
 
         count = config.generation.num_generators
         console.message(f"starting {count} generator{'' if count == 1 else 's'} for {source.name}; logs: {files.logs}")
@@ -171,18 +268,19 @@ async def _started(
             model=model,
             generation=config.generation,
             routing=config.routing,
-            hosts=hosts,
+            hosts=config.hosts if source.checkpoint is None else with_copies(config.hosts),
         )
-        running = places_of(model, config.generation, MAX_RUNNING)
-        starting = start_generators(serve, version=source.version, max_running=running, files=files, console=console)
+        running, published = places_of(model, config.generation, MAX_RUNNING), PublishedWeights()
+        starting = start_generators(
+            serve, version=0, max_running=running, files=files, console=console, published=published
+        )
         async with starting as processes:
             router = processes.make_router()
-            async with asyncio.TaskGroup() as tasks:
-                watching = tasks.create_task(processes.watch(router), name="watch")
-                yield OpenedPolicy(
-                    source.name, router.generate, renderer, source.version, finish_session=router.finish_session
-                )
-                watching.cancel()
+            with open_transport(config.hosts, files.run_id) as transport:
+                async with asyncio.TaskGroup() as tasks:
+                    watching = tasks.create_task(processes.watch(router), name="watch")
+                    yield _Generators(router, architecture_of(model), transport, published)
+                    watching.cancel()
             await router.close()
 
 

@@ -18,6 +18,7 @@ from typing import Literal
 
 from packaging.requirements import Requirement
 
+from titan_rl.cluster.hosts.cores import usable_cores
 from titan_rl.cluster.hosts.folders import LONGEST_TMPDIR, scratch_root
 from titan_rl.core.errors import install_command
 from titan_rl.run.machine.environment import EXPOSED, OWN_NAMESPACE, PRIVATE, shares_network
@@ -87,8 +88,7 @@ def _try(subject: str, code: str, fix: str, timeout_s: float) -> Finding:
 def _machine() -> Iterator[Finding]:
     running = platform.python_version()
     yield Finding("python", "ok", f"{running} at {sys.executable}")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    yield Finding("cores", "ok", f"{cores}")
+    yield Finding("cores", "ok", f"{usable_cores()}")
     threads = os.environ.get("OMP_NUM_THREADS")
     yield (
         Finding("threads", "ok", f"OMP_NUM_THREADS = {threads or 'unset; a run sets 1 for its processes'}")
