@@ -55,7 +55,7 @@ class BareLoop:
 
     def __init__(self, model: ModelConfig, training: TrainingConfig, samples: Sequence[TrainingSample]) -> None:
         self._policy = TrainerCore(model, training, seed=0)._policy
-        self._optimizer = torch.optim.AdamW(self._policy.model.parameters(), lr=training.lr, fused=True)
+        self._optimizer = torch.optim.AdamW(self._policy.model.parameters(), lr=training.peak_lr, fused=True)
         ((plan,),) = plan_step(samples, training)
         self.minibatch = Minibatch.from_plan(plan, self._policy.device, alone=True, lay_out=self._policy.lay_out)
 

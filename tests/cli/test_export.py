@@ -34,9 +34,10 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What would have been written: the dtype, the checkpoint and where to."""
     calls: list[tuple[Any, ...]] = []
 
-    async def export(model: Any, checkpoint: Path, directory: Path, log: Path) -> None:
+    async def export(model: Any, checkpoint: Path, directory: Path, log: Path, *, as_adapter: bool = False) -> None:
         if checkpoint.name == "step-000003":
             raise CheckpointError("damaged")
+        assert not as_adapter
         calls.append((model.dtype, checkpoint.name, directory))
 
     monkeypatch.setattr(source, "export", export)

@@ -44,6 +44,7 @@ OTHER_VALUES: dict[str, Any] = {
     "scheduling.window": 10**6,
     "statedict.tolerance": 0.5,
     "training.kl": "k2",
+    "training.adapter.targets": ("o_proj",),
     "validation.suites": ("a suite",),
 }
 

@@ -73,5 +73,5 @@ def test_a_task_of_the_users_is_unset_alike_and_keeps_a_word_that_is_its_own(pro
 def test_none_stays_a_word_where_it_is_one_and_wrong_where_something_is_needed(project: Path):
     config = load_config("config.toml", [("correction.weight", "none"), ("generation.speculative.method", "none")])
     assert (config.correction.weight, config.generation.speculative.method) == ("none", "none")
-    with pytest.raises(ConfigError, match=r"command line: training\.lr = 'none' must be a valid number"):
-        load_config("config.toml", [("training.lr", "none")])
+    with pytest.raises(ConfigError, match=r"command line: training\.max_grad_norm = 'none' must be a valid number"):
+        load_config("config.toml", [("training.max_grad_norm", "none")])

@@ -256,10 +256,10 @@ def test_a_checkpoint_is_exported_without_what_trained_it(folder: Path, tmp_path
     (sequence,) = sequences(40)
     other = make_trainer(tmp_path / "policy")
     assert other.score([sequence]) == trainer.score([sequence])
-    check_export(tmp_path / "policy", other.named_tensors())
+    check_export(tmp_path / "policy" / "model.safetensors", other.named_tensors())
     trainer.step(on_policy_samples(trainer, 24, 33, 8))
     with pytest.raises(CheckpointError, match="is not what was written"):
-        check_export(tmp_path / "policy", trainer.named_tensors())
+        check_export(tmp_path / "policy" / "model.safetensors", trainer.named_tensors())
     (tmp_path / "step-000001" / "state.json").write_text("{}")
     with pytest.raises(DamagedCheckpointError):
         export_checkpoint(folder, tmp_path / "step-000001", tmp_path / "damaged")

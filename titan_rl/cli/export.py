@@ -22,15 +22,23 @@ def set_up(parser: Parser) -> None:
     )
     parser.add_argument("out", type=file_path, metavar="OUT", help="the folder to write, which must not exist")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the weights; by default the run's")
+    parser.add_argument(
+        "--adapter",
+        action="store_true",
+        help="write only the adapter of a run with [training.adapter], as a folder that PEFT loads; by default it is "
+        "merged into its base",
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     out = Path(arguments.out).absolute()
     with status(f"exporting {arguments.policy}"):
-        exporting = export_policy(arguments.policy, out, arguments.dtype, StderrConsole())
+        exporting = export_policy(arguments.policy, out, arguments.dtype, StderrConsole(), as_adapter=arguments.adapter)
         name = asyncio.run(exporting)
-    tell(f"titan-rl: {name} is written and verified")
+    what = f"the adapter of {name}" if arguments.adapter else name
+    tell(f"titan-rl: {what} is written and verified")
     say(f"{out}\n")
-    tell_next("serve", str(out))
+    if not arguments.adapter:
+        tell_next("serve", str(out))
     return 0

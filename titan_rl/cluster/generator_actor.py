@@ -16,12 +16,13 @@ from monarch.actor import Port, concurrent_endpoint
 from titan_rl.cluster.processes.garbage import growing_heap, settle_heap
 from titan_rl.cluster.processes.process import ProcessActor, ProcessSpec, transport_of
 from titan_rl.cluster.request_stream import Packed, RequestServer
+from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import STREAM_INTERVAL, GenerationConfig, StateDictConfig
 from titan_rl.core.calls.cancellation import stray_cancellation_fails
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.tensor_checksum import TensorChecksum
 from titan_rl.core.tracing.spans import flush
-from titan_rl.generation.engine import Engine, EngineSpec
+from titan_rl.generation.engine import AdapterSpec, Engine, EngineSpec
 from titan_rl.generation.gpu_share import CPU_KV_GIB
 from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.loop.ranks import EngineRank, GlooRanks, follow_leader
@@ -29,7 +30,7 @@ from titan_rl.generation.loop.state import Items, Weights
 from titan_rl.generation.registry import make_engine
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.types import GaugeSummary, KVPolicy, PauseMode, PullResult, describe
-from titan_rl.training.settings import ModelConfig
+from titan_rl.training.settings import TARGETS, ModelConfig
 from titan_rl.weights.manifest import KnownLayouts, PackedManifest
 from titan_rl.weights.types import Manifest, MeasuredTransport, StateDictTransport
 from titan_rl.weights.verification import MAX_MARGIN, ProbeFigures, SwapCheck
@@ -43,6 +44,7 @@ class GeneratorPlan:
         version: of the weights in the model's folder.
         max_running: most requests one engine advances at a time.
         sleeps: engines give their memory to a trainer at times.
+        adapter: that the trainer trains and publishes.
     """
 
     model: ModelConfig
@@ -53,6 +55,7 @@ class GeneratorPlan:
     version: int
     max_running: int
     sleeps: bool
+    adapter: AdapterSpec | None = None
 
     def settings_of(
         self, index: int, model_path: str, *, neighbours: int = 0, beside_trainer: bool = False
@@ -85,8 +88,18 @@ class GeneratorPlan:
             sleeps=self.sleeps,
             tensor_parallel_size=generation.tensor_parallel_size,
             generator=index,
+            adapter=self.adapter,
         )
         return GeneratorSettings(engine, generation, self.statedict, self.run_id, self.version)
+
+
+def adapter_spec(config: RunConfig) -> AdapterSpec | None:
+    """The adapter of a run for its engines; None if all weights are trained."""
+    adapter = config.training.adapter
+    if not adapter.is_on:
+        return None
+    num_versions = 1 if config.generation.adapter_swap == "hot" else config.scheduling.max_staleness + 2
+    return AdapterSpec(adapter.rank, adapter.alpha, adapter.targets or TARGETS, num_versions)
 
 
 logger = logging.getLogger(__name__)

@@ -27,6 +27,7 @@ from titan_rl.config.serve import ServeConfig
 from titan_rl.core.calls.user_code import reason
 from titan_rl.core.console import LOG, Console
 from titan_rl.core.errors import ActorDiedError, EngineDeadError, EngineStalledError, TitanRLError
+from titan_rl.generation.engine import AdapterSpec
 from titan_rl.generation.router.replica import Limits, Replica
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.generation.router.strategies import Strategy, make_strategy
@@ -91,6 +92,7 @@ class GeneratorProcesses(SupervisedProcesses):
         version: of the weights in the model's folder.
         max_running: most requests one engine advances at a time.
         sleeps: engines give their memory to a trainer at times.
+        adapter: that the trainer trains and publishes.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class GeneratorProcesses(SupervisedProcesses):
         published: PublishedWeights,
         hosts: Hosts,
         sleeps: bool = False,
+        adapter: AdapterSpec | None = None,
     ) -> None:
         self.replicas: list[ActorReplica]
         self._places = GeneratorPlaces(generation)
@@ -116,7 +119,9 @@ class GeneratorProcesses(SupervisedProcesses):
         self._generation = generation
         self._routing = routing
         self._statedict = statedict
-        self._plan = GeneratorPlan(model, generation, statedict, files.run_id, seed, version, max_running, sleeps)
+        self._plan = GeneratorPlan(
+            model, generation, statedict, files.run_id, seed, version, max_running, sleeps, adapter
+        )
         super().__init__(files, hosts, start_limit_s(model, generation))
         self._published = published
         self._tell = hosts.tell

@@ -53,7 +53,7 @@ class ModelCheck:
     """Compares a model folder, as a trainer's host has it, with the model that the run began with.
 
     Other weights are refused once they are used: a checkpoint that is loaded replaces them, but not in the reference
-    that `kl_coef` holds the policy to.
+    that `kl_coef` holds the policy to, nor those that an adapter changes.
 
     Raises:
         ModelError: something else of the model has changed, or the weights are those of a reference.
@@ -67,7 +67,7 @@ class ModelCheck:
                 f"model.path = {path!r} on host {host} is not the model that the run began with: {', '.join(changed)} "
                 "changed; put that model back, and go on with --resume"
             )
-            if changed != ["weights"] or settings.training.kl_coef:
+            if changed != ["weights"] or settings.training.kl_coef or settings.training.adapter.is_on:
                 raise ModelError(self._complaint)
 
     def checkpoint_loaded(self) -> None:

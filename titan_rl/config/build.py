@@ -25,7 +25,7 @@ from titan_rl.rollout.task import FilteringTask, RunContext, calling, drop_reaso
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.scheduling.filters import GroupFilter, find_filter, first_reason, too_few_siblings, too_long
 from titan_rl.training.data.sample_maker import SampleMaker
-from titan_rl.training.settings import ModelConfig
+from titan_rl.training.settings import ModelConfig, TrainingConfig
 
 
 def make_renderer(model: ModelConfig) -> Renderer:
@@ -59,6 +59,16 @@ def make_renderer(model: ModelConfig) -> Renderer:
 def told_of_template(model: ModelConfig) -> str | None:
     """Return a note on the chat template of an export; None where the model's own renders what training does."""
     return fit_template(model.path, model.renderer).message(model.renderer)
+
+
+def told_of_learning_rate(training: TrainingConfig) -> str | None:
+    """Return a note on a learning rate that is not the one recommended for adapters, or None."""
+    if not training.adapter.is_on or training.peak_lr == training.default_lr:
+        return None
+    return (
+        f"training.lr = {training.peak_lr:g} with training.adapter.rank = {training.adapter.rank}; adapters usually "
+        f"learn best at 10 times the rate of training all weights, by default {training.default_lr:g}"
+    )
 
 
 def find_token_texts(model: ModelConfig) -> TokenTexts | None:

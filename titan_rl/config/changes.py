@@ -44,7 +44,16 @@ RESUMABLE = (
 )
 """Settings, or prefixes of settings, that a resumed run may change: its length, its hosts and its time limits."""
 
-LOCATIONS = ("name", "run_dir", "model.path", "pythonpath", "sft.start", "sft.out", "sft.data")
+LOCATIONS = (
+    "name",
+    "run_dir",
+    "model.path",
+    "training.adapter.start",
+    "pythonpath",
+    "sft.start",
+    "sft.out",
+    "sft.data",
+)
 """Settings with names and paths of folders, which may have been moved."""
 
 

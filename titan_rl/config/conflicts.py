@@ -22,6 +22,8 @@ from titan_rl.core.settings import Section, TakesEffect
 from titan_rl.scheduling.settings import SchedulingConfig
 from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
 
+MAX_ADAPTER_RANK = 512
+
 
 def of_lengths(model: ModelConfig, sampling: SamplingConfig, tasks: Sequence[TaskSource]) -> Iterator[str]:
     context = model.max_context
@@ -105,6 +107,39 @@ def of_guessing(generation: GenerationConfig, scheduling: SchedulingConfig) -> I
             f'generation.speculative.method = "{guesses.method}" with scheduling.on_batch_ready = "sleep": an engine '
             "that sleeps gives up the weights that guess, and no version brings them back; set method to "
             '"ngram" or on_batch_ready to "abort"'
+        )
+
+
+def of_adapter(training: TrainingConfig, generation: GenerationConfig, scheduling: SchedulingConfig) -> Iterator[str]:
+    """Check the settings that an adapter excludes."""
+    if not training.adapter.is_on:
+        return
+    rank = training.adapter.rank
+    if rank > MAX_ADAPTER_RANK:
+        yield f"training.adapter.rank = {rank} is more than the {MAX_ADAPTER_RANK} that vLLM supports; lower it"
+    if scheduling.on_batch_ready == "sleep":
+        yield (
+            f'training.adapter.rank = {rank} with scheduling.on_batch_ready = "sleep": an engine that sleeps gives up '
+            'the base model, and versions are only the adapter; set on_batch_ready to "abort"'
+        )
+    if generation.adapter_swap == "pinned":
+        overtaking = [name for name in ("window", "max_group_age", "oversample") if getattr(scheduling, name)]
+        if overtaking or scheduling.tail != "carry_over":
+            name = overtaking[0] if overtaking else "tail"
+            yield (
+                f'generation.adapter_swap = "pinned" with scheduling.{name} = {getattr(scheduling, name)!r}: groups '
+                "that others overtake could run on versions of any age, and an engine holds max_staleness + 2; "
+                f'leave scheduling.{name} out, or set adapter_swap = "hot"'
+            )
+        if generation.pull_mode != "hot_swap":
+            yield (
+                f'generation.adapter_swap = "pinned" with generation.pull_mode = "{generation.pull_mode}": running '
+                "requests do not change to new weights, so that nothing is drained or recomputed; leave pull_mode out"
+            )
+    if generation.speculative.is_on:
+        yield (
+            f'training.adapter.rank = {rank} with generation.speculative.method = "{generation.speculative.method}": '
+            "drafts would come without the adapter, or be verified without it; set method to its default"
         )
 
 

@@ -23,6 +23,7 @@ from titan_rl.core.settings import FunctionName, Section, path_problem
 from titan_rl.generation.registry import EngineKind, find_engine
 from titan_rl.generation.router.strategies import make_strategy
 from titan_rl.generation.vllm_arguments import problem_of
+from titan_rl.training.settings import AdapterConfig
 from titan_rl.weights.transports.registry import TransportKind
 
 _NAMES_CODE = re.compile(r"([A-Za-z_]\w*(?:\.\w+)*):[A-Za-z_]\w*")
@@ -113,7 +114,8 @@ def check_functions(config: Section, generation: GenerationConfig, routing: Rout
     except ConfigError as error:
         raise ConfigError(f"{origins.of('routing.strategy')}: {error}") from error.__cause__
     sleeps = isinstance(config, RunConfig) and config.scheduling.on_batch_ready == "sleep"
-    for key, problem in _engine_problems(generation, sleeps=sleeps):
+    adapter = config.training.adapter if isinstance(config, RunConfig) else AdapterConfig()
+    for key, problem in _engine_problems(generation, sleeps=sleeps, adapter=adapter):
         raise ConfigError(f"{origins.of(key)}: {problem}")
 
 
@@ -143,13 +145,21 @@ def named_modules(config: Section) -> set[str]:
     return {name.partition(":")[0] for _, name, known in _named(config) if name not in known.names}
 
 
-def _engine_problems(generation: GenerationConfig, *, sleeps: bool) -> Iterator[tuple[str, str]]:
+def _engine_problems(
+    generation: GenerationConfig, *, sleeps: bool, adapter: AdapterConfig
+) -> Iterator[tuple[str, str]]:
     """Settings that the engine does not support, with the reason and the fix."""
     engine, named = find_engine(generation.engine), f"generation.engine = {generation.engine!r}"
     if sleeps and not engine.sleeps:
         yield (
             "scheduling.on_batch_ready",
             f'scheduling.on_batch_ready = "sleep", and {named} cannot give its memory back; set it to "abort"',
+        )
+    if adapter.is_on and not engine.adapters:
+        yield (
+            "training.adapter.rank",
+            f"training.adapter.rank = {adapter.rank}, and {named} does not apply adapters; set it to 0, or the engine "
+            "to 'vllm'",
         )
     size = generation.tensor_parallel_size
     if size > 1 and not engine.tensor_parallel:

@@ -103,11 +103,22 @@ def read_config(
     check_functions(config, config.generation, config.routing, origins)
     modules = [*(type_of(source.task).partition(":")[0] for source in config.sources), *named_modules(config)]
     config = config.model_copy(update={"pythonpath": search_path.needed_for(modules)})
+    if config.training.adapter.start is not None:
+        config = _with_adapter_folder(config, config.training.adapter.start, origins)
     folder = find_model_folder(config.model.path, origins.folders_for("model.path"))
     if folder is not None:
         model = config.model.model_copy(update={"path": str(folder)})
         config = config.model_copy(update={"model": model})
     return config, origins
+
+
+def _with_adapter_folder(config: RunConfig, start: str, origins: Origins) -> RunConfig:
+    """The config with the folder of `training.adapter.start`, as it is found, unless there is none."""
+    folder = find_model_folder(start, origins.folders_for("training.adapter.start"))
+    if folder is None:
+        return config
+    adapter = config.training.adapter.model_copy(update={"start": str(folder)})
+    return config.model_copy(update={"training": config.training.model_copy(update={"adapter": adapter})})
 
 
 def dump_config(config: RunConfig, *, with_defaults: bool = True) -> str:

@@ -14,7 +14,7 @@ from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import GenerationConfig, SpeculativeConfig
 from titan_rl.core.errors import ConfigError, ModelError
 from titan_rl.generation.gpu_share import planned_kv_gib
-from titan_rl.training.settings import ModelConfig
+from titan_rl.training.settings import TARGETS, AdapterConfig, ModelConfig
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """Files that hold a vocabulary; one of them is enough."""
@@ -83,6 +83,17 @@ def count_parameters(folder: Path) -> int:
     for path in folder.glob("*.safetensors"):
         with contextlib.suppress(ModelError):  # loading the model says what is wrong with it
             count += sum(math.prod(shape) for shape, _ in read_header(path).values())
+    return count
+
+
+def count_adapter(folder: Path, adapter: AdapterConfig) -> int:
+    """Count the parameters of an adapter of a model: rank x (in + out) for each target; 0 where no file is readable."""
+    count = 0
+    for path in folder.glob("*.safetensors"):
+        with contextlib.suppress(ModelError):
+            for name, (shape, _) in read_header(path).items():
+                is_target = name.split(".")[-2:-1] in [[target] for target in adapter.targets or TARGETS]
+                count += adapter.rank * sum(shape) if is_target and ".experts." not in name else 0
     return count
 
 

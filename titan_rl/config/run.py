@@ -79,6 +79,7 @@ class RunConfig(Section):
         yield from conflicts.of_training(self.model, self.training, self.correction)
         yield from conflicts.of_kept_cache(generation, scheduling)
         yield from conflicts.of_guessing(generation, scheduling)
+        yield from conflicts.of_adapter(self.training, generation, scheduling)
         yield from conflicts.of_interruptions(
             generation, scheduling, self.statedict, self.routing, are_seeded=self.seeds_requests
         )

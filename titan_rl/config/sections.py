@@ -120,6 +120,10 @@ class GenerationConfig(Section):
     """Loading of new weights. hot_swap: between two tokens of running requests, which keep their KV cache. recompute:
     at the same moment, and running requests recompute their KV cache. drain: once a generator's requests have
     finished."""
+    adapter_swap: Annotated[Literal["hot", "pinned"], TakesEffect("training.adapter.rank", none_of=(0,))] = "hot"
+    """Loading of a new version of [training.adapter]. hot: as pull_mode says, in the place of the version before.
+    pinned: running requests finish on the version they started with, so that each has one policy; an engine holds
+    scheduling.max_staleness + 2 versions. Groups must be trained in data order."""
     prefix_cache: Annotated[bool | Literal["keep"], one_of('must be true, false or "keep"')] = True
     """Reuse the KV cache of requests that begin with the same tokens, until new weights are loaded; with "keep" also
     after that."""

@@ -12,6 +12,29 @@ from titan_rl.types import EXTRA_SAMPLING, FinishReason, TopLogprobs
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterSpec:
+    """LoRA adapter that an engine applies to every request. Its versions are loaded by `Engine.load_state_dict`.
+
+    Attributes:
+        rank: Rank of the change of each layer.
+        alpha: The change is scaled by alpha / rank.
+        targets: Last parts of the Hugging Face names of the changed layers.
+        num_versions: Versions that the engine holds at a time. With 1, running requests continue with each new version.
+            With more, a request finishes on the version it started with (`pins_versions`).
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    num_versions: int = 1
+
+    @property
+    def scale(self) -> float:
+        """Factor of the change."""
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSpec:
     """Specification of an engine. It asks for nothing that the `EngineKind` does not support.
 
@@ -34,6 +57,8 @@ class EngineSpec:
         sleeps: It has to release its memory at times: a `SleepingEngine`.
         tensor_parallel_size: Number of processes that share the model, each with an engine of its own, in lockstep.
         generator: Index of the generator in the run.
+        adapter: Adapter of the model. The pairs of `load_state_dict` are then its matrices, and the model is not
+            loaded again. None loads whole models.
     """
 
     model_path: str
@@ -52,6 +77,7 @@ class EngineSpec:
     sleeps: bool = False
     tensor_parallel_size: int = 1
     generator: int = 0
+    adapter: AdapterSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +137,9 @@ class Engine(Protocol):
     """A generation engine, owned and driven by one thread.
 
     Nothing here blocks longer than one step. An exception from anything but `add` means the engine is broken.
+
+    An attribute `pins_versions` that is true says that each request finishes on the weights it started with. Without
+    it, running requests continue with the weights that are loaded.
 
     An attribute `extra_sampling` names the fields of `EXTRA_SAMPLING` (`titan_rl.types`) that the engine honours. The
     engine loop refuses requests that set any other of them. Without the attribute, it refuses all of them.

@@ -27,6 +27,7 @@ class EngineKind:
     adapts: bool = False  # adapts the number of running requests to the KV cache
     sleeps: bool = False  # makes a `SleepingEngine`
     tensor_parallel: bool = False  # can be one of several ranks
+    adapters: bool = False  # applies a LoRA adapter if the spec has one
     modules: tuple[str, ...] = ()  # required modules of titan_rl's extras
 
     def __call__(self, spec: EngineSpec) -> Engine:
@@ -47,6 +48,7 @@ BY_NAME = {
         adapts=True,
         sleeps=True,
         tensor_parallel=True,
+        adapters=True,
         modules=("vllm",),
     )
 }

@@ -44,7 +44,14 @@ OWN = {
     "load_format": None,
     "pipeline_parallel_size": None,
     "data_parallel_size": None,
-    "enable_lora": None,
+    "enable_lora": "[training.adapter]",
+    "max_lora_rank": "training.adapter.rank",
+    "lora_target_modules": "training.adapter.targets",
+    "lora_dtype": "model.dtype",
+    "max_loras": None,
+    "max_cpu_loras": None,
+    "fully_sharded_loras": None,
+    "default_mm_loras": None,
 }
 """EngineArgs that are the library's to set, each with the setting that says it; None where nothing else would work:
 tokens would carry the wrong version, logprobs would be those of another distribution, or weights could not be swapped.
@@ -102,6 +109,10 @@ CPU_BATCHED_TOKENS = 4096  # most tokens of one step, unless one prompt has more
 GPU_BATCHED_TOKENS = 8192
 
 
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Sizes of a place for an adapter in vLLM."""
+
+
 def prepare_cpu(spec: EngineSpec) -> None:
     """Have vLLM do in this process what it does well on a CPU.
 
@@ -128,6 +139,10 @@ def prepare_cpu(spec: EngineSpec) -> None:
     note_packing()
     if spec.speculative is not None:
         repair_sampler()
+    if spec.adapter is not None:
+        from titan_rl.generation.vllm_adapters import group_tokens
+
+        group_tokens()
 
 
 def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> EngineArgs:
@@ -171,6 +186,14 @@ def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> EngineArgs:
         "distributed_executor_backend": "external_launcher" if spec.tensor_parallel_size > 1 else "uni",
         "disable_log_stats": True,
     }
+    if spec.adapter is not None:
+        arguments |= {
+            "enable_lora": True,
+            "max_loras": spec.adapter.num_versions,
+            "max_cpu_loras": spec.adapter.num_versions,
+            "max_lora_rank": next(rank for rank in LORA_RANKS if rank >= spec.adapter.rank),
+            "lora_target_modules": list(spec.adapter.targets),
+        }
     return EngineArgs(**arguments | dict(spec.options))
 
 

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titan_rl.core.calls.imports import require
 from titan_rl.core.errors import ModelError, RequestError
@@ -15,6 +15,9 @@ from titan_rl.generation.engine import EngineSpec, HeldTensor, TokenDelta
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.vllm_arguments import ENVIRONMENT, engine_arguments, prepare_cpu
 from titan_rl.types import EXTRA_SAMPLING, FinishReason, TopLogprobs
+
+if TYPE_CHECKING:
+    from titan_rl.generation.vllm_adapters import AdapterVersions
 
 # Those of vLLM's that leave the tokens valid. Its others are "error" and "repetition".
 _FINISH_REASONS = {FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT}
@@ -55,6 +58,7 @@ class VLLMEngine:
             prepare_cpu(spec)
         self._internal: dict[str, str] = {}  # request id -> core id
         self._external: dict[str, EngineRequest] = {}  # by core id
+        self._adapter_ids: dict[str, int] = {}  # by core id
         self._has_cache, self._guesses = spec.prefix_cache, spec.speculative is not None
         self._num_prompt_tokens = self._num_cached_tokens = 0
         arguments = engine_arguments(spec, on_cpu=self._on_cpu)
@@ -73,6 +77,12 @@ class VLLMEngine:
             constraints = Constraints(config)
             self._core.engine_core.structured_output_manager = constraints
             self._scheduler.structured_output_manager = constraints
+            self._adapters: AdapterVersions | None = None
+            if spec.adapter is not None:
+                from titan_rl.generation.vllm_adapters import AdapterVersions
+
+                self._adapters = AdapterVersions(self._core, self._requests, spec.adapter)
+            self.pins_versions = spec.adapter is not None and spec.adapter.num_versions > 1
         except (ValueError, OSError, ImportError) as error:
             raise ModelError(f"vLLM cannot serve {spec.model_path}: {error}") from error
 
@@ -84,21 +94,29 @@ class VLLMEngine:
         self._core.add_request(core_request)
         self._internal[request.request_id] = core_id
         self._external[core_id] = request
+        if core_request.lora_request is not None:
+            self._adapter_ids[core_id] = core_request.lora_request.lora_int_id
 
     def abort(self, request_ids: Iterable[str]) -> None:
         gone = set(request_ids)
         core_ids = [self._internal.pop(request_id) for request_id in gone & self._internal.keys()]
         for core_id in core_ids:
             del self._external[core_id]
+            self._adapter_ids.pop(core_id, None)
         self._core.abort_requests(core_ids)
 
     def load_state_dict(self, items: Iterable[tuple[str, Any]], version: int) -> None:
+        if self._adapters is not None:
+            self._adapters.load(items, version, self._adapter_ids.values())
+            return
         pairs = with_tied_head(items) if self._tied else iter(items)
         if self._on_cpu:
             self._core.collective_rpc(drop_packed_experts)
         self._core.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
 
     def held_weights(self) -> list[HeldTensor]:
+        if self._adapters is not None:
+            return self._adapters.held()
         from titan_rl.generation.vllm_held_weights import held_weights
 
         (held,) = self._core.collective_rpc(held_weights, args=(self._tied,))
@@ -170,6 +188,7 @@ class VLLMEngine:
             finish_reason, failure = None, None
             if output.finish_reason is not None:
                 del self._external[core_id], self._internal[request_id]
+                self._adapter_ids.pop(core_id, None)
                 if (reason := str(output.finish_reason)) in _FINISH_REASONS:
                     finish_reason = FinishReason(reason)
                 else:

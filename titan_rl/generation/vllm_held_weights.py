@@ -72,7 +72,7 @@ class _Packed:
     def of(layer: Any, weight: torch.Tensor, turn: int) -> _Packed:
         width = weight.shape[1]
         parts: list[tuple[_Part, torch.Tensor, tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = []
-        for part in _parts_of(layer, weight):
+        for part in parts_of(layer, weight):
             box, start = part.of(weight), part.start_in(weight)
             parts.append((part, box_sum(box, start), tuple(box.shape), start, part.whole_shape(weight)))
         values = checksums_of([value for _, value, *_ in parts])
@@ -148,7 +148,7 @@ def _held(path: str, module: Any, is_tied: bool) -> Iterator[HeldTensor]:
                     hf_name = _hf_name(path, name, part.index, is_head)
                     yield HeldTensor(hf_name, f"{own} (packed)", None, start, whole, value, packed.dtype, shape)
             if weight.numel():
-                for part in _parts_of(module, weight):
+                for part in parts_of(module, weight):
                     yield HeldTensor(
                         _hf_name(path, name, part.index, is_head), own, part.of(weight), part.start_in(weight),
                         part.whole_shape(weight),
@@ -158,15 +158,18 @@ def _held(path: str, module: Any, is_tied: bool) -> Iterator[HeldTensor]:
 
 
 def _hf_name(path: str, name: str, index: int, is_tied_head: bool) -> str:
-    if is_tied_head:
-        return f"model.embed_tokens.{name}"
+    return f"model.embed_tokens.{name}" if is_tied_head else f"{hf_name_of(path, index)}.{name}"
+
+
+def hf_name_of(path: str, index: int) -> str:
+    """Hugging Face name of a layer, or of the part of a fused layer with that index."""
     parent, _, last = path.rpartition(".")
     parts = _PARTS.get(last)
-    return f"{path}.{name}" if parts is None else f"{parent}.{parts[index]}.{name}"
+    return path if parts is None else f"{parent}.{parts[index]}"
 
 
-def _parts_of(layer: Any, weight: torch.Tensor) -> list[_Part]:
-    """Empty for a layer of a kind that is not known."""
+def parts_of(layer: Any, weight: torch.Tensor) -> list[_Part]:
+    """Parts of a layer's weight, in their order. Empty for a layer of a kind that is not known."""
     if isinstance(layer, VocabParallelEmbedding):
         indices = layer.shard_indices
         first, size = indices.org_vocab_start_index, indices.org_vocab_end_index - indices.org_vocab_start_index

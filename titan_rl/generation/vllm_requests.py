@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from vllm import SamplingParams as VLLMSamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams, check_json_nesting
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request, RequestStatus
@@ -211,6 +212,7 @@ class VLLMRequests:
         self._vocab_size = vocab_size
         self._ids = map(str, itertools.count())  # the core's own request ids, never used twice
         self._cache_epoch = 0
+        self.adapter: LoRARequest | None = None  # of every request
 
     def leave_cache(self) -> None:
         """Later requests read nothing of the prefix cache that earlier ones have written."""
@@ -255,7 +257,7 @@ class VLLMRequests:
             sampling_params=params,
             pooling_params=None,
             arrival_time=0.0,
-            lora_request=None,
+            lora_request=self.adapter,
             cache_salt=str(self._cache_epoch),
             data_parallel_rank=None,
         )

@@ -374,13 +374,16 @@ def _check_model(config: RunConfig, state: RunState, checkpoint: Path | None) ->
     path = config.model.path
     if not (changed := changed_parts(Path(path), state.model)):
         return ()
-    if changed == ["weights"] and checkpoint is not None and not config.training.kl_coef:
+    needs_base = config.training.kl_coef or config.training.adapter.is_on
+    if changed == ["weights"] and checkpoint is not None and not needs_base:
         return (f"model.path = {path!r} has other weights than the run began with; those of {checkpoint} are used",)
     needed_for = ""
     if "weights" in changed:
         needed_for = (
             ", and the run has no checkpoint to continue from"
             if checkpoint is None
+            else ", and training.adapter changes those weights"
+            if config.training.adapter.is_on
             else f", and training.kl_coef = {config.training.kl_coef:g} holds the policy to them"
         )
     raise CheckpointError(

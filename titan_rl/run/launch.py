@@ -13,7 +13,13 @@ from functools import partial
 from pathlib import Path
 
 from titan_rl.cluster.processes.garbage import settled_heap
-from titan_rl.config.build import find_token_texts, make_renderer, open_rollouters, told_of_template
+from titan_rl.config.build import (
+    find_token_texts,
+    make_renderer,
+    open_rollouters,
+    told_of_learning_rate,
+    told_of_template,
+)
 from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.watchdog import LoopWatchdog
@@ -91,6 +97,8 @@ async def _train(session: RunSession[RunSummary], parts: Parts, resources: conte
     parts = replace(parts, provided=session.provided)
     renderer = parts.renderer or make_renderer(config.model)
     if parts.trainer is None and parts.renderer is None and (note := told_of_template(config.model)):
+        progress.message(note)
+    if parts.trainer is None and (note := told_of_learning_rate(config.training)):
         progress.message(note)
     journal = resources.enter_context(_journal(session))
     resources.enter_context(LoopWatchdog(progress))  # after the imports of the renderer, which may take long

@@ -2,10 +2,10 @@
 
 `titan-rl export` runs this module in a process of its own:
 
-    python -m titan_rl.training.export checkpoints/Qwen3-0.6B runs/latest/checkpoints/step-000040 policy bfloat16 auto
+    python -m titan_rl.training.export MODEL runs/latest/checkpoints/step-000040 policy bfloat16 auto model
 
-The arguments are the folder of the model that was trained, the checkpoint, the folder to write, the dtype to write, and
-`model.renderer` of the run.
+The arguments are the folder of the model that was trained, the checkpoint, the folder to write, the dtype to write,
+`model.renderer` of the run, and "model", or "adapter" for the adapter alone.
 """
 
 from __future__ import annotations
@@ -25,21 +25,31 @@ from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.errors import CheckpointError
 from titan_rl.rollout.renderer.registry import fit_template
 from titan_rl.training.choices import DType
+from titan_rl.training.models.peft_folder import PREFIX
+from titan_rl.training.models.peft_folder import WEIGHTS as PEFT_WEIGHTS
 from titan_rl.training.parallel import World, local_slice
 from titan_rl.training.policy import Policy
 from titan_rl.training.settings import MADE_BY_SFT
 from titan_rl.training.state.checkpoint import atomic_directory, read_checksums, verify
-from titan_rl.training.state.train_state import SUFFIX, TensorFiles, flatten, write_tensors
+from titan_rl.training.state.train_state import SUFFIX, TRAINED, TensorFiles, adapter_of, flatten, write_tensors
 
 
 def export_checkpoint(
-    source: Path, checkpoint: Path, directory: Path, dtype: DType = "float32", renderer: str = "auto"
+    source: Path,
+    checkpoint: Path,
+    directory: Path,
+    dtype: DType = "float32",
+    renderer: str = "auto",
+    *,
+    as_adapter: bool = False,
 ) -> None:
-    """Write a Hugging Face folder with a checkpoint's weights, for any optimizer and number of ranks.
+    """Write a Hugging Face folder with a checkpoint's weights, for any optimizer and number of ranks. An adapter is
+    merged into the weights of its base.
 
     Args:
         source: the folder of the model that was trained.
         renderer: with which it was trained; the chat template is fitted to it.
+        as_adapter: Write the adapter alone instead, in PEFT's format.
 
     Raises:
         DamagedCheckpointError: its bytes are not those that were written.
@@ -49,37 +59,53 @@ def export_checkpoint(
     verify(checkpoint)
     files = TensorFiles([checkpoint / name for name in read_checksums(checkpoint) if name.endswith(SUFFIX)])
     masters: DType = "bfloat16" if files.has_dtype("model/", "BF16") else "float32"
-    policy = Policy(source, World(), max_context=1, row_tokens=1, dtype=dtype, master_dtype=masters)  # computes nothing
-    tensors, _ = flatten({"model": get_model_state_dict(policy.model)})
+    policy = Policy(  # computes nothing
+        source,
+        World(),
+        max_context=1,
+        row_tokens=1,
+        dtype=dtype,
+        master_dtype=masters,
+        adapter=adapter_of(checkpoint),
+    )
+    tensors, _ = flatten({"model": get_model_state_dict(policy.model, options=TRAINED)})
     try:
         files.read({name: local_slice(tensor) for name, tensor in tensors.items()})
     except ValueError as error:
         raise CheckpointError(f"{checkpoint} is not of the model in {source}: {error}") from error
+    if as_adapter:
+        if policy.adapter is None:
+            raise CheckpointError(f"{checkpoint} has no adapter: its run trained all weights; export without --adapter")
+        policy.adapter.write_peft(directory, base=str(source))
+        named = ((f"{PREFIX}{name}", matrix) for name, matrix in policy.adapter.named_tensors())
+        check_export(directory / PEFT_WEIGHTS, named)
+        return
     template = fit_template(source, renderer).template
     named = policy.named_tensors()
     export_hf(directory, policy.layout(), named, source=source, dtype=dtype, chat_template=template)
-    check_export(directory, policy.named_tensors())
+    check_export(directory / "model.safetensors", policy.named_tensors())
 
 
-def check_export(directory: Path, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Read an exported folder back.
+def check_export(path: Path, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Read an exported safetensors file back.
 
     Raises:
         CheckpointError: it does not hold exactly these tensors, bit by bit.
     """
-    with safe_open(directory / "model.safetensors", framework="pt") as file:
+    with safe_open(path, framework="pt") as file:
         left = set(file.keys())
         for name, tensor in named_tensors:
             if name not in left or not torch.equal(file.get_tensor(name), tensor.detach().cpu()):
-                raise CheckpointError(f"{directory}: {name} is not what was written; the disk may be at fault")
+                raise CheckpointError(f"{path}: {name} is not what was written; the disk may be at fault")
             left.remove(name)
     if left:
-        raise CheckpointError(f"{directory} has tensors of another model: {', '.join(sorted(left))}")
+        raise CheckpointError(f"{path} has tensors of another model: {', '.join(sorted(left))}")
 
 
 if __name__ == "__main__":
-    _, trained, saved, written, dtype, renderer = sys.argv
-    export_checkpoint(Path(trained), Path(saved), Path(written), cast(DType, dtype), renderer)
+    _, trained, saved, written, dtype, renderer, form = sys.argv
+    as_adapter = form == "adapter"
+    export_checkpoint(Path(trained), Path(saved), Path(written), cast(DType, dtype), renderer, as_adapter=as_adapter)
 
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")

@@ -23,7 +23,7 @@ from titan_rl.core.errors import TrainingError, UntrainableError
 from titan_rl.core.tracing.spans import span
 from titan_rl.training.objective import Objective, TokenStats
 from titan_rl.training.parallel import World, full_tensor
-from titan_rl.training.policy import Policy
+from titan_rl.training.policy import Policy, Scorer
 from titan_rl.training.tensor_batch import Minibatch, TensorBatch
 
 
@@ -49,7 +49,7 @@ class GradientPass:
     def __init__(
         self,
         policy: Policy,
-        reference: Policy | None,
+        reference: Scorer | None,
         objective: Objective,
         world: World,
         *,
@@ -61,7 +61,7 @@ class GradientPass:
         self._reference = reference
         self._objective = objective
         self._world = world
-        self._parameters = list(policy.model.parameters())
+        self._parameters = [each for each in policy.model.parameters() if each.requires_grad]
         self._max_grad_norm = max_grad_norm
         self._row_tokens = row_tokens
         self._objective_lock = threading.Lock()  # a loss of the user's is called for one micro-batch at a time

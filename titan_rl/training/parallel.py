@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -238,6 +238,24 @@ def owned_slice(tensor: torch.Tensor, world: World) -> TensorSlice | None:
         return None
     own = local_slice(tensor)
     return own if own.tensor.numel() else None
+
+
+def own_copy(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor converted, in memory of its own: a view would keep the whole gathered parameter allocated."""
+    converted = tensor.to(dtype)
+    return converted.clone() if converted.untyped_storage().nbytes() > converted.nbytes else converted
+
+
+def entries_of(
+    name: str, piece: TensorSlice | None, shape: torch.Size, dtype: torch.dtype, world: World
+) -> Iterator[tuple[str, TensorSlice]]:
+    """The (name, slice) pair that this rank publishes of a tensor. The first rank names tensors of which it holds
+    nothing, so that readers notice a missing part."""
+    if piece is not None:
+        yield name, piece
+    elif world.is_first:
+        empty = torch.empty((0, *shape[1:]), dtype=dtype)
+        yield name, TensorSlice(empty, SlicePosition((0,) * len(shape), tuple(shape)))
 
 
 UNCOMPILED = (DocumentAttention, MoE)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -27,7 +27,9 @@ from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.device import local_device
 from titan_rl.training.models.experts import replay, routers
 from titan_rl.training.models.hf_model import HFModel, read_hf_config
+from titan_rl.training.models.lora import Adapter
 from titan_rl.training.parallel import World, local, parallelize
+from titan_rl.training.settings import AdapterConfig
 from titan_rl.training.tensor_batch import LayOut, TensorBatch, make_tensor_batch
 from titan_rl.weights.types import TensorSlice
 
@@ -53,7 +55,10 @@ class Policy:
 
     Args:
         max_context: most tokens of a sequence.
-        master_dtype: of the weights and their gradients between passes.
+        master_dtype: of the trained weights and their gradients between passes. Weights that an adapter leaves frozen
+            have `dtype`.
+        adapter: Settings of an adapter, with which nothing else is trained.
+        seed: of the adapter's first values.
         row_tokens: most tokens of a row.
         offload_activations: keep tensors for the backward pass on the host. This pays if they are few: with full
             checkpointing, one hidden state for each layer.
@@ -73,6 +78,8 @@ class Policy:
         row_tokens: int,
         dtype: DType = "float32",
         master_dtype: DType = "float32",
+        adapter: AdapterConfig | None = None,
+        seed: int = 0,
         attention: Attention = "auto",
         compile: bool = False,
         activation_checkpointing: ActivationCheckpointing = "none",
@@ -86,7 +93,15 @@ class Policy:
         # Positions restart with every sample, so rows may be longer than the longest context.
         positions = read_hf_config(folder).get("max_position_embeddings", row_tokens)
         self._longest = max(max_context, min(row_tokens, positions))
-        self._hf = HFModel(folder, world, max_context=self._longest, dtype=getattr(torch, master_dtype))
+        self._hf = HFModel(
+            folder,
+            world,
+            max_context=self._longest,
+            dtype=getattr(torch, master_dtype),
+            adapter=adapter,
+            base_dtype=self.dtype,
+            seed=seed,
+        )
         self.model = self._hf.decoder
         attends = choose_attention(attention, self.device.type, self.model.config.layers[0].attention.head_dim)
         self.lay_out: LayOut = partial(_LAY_OUT[attends], ranks=world.context)
@@ -115,6 +130,11 @@ class Policy:
         rank, and without state that a pass leaves for its backward pass, such as the experts of a mixture."""
         is_alone = self.device.type == "cpu" and self._world_size == 1
         return is_alone and self._keeps_no_state and not self._routers and self._host_weights is None
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """The adapter that is trained; None if all weights are."""
+        return self._hf.adapter
 
     @property
     def vocab_size(self) -> int:
@@ -194,6 +214,37 @@ class Policy:
             if (highest := int(batch.experts_BLRK.max())) >= self._routers[0].num_experts:
                 return f"a sample was routed to expert {highest}; the model has {self._routers[0].num_experts}"
         return None
+
+
+class Scorer(Protocol):
+    """A policy or a reference model, which scores the trained tokens of a batch."""
+
+    @property
+    def runs_in_threads(self) -> bool:
+        """See `Policy.runs_in_threads`."""
+        ...
+
+    def logprobs(self, batch: TensorBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Policy.logprobs`."""
+        ...
+
+
+class BaseOfAdapter:
+    """The model that a policy's adapter changes, as a reference model. It shares all of the policy's memory."""
+
+    def __init__(self, policy: Policy) -> None:
+        assert policy.adapter is not None
+        self._policy, self._adapter = policy, policy.adapter
+
+    @property
+    def runs_in_threads(self) -> bool:
+        """False: other threads would compute without the adapter, too, while it is off."""
+        return False
+
+    def logprobs(self, batch: TensorBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Policy.logprobs`; without the adapter."""
+        with self._adapter.off():
+            return self._policy.logprobs(batch)
 
 
 @torch.no_grad()

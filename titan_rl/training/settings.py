@@ -65,6 +65,62 @@ class ModelConfig(Section):
     possible."""
 
 
+LR = 3e-4
+"""Default learning rate of training all weights."""
+
+ADAPTER_LR_FACTOR = 10
+"""Ratio of the best learning rates of LoRA and of training all weights, which depends on neither rank nor model
+(Schulman et al., "LoRA Without Regret")."""
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Linear layers that an adapter may change, by the last part of their Hugging Face names."""
+
+UNSUPPORTED_TARGETS = {
+    "lm_head": "vLLM leaves it out of the logprobs of prompts, by which every version is verified",
+    "embed_tokens": "an engine reads single rows of an embedding, and vLLM's in-memory adapters have no place for them",
+    "experts": "torchtitan's converter adapts linear layers, and experts are stacks of matrices",
+    "gate": "the router of a mixture of experts is not adapted, so that its experts stay those of the base",
+}
+"""Layers that cannot be adapted, with the reason."""
+
+
+class AdapterConfig(Section):
+    """LoRA: training of a low-rank change of the model's linear layers, with the model itself frozen."""
+
+    rank: NonNegativeInt = 0
+    """Rank of the change of each layer; 0 trains all weights instead. Rank 1 is enough for most reinforcement
+    learning."""
+    alpha: Annotated[PositiveFloat, TakesEffect("training.adapter.rank", none_of=(0,))] = 32.0
+    """The change is scaled by alpha / rank. If that is a power of two, generators can be read back exactly."""
+    targets: Annotated[tuple[str, ...], TakesEffect("training.adapter.rank", none_of=(0,))] = Field(
+        default=(), strict=False
+    )
+    """Layers to change, by the last part of their Hugging Face names: ["q_proj", "v_proj"]. By default all linear
+    layers of attention and MLP."""
+    start: Annotated[PathText | None, TakesEffect("training.adapter.rank", none_of=(0,))] = None
+    """Folder of an adapter in PEFT's format to begin with, of this rank, alpha and these targets. By default a new
+    adapter, which changes nothing yet."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether an adapter is trained."""
+        return self.rank > 0
+
+    @property
+    def scale(self) -> float:
+        """Factor of the change: alpha / rank."""
+        return self.alpha / self.rank
+
+    @model_validator(mode="after")
+    def _targets_that_can_be_adapted(self) -> Self:
+        for target in self.targets:
+            if (reason := UNSUPPORTED_TARGETS.get(target)) is not None:
+                raise ValueError(f"targets has {target!r}, which is not supported: {reason}; leave it out")
+            if target not in TARGETS:
+                raise ValueError(f"targets has {target!r}; it must name layers among {', '.join(TARGETS)}")
+        return self
+
+
 class TrainingConfig(Section):
     """The optimizer and the loss."""
 
@@ -73,8 +129,9 @@ class TrainingConfig(Section):
     prints each with its formula, terms and source; one of yours is "module:value"."""
     steps: PositiveInt = 100
     """Optimizer steps of the run."""
-    lr: PositiveFloat = 3e-4
-    """Highest learning rate."""
+    adapter: AdapterConfig = AdapterConfig()
+    lr: PositiveFloat | None = None
+    """Highest learning rate. By default 3e-4, and 3e-3 with training.adapter, whose best rate is ten times as large."""
     warmup_steps: NonNegativeInt = 0
     """Steps over which the learning rate rises linearly to `lr`."""
     min_lr_ratio: Annotated[float, TakesEffect("training.lr_decay", none_of=("constant",))] = Field(
@@ -111,7 +168,8 @@ class TrainingConfig(Section):
     """Mean of the loss over the tokens of the batch, or over its sequences, or with each sequence's sum divided by
     model.max_context."""
     kl_coef: NonNegativeFloat = 0.0
-    """Weight of the KL divergence to the initial model, which is then kept in memory too; 0 turns both off."""
+    """Weight of the KL divergence to the initial model, which is then kept in memory too; 0 turns both off. With
+    training.adapter it is the policy without its adapter, which takes no memory."""
     kl: Annotated[KLEstimate, TakesEffect("training.kl_coef", none_of=(0.0,))] = "k3"
     """Estimate of that KL divergence."""
     clip: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], PositiveFloat], _CLIPS] = Field(
@@ -178,6 +236,16 @@ class TrainingConfig(Section):
         return f"{text}; given: {', '.join(given)}" if given else text
 
     @property
+    def peak_lr(self) -> float:
+        """Highest learning rate: `lr`, or its default."""
+        return self.lr or self.default_lr
+
+    @property
+    def default_lr(self) -> float:
+        """Learning rate if none is given."""
+        return LR * (ADAPTER_LR_FACTOR if self.adapter.is_on else 1)
+
+    @property
     def ranks_a_row(self) -> int:
         """Number of trainer processes with the same rows."""
         return self.context_parallel * self.tensor_parallel
@@ -200,6 +268,11 @@ class TrainingConfig(Section):
             raise ValueError(
                 'offload = ["reference"] with kl_coef = 0: there is no reference model then; set kl_coef, or leave '
                 '"reference" out'
+            )
+        if "reference" in self.offload and self.adapter.is_on:
+            raise ValueError(
+                'offload = ["reference"] with training.adapter: the reference model is the policy without its adapter, '
+                'and has no weights of its own; leave "reference" out'
             )
         if {"optimizer", "parameters"} <= {*self.offload}:
             raise ValueError(

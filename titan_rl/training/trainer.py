@@ -20,13 +20,14 @@ from titan_rl.training.data.packing import StepPlan, plan_step
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.export import export_hf
 from titan_rl.training.gradient_pass import GradientPass, MinibatchGradient
+from titan_rl.training.models.lora import Adapter
 from titan_rl.training.objective import Objective, TokenStats, token_metrics
 from titan_rl.training.optimizer.optimizers import Optimizers
 from titan_rl.training.optimizer.registry import OptimizerSpec
 from titan_rl.training.parallel import World
-from titan_rl.training.policy import Policy, draw, score
+from titan_rl.training.policy import BaseOfAdapter, Policy, Scorer, draw, score
 from titan_rl.training.protocol import SkippedMinibatch, StepResult
-from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
+from titan_rl.training.settings import AdapterConfig, CorrectionConfig, ModelConfig, TrainingConfig
 from titan_rl.training.state.train_state import TrainStateWriter, load_train_state
 from titan_rl.training.tensor_batch import Minibatch, packing_metrics
 from titan_rl.weights.types import TensorSlice
@@ -102,11 +103,11 @@ class TrainerCore:
             context_parallel=training.context_parallel,
             tensor_parallel=training.tensor_parallel,
         )
-        self._policy = _make_policy(model_config, training, self._world)
+        self._policy = _make_policy(model_config, training, self._world, seed=seed)
         self._model = self._policy.model
         self._gradient_pass = GradientPass(
             self._policy,
-            _make_policy(model_config, training, self._world, is_trained=False) if training.kl_coef else None,
+            self._reference(training) if training.kl_coef else None,
             Objective(training, correction or CorrectionConfig(), max_context=model_config.max_context),
             self._world,
             max_grad_norm=training.max_grad_norm,
@@ -119,6 +120,20 @@ class TrainerCore:
         self._readers = Readers()
         self._version = 0
         self._is_between_versions = False  # only some minibatches of a step have changed the weights
+
+    def _reference(self, training: TrainingConfig) -> Scorer:
+        if self._policy.adapter is not None:
+            return BaseOfAdapter(self._policy)
+        return _make_policy(self._config, training, self._world, is_trained=False)
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """The adapter that is trained; None if all weights are."""
+        return self._policy.adapter
+
+    @property
+    def _adapter_settings(self) -> AdapterConfig | None:
+        return None if self.adapter is None else self.adapter.settings
 
     @property
     def version(self) -> int:
@@ -246,7 +261,8 @@ class TrainerCore:
         return draw(self._policy, num_sequences, length, seed)
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter under its Hugging Face name, whole and in `model.dtype`. All ranks iterate at the same time.
+        """Every parameter under its Hugging Face name, whole and in `model.dtype`, with an adapter merged into it. All
+        ranks iterate at the same time.
 
         In float32 the tensors of a single rank share the trainer's memory: copy them before the next step. With tied
         embeddings there is no `lm_head.weight`.
@@ -254,8 +270,8 @@ class TrainerCore:
         return self._policy.named_tensors()
 
     def held_slices(self) -> list[tuple[str, TensorSlice]]:
-        """Slices of parameters that this rank publishes, by Hugging Face name. Together the ranks publish each element
-        once.
+        """Slices of parameters that this rank publishes, by Hugging Face name: those of the adapter if there is one.
+        Together the ranks publish each element once.
 
         All ranks call this at the same time. The slices have `training.master_dtype` and share the trainer's memory,
         except for gathered tensors (see `titan_rl.training.models.hf_model`): copy them before the next step.
@@ -293,7 +309,9 @@ class TrainerCore:
                 f"step {self._version + 1} failed after some of its minibatches: the weights have no version and are "
                 "not saved"
             )
-        self._writer.begin(Path(directory), self._model, self._optimizers.parts, self._version, files or {})
+        self._writer.begin(
+            Path(directory), self._model, self._optimizers.parts, self._version, files or {}, self._adapter_settings
+        )
 
     def finish_save(self) -> None:
         """Wait until the folder begun last is whole. Other threads may call this.
@@ -313,7 +331,9 @@ class TrainerCore:
                 and must not be used.
         """
         self._readers.wait()
-        self._version = load_train_state(Path(directory), self._model, self._optimizers.parts, self._world)
+        self._version = load_train_state(
+            Path(directory), self._model, self._optimizers.parts, self._world, self._adapter_settings
+        )
         self._is_between_versions = False
 
     def export_hf(self, directory: str | Path, fit: TemplateFit | None = None) -> None:
@@ -380,7 +400,9 @@ class TrainerCore:
         return gradient, waited_s
 
 
-def _make_policy(model: ModelConfig, training: TrainingConfig, world: World, *, is_trained: bool = True) -> Policy:
+def _make_policy(
+    model: ModelConfig, training: TrainingConfig, world: World, *, is_trained: bool = True, seed: int = 0
+) -> Policy:
     """Build the policy, or the reference model if it is not trained.
 
     Raises:
@@ -404,6 +426,8 @@ def _make_policy(model: ModelConfig, training: TrainingConfig, world: World, *, 
         row_tokens=training.row_tokens,
         dtype=model.dtype,
         master_dtype=training.master_dtype,
+        adapter=training.adapter if training.adapter.is_on and is_trained else None,
+        seed=seed,
         attention=training.attention,
         compile=training.compile,
         activation_checkpointing=training.activation_checkpointing,
@@ -415,7 +439,7 @@ def _make_policy(model: ModelConfig, training: TrainingConfig, world: World, *, 
 
 def _make_optimizers(policy: Policy, training: TrainingConfig) -> Optimizers:
     spec = OptimizerSpec(
-        training.lr,
+        training.peak_lr,
         betas=training.betas,
         weight_decay=training.weight_decay,
         state_dtype=training.optimizer_dtype,
@@ -436,10 +460,10 @@ def learning_rate(step: int, training: TrainingConfig) -> float:
     Example: lr 1.0, 2 warm-up steps, linear to 0.0 over 6 steps gives 0.5, 1.0, 0.75, 0.5, 0.25, 0.0.
     """
     if step < training.warmup_steps:
-        return training.lr * (step + 1) / training.warmup_steps
+        return training.peak_lr * (step + 1) / training.warmup_steps
     if training.lr_decay == "constant":
-        return training.lr
+        return training.peak_lr
     peak = max(training.warmup_steps - 1, 0)
     progress = min((step - peak) / max(training.steps - 1 - peak, 1), 1.0)
     remaining = 1 - progress if training.lr_decay == "linear" else (1 + math.cos(math.pi * progress)) / 2
-    return training.lr * (training.min_lr_ratio + (1 - training.min_lr_ratio) * remaining)
+    return training.peak_lr * (training.min_lr_ratio + (1 - training.min_lr_ratio) * remaining)

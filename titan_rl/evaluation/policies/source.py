@@ -105,7 +105,9 @@ def _of_checkpoint(checkpoint: Path) -> PolicySource:
     return PolicySource(f"step {step} of {run.name}", run / "config.toml", None, checkpoint.resolve(), step)
 
 
-async def export(model: ModelConfig, checkpoint: Path, directory: Path, log: Path) -> ModelConfig:
+async def export(
+    model: ModelConfig, checkpoint: Path, directory: Path, log: Path, *, as_adapter: bool = False
+) -> ModelConfig:
     """The model with the checkpoint's weights. They are written to a folder by a process of its own, which needs no
     GPU and is killed when this is cancelled.
 
@@ -116,6 +118,7 @@ async def export(model: ModelConfig, checkpoint: Path, directory: Path, log: Pat
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "titan_rl.training.export"),
             *(model.path, str(checkpoint), str(directory), model.dtype, model.renderer),
+            "adapter" if as_adapter else "model",
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output,
             stderr=asyncio.subprocess.STDOUT,
@@ -143,11 +146,14 @@ def _last_line(log: Path) -> str:
     return log.read_text(errors="replace").strip().rpartition("\n")[2]
 
 
-async def export_policy(given: str, out: Path, dtype: DType | None, console: Console) -> str:
+async def export_policy(
+    given: str, out: Path, dtype: DType | None, console: Console, *, as_adapter: bool = False
+) -> str:
     """Write the newest checkpoint of a run, or the one that is named, as a Hugging Face folder, and verify it.
 
     Args:
         dtype: of the weights; by default that of the run.
+        as_adapter: Write only the adapter, in PEFT's format.
 
     Returns:
         what it is, for people: "step 80 of runs/latest".
@@ -166,7 +172,10 @@ async def export_policy(given: str, out: Path, dtype: DType | None, console: Con
         model = model.model_copy(update={"dtype": dtype})
     console.message(f"reading {source.name}")
     logs = Path(tempfile.mkdtemp(prefix="titan_rl-export-"))  # it stays where this fails
-    await export(model, source.checkpoint, out, logs / "export.log")
+    await export(model, source.checkpoint, out, logs / "export.log", as_adapter=as_adapter)
+    if as_adapter:
+        shutil.rmtree(logs, ignore_errors=True)
+        return source.name
     if note := told_of_template(model):
         console.message(note)
     shutil.rmtree(logs, ignore_errors=True)

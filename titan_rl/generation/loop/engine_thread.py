@@ -256,7 +256,7 @@ class EngineDriver:
         with span("verify", "sync"):
             self._rank.verify(weights)
         done = state.clock.now()
-        state.loaded(pull.version)
+        state.loaded(pull.version, running_continue=not self._rank.pins_versions)
         return PullResult(
             pull.version,
             load_s=loaded - began,

@@ -152,6 +152,11 @@ class EngineRank:
             except Exception:
                 logger.exception("%r failed to close", part)
 
+    @property
+    def pins_versions(self) -> bool:
+        """Whether the engine finishes each request on the version it started with."""
+        return bool(getattr(self.engine, "pins_versions", False))
+
     def step(self, requests: Sequence[EngineRequest]) -> tuple[dict[str, Exception], list[TokenDelta]]:
         """Let requests join, and advance all running ones.
 

@@ -324,11 +324,16 @@ class LoopState:
             for pull in answered:
                 self._outbox.resolve(pull.future, outcome)
 
-    def loaded(self, version: int) -> None:
-        """Note that the engine has this version, verified: it produces the tokens from here on."""
+    def loaded(self, version: int, *, running_continue: bool) -> None:
+        """Note that the engine has this version, verified: it produces the tokens of requests that join from here on.
+
+        Args:
+            running_continue: It also produces the next tokens of running requests.
+        """
         with self._lock:
             self._version, self._distrusted = version, None
-            self._calls.mark(version)
+            if running_continue:
+                self._calls.mark(version)
 
     def distrust(self, cause: Exception) -> tuple[str, ...]:
         """Fail all requests until a pull succeeds. Returns the requests that the engine is to forget."""

@@ -15,7 +15,7 @@ from titan_rl.cluster.hosts.placement import (
     visible_gpus,
 )
 from titan_rl.config.experimental import experimental_warning
-from titan_rl.config.model_folder import BYTES, count_parameters
+from titan_rl.config.model_folder import BYTES, count_adapter, count_parameters
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import ConfigError, MissingExtraError, NoSpaceError
 from titan_rl.weights.transports.registry import find_transport
@@ -30,10 +30,11 @@ _AVERAGES = {"adamw": 2, "adam": 2, "muon": 2, "sgd": 1}  # of each parameter
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
-    """Approximate size of a checkpoint in bytes: the weights, and the optimizer's averages."""
-    training = config.training
+    """Approximate size of a checkpoint in bytes: the trained weights, and the optimizer's averages."""
+    training, folder = config.training, Path(config.model.path)
+    count = count_adapter(folder, training.adapter) if training.adapter.is_on else count_parameters(folder)
     averages = _AVERAGES.get(training.optimizer, 2) * {**BYTES, "int8": 1}[training.optimizer_dtype]
-    return count_parameters(Path(config.model.path)) * (BYTES[training.master_dtype] + averages)
+    return count * (BYTES[training.master_dtype] + averages)
 
 
 def check_room(config: RunConfig, folder: Path, held: int = 0) -> None:

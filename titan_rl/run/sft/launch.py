@@ -37,7 +37,7 @@ from titan_rl.run.session import RunSession, check_resumption, open_run_dir
 from titan_rl.run.sft.demonstrations import Found, TokenSource, best_rollouts, read_chats, task_demonstrations
 from titan_rl.run.sft.loop import LearnedSteps, SupervisedLoop, SupervisedSummary
 from titan_rl.run.trainer_recovery import lacks_of, open_trainer
-from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
+from titan_rl.training.settings import AdapterConfig, CorrectionConfig, ModelConfig, TrainingConfig
 from titan_rl.training.tiny_model import make_tiny_model
 from titan_rl.weights.types import PublishedWeights
 
@@ -209,9 +209,12 @@ def plan_steps(config: RunConfig, tokens: TokenSource, count: int) -> tuple[list
 def supervised(config: RunConfig, model: ModelConfig, steps: int) -> RunConfig:
     """Settings of the run whose trainer makes the supervised steps."""
     sft = config.sft
+    # A model that is made for the task has nothing that an adapter could keep.
+    adapter = config.training.adapter if sft.start else AdapterConfig()
     training = TrainingConfig.model_validate(
         config.training.model_dump()
         | {
+            "adapter": adapter.model_dump(),
             "steps": steps,
             "algorithm": "sft",
             "loss": "nll",

@@ -7,7 +7,7 @@ No rank holds more than its part of the model and one tensor: the model is built
 ranks, and each rank then reads its part from the files.
 
 If torchtitan and Hugging Face only name a parameter differently, or if it is one tensor in torchtitan and one for each
-row in Hugging Face (experts), the ranks that hold it publish it without communication. A tensor that an adapter
+row in Hugging Face (experts), the ranks that hold it publish it without communication. A tensor that a translation
 computes (Llama's queries and keys) is gathered, and the ranks take turns in publishing such tensors.
 """
 
@@ -29,7 +29,9 @@ from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.errors import ModelError
 from titan_rl.training.models.architecture import Architecture, Dimensions
 from titan_rl.training.models.families import ARCHITECTURES
-from titan_rl.training.parallel import World, full_tensor, local_slice, owned_slice
+from titan_rl.training.models.lora import Adapter, with_adapter
+from titan_rl.training.parallel import World, entries_of, full_tensor, local_slice, own_copy, owned_slice
+from titan_rl.training.settings import AdapterConfig
 from titan_rl.weights.types import SlicePosition, TensorSlice
 
 # isort: split
@@ -66,14 +68,27 @@ class HFModel:
 
     Args:
         max_context: most positions that will be used, which sizes the rotary caches.
-        dtype: of the parameters. Buffers, such as rotary caches, are float32.
+        dtype: of the trained parameters. Buffers, such as rotary caches, are float32.
+        adapter: Settings of an adapter, with which nothing else is trained.
+        base_dtype: of the parameters that an adapter leaves frozen.
+        seed: of the adapter's first values.
 
     Raises:
         ModelError: the folder lacks a file, is of a model that cannot be trained, or its config and weights do not fit
             together.
     """
 
-    def __init__(self, folder: Path, world: World, *, max_context: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        world: World,
+        *,
+        max_context: int,
+        dtype: torch.dtype = torch.float32,
+        adapter: AdapterConfig | None = None,
+        base_dtype: torch.dtype | None = None,
+        seed: int = 0,
+    ) -> None:
         hf = read_hf_config(folder)
         self._architecture: Architecture = ARCHITECTURES[hf["model_type"]]
         config = self._architecture.build(Dimensions.of(hf, max_context), hf)
@@ -82,15 +97,18 @@ class HFModel:
             # The head takes inputs that every rank has whole, and joins the ranks' results itself.
             held = config.lm_head.sharding_config.state_shardings
             config.lm_head.sharding_config = ShardingConfig(state_shardings=held)
+        if adapter is not None:
+            config = with_adapter(config, adapter)
         with torch.device("meta"):
             self.decoder = cast(Decoder, config.build())
         for parameter in self.decoder.parameters():
-            parameter.data = parameter.data.to(dtype)
+            parameter.data = parameter.data.to(dtype if parameter.requires_grad else base_dtype or dtype)
         # The head is applied only to the hidden states of trained tokens.
         self.decoder._skip_lm_head = True
         self._world = world
-        adapter, parameters = self._adapter(), self.decoder.state_dict()
-        self._names = {name: _hf_names(adapter, name, tensor.shape) for name, tensor in parameters.items()}
+        self._seed = seed
+        self._names = {name: _hf_names(self._translation(), name, tensor.shape) for name, tensor in self._base()}
+        self.adapter = None if adapter is None else Adapter(self.decoder, adapter, self._hf_weight)
         self.layout = dict(self.named_tensors())  # dtypes and shapes, without memory
         expected = {name: tuple(tensor.shape) for name, tensor in self.layout.items()}
         self._weights = HFWeights(
@@ -111,7 +129,7 @@ class HFModel:
         """
         self.decoder.to_empty(device="cpu" if on_host else device)
         self.decoder.init_states(buffer_device=device)  # only the buffers: `KEPT` initializes no weights
-        for parameter, tensor in self.decoder.state_dict().items():
+        for parameter, tensor in self._base():
             piece = local_slice(tensor)
             if (direct := self._names[parameter]) is None:
                 whole = self._computed(parameter, piece.position)
@@ -124,18 +142,24 @@ class HFModel:
             else:
                 for name in direct.names:
                     self._weights.copy_into(piece.tensor, name, piece.position)
+        if self.adapter is not None:
+            self.adapter.begin(self._seed)
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter under its Hugging Face name, detached and whole. It shares the model's memory if possible.
 
-        All ranks iterate at the same time. With tied embeddings there is no `lm_head.weight`.
+        An adapter is merged into the weights: W + (alpha / rank) B A, computed in float32. All ranks iterate at the
+        same time. With tied embeddings there is no `lm_head.weight`.
         """
-        adapter = self._adapter()
-        for name, tensor in self.decoder.state_dict().items():
-            yield from adapter.to_hf({name: full_tensor(tensor)}).items()
+        translation = self._translation()
+        deltas = {} if self.adapter is None else self.adapter.deltas()
+        for parameter, tensor in self._base():
+            for name, weight in translation.to_hf({parameter: full_tensor(tensor)}).items():
+                yield name, weight.float() + deltas[name]() if name in deltas else weight
 
     def held_slices(self, dtype: torch.dtype) -> list[tuple[str, TensorSlice]]:
-        """(Hugging Face name, slice) pairs that this rank publishes. All ranks call this at the same time.
+        """(Hugging Face name, slice) pairs that this rank publishes: of the adapter if there is one. All ranks call
+        this at the same time.
 
         Together the ranks have every element once. The first rank names every tensor, even those that others have
         whole, so that readers notice a missing part.
@@ -143,32 +167,46 @@ class HFModel:
         Args:
             dtype: of gathered tensors, which have memory of their own. All others share the parameters' memory.
         """
-        adapter, world = self._adapter(), self._world
+        if self.adapter is not None:
+            return self.adapter.held_slices(dtype, self._world)
+        translation, world = self._translation(), self._world
         turns = count()
         found: list[tuple[str, TensorSlice]] = []
-        for parameter, tensor in self.decoder.state_dict().items():
+        for parameter, tensor in self._base():
             if (direct := self._names[parameter]) is None:
-                for name, made in adapter.to_hf({parameter: full_tensor(tensor)}).items():
+                for name, made in translation.to_hf({parameter: full_tensor(tensor)}).items():
                     mine = next(turns) % world.size == world.rank
-                    piece = local_slice(_own(made, dtype)) if mine else None
-                    found += _entries(name, piece, made.shape, dtype, world)
+                    piece = local_slice(own_copy(made, dtype)) if mine else None
+                    found += entries_of(name, piece, made.shape, dtype, world)
             else:
                 piece = owned_slice(tensor, world)
                 shape = tensor.shape[1:] if direct.are_rows else tensor.shape
                 for row, name in enumerate(direct.names):
                     own = _row(piece, row) if direct.are_rows else piece
-                    found += _entries(name, own, shape, dtype, world)
+                    found += entries_of(name, own, shape, dtype, world)
         return found
 
     def _computed(self, parameter: str, position: SlicePosition) -> torch.Tensor:
-        """A whole parameter that the adapter computes from its Hugging Face tensors."""
+        """A whole parameter that the translation computes from its Hugging Face tensors."""
         config = copy(self.decoder.config)
-        config.enable_weight_tying = False  # otherwise an adapter also needs the embedding, whatever it translates
-        adapter = self._architecture.adapter(config, None)
-        names = adapter.to_hf({parameter: torch.empty(position.whole_shape, device="meta")})
-        return adapter.from_hf({name: self._weights.read(name) for name in names})[parameter]
+        config.enable_weight_tying = False  # otherwise a translation also needs the embedding, whatever it translates
+        translation = self._architecture.adapter(config, None)
+        names = translation.to_hf({parameter: torch.empty(position.whole_shape, device="meta")})
+        return translation.from_hf({name: self._weights.read(name) for name in names})[parameter]
 
-    def _adapter(self) -> Any:
+    def _base(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters by torchtitan's names, without those of an adapter."""
+        for name, tensor in self.decoder.state_dict().items():
+            if ".lora_a." not in name and ".lora_b." not in name:
+                yield name, tensor
+
+    def _hf_weight(self, parameter: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+        """Hugging Face name and layout of one weight."""
+        ((name, weight),) = self._translation().to_hf({parameter: tensor}).items()
+        return name, weight
+
+    def _translation(self) -> Any:
+        """Torchtitan's translation of parameter names."""
         return self._architecture.adapter(self.decoder.config, None)
 
 
@@ -188,10 +226,10 @@ class HFNames:
     are_rows: bool = False
 
 
-def _hf_names(adapter: Any, parameter: str, shape: torch.Size) -> HFNames | None:
-    """Names of a parameter in Hugging Face; None if the adapter computes the Hugging Face tensors."""
+def _hf_names(translation: Any, parameter: str, shape: torch.Size) -> HFNames | None:
+    """Names of a parameter in Hugging Face; None if the translation computes the Hugging Face tensors."""
     tensor = torch.empty(shape, device="meta")
-    made: dict[str, torch.Tensor] = adapter.to_hf({parameter: tensor})
+    made: dict[str, torch.Tensor] = translation.to_hf({parameter: tensor})
     if all(value is tensor for value in made.values()):
         return HFNames(tuple(made))
     rows = list(tensor.unbind()) if len(shape) else []
@@ -214,22 +252,6 @@ def _row(piece: TensorSlice | None, row: int) -> TensorSlice | None:
     if not first <= row < first + len(piece.tensor):
         return None
     return TensorSlice(piece.tensor[row - first], SlicePosition(tuple(start), piece.position.whole_shape[1:]))
-
-
-def _own(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Converted, in memory of its own: a view would keep the whole gathered parameter allocated."""
-    converted = tensor.to(dtype)
-    return converted.clone() if converted.untyped_storage().nbytes() > converted.nbytes else converted
-
-
-def _entries(
-    name: str, piece: TensorSlice | None, shape: torch.Size, dtype: torch.dtype, world: World
-) -> Iterator[tuple[str, TensorSlice]]:
-    if piece is not None:
-        yield name, piece
-    elif world.is_first:
-        empty = torch.empty((0, *shape[1:]), dtype=dtype)
-        yield name, TensorSlice(empty, SlicePosition((0,) * len(shape), tuple(shape)))
 
 
 class HFWeights:

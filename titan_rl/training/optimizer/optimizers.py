@@ -272,7 +272,8 @@ class Optimizers:
     """
 
     def __init__(self, model: nn.Module, name: str, spec: OptimizerSpec) -> None:
-        parameters = [(canonical_fqn(fqn), parameter) for fqn, parameter in model.named_parameters()]
+        named = ((canonical_fqn(fqn), parameter) for fqn, parameter in model.named_parameters())
+        parameters = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         self.parts = _optimizers(name, find_optimizer(name)(parameters, spec))
         _check_parameters(name, self.parts, parameters)
         self._proportions = [float(group["lr"]) / spec.lr for group in self._groups()]

@@ -3,7 +3,8 @@
 A checkpoint's folder:
 
     rank-0.safetensors   that rank's slices of parameters, optimizer state and random state, with their positions
-    state.json           the version, and the values of the optimizers' state that are not tensors
+    state.json           the version, the values of the optimizers' state that are not tensors, and the settings of an
+                         adapter
     checksums.json       checksums of all other files
 
 Reading a checkpoint executes nothing, and reads only the slices that are asked for.
@@ -24,12 +25,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
 from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.errors import CheckpointError, DamagedCheckpointError, NoSpaceError
 from titan_rl.training.parallel import World, local_slice, owned_slice
+from titan_rl.training.settings import AdapterConfig
 from titan_rl.training.state.checkpoint import (
     FileChecksum,
     SummingWriter,
@@ -203,7 +205,12 @@ COMPUTATION = {"amsgrad", "maximize", "foreach", "capturable", "differentiable",
 """Options of torch's Adam for the computation of an update, which follow from the settings. Other optimizers with the
 same state, such as one with offloaded moments, need not have them."""
 
+TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
+"""Options of torch's functions: a checkpoint holds only trained parameters. An adapter's base stays in its folder.
+`_compare` checks that no parameter is missing."""
+
 STATE = "state.json"
+ADAPTER = "adapter"
 FORMAT = 1
 
 
@@ -235,12 +242,14 @@ class TrainStateWriter:
         optimizers: Sequence[Optimizer],
         version: int,
         files: Mapping[str, str],
+        adapter: AdapterConfig | None = None,
     ) -> None:
         """Copy the state, so that the next step may change it, and begin to write. Waits for the previous write, whose
         errors `finish` raises.
 
         Args:
             files: further files of the folder: name -> text.
+            adapter: whose parameters alone are trained; recorded for `adapter_of`.
 
         Raises:
             CheckpointError: the previous write makes no progress. Or an optimizer's state has a value that a checkpoint
@@ -255,7 +264,8 @@ class TrainStateWriter:
         copies = self._stager.stage({name: each.tensor for name, each in mine.items()})
         assert not isinstance(copies, Future), "staging is synchronous"
         slices = {name: TensorSlice(copies[name], each.position) for name, each in mine.items()}
-        state = json.dumps({"format": FORMAT, "version": version, "values": values})
+        described = None if adapter is None else adapter.model_dump(mode="json")
+        state = json.dumps({"format": FORMAT, "version": version, "values": values, ADAPTER: described})
         # Monarch keeps the calling actor in the context.
         write = contextvars.copy_context().run
         self._writing = self._thread.submit(write, self._write, directory, slices, {**files, STATE: state})
@@ -320,9 +330,31 @@ class TrainStateWriter:
         self._with_others = False
 
 
-def load_train_state(directory: Path, model: nn.Module, optimizers: Sequence[Optimizer], world: World) -> int:
+def adapter_of(directory: Path) -> AdapterConfig | None:
+    """Settings of the adapter that a checkpoint holds; None if it holds all weights.
+
+    Raises:
+        DamagedCheckpointError: the checkpoint cannot be read.
+    """
+    try:
+        described = parse_json((directory / STATE).read_text()).get(ADAPTER)
+        return None if described is None else AdapterConfig.model_validate(described | {"start": None})
+    except (OSError, ValueError, AttributeError) as error:
+        raise DamagedCheckpointError(f"{directory / STATE} is damaged: {error}") from error
+
+
+def load_train_state(
+    directory: Path,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    world: World,
+    adapter: AdapterConfig | None = None,
+) -> int:
     """Read a checkpoint of a `TrainStateWriter` in place, also one of another number of ranks. All ranks call this at
     the same time. Nothing is changed before every file is verified.
+
+    Args:
+        adapter: whose parameters alone are trained.
 
     Returns:
         The version.
@@ -340,11 +372,25 @@ def load_train_state(directory: Path, model: nn.Module, optimizers: Sequence[Opt
         problem = str(error)
     world.agree(problem, DamagedCheckpointError)
     try:
+        _check_adapter(adapter_of(directory), adapter)
         version = _read(directory, model, optimizers)
     except Exception as error:
         problem = f"{directory} could not be read: {error}"
     world.agree(problem, CheckpointError)
     return version
+
+
+def _check_adapter(found: AdapterConfig | None, expected: AdapterConfig | None) -> None:
+    def told(adapter: AdapterConfig | None) -> str:
+        if adapter is None:
+            return "all weights"
+        return f"an adapter of rank {adapter.rank} and alpha {adapter.alpha:g}"
+
+    if told(found) != told(expected):
+        raise ValueError(
+            f"it has {told(found)}, and [training.adapter] asks for {told(expected)}; set the table to that of its "
+            "run, or begin a new run"
+        )
 
 
 def _read(directory: Path, model: nn.Module, optimizers: Sequence[Optimizer]) -> int:
@@ -367,7 +413,9 @@ def _read(directory: Path, model: nn.Module, optimizers: Sequence[Optimizer]) ->
             "with, or begin a new run"
         ) from error
     state = fill(state, values | found)
-    set_state_dict(model, optimizers, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    set_state_dict(
+        model, optimizers, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=TRAINED
+    )
     torch.set_rng_state(state["rng"])
     return stored["version"]
 
@@ -385,7 +433,7 @@ def _compare(found: set[str], expected: set[str]) -> None:
 
 def _state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     fresh = [optimizer for optimizer in optimizers if not optimizer.state]
-    model_state, optimizer_state = get_state_dict(model, optimizers)
+    model_state, optimizer_state = get_state_dict(model, optimizers, options=TRAINED)
     for optimizer in fresh:
         # Their state was just made by a step without gradients, which they must not count.
         for state in optimizer.state.values():

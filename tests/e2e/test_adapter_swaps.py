@@ -1,0 +1,213 @@
+"""Every token of a run with an adapter has the logprob that transformers with PEFT gives it, and a faulty swap is
+caught.
+
+The reference keeps its KV cache when a new version of the adapter arrives, as the engine does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
+pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
+pytest.importorskip("peft", reason="needs the dev extra")
+
+import peft
+import torch
+from e2e.test_hot_swap_numerics import reference, sample_of
+from e2e.tiny_policy import make_tiny_llama3, make_tiny_qwen3, make_trainer
+from transformers import AutoModelForCausalLM
+
+from titan_rl.core.errors import StateDictError, VerificationError
+from titan_rl.generation.engine import AdapterSpec, Engine, EngineSpec
+from titan_rl.generation.loop.engine_loop import EngineLoop
+from titan_rl.generation.request import EngineRequest
+from titan_rl.generation.vllm_engine import VLLMEngine
+from titan_rl.training.publishing import WeightPublisher
+from titan_rl.training.settings import TARGETS
+from titan_rl.training.trainer import TrainerCore
+from titan_rl.types import Completion, SamplingParams
+from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
+from titan_rl.weights.types import Manifest
+from titan_rl.weights.verification import published_checksums, verify
+
+NUM_VERSIONS, IN_FLIGHT, LENGTH = 8, 24, 48
+
+
+def engine_of(folder: Path, *, rank: int, alpha: float, num_versions: int = 1) -> VLLMEngine:
+    adapter = AdapterSpec(rank, alpha, TARGETS, num_versions)
+    spec = EngineSpec(str(folder), max_context=256, max_running=IN_FLIGHT, kv_cache_gib=0.1, adapter=adapter)
+    return VLLMEngine(spec)
+
+
+def peft_model(base: Path, trainer: TrainerCore, folder: Path) -> Any:
+    assert trainer.adapter is not None
+    trainer.adapter.write_peft(folder, base=str(base))
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    return peft.PeftModel.from_pretrained(model, folder).eval()
+
+
+@pytest.mark.parametrize(
+    ("make", "rank", "alpha", "num_versions"),
+    [(make_tiny_qwen3, 8, 32.0, 1), (make_tiny_llama3, 3, 8.0, 1), (make_tiny_qwen3, 1, 8.0, NUM_VERSIONS + 1)],
+    ids=["qwen3", "llama3", "pinned"],
+)
+async def test_each_token_is_that_of_its_adapter(
+    tmp_path: Path, make: Callable[[Path], Path], rank: int, alpha: float, num_versions: int
+) -> None:
+    base = make(tmp_path / "model")
+    trainer = make_trainer(base, lr=5e-3, steps=NUM_VERSIONS, adapter={"rank": rank, "alpha": alpha})
+    loop = EngineLoop(lambda: engine_of(base, rank=rank, alpha=alpha, num_versions=num_versions))
+    await loop.start()
+    models: dict[int, Any] = {}
+    names = itertools.count()
+    asked: dict[str, list[int]] = {}
+
+    def ask() -> asyncio.Task[Completion]:
+        name = str(next(names))
+        asked[name] = [5 + int(name) % 50, 6, 7]
+        sampling = SamplingParams(max_tokens=LENGTH, min_tokens=LENGTH, temperature=0.8)
+        return asyncio.create_task(loop.generate(asked[name], request_id=name, sampling=sampling))
+
+    with SharedMemoryTransport("test-adapter-swaps") as transport:
+        publisher = WeightPublisher(trainer, transport)
+
+        async def publish_and_pull() -> None:
+            manifest = publisher.publish()
+            models[trainer.version] = peft_model(base, trainer, tmp_path / str(trainer.version))
+
+            def check(engine: Engine) -> None:
+                verify(manifest.probes, engine.score, manifest.tolerance)
+
+            result = await loop.pull(
+                manifest.version, lambda: transport.pull(manifest), check, published=published_checksums(manifest)
+            )
+            assert result.readback is not None
+            unread = {name.rpartition(".lora_")[2] for name in result.readback.unread}
+            assert unread == (set() if rank != 3 else {"B.weight"})  # 8 / 3 is no power of two
+
+        await publish_and_pull()
+        running = {ask() for _ in range(IN_FLIGHT)}
+        finished: list[Completion] = []
+        while trainer.version < NUM_VERSIONS:
+            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            fresh = [task.result() for task in done]
+            finished += fresh
+            running |= {ask() for _ in fresh}
+            samples = [sample_of(asked[c.request_id], c, (-1.0) ** i) for i, c in enumerate(fresh)]
+            await asyncio.to_thread(trainer.step, samples)
+            await publish_and_pull()
+        finished += await asyncio.gather(*running)
+    await loop.close()
+
+    assert {span.version for c in finished for span in c.version_spans} >= set(range(NUM_VERSIONS))
+    mixed = sum(len(c.version_spans) > 1 for c in finished)
+    assert mixed == 0 if num_versions > 1 else mixed >= NUM_VERSIONS
+    for completion in finished[:: max(1, len(finished) // 40)]:
+        expected = reference(models, asked[completion.request_id], completion, temperature=0.8)
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0, atol=1e-5)
+
+
+class Faults:
+    """Faulty deliveries of an adapter: each takes the tensors of a version and of the version before."""
+
+    @staticmethod
+    def withheld(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
+        return old
+
+    @staticmethod
+    def applied_twice(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
+        return {name: 2 * tensor if "lora_B" in name else tensor for name, tensor in new.items()}
+
+    @staticmethod
+    def missing_one_layer(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
+        return {name: tensor for name, tensor in new.items() if "layers.1.mlp.down_proj" not in name}
+
+    @staticmethod
+    def permuted_queries(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
+        def halves(name: str, tensor: Any) -> Any:
+            is_permuted = "q_proj.lora_B" in name or "k_proj.lora_B" in name
+            return tensor.view(-1, 2, 16, tensor.shape[1]).flip(1).reshape(tensor.shape) if is_permuted else tensor
+
+        return {name: halves(name, tensor) for name, tensor in new.items()}
+
+
+FAULTS = [Faults.withheld, Faults.applied_twice, Faults.missing_one_layer, Faults.permuted_queries]
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Iterable[tuple[VLLMEngine, list[tuple[Manifest, Any]]]]:
+    """An engine, and two versions of an adapter: (manifest, tensors)."""
+    base = make_tiny_qwen3(tmp_path_factory.mktemp("faults") / "model")
+    trainer = make_trainer(base, lr=1e-3, adapter={"rank": 8})
+    samples = [sample_of([5, 6, 7], made_up(number), (-1.0) ** number) for number in range(8)]
+    with SharedMemoryTransport("test-adapter-faults") as transport:
+        publisher = WeightPublisher(trainer, transport)
+        trainer.step(samples)
+        versions: list[tuple[Manifest, Any]] = []
+        for _ in range(2):
+            trainer.step(samples)
+            manifest = publisher.publish()
+            versions.append((manifest, {name: tensor.clone() for name, tensor in transport.pull(manifest)}))
+        engine = engine_of(base, rank=8, alpha=32.0)
+        yield engine, versions
+        engine.close()
+
+
+def made_up(number: int) -> Completion:
+    from titan_rl.types import FinishReason, VersionSpan
+
+    tokens = [(11 * number + 7 * place) % 120 for place in range(20)]
+    return Completion(str(number), tokens, [-4.8] * 20, FinishReason.LENGTH, (VersionSpan(0, 20),))
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+async def test_a_faulty_swap_is_caught_by_the_probes_and_by_reading_back(fault: Any, published: Any) -> None:
+    engine, ((_, old), (manifest, new)) = published
+
+    def load(tensors: dict[str, Any]) -> Engine:
+        engine.load_state_dict(tensors.items(), manifest.version)
+        return engine
+
+    verify(manifest.probes, load(new).score, manifest.tolerance)
+    with pytest.raises(VerificationError, match="probe logprobs that differ"):
+        verify(manifest.probes, load(fault(new, old)).score, manifest.tolerance)
+    from titan_rl.generation.types import compare, read_back
+
+    sums = published_checksums(manifest)
+    with pytest.raises(VerificationError, match="its tensors differ from what was published"):
+        compare(sums, [read_back(engine, sums)], manifest.version)
+
+
+def test_an_adapter_whose_names_match_no_layer_is_refused(published: Any) -> None:
+    engine, ((manifest, tensors), _) = published
+    renamed = {name.replace("self_attn", "attn"): tensor for name, tensor in tensors.items()}
+    with pytest.raises(StateDictError, match=r"model.layers.0.attn.\w+ and \d+ more, and the engine's model"):
+        engine.load_state_dict(renamed.items(), manifest.version)
+    torn = {name: tensor for name, tensor in tensors.items() if "o_proj.lora_A" not in name}
+    with pytest.raises(StateDictError, match="has only one of the two matrices"):
+        engine.load_state_dict(torn.items(), manifest.version)
+
+
+def test_a_version_without_a_place_is_refused_and_a_place_is_free_once_its_requests_are(tmp_path: Path) -> None:
+    base = make_tiny_qwen3(tmp_path / "model")
+    trainer = make_trainer(base, adapter={"rank": 8})
+    tensors = {name: piece.tensor for name, piece in trainer.held_slices()}
+    engine = engine_of(base, rank=8, alpha=32.0, num_versions=2)
+    engine.load_state_dict(tensors.items(), 0)
+    engine.add(EngineRequest("old", [5, 6, 7], SamplingParams(max_tokens=20, min_tokens=20)))
+    engine.step()
+    engine.load_state_dict(tensors.items(), 1)
+    engine.add(EngineRequest("new", [5, 6, 7], SamplingParams(max_tokens=20, min_tokens=20)))
+    with pytest.raises(StateDictError, match="version 2 of the adapter has no place: running requests use all 2"):
+        engine.load_state_dict(tensors.items(), 2)
+    engine.abort(["old"])
+    engine.load_state_dict(tensors.items(), 2)
+    assert len(engine.step()) == 1
+    engine.close()

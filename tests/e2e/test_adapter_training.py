@@ -1,0 +1,177 @@
+"""LoRA adapters in the trainer: what is trained, saved, published and exported, compared with PEFT."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
+pytest.importorskip("peft", reason="needs the dev extra")
+
+import peft
+import torch
+from e2e.tiny_policy import (
+    make_tiny_llama3,
+    make_tiny_moe,
+    make_tiny_qwen3,
+    make_trainer,
+    on_policy_samples,
+    sequences,
+    transformers_logprobs,
+    weights,
+)
+from transformers import AutoModelForCausalLM
+
+from titan_rl.core.errors import CheckpointError, ModelError
+from titan_rl.training.export import export_checkpoint
+from titan_rl.training.publishing import WeightPublisher
+from titan_rl.training.trainer import TrainerCore
+from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
+
+ADAPTER = {"rank": 4, "alpha": 8.0}
+FAMILIES = {"qwen3": make_tiny_qwen3, "llama3": make_tiny_llama3}
+
+
+def trained(folder: Path, steps: int = 2, **training: object) -> TrainerCore:
+    trainer = make_trainer(folder, **{"adapter": ADAPTER, "lr": 1e-2, **training})
+    for _ in range(steps):
+        trainer.step(on_policy_samples(trainer, 20, 30, 25, 18))
+    return trainer
+
+
+def peft_model(base: Path, folder: Path) -> torch.nn.Module:
+    return peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), folder)
+
+
+@pytest.mark.parametrize("make", FAMILIES.values(), ids=FAMILIES)
+def test_an_exported_adapter_and_a_merged_model_score_as_the_trainer_does(
+    tmp_path: Path, make: Callable[[Path], Path]
+) -> None:
+    base = make(tmp_path / "model")
+    trainer = trained(base)
+    trainer.save(tmp_path / "checkpoint")
+    export_checkpoint(base, tmp_path / "checkpoint", tmp_path / "adapter", as_adapter=True)
+    export_checkpoint(base, tmp_path / "checkpoint", tmp_path / "merged")
+
+    (sequence,) = sequences(24)
+    expected = torch.tensor(trainer.score([sequence])[0])
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    for model in (peft_model(base, tmp_path / "adapter"), merged):
+        torch.testing.assert_close(transformers_logprobs(model, sequence), expected, rtol=0, atol=1e-5)
+    untrained = make_trainer(base).score([sequence])[0]
+    assert (expected - torch.tensor(untrained)).abs().max() > 1e-2
+
+
+def test_the_merged_model_is_the_base_plus_the_scaled_product_bit_by_bit(tmp_path: Path) -> None:
+    base = make_tiny_qwen3(tmp_path / "model")
+    trainer = trained(base)
+    trainer.save(tmp_path / "checkpoint")
+    export_checkpoint(base, tmp_path / "checkpoint", tmp_path / "merged")
+
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).state_dict()
+    matrices = {name: piece.tensor for name, piece in trainer.held_slices()}
+    for name, weight in AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).state_dict().items():
+        layer = name.removesuffix(".weight")
+        if f"{layer}.lora_A.weight" in matrices:
+            a, b = matrices.pop(f"{layer}.lora_A.weight"), matrices.pop(f"{layer}.lora_B.weight")
+            weight = weight + 2.0 * (b @ a)
+        assert torch.equal(merged[name], weight), name
+    assert not matrices
+
+
+def test_only_the_adapter_is_trained_and_it_continues_bit_by_bit_from_a_checkpoint(tmp_path: Path) -> None:
+    base = make_tiny_qwen3(tmp_path / "model")
+    trainer = trained(base)
+    trainer.save(tmp_path / "checkpoint")
+    samples = on_policy_samples(trainer, 22, 31, 24, 19)
+    trainer.step(samples)
+
+    resumed = make_trainer(base, adapter=ADAPTER, lr=1e-2)
+    resumed.load(tmp_path / "checkpoint")
+    assert resumed.version == 2
+    resumed.step(samples)
+    after, expected = weights(resumed), weights(trainer)
+    assert all(torch.equal(after[name], expected[name]) for name in expected)
+    saved = sum(file.stat().st_size for file in (tmp_path / "checkpoint").glob("*.safetensors"))
+    elements = sum(piece.tensor.numel() for _, piece in trainer.held_slices())
+    assert saved < 3 * 4 * elements + 40_000  # A, B, and two moments of each, with the names
+
+
+def test_an_adapter_checkpoint_is_refused_by_a_trainer_of_another_kind(tmp_path: Path) -> None:
+    base = make_tiny_qwen3(tmp_path / "model")
+    trained(base, steps=1).save(tmp_path / "checkpoint")
+    for adapter in ({"rank": 0}, {"rank": 4, "alpha": 16.0}):
+        with pytest.raises(CheckpointError, match=r"an adapter of rank 4 and alpha 8, and \[training.adapter\]"):
+            make_trainer(base, adapter=adapter).load(tmp_path / "checkpoint")
+    make_trainer(base).save(tmp_path / "whole")
+    with pytest.raises(CheckpointError, match="has no adapter: its run trained all weights"):
+        export_checkpoint(base, tmp_path / "whole", tmp_path / "adapter", as_adapter=True)
+
+
+def test_a_version_has_exactly_the_bytes_of_the_adapter(tmp_path: Path) -> None:
+    base = make_tiny_qwen3(tmp_path / "model")
+    trainer = trained(base, steps=0, adapter={"rank": 1})
+    with SharedMemoryTransport("test-adapter-bytes") as transport:
+        manifest = WeightPublisher(trainer, transport).publish()
+        attention = (64 + 128) + 2 * (64 + 64) + (128 + 64)
+        mlp = 3 * (64 + 128)
+        assert sum(entry.num_bytes for shard in manifest.shards for entry in shard.entries) == 2 * (attention + mlp) * 4
+        read = dict(transport.pull(manifest))
+    assert read["model.layers.1.self_attn.k_proj.lora_B.weight"].shape == (64, 1)
+    assert read["model.layers.0.mlp.down_proj.lora_A.weight"].shape == (1, 128)
+
+
+def test_the_reference_of_the_kl_term_is_the_base(tmp_path: Path) -> None:
+    base = make_tiny_qwen3(tmp_path / "model")
+    results = {}
+    for name, kl_coef in (("policy", 0.0), ("with kl", 0.5)):
+        trainer = trained(base, kl_coef=kl_coef)
+        results[name] = trainer.step(on_policy_samples(trainer, 20, 30)).metrics
+    assert results["with kl"]["reference_kl"] > 0
+    first = make_trainer(base, adapter=ADAPTER, lr=1e-2, kl_coef=0.5)
+    assert first.step(on_policy_samples(first, 20, 30)).metrics["reference_kl"] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_run_can_start_from_an_exported_adapter(tmp_path: Path) -> None:
+    base = make_tiny_llama3(tmp_path / "model")
+    trainer = trained(base)
+    trainer.save(tmp_path / "checkpoint")
+    export_checkpoint(base, tmp_path / "checkpoint", tmp_path / "adapter", as_adapter=True)
+
+    started = make_trainer(base, adapter=ADAPTER | {"start": str(tmp_path / "adapter")})
+    found, expected = weights(started), weights(trainer)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    with pytest.raises(ModelError, match=r"has lora_alpha 8.0, and training.adapter.alpha is 32"):
+        make_trainer(base, adapter={"rank": 4, "start": str(tmp_path / "adapter")})
+    with pytest.raises(ModelError, match=r"which training.adapter.targets does not name"):
+        make_trainer(base, adapter=ADAPTER | {"targets": ["q_proj"], "start": str(tmp_path / "adapter")})
+
+
+def test_targets_choose_the_layers(tmp_path: Path) -> None:
+    trainer = make_trainer(make_tiny_qwen3(tmp_path / "model"), adapter={"rank": 2, "targets": ["o_proj", "up_proj"]})
+    layers = {name.split(".")[4] for name, _ in trainer.held_slices()}
+    assert layers == {"o_proj", "up_proj"}
+    with pytest.raises(ModelError, match="one of k_proj and v_proj"):
+        make_trainer(tmp_path / "model", adapter={"rank": 2, "targets": ["k_proj"]})
+
+
+def test_a_mixture_of_experts_gets_adapters_in_its_attention(tmp_path: Path) -> None:
+    base = make_tiny_moe(tmp_path / "model")
+    trainer = trained(base, steps=1)
+    assert {name.split(".")[3] for name, _ in trainer.held_slices()} == {"self_attn"}
+    with pytest.raises(ModelError, match=r"targets has 'up_proj', and the model has no linear layer of that name"):
+        make_trainer(base, adapter={"rank": 2, "targets": ["up_proj"]})
+
+
+def test_bfloat16_keeps_the_base_in_bfloat16_and_the_adapter_in_float32(tmp_path: Path) -> None:
+    from titan_rl.training.settings import ModelConfig, TrainingConfig
+
+    base = make_tiny_qwen3(tmp_path / "model")
+    training = TrainingConfig.model_validate({"adapter": ADAPTER, "lr": 1e-2, "activation_checkpointing": "full"})
+    trainer = TrainerCore(ModelConfig(path=str(base), dtype="bfloat16"), training, seed=0)
+    trainer.step(on_policy_samples(trainer, 20, 30, 25, 18))
+    dtypes = {parameter.requires_grad: parameter.dtype for parameter in trainer._model.parameters()}
+    assert dtypes == {False: torch.bfloat16, True: torch.float32}
+    assert trainer.score_published(sequences(20)) != trainer.score(sequences(20))
