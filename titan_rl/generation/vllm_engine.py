@@ -107,7 +107,7 @@ class VLLMEngine:
 
     def load_state_dict(self, items: Iterable[tuple[str, Any]], version: int) -> None:
         if self._adapters is not None:
-            self._adapters.load(items, version, self._adapter_ids.values())
+            self._adapters.load(items, version, set(self._adapter_ids.values()))
             return
         pairs = with_tied_head(items) if self._tied else iter(items)
         if self._on_cpu:
