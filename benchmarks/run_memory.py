@@ -4,7 +4,9 @@
 
 A step trains on 8 groups of 4 short answers, played by a rollout worker, so that messages and rollouts, rather than
 tokens, could make memory grow. Private memory (`RssAnon`) of the controller and of each process below it is sampled
-every five seconds. The slope is that of a line fitted to the samples after the warm-up by least squares.
+every five seconds. A process returns its free memory to the kernel once a minute, so samples between two returns
+include free memory. Therefore the least sample of each window of 250 steps counts. The slope is that of a line fitted
+to these minima after the warm-up by least squares.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ SUBJECT = ("titan_rl",)
 
 ROOT = Path(__file__).resolve().parent.parent
 SAMPLED_EVERY_S = 5.0
+WINDOW_STEPS = 250
 TARGET_MB = 1.0
 LOGS = {"rollout-worker-0": "rollout worker", "generator-0": "generator", "trainer": "trainer"}
 
@@ -96,7 +99,7 @@ def measure(steps: int, folder: Path) -> list[tuple[int, dict[str, float]]]:
     config, runs = folder / "config.toml", folder / "runs"
     config.write_text(SETTINGS)
     command = [sys.executable, "-m", "titan_rl.cli.main"]
-    options = [str(config), "--run_dir", str(runs), "--training.steps"]
+    options = [str(config), "--quiet", "--run_dir", str(runs), "--training.steps"]
     quiet = {"cwd": ROOT, "stdout": subprocess.DEVNULL, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
     subprocess.run([*command, "sft", *options, "60"], check=True, **quiet)
     samples: list[tuple[int, dict[str, float]]] = []
@@ -108,6 +111,14 @@ def measure(steps: int, folder: Path) -> list[tuple[int, dict[str, float]]]:
     return samples
 
 
+def least_of_windows(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """The sample with the least memory of each window of steps."""
+    windows: dict[int, list[tuple[int, float]]] = {}
+    for step, megabytes in points:
+        windows.setdefault(step // WINDOW_STEPS, []).append((step, megabytes))
+    return [min(window, key=lambda point: point[1]) for window in windows.values()]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=5000)
@@ -117,11 +128,10 @@ def main() -> None:
         samples = measure(arguments.steps, Path(folder))
     counted = [(steps, memory) for steps, memory in samples if arguments.warmup <= steps < arguments.steps]
     for role in ("controller", *LOGS.values()):
-        points = [(steps, memory[role]) for steps, memory in counted if role in memory]
+        points = least_of_windows([(steps, memory[role]) for steps, memory in counted if role in memory])
         slope = 1000 * linear_regression(*zip(*points, strict=True)).slope
         first, last = points[0][1], points[-1][1]
-        shown = points[:: max(1, len(points) // 20)]
-        print(f"{role}:", *(f"{steps}:{megabytes:.0f}" for steps, megabytes in shown))
+        print(f"{role}:", *(f"{steps}:{megabytes:.0f}" for steps, megabytes in points))
         print(f"{role}: {first:.0f} MB after {points[0][0]} steps, {last:.0f} MB after {points[-1][0]}")
         figure = {"name": f"memory_slope_{role.replace(' ', '_')}", "value": round(slope, 2), "target": TARGET_MB}
         print(json.dumps(figure | {"unit": "MB per 1,000 steps, at most"}), flush=True)
