@@ -104,8 +104,11 @@ class _SelectedLogprobs(torch.autograd.Function):
             grad_NV.scatter_add_(-1, at_N[:, None], scaled_N1 * is_here_N[:, None])
             grad_NV = grad_NV.to(hidden_ND.dtype)
             grad_hidden_ND[rows] = grad_NV @ weight_VD
-            of_chunk_VD = grad_NV.T @ hidden_ND[rows]
-            grad_weight_VD = of_chunk_VD.float() if grad_weight_VD is None else grad_weight_VD.add_(of_chunk_VD)
+            # No name keeps the product of a chunk, which is as large as the weight, until the result is converted.
+            if grad_weight_VD is None:
+                grad_weight_VD = (grad_NV.T @ hidden_ND[rows]).float()
+            else:
+                grad_weight_VD += grad_NV.T @ hidden_ND[rows]
         if ctx.shard is not None:
             ctx.shard.reduce(grad_hidden_ND)
         if grad_weight_VD is None:

@@ -20,6 +20,14 @@ from titan_rl.training.attention.attention import ContextRanks, Document, TokenS
 BLOCK = 128
 """Tokens on each side of a block."""
 
+KERNEL = {"BACKEND": "TRITON"}
+"""The kernel for sequences of any length. For less than `BLOCK` queries torch otherwise selects its decoding kernel,
+which does not compile for a number of queries that varies."""
+
+MAX_KERNELS = 64
+"""Most kernels that are compiled. Each dtype, number of heads, scale and use of gradients needs its own, and torch
+stops compiling after 8 by default."""
+
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
@@ -49,7 +57,9 @@ class BlockLayout:
         if device == "cpu":  # torch's flex attention has no backward pass there
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask(), scale=scale, enable_gqa=enable_gqa)
         else:
-            out = _compiled()(q, k, v, block_mask=self.block_mask, scale=scale, enable_gqa=enable_gqa)
+            # In a block that is being compiled, the kernel is a part of the block.
+            kernel = flex_attention if torch.compiler.is_compiling() else _compiled()
+            out = kernel(q, k, v, block_mask=self.block_mask, scale=scale, enable_gqa=enable_gqa, kernel_options=KERNEL)
         return out[0].transpose(0, 1).view(q_BLNH.shape)
 
     def _mask(self) -> torch.Tensor:
@@ -143,8 +153,11 @@ def _attends(
 
 @cache
 def _compiled() -> Any:
-    """Compiled kernel. Uncompiled, flex attention keeps every score in memory."""
-    return torch.compile(flex_attention)
+    """Compiled kernel. Uncompiled, flex attention keeps every score in memory, so a failure to compile is an error:
+    `fullgraph`."""
+    limit = torch._dynamo.config.recompile_limit
+    torch._dynamo.config.recompile_limit = max(limit, MAX_KERNELS)
+    return torch.compile(flex_attention, fullgraph=True)
 
 
 def _touched(tokens: slice) -> slice:
