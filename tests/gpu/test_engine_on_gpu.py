@@ -92,7 +92,7 @@ def test_the_experts_of_each_token_come_back(tmp_path: Path) -> None:
 def test_a_run_of_five_steps_over_each_transport(transport: str, tmp_path: Path) -> None:
     pytest.importorskip("monarch")
     with run_training(tmp_path, training__steps=5, statedict__transport=transport, generation__kv_cache_gib=1) as run:
-        assert run.wait(300) == 0, run.output()
+        assert run.wait(300) == 0, run.output
         steps = [record for record in run.metrics() if "train/loss" in record]
         assert len(steps) == 5
         assert all(record.get("train/on_policy_logprob_diff_mean", 0) < NEAR for record in steps)
