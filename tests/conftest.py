@@ -1,4 +1,4 @@
-"""For all tests: how many examples hypothesis draws, and which files come first."""
+"""Settings of all tests: number of hypothesis examples, limits of virtual time, order of the files."""
 
 import atexit
 import gc
@@ -7,8 +7,10 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from background import HANG_S
 from depth import examples
 from hypothesis import settings
+from virtual_time import END_S
 
 pytest.register_assert_rewrite("titan_rl.testing.engine_contract")
 
@@ -25,7 +27,6 @@ LONGEST = [
     "e2e/test_train.py",
     "e2e/test_stopped_and_killed.py",
     "e2e/test_real_generators.py",
-    "e2e/test_troubled_task.py",
     "e2e/test_sharded_run.py",
     "e2e/test_tensor_parallel.py",
     "e2e/test_sharded_publish.py",
@@ -55,6 +56,9 @@ def pytest_sessionfinish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("looptime") is not None:  # the test's own marker takes precedence
+            item.add_marker(pytest.mark.looptime(end=END_S, idle_timeout=HANG_S))
     items.sort(key=_turn)
 
 

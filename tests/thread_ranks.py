@@ -5,10 +5,10 @@ from __future__ import annotations
 import queue
 from typing import Any
 
+from background import HANG_S
+
 from titan_rl.core.errors import EngineDeadError
 from titan_rl.generation.loop.state import LoopDecision
-
-REPLY_TIMEOUT_S = 60.0
 
 
 class ThreadRanks:
@@ -52,9 +52,9 @@ class ThreadRanks:
         values: list[Any] = [value] + [None] * (len(self._inboxes) - 1)
         for _ in self._inboxes[1:]:
             try:
-                reply = self._replies.get(timeout=REPLY_TIMEOUT_S)
+                reply = self._replies.get(timeout=HANG_S)
             except queue.Empty:
-                raise EngineDeadError(f"a rank of this replica gave no answer in {REPLY_TIMEOUT_S:g} s") from None
+                raise EngineDeadError(f"a rank of this replica gave no answer in {HANG_S:g} s") from None
             if reply is None:
                 raise EngineDeadError("a rank of this replica has ended")
             values[reply[0]] = reply[1]

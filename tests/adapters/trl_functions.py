@@ -6,6 +6,7 @@ import asyncio
 import threading
 from typing import Any
 
+from background import HANG_S
 from trl.rewards import get_soft_overlong_punishment
 
 calls: list[dict[str, Any]] = []  # the arguments of `remembered`
@@ -57,7 +58,7 @@ class Judge:
     async def __call__(self, completions, **kwargs) -> list[float]:
         if self.asked is None:
             self.asked = asyncio.Event()
-            await asyncio.wait_for(self.asked.wait(), 10)
+            await asyncio.wait_for(self.asked.wait(), HANG_S)
         else:
             self.asked.set()
         return [1.0] * len(completions)

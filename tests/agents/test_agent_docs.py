@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from background import HANG_S
 from serving.served import Engines
 from serving.talk import BASE, chat_template_renderer
 
@@ -93,7 +94,7 @@ async def test_its_harness_plays_until_the_run_is_over(task: AgentTask, tmp_path
         except BaseException:
             harness.kill()
             raise
-    assert await asyncio.wait_for(harness.wait(), 60) == 0
+    assert await asyncio.wait_for(harness.wait(), HANG_S) == 0
     assert [(one.status, one.reward) for one in group.rollouts] == [(RolloutStatus.COMPLETED, 1.0)] * 2
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from background import HANG_S
 from serving.served import CONTEXT, Engines, until
 from serving.talk import BASE, chat_template_renderer
 
@@ -127,7 +128,7 @@ async def test_updates_pauses_and_deaths_pass_unseen_and_seeds_make_it_the_same_
 
 async def lose_a_replica(router: GeneratorRouter) -> None:
     """While it is at work."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         while not (busy := [replica.name for replica in router.replicas if replica.num_requests]):  # noqa: ASYNC110
             await asyncio.sleep(0)
     router.remove_replica(busy[0])
@@ -257,7 +258,7 @@ async def test_a_harness_that_waits_when_the_run_ends_is_told_so(tmp_path: Path,
             headers = {"authorization": f"Bearer {server['key']}"}
             url = f"{server['url']}/episodes"
             waiting = asyncio.create_task(client.post(url, json={"wait_s": 60}, headers=headers))
-            await asyncio.wait_for(asked.wait(), 60)
+            await asyncio.wait_for(asked.wait(), HANG_S)
         answer = await waiting
     assert (answer.status_code, answer.json()["error"]["message"]) == (503, "the run is over")
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from background import HANG_S
 
 from titan_rl.rollout.types import RolloutStatus
 from titan_rl.serving.episode import Episode, EpisodeLimits
@@ -62,7 +63,7 @@ def lives(pid: int) -> bool:
 
 async def started(folder: Path) -> list[int]:
     """The processes of `STUBBORN`, when all of them run."""
-    async with asyncio.timeout(60.0):
+    async with asyncio.timeout(HANG_S):
         while not (file := folder / "all").exists():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     return [int(line) for line in file.read_text().split()]
@@ -140,7 +141,7 @@ async def test_no_agent_outlives_the_process_that_runs_it(tmp_path: Path) -> Non
     pids = await started(tmp_path)
     owner.kill()
     await owner.wait()
-    async with asyncio.timeout(60.0):
+    async with asyncio.timeout(HANG_S):
         while any(map(lives, pids)):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
@@ -173,7 +174,7 @@ async def test_where_processes_cannot_be_looked_at_nobody_waits_for_ever(monkeyp
         raise OSError("too many open files")
 
     async def run() -> None:
-        async with asyncio.timeout(10), processes.running(["true"], dict(os.environ), subprocess.DEVNULL):
+        async with asyncio.timeout(HANG_S), processes.running(["true"], dict(os.environ), subprocess.DEVNULL):
             pass
 
     async with agent_processes() as processes:

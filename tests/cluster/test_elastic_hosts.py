@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from background import HANG_S
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
@@ -208,7 +209,7 @@ async def test_each_worker_that_is_not_there_as_a_run_begins_is_named(tmp_path: 
 
 
 async def until_drained(told: list[str], name: str) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         while f"host {name} is drained: its worker got SIGTERM" not in told:  # noqa: ASYNC110  there is no event
             await asyncio.sleep(0)
 

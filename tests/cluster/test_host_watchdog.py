@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from background import in_background
+from background import HANG_S, in_background
 
 from titan_rl.cluster.liveness import health_check, heartbeat
 from titan_rl.cluster.liveness.health_check import HELLO, HealthChecks, ProcessHealth
@@ -23,7 +23,6 @@ from titan_rl.cluster.liveness.local_processes import TreeUse
 from titan_rl.cluster.liveness.loop_thread import LoopThread
 from titan_rl.testing.clock import ManualClock
 
-LIMIT_S = 30
 LOCALHOST = "127.0.0.1"
 
 
@@ -36,7 +35,7 @@ async def process(socket: Path) -> AsyncGenerator[asyncio.subprocess.Process]:
     )
     assert started.stdout is not None
     try:
-        assert await asyncio.wait_for(started.stdout.readline(), LIMIT_S) == b"pulsing\n"
+        assert await asyncio.wait_for(started.stdout.readline(), HANG_S) == b"pulsing\n"
         yield started
     finally:
         if started.returncode is None:
@@ -45,7 +44,7 @@ async def process(socket: Path) -> AsyncGenerator[asyncio.subprocess.Process]:
 
 
 async def until(condition) -> None:
-    async with asyncio.timeout(LIMIT_S):
+    async with asyncio.timeout(HANG_S):
         while not condition():  # noqa: ASYNC110  another process changes it
             await asyncio.sleep(0.005)
 
@@ -97,7 +96,7 @@ def test_a_thread_whose_loop_cannot_begin_keeps_nobody_waiting(monkeypatch: pyte
     monkeypatch.setattr(asyncio, "run", run)
     entered = ThreadPoolExecutor(1).submit(LoopThread("watching", main()).__enter__)
     with pytest.raises(OSError, match="too many open files"):
-        entered.result(LIMIT_S)
+        entered.result(HANG_S)
 
 
 async def test_a_process_ends_when_nobody_watches_it_any_more(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -106,7 +105,7 @@ async def test_a_process_ends_when_nobody_watches_it_any_more(tmp_path: Path, ca
     async with process(tmp_path / "s") as pulsing:
         await until(watch.look)  # it is known
         running.cancel()
-        await asyncio.wait_for(pulsing.wait(), LIMIT_S)
+        await asyncio.wait_for(pulsing.wait(), HANG_S)
     assert not caplog.records, "that is no failure"
 
 
@@ -135,11 +134,11 @@ class Controller:
 
 
 async def told(queue: asyncio.Queue[str]) -> str:
-    return await asyncio.wait_for(queue.get(), LIMIT_S)
+    return await asyncio.wait_for(queue.get(), HANG_S)
 
 
 async def test_a_death_on_another_host_is_told_with_its_signal(tmp_path: Path):
-    with HostMonitor(LOCALHOST, silence_s=LIMIT_S, lease_s=LIMIT_S) as monitor:
+    with HostMonitor(LOCALHOST, silence_s=HANG_S, lease_s=HANG_S) as monitor:
         controller = Controller(monitor)
         watchdog = asyncio.ensure_future(HostWatchdog(controller.watcher.settings, tmp_path / "s").run())
         async with process(tmp_path / "s") as first, process(tmp_path / "s") as second:
@@ -149,14 +148,14 @@ async def test_a_death_on_another_host_is_told_with_its_signal(tmp_path: Path):
             await controller.watch(second.pid)
             controller.handle.kill()
             await told(controller.ends)
-            assert await asyncio.wait_for(second.wait(), LIMIT_S) == -signal.SIGKILL
+            assert await asyncio.wait_for(second.wait(), HANG_S) == -signal.SIGKILL
         controller.watcher.dismiss()
-        assert await asyncio.wait_for(watchdog, LIMIT_S) == DISMISSED
+        assert await asyncio.wait_for(watchdog, HANG_S) == DISMISSED
 
 
 async def test_a_silent_host_is_lost_with_all_its_processes_and_told_so_when_it_is_heard_again(tmp_path: Path):
     clock = ManualClock()
-    with HostMonitor(LOCALHOST, silence_s=3, lease_s=LIMIT_S, clock=clock) as monitor:
+    with HostMonitor(LOCALHOST, silence_s=3, lease_s=HANG_S, clock=clock) as monitor:
         controller = Controller(monitor)
         watchdog = asyncio.ensure_future(HostWatchdog(controller.watcher.settings, tmp_path / "s").run())
         async with process(tmp_path / "s") as pulsing:
@@ -166,7 +165,7 @@ async def test_a_silent_host_is_lost_with_all_its_processes_and_told_so_when_it_
             assert await told(controller.lost) == "nothing has been heard of it for 3 s"
             assert await told(controller.ends) == "host h1 is lost: nothing has been heard of it for 3 s"
         again = HostWatchdog(controller.watcher.settings, tmp_path / "again")
-        assert await asyncio.wait_for(again.run(), LIMIT_S) == "nothing has been heard of host h1 for 3 s"
+        assert await asyncio.wait_for(again.run(), HANG_S) == "nothing has been heard of host h1 for 3 s"
 
 
 async def test_a_host_where_nothing_can_be_started_any_more_ends_its_processes(
@@ -174,15 +173,15 @@ async def test_a_host_where_nothing_can_be_started_any_more_ends_its_processes(
 ):
     clock = ManualClock()
     monkeypatch.setattr(heartbeat, "is_stopped", lambda pid: clock.tick_s > 0)
-    with HostMonitor(LOCALHOST, silence_s=LIMIT_S, lease_s=10) as monitor:
+    with HostMonitor(LOCALHOST, silence_s=HANG_S, lease_s=10) as monitor:
         controller = Controller(monitor)
         watchdog = HostWatchdog(controller.watcher.settings, tmp_path / "s", clock=clock)
         looking = asyncio.ensure_future(watchdog.run())
         async with process(tmp_path / "s") as pulsing:
-            await asyncio.wait_for(controller.watcher.heard.wait(), LIMIT_S)
+            await asyncio.wait_for(controller.watcher.heard.wait(), HANG_S)
             clock.tick_s = 1.0
-            assert await asyncio.wait_for(pulsing.wait(), LIMIT_S) == -signal.SIGKILL
-        assert await asyncio.wait_for(looking, LIMIT_S) == "what starts processes here has been stopped for 10 s"
+            assert await asyncio.wait_for(pulsing.wait(), HANG_S) == -signal.SIGKILL
+        assert await asyncio.wait_for(looking, HANG_S) == "what starts processes here has been stopped for 10 s"
 
 
 async def test_a_host_that_cannot_reach_its_controller_ends_its_processes(tmp_path: Path):
@@ -192,37 +191,37 @@ async def test_a_host_that_cannot_reach_its_controller_ends_its_processes(tmp_pa
     watchdog = asyncio.ensure_future(HostWatchdog(settings, tmp_path / "s", clock=clock).run())
     async with process(tmp_path / "s") as pulsing:
         clock.tick_s = 1.0
-        assert "nothing has been heard of the controller for 3 s" in await asyncio.wait_for(watchdog, LIMIT_S)
-        await asyncio.wait_for(pulsing.wait(), LIMIT_S)
+        assert "nothing has been heard of the controller for 3 s" in await asyncio.wait_for(watchdog, HANG_S)
+        await asyncio.wait_for(pulsing.wait(), HANG_S)
     silent.close()
 
 
 async def test_a_host_whose_controller_has_ended_ends_at_once(tmp_path: Path):
-    with HostMonitor(LOCALHOST, silence_s=LIMIT_S, lease_s=10 * LIMIT_S) as monitor:
+    with HostMonitor(LOCALHOST, silence_s=HANG_S, lease_s=10 * HANG_S) as monitor:
         settings = Controller(monitor).watcher.settings
-    reason = await asyncio.wait_for(HostWatchdog(settings, tmp_path / "s").run(), LIMIT_S)
+    reason = await asyncio.wait_for(HostWatchdog(settings, tmp_path / "s").run(), HANG_S)
     assert reason.startswith("the controller has ended")
 
 
 async def test_a_host_that_is_about_to_go_says_so_once(tmp_path: Path):
-    with HostMonitor(LOCALHOST, silence_s=LIMIT_S, lease_s=LIMIT_S) as monitor:
+    with HostMonitor(LOCALHOST, silence_s=HANG_S, lease_s=HANG_S) as monitor:
         controller = Controller(monitor)
         leaving = tmp_path / "leaving"
         running = asyncio.ensure_future(HostWatchdog(controller.watcher.settings, tmp_path / "s", leaving).run())
         leaving.write_text("SIGTERM")
         assert await told(controller.leaving) == "SIGTERM"
         controller.watcher.dismiss()
-        assert await asyncio.wait_for(running, LIMIT_S) == DISMISSED
+        assert await asyncio.wait_for(running, HANG_S) == DISMISSED
         assert controller.leaving.empty()
 
 
 async def test_who_does_not_know_the_token_is_not_heard():
-    with HostMonitor(LOCALHOST, silence_s=LIMIT_S, lease_s=LIMIT_S) as monitor:
+    with HostMonitor(LOCALHOST, silence_s=HANG_S, lease_s=HANG_S) as monitor:
         controller = Controller(monitor)
         settings = controller.watcher.settings
         reader, writer = await asyncio.open_connection(LOCALHOST, settings.port)
         writer.write(b'{"token": "guess"}\n{"number": 1, "ended": {}, "signs": {}, "leaving": "now"}\n')
-        assert await asyncio.wait_for(reader.read(), LIMIT_S) == b""
+        assert await asyncio.wait_for(reader.read(), HANG_S) == b""
         writer.close()
         assert controller.leaving.empty()
 
@@ -232,12 +231,12 @@ if not hasattr(os, "pidfd_open"):
 
 
 async def test_a_watchdog_that_is_connected_as_the_run_ends_is_no_failure(caplog: pytest.LogCaptureFixture):
-    with HostMonitor(LOCALHOST, silence_s=LIMIT_S, lease_s=LIMIT_S) as monitor:
+    with HostMonitor(LOCALHOST, silence_s=HANG_S, lease_s=HANG_S) as monitor:
         settings = Controller(monitor).watcher.settings
         reader, writer = await asyncio.open_connection(settings.address, settings.port)
         send(writer, {"token": settings.token})
         send(writer, Report(0).message())
-        assert await asyncio.wait_for(reader.readline(), LIMIT_S), "it is heard"
+        assert await asyncio.wait_for(reader.readline(), HANG_S), "it is heard"
     assert await reader.read() == b""
     writer.close()
     assert not caplog.records

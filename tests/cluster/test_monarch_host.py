@@ -11,6 +11,7 @@ from asyncio.subprocess import PIPE
 from pathlib import Path
 
 import pytest
+from background import HANG_S
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
@@ -42,7 +43,7 @@ async def is_reached_once_ready() -> bool:
 
 
 async def test_whoever_is_told_that_it_is_ready_reaches_it() -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         assert all(await asyncio.gather(*[is_reached_once_ready() for _ in range(COUNT)]))
 
 

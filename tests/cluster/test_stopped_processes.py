@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from background import HANG_S
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
@@ -30,7 +31,6 @@ from titan_rl.training.settings import ModelConfig, TrainingConfig
 
 MODEL = ModelConfig(path="policy", max_context=16)
 HANG_TIMEOUT_S = 10.0
-LIMIT_S = 30
 STOPPED = "it has been stopped by a signal for 3 s"
 
 pytestmark = pytest.mark.skipif(not CAN_WATCH, reason="the kernel tells nothing of processes here")
@@ -55,7 +55,7 @@ class Looker:
         return WatchedProcess(pid, observer)
 
     async def until(self, condition: Any) -> None:
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(HANG_S):
             while not condition():
                 for pid, signs in self._watch.look().items():
                     self._observers[pid].checked(signs)
@@ -78,7 +78,7 @@ async def watched(
             )
             processes.append(started)
             assert started.stdout is not None
-            assert await asyncio.wait_for(started.stdout.readline(), LIMIT_S) == b"pulsing\n"
+            assert await asyncio.wait_for(started.stdout.readline(), HANG_S) == b"pulsing\n"
         remote.watch([process.pid for process in processes], looker)
         yield looker, remote, processes
     finally:
@@ -117,7 +117,7 @@ async def test_a_rank_that_is_stopped_ends_the_whole_trainer_and_its_calls(tmp_p
         with pytest.raises(ActorDiedError, match=STOPPED):
             await call
         for process in processes:
-            assert await asyncio.wait_for(process.wait(), LIMIT_S) == -signal.SIGKILL
+            assert await asyncio.wait_for(process.wait(), HANG_S) == -signal.SIGKILL
 
 
 class Worker:
@@ -148,4 +148,4 @@ async def test_the_group_of_a_worker_that_is_stopped_is_played_by_another(tmp_pa
         await looker.until(playing.done)
         assert [rollout.rollout_id for rollout in (await playing).rollouts] == ["g/0"]
         assert remote.reason == STOPPED
-        assert await asyncio.wait_for(process.wait(), LIMIT_S) == -signal.SIGKILL
+        assert await asyncio.wait_for(process.wait(), HANG_S) == -signal.SIGKILL

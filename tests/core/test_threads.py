@@ -10,14 +10,13 @@ import threading
 import time
 
 import pytest
+from background import HANG_S
 
 from titan_rl.core.calls.bounded import OutOfTimeError
 from titan_rl.core.calls.threads import DaemonThreads, UsersThreads
 from titan_rl.rollout.rewards.reward import Reward
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.types import Rollout
-
-LONG_S = 20.0
 
 
 class Held:
@@ -36,7 +35,7 @@ class Held:
             self.running += 1
             self.most = max(self.most, self.running)
         self.began.release()
-        self.release.wait(LONG_S)
+        self.release.wait(HANG_S)
         with self.lock:
             self.running -= 1
         self.ended.release()
@@ -45,7 +44,7 @@ class Held:
 
 async def until(semaphore: threading.Semaphore, count: int = 1) -> None:
     for _ in range(count):
-        assert await asyncio.to_thread(semaphore.acquire, timeout=LONG_S)
+        assert await asyncio.to_thread(semaphore.acquire, timeout=HANG_S)
 
 
 async def test_no_more_run_at_once_than_there_are_threads_and_all_run() -> None:
@@ -61,7 +60,7 @@ async def test_no_more_run_at_once_than_there_are_threads_and_all_run() -> None:
 async def test_one_that_never_returns_costs_its_caller_a_time_limit_and_others_nothing() -> None:
     threads, held = DaemonThreads(1, "judge"), Held()
     lost = asyncio.ensure_future(threads.run(held, timeout_s=0.05))
-    waiting = asyncio.ensure_future(threads.run(lambda: "served", timeout_s=LONG_S))
+    waiting = asyncio.ensure_future(threads.run(lambda: "served", timeout_s=HANG_S))
     with pytest.raises(OutOfTimeError, match=r"it took longer than 0.05 s"):
         await lost
     assert await waiting == "served"
@@ -92,7 +91,7 @@ async def test_a_caller_that_is_cancelled_leaves_at_once_and_what_had_not_begun_
     await until(held.began)
     first.cancel()
     second.cancel()
-    await asyncio.wait({first, second}, timeout=LONG_S)
+    await asyncio.wait({first, second}, timeout=HANG_S)
     assert first.cancelled()
     third = asyncio.ensure_future(threads.run(lambda: "served"))
     held.release.set()
@@ -140,13 +139,13 @@ async def test_slow_judges_leave_the_threads_of_asyncio_free() -> None:
     release = threading.Event()
 
     def slow(rollout: Rollout) -> float:
-        release.wait(LONG_S)
+        release.wait(HANG_S)
         return 1.0
 
     rollouts = [Rollout(f"g/{i}", "g", i, None) for i in range(64)]  # more than asyncio has on any machine
     scoring = asyncio.ensure_future(Rubric([Reward(slow, in_thread=True, max_threads=64)]).score(rollouts))
     await asyncio.sleep(0)
-    assert await asyncio.wait_for(asyncio.to_thread(lambda: "plan"), LONG_S) == "plan"
+    assert await asyncio.wait_for(asyncio.to_thread(lambda: "plan"), HANG_S) == "plan"
     release.set()
     await scoring
     assert [rollout.reward for rollout in rollouts] == [1.0] * 64
@@ -190,8 +189,8 @@ def test_users_threads_give_what_functions_give_in_order_and_take_none_after_the
     assert given_up.cancel()
     failing = threads.submit(lambda: 1 / 0)
     held.release.set()
-    assert first.result(LONG_S) == 1
-    assert isinstance(failing.exception(LONG_S), ZeroDivisionError)
+    assert first.result(HANG_S) == 1
+    assert isinstance(failing.exception(HANG_S), ZeroDivisionError)
     assert all(other.done() for other in others)
     assert order == [0, 1, 2, 3, 4]
     hanging = threads.submit(Held())

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Self
 
 import pytest
+from background import HANG_S
 
 from titan_rl.core.errors import EngineDeadError, GenerationError, RequestError, StateDictError, VerificationError
 from titan_rl.generation.engine import TokenDelta
@@ -27,7 +28,7 @@ async def serving(engine: ScriptedEngine, **settings: object) -> AsyncIterator[E
     loop = EngineLoop(lambda: engine, **settings)  # type: ignore[arg-type]
     await loop.start()
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             yield loop
     finally:
         engine.release.set()
@@ -489,7 +490,7 @@ async def test_whatever_keeps_weights_from_being_opened_is_told_to_the_puller(er
         raise error
 
     async with serving(ScriptedEngine()) as loop:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HANG_S):
             with pytest.raises(
                 StateDictError, match=f"version 7 could not be opened: {type(error).__name__}"
             ) as failure:

@@ -2,6 +2,7 @@
 
 import asyncio
 
+from background import HANG_S
 from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -111,7 +112,7 @@ async def play(operations: list[tuple]) -> None:
 @settings(max_examples=examples(60), deadline=None)
 @given(st.lists(operation, max_size=40))
 def test_every_interleaving_keeps_every_token(operations: list[tuple]) -> None:
-    asyncio.run(asyncio.wait_for(play(operations), 30))
+    asyncio.run(asyncio.wait_for(play(operations), HANG_S))
 
 
 async def close_amid(operations: list[tuple], fail_at_step: int | None) -> None:
@@ -144,4 +145,4 @@ async def close_amid(operations: list[tuple], fail_at_step: int | None) -> None:
 @settings(max_examples=examples(40), deadline=None)
 @given(st.lists(operation, max_size=20), st.one_of(st.none(), st.integers(1, 20)))
 def test_close_and_death_resolve_every_call(operations: list[tuple], fail_at_step: int | None) -> None:
-    asyncio.run(asyncio.wait_for(close_amid(operations, fail_at_step), 30))
+    asyncio.run(asyncio.wait_for(close_amid(operations, fail_at_step), HANG_S))

@@ -10,7 +10,7 @@ import pytest
 from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from looptime import new_event_loop
+from virtual_time import in_virtual_time
 
 from titan_rl.core.errors import GenerationError, RequestError
 from titan_rl.generation.router import GeneratorRouter, Limits
@@ -191,8 +191,4 @@ def test_whatever_the_poison_good_requests_are_answered_once(
         assert stage.num_out == 0
         await stage.close()
 
-    loop = new_event_loop()
-    try:
-        loop.run_until_complete(asyncio.wait_for(scenario(), 10_000))
-    finally:
-        loop.close()
+    in_virtual_time(asyncio.wait_for(scenario(), 10_000))

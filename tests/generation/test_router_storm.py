@@ -7,10 +7,10 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
-import looptime
 from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from virtual_time import in_virtual_time
 
 from titan_rl.core.errors import GenerationError, RequestError, StateDictError
 from titan_rl.generation.router import GeneratorRouter, Limits
@@ -172,8 +172,4 @@ class Storm:
 @given(MOVES, st.sampled_from([None, 0.8]))
 @settings(max_examples=examples(150), deadline=None)
 def test_whatever_happens_everything_resolves_and_is_given_back(moves: list[Move], move_below: float | None) -> None:
-    loop = looptime.new_event_loop()
-    try:
-        loop.run_until_complete(asyncio.wait_for(Storm(move_below).play(moves), 50_000))
-    finally:
-        loop.close()
+    in_virtual_time(asyncio.wait_for(Storm(move_below).play(moves), 50_000))

@@ -13,7 +13,7 @@ import pytest
 from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from looptime import new_event_loop
+from virtual_time import in_virtual_time
 
 from titan_rl.core.errors import EngineStalledError, GenerationError
 from titan_rl.generation.request import EngineRequest
@@ -239,11 +239,7 @@ def test_a_stall_is_told_after_the_limit_and_only_then(moves: list[tuple[str, in
             await asyncio.sleep(seconds)
         assert told == pytest.approx(expected, abs=0.01)
 
-    loop = new_event_loop()
-    try:
-        loop.run_until_complete(scenario())
-    finally:
-        loop.close()
+    in_virtual_time(scenario())
 
 
 @pytest.mark.looptime(False)

@@ -13,10 +13,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from background import HANG_S
 from hosts.namespaces import PROJECT, Namespaces
 from hosts.scripted import TESTS
 
-LIMIT_S = 40.0
 END_S = 15.0  # less than is waited for a process to stop: nobody waits for those of hosts that are gone
 
 PROGRAM = """
@@ -101,7 +101,7 @@ class Run:
 
     def hears(self, *texts: str) -> str:
         """The first line from now on that has all of these."""
-        deadline = time.monotonic() + LIMIT_S
+        deadline = time.monotonic() + HANG_S
         while (left_s := deadline - time.monotonic()) > 0 and (line := self._next(left_s)):
             self.lines.append(line.strip())
             if all(text in line for text in texts):

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
+from background import HANG_S
 from hosts.namespaces import NamespaceHost
 
 from titan_rl.config.hosts import HostsConfig
@@ -27,7 +28,6 @@ from titan_rl.types import SamplingParams
 from titan_rl.weights.shard_files import OwnedFolder, shard_folder
 
 TESTS = Path(__file__).parents[1]
-LIMIT_S = 60
 GATE = "TITAN_RL_TEST_GATE"
 """The variable of a worker that has the folder of `make_at_gate`."""
 
@@ -98,7 +98,7 @@ async def generators(config: RunConfig, folder: Path) -> AsyncGenerator[tuple[An
 async def ask(router: Any, count: int, tokens: int = 16) -> list[list[int]]:
     """What generators answer to as many prompts."""
     sampling = SamplingParams(max_tokens=tokens, min_tokens=tokens, temperature=1.0)
-    async with asyncio.timeout(LIMIT_S):
+    async with asyncio.timeout(HANG_S):
         answers = await asyncio.gather(
             *[router.generate([5, 6, n], request_id=f"r{n}", sampling=sampling) for n in range(count)]
         )
@@ -110,7 +110,7 @@ def processes_of(host: NamespaceHost) -> list[str]:
     return [line for line in host.processes() if "bootstrap_main" in line or "monarch_host" in line]
 
 
-def run_controller(program: str, *arguments: str, timeout_s: float = LIMIT_S) -> str:
+def run_controller(program: str, *arguments: str, timeout_s: float = HANG_S) -> str:
     """What a program prints that runs in a process of its own, since Monarch listens where it first did.
 
     Args:

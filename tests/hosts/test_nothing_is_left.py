@@ -11,6 +11,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from background import HANG_S
 from depth import on_more_hosts
 from hosts.namespaces import PROJECT, HostProcess, Namespaces, namespaces
 from hosts.scripted import TESTS, processes_of
@@ -18,8 +19,6 @@ from hosts.waiting import until
 
 from titan_rl.cluster.hosts.folders import WORKER
 from titan_rl.cluster.liveness.local_processes import unreaped_children_of
-
-LIMIT_S = 60.0
 
 PROGRAM = """
 import asyncio, sys
@@ -113,7 +112,7 @@ def run_on(machines: Machines, folder: Path) -> Generator[subprocess.Popen[bytes
 def test_a_run_that_is_stopped_by_ctrl_c(machines: Machines, tmp_path: Path) -> None:
     with run_on(machines, tmp_path) as run:
         run.send_signal(signal.SIGINT)
-        assert run.wait(LIMIT_S) == 130
+        assert run.wait(HANG_S) == 130
         machines.until_nothing_is_left()
 
 
@@ -124,7 +123,7 @@ def test_what_a_killed_worker_leaves_goes_with_the_next_and_what_a_killed_contro
     with run_on(machines, tmp_path) as run:
         assert all(host.files("/dev/shm") for host in machines.hosts)
         machines.workers[1].send(signal.SIGKILL)
-        machines.workers[1].wait(LIMIT_S)
+        machines.workers[1].wait(HANG_S)
         until(lambda: not processes_of(machines.hosts[1]), lambda: "what it has started ends")
         assert machines.left(1), "nobody is there who could clear up"
         machines.workers[1] = machines.start_worker(1)

@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 
 import httpx
+from background import HANG_S
 from depth import on_more_hosts
 from hosts.namespaces import PROJECT, HostProcess, Namespaces
 from hosts.scripted import TESTS, processes_of
 
-LIMIT_S = 90.0
 MODEL = PROJECT / "examples" / "alphabet_sort" / "base"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{PROJECT}"}
 
@@ -51,7 +51,7 @@ def test_clients_are_answered_by_engines_on_every_host(hosts: Namespaces, worker
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] == 5
         serving.send_signal(signal.SIGTERM)
-        assert serving.wait(LIMIT_S) == 143
+        assert serving.wait(HANG_S) == 143
     finally:
         serving.kill()
         serving.communicate()
@@ -65,7 +65,7 @@ def test_prompts_are_played_here_with_engines_on_every_host(
     few = ["--num-prompts", "3", "--samples", "2", "--out", str(tmp_path / "out"), "--json"]
     words = ["eval", "examples/alphabet_sort/cpu.toml", str(MODEL), *few]
     done = subprocess.run(
-        command(hosts, *words), cwd=PROJECT, env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT_S
+        command(hosts, *words), cwd=PROJECT, env=ENVIRONMENT, capture_output=True, text=True, timeout=HANG_S
     )
     assert done.returncode == 0, done.stderr
     (found,) = json.loads(done.stdout)["evaluations"]

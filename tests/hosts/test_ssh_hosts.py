@@ -12,11 +12,11 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from background import HANG_S
 from depth import on_more_hosts
 from hosts.namespaces import HostProcess, NamespaceHost, Namespaces
 from hosts.waiting import until
 
-LIMIT_S = 30.0
 SERVER = """
 HostKey {keys}/host
 AuthorizedKeysFile {keys}/user.pub
@@ -112,11 +112,11 @@ class Controller:
     def end(self) -> int:
         assert self.process.stdin is not None
         self.process.stdin.close()
-        return self.process.wait(LIMIT_S)
+        return self.process.wait(HANG_S)
 
     def close(self) -> None:
         self.process.kill()
-        self.process.wait(LIMIT_S)
+        self.process.wait(HANG_S)
         assert self.process.stdout is not None
         self.process.stdout.close()
 
@@ -145,7 +145,7 @@ def test_workers_are_there_for_as_long_as_their_controller(
     assert [len(workers(host)) for host in hosts] == [1, 1, 0]
     if end == "killed":
         controller.process.kill()
-        controller.process.wait(LIMIT_S)
+        controller.process.wait(HANG_S)
         until(lambda: not any(workers(host) for host in hosts), "every worker has ended")
     else:
         assert controller.end() == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-LIMIT_S = 60.0
+from background import HANG_S
 
 
 def until(done: Callable[[], object], what: str | Callable[[], object]) -> None:
@@ -14,7 +14,7 @@ def until(done: Callable[[], object], what: str | Callable[[], object]) -> None:
     Args:
         what: is not, for the message.
     """
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + HANG_S
     while not done():
-        assert time.monotonic() < deadline, f"not in {LIMIT_S:g} s: {what if isinstance(what, str) else what()}"
+        assert time.monotonic() < deadline, f"not in {HANG_S:g} s: {what if isinstance(what, str) else what()}"
         time.sleep(0.02)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from background import HANG_S
 from providers.fakes import worker_command
 
 from titan_rl.cluster.providers.spec import ChangingWorkers
@@ -17,7 +18,6 @@ from titan_rl.cluster.providers.workers import KeptWorkers, kept_workers, tether
 from titan_rl.core.console import LOG, Console, ConsoleLines
 from titan_rl.core.errors import ProviderError
 
-LIMIT_S = 60.0
 WHEN_THERE = """
 import os, signal, sys
 if not os.path.exists(sys.argv[-1]):
@@ -42,7 +42,7 @@ def on_a_host_that_comes(tmp_path: Path) -> tuple[str, list[str]]:
 async def test_workers_listen_for_as_long_as_the_block(tmp_path: Path) -> None:
     told = ConsoleLines()
     commands = listening(tmp_path, "10.0.0.1:5", "10.0.0.2:6")
-    async with kept_workers(commands, tmp_path, told, LIMIT_S) as workers:
+    async with kept_workers(commands, tmp_path, told, HANG_S) as workers:
         assert isinstance(workers, ChangingWorkers)
         assert list(workers) == await workers.current() == ["10.0.0.1:5", "10.0.0.2:6"]
     log = (tmp_path / "worker-host1.log").read_text().splitlines()
@@ -54,7 +54,7 @@ async def test_where_no_worker_comes_up_its_last_words_say_why(tmp_path: Path) -
     fails = "print('warming up')\nraise SystemExit('no such interface')"
     ill = [(name, [sys.executable, "-S", "-c", fails]) for name in ("host0", "host1")]
     with pytest.raises(ProviderError, match=r"host1 has ended with code 1: no such interface; its log: .*worker-host1"):
-        async with kept_workers(ill, tmp_path, LOG, LIMIT_S):
+        async with kept_workers(ill, tmp_path, LOG, HANG_S):
             pytest.fail("it began")
 
 
@@ -67,7 +67,7 @@ async def test_one_that_never_listens_is_waited_for_in_vain_and_ended(tmp_path: 
 
 async def test_a_command_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ProviderError, match="no-such-ssh cannot be started: No such file"):
-        async with kept_workers([("host", ["no-such-ssh"])], tmp_path, LOG, LIMIT_S):
+        async with kept_workers([("host", ["no-such-ssh"])], tmp_path, LOG, HANG_S):
             pytest.fail("it began")
 
 
@@ -86,14 +86,14 @@ class Kept(Console):
         self._changed.set()
 
     async def hears(self, text: str) -> None:
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(HANG_S):
             while not any(text in line for line in self.told):
                 self._changed.clear()
                 await self._changed.wait()
         self.told.clear()
 
     async def __aenter__(self) -> Kept:
-        await self.workers.begin(LIMIT_S)
+        await self.workers.begin(HANG_S)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -157,6 +157,6 @@ async def pid_in(tmp_path: Path) -> int:
 
 
 async def until(done: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LIMIT_S):
+    async with asyncio.timeout(HANG_S):
         while not done():  # noqa: ASYNC110  what is looked at is a file
             await asyncio.sleep(0.01)

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from background import HANG_S
 from providers.fakes import Commands, worker_command
 
 from titan_rl.cluster.providers import slurm
@@ -15,7 +16,6 @@ from titan_rl.cluster.providers.spec import ChangingWorkers, ProviderSpec, Submi
 from titan_rl.config.hosts import ProviderSettings
 from titan_rl.core.errors import ConfigError, ProviderError
 
-LIMIT_S = 60.0
 SRUN = """
 words = argv[next(i for i, word in enumerate(argv[1:], 1) if not word.startswith("-")):]
 os.execvp(words[0], words)
@@ -82,13 +82,13 @@ async def test_a_node_that_fails_or_leaves_has_no_worker_any_more(nodes: str, st
         slurmctld_says(nodes, "127.0.0.1 ALLOCATED", f"127.0.0.2 {state}")
         assert await workers.current() == ["127.0.0.1:700"]
         log = allocation.logs / "worker-127.0.0.2.log"
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(HANG_S):
             while not log.read_text().endswith("told to end\n"):  # noqa: ASYNC110  a process is waited for
                 await asyncio.sleep(0.01)
 
 
 async def test_a_node_that_comes_to_the_allocation_has_a_worker(allocation: ProviderSpec):
-    async with slurm.workers(allocation) as workers, asyncio.timeout(LIMIT_S):
+    async with slurm.workers(allocation) as workers, asyncio.timeout(HANG_S):
         assert isinstance(workers, ChangingWorkers)
         slurmctld_says("node[1-3]", *[f"127.0.0.{number} ALLOCATED" for number in (1, 2, 3)])
         while len(await workers.current()) < 3:  # noqa: ASYNC110  a process is waited for
@@ -160,7 +160,7 @@ class Job:
         if send is not None:
             assert script.stdout.readline() == "ready\n"
             script.send_signal(send)
-        return script.wait(LIMIT_S)
+        return script.wait(HANG_S)
 
     @property
     def said(self) -> list[str]:

@@ -7,11 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from background import HANG_S
 from providers.fakes import Commands, worker_command
 
 from titan_rl.cluster.providers.workers import WorkerProcess, tethered
-
-LIMIT_S = 60.0
 
 
 def test_a_tethered_command_ends_with_a_killed_process_that_started_it(tmp_path: Path):
@@ -26,7 +25,7 @@ def test_a_tethered_command_ends_with_a_killed_process_that_started_it(tmp_path:
     assert starter.stdout.readline() == "titan-rl: listening on 10.0.0.1:5\n"
     starter.kill()
     assert starter.stdout.read() == "told to end\n"  # and nobody else has the pipe any more
-    assert starter.wait(LIMIT_S) == -signal.SIGKILL
+    assert starter.wait(HANG_S) == -signal.SIGKILL
 
 
 def test_a_tethered_command_begins_in_a_folder_that_is_there(tmp_path: Path):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import pytest
+from background import HANG_S
 from stage import Env, Generator, Stage
 
 from titan_rl import Completion, FailurePolicy, GroupReward, Reward, Rollout, RolloutGroup, RolloutStatus, Rubric
@@ -41,7 +42,7 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 def run(work: Coroutine[Any, Any, T]) -> T:
     """In a loop of its own, which what is raised would end."""
     try:
-        return asyncio.run(asyncio.wait_for(work, 20))
+        return asyncio.run(asyncio.wait_for(work, HANG_S))
     except BaseException as error:
         if isinstance(error, RewardError):
             raise

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import looptime
 from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from virtual_time import in_virtual_time
 
 from titan_rl import Completion, FinishReason, SamplingParams, TokenObservation, TokenStep, VersionSpan
 from titan_rl.core.errors import RewardError
@@ -154,8 +154,4 @@ class Storm:
 )
 @settings(max_examples=examples(200), deadline=None)
 def test_a_group_resolves_and_its_rewards_are_all_or_none(siblings, policy, pauses, cancel_at) -> None:
-    loop = looptime.new_event_loop()
-    try:
-        loop.run_until_complete(Storm(siblings, policy).play(pauses, cancel_at))
-    finally:
-        loop.close()
+    in_virtual_time(Storm(siblings, policy).play(pauses, cancel_at))

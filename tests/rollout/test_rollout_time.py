@@ -2,16 +2,16 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-import looptime
 import pytest
 from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stage import Env, Generator, Stage
+from virtual_time import in_virtual_time
 
 from titan_rl import Completion, FinishReason, RolloutGroup, RolloutStatus, TokenStep
 from titan_rl.core.calls import stopwatch
@@ -218,8 +218,7 @@ def test_a_pause_is_taken_from_a_rollouts_time_once_wherever_the_request_is(
                 await router.resume()
             return await playing
 
-    with closing(looptime.new_event_loop()) as loop:
-        group = loop.run_until_complete(play())
+    group = in_virtual_time(play())
     assert [rollout.status for rollout in group.rollouts] == [RolloutStatus.COMPLETED] * size
     for rollout in group.rollouts:
         own_s, metrics = rollout.metrics["own_seconds"], rollout.turns[0].completion.metrics

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from background import HANG_S
 from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -52,7 +53,7 @@ async def test_siblings_run_at_once() -> None:
     async def meet(env: Env) -> None:
         await everyone.wait()
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(HANG_S):
         group = await Stage(lambda _: Env(on_reset=meet)).group(Generator(), size=4)
     assert all(r.status is RolloutStatus.COMPLETED for r in group.rollouts)
 
@@ -461,7 +462,7 @@ async def test_a_group_with_an_aborted_sibling_is_not_judged() -> None:
             ended.append(rollout.rollout_id)
         return 1.0
 
-    group = await asyncio.wait_for(Stage(rubric=Rubric([Reward(judge)])).group(generate, size=2), 5)
+    group = await asyncio.wait_for(Stage(rubric=Rubric([Reward(judge)])).group(generate, size=2), HANG_S)
     assert group.is_aborted
     assert ended in ([], ["g/0"])
     assert [r.reward_breakdown for r in group.rollouts] == [{}, {}]
@@ -603,7 +604,7 @@ async def test_a_sibling_is_judged_as_soon_as_it_ends() -> None:
         return float(rollout.sibling)
 
     group = asyncio.ensure_future(Stage(rubric=Rubric([Reward(judge)])).group(generate, size=2))
-    await asyncio.wait_for(judged.wait(), 5)
+    await asyncio.wait_for(judged.wait(), HANG_S)
     assert not group.done()
     release.set()
     assert [rollout.reward for rollout in (await group).rollouts] == [0.0, 1.0]

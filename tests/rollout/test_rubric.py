@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 import pytest
+from background import HANG_S
 from stage import Generator, Stage
 
 from titan_rl.core.errors import RewardError
@@ -180,7 +181,7 @@ async def test_in_thread_leaves_the_loop_free() -> None:
 
     def slow(rollout: Rollout) -> float:
         before = ticks
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + HANG_S
         while ticks == before and time.monotonic() < deadline:
             time.sleep(0.001)
         return float(ticks > before)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from background import HANG_S
 from stage import Env, Generator, Stage
 
 from titan_rl import (
@@ -288,7 +289,7 @@ async def test_every_session_that_was_opened_is_finished_once() -> None:
             await stage.group(generate, size=3, on_finished=lambda rollout: sessions.finish(rollout.rollout_id))
 
     playing = asyncio.ensure_future(play())
-    await asyncio.wait_for(two_finished.wait(), 5)
+    await asyncio.wait_for(two_finished.wait(), HANG_S)
     playing.cancel()  # as the scheduler does with a group that is too old
     await asyncio.wait({playing})
     assert finished == ["g/0", "g/1~1", "g/1", "g/2"]

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from background import HANG_S
 
 from titan_rl import (
     Completion,
@@ -78,7 +79,7 @@ async def test_tokens_and_logprobs_are_right_however_training_interrupts(mode, t
     running = asyncio.ensure_future(scheduler.run())
     interrupted = 0
     for step in range(len(lengths) // 2):
-        batch = await asyncio.wait_for(scheduler.next_batch(), 20)
+        batch = await asyncio.wait_for(scheduler.next_batch(), HANG_S)
         if mode != "continue":
             await router.pause(mode)
         await router.pull_state_dict(step + 1)

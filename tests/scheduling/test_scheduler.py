@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
+from background import HANG_S
 from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -102,7 +103,7 @@ async def running(scheduler: GroupScheduler) -> AsyncIterator[asyncio.Task[None]
 
 
 async def next_of(scheduler: GroupScheduler) -> GroupBatch:
-    return await asyncio.wait_for(scheduler.next_batch(), 5)
+    return await asyncio.wait_for(scheduler.next_batch(), HANG_S)
 
 
 async def settle() -> None:
@@ -432,7 +433,7 @@ async def test_a_group_whose_task_somebody_cancels_ends_the_run(has_begun):
     with pytest.raises(StrayCancellationError, match="group-1 was cancelled"):
         await waiting
     with pytest.raises(ExceptionGroup):
-        await asyncio.wait_for(run, 5)
+        await asyncio.wait_for(run, HANG_S)
     assert scheduler.slots_held == scheduler.rollouts_in_flight == 0
 
 
@@ -445,7 +446,7 @@ async def test_a_group_that_cancels_its_own_task_ends_the_run():
         raise AssertionError("unreachable")
 
     with pytest.raises(StrayCancellationError, match="group-0"):
-        async with asyncio.timeout(5), scheduler_of(run_group, groups_per_step=1) as scheduler:
+        async with asyncio.timeout(HANG_S), scheduler_of(run_group, groups_per_step=1) as scheduler:
             await scheduler.next_batch()
 
 
@@ -475,7 +476,7 @@ async def test_a_short_last_batch_of_interrupted_groups(tail):
         batch.release()
         stage.end(0, 3)
         (await next_of(scheduler)).release()
-        await asyncio.wait_for(run, 5)
+        await asyncio.wait_for(run, HANG_S)
 
 
 async def test_next_batch_says_why_there_is_none():
@@ -484,7 +485,7 @@ async def test_next_batch_says_why_there_is_none():
     scheduler = scheduler_of(stage.run_group, budget=2, groups_per_step=2)
     async with running(scheduler) as run:
         await next_of(scheduler)
-        await asyncio.wait_for(run, 5)
+        await asyncio.wait_for(run, HANG_S)
         with pytest.raises(TrainingError, match="all groups of the budget have been handed out"):
             await next_of(scheduler)
 
@@ -563,7 +564,7 @@ async def test_a_run_that_a_caller_awaits_itself_ends_as_any_other():
     playing = asyncio.ensure_future(play())
     await settle()
     assert indices(await next_of(scheduler)) == [0]
-    await asyncio.wait_for(playing, 5)
+    await asyncio.wait_for(playing, HANG_S)
     with pytest.raises(RuntimeError, match="called once"):
         scheduler.run()
 
@@ -586,7 +587,7 @@ async def test_a_block_whose_task_is_cancelled_at_any_turn_ends(turns: int):
     for _ in range(turns):
         await asyncio.sleep(0)
     looping.cancel()
-    _, left = await asyncio.wait([looping], timeout=5)
+    _, left = await asyncio.wait([looping], timeout=HANG_S)
     assert not left
     assert looping.cancelled()
     assert scheduler.slots_held == scheduler.rollouts_in_flight == 0
@@ -606,7 +607,7 @@ async def test_the_block_ends_with_what_a_group_raised_whatever_its_body_waits_f
 
     for wait in (asyncio.Event().wait, None):
         with pytest.raises(RuntimeError, match="broken reward"):
-            async with asyncio.timeout(5), scheduler_of(run_group, groups_per_step=1) as scheduler:
+            async with asyncio.timeout(HANG_S), scheduler_of(run_group, groups_per_step=1) as scheduler:
                 await (wait or scheduler.next_batch)()
 
 

@@ -11,6 +11,7 @@ import pytest
 from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from virtual_time import in_virtual_time
 
 from titan_rl import Completion, FinishReason, Rollout, RolloutGroup, Turn, VersionSpan
 from titan_rl.scheduling.backlog import Backlog
@@ -19,8 +20,6 @@ from titan_rl.scheduling.limits import RolloutCapacity, SlotPool
 from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.scheduling.settings import SchedulingConfig
 from titan_rl.testing.clock import ManualClock
-
-looptime = pytest.importorskip("looptime")
 
 
 def group_of(index: int, versions: list[int]) -> RolloutGroup:
@@ -59,11 +58,7 @@ class Run:
 
 
 def train(config: SchedulingConfig, *, seed: int, train_s: float, steps: int) -> list[int]:
-    loop = looptime.new_event_loop()
-    try:
-        return loop.run_until_complete(Run(config, seed, train_s).train(steps))
-    finally:
-        loop.close()
+    return in_virtual_time(Run(config, seed, train_s).train(steps))
 
 
 def with_age(knobs: dict[str, Any]) -> SchedulingConfig:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+from background import HANG_S
 
 from titan_rl.generation.loop.engine_loop import EngineLoop, LocalReplica
 from titan_rl.generation.router import GeneratorRouter
@@ -56,7 +57,7 @@ def client_of(app: PolicyApp, **headers: str) -> httpx.AsyncClient:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Give the event loop and the engines their turns until something holds."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         while not condition():  # noqa: ASYNC110 what engines do in their threads sets no event
             await asyncio.sleep(0.001)
 

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
+from background import HANG_S
 from served import Served, served, until
 
 from titan_rl.serving.http.exchange import ServerLimits
@@ -35,7 +36,7 @@ async def connected(limits: ServerLimits = SHORT, **engine: Any) -> AsyncIterato
     async with (
         served(engine=engine, count=1, limits=limits) as stage,
         serve(stage.app) as url,
-        asyncio.timeout(20),
+        asyncio.timeout(HANG_S),
     ):
         connection = Connection(int(url.rpartition(":")[2]))
         try:

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from background import HANG_S
 from served import client_of, served
 
 from titan_rl.core.errors import ConfigError
@@ -334,7 +335,7 @@ async def test_a_request_without_a_host_is_from_no_browser(version: str, status:
     async with serve(app()) as url:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
         writer.write(f"GET /v1/models HTTP/{version}\r\nConnection: close\r\n\r\n".encode())
-        answer = await asyncio.wait_for(reader.read(), 20)
+        answer = await asyncio.wait_for(reader.read(), HANG_S)
         writer.close()
     assert int(answer.split()[1]) == status
     assert status == 200 or b"Host header" in answer

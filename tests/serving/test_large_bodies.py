@@ -8,6 +8,7 @@ import threading
 from typing import Any
 
 import pytest
+from background import HANG_S
 from clients import TOKENIZER, talking
 from pydantic import ValidationError
 from served import client_of
@@ -72,7 +73,7 @@ async def test_others_are_answered_while_a_long_text_is_tokenized(
 ) -> None:
     """What needs the tokenizer waits only where there cannot be another of it."""
     stuck = Stuck(can_copy=can_copy)
-    async with talking(stuck, tokenizer=stuck) as stage, client_of(stage.app) as client, asyncio.timeout(20):
+    async with talking(stuck, tokenizer=stuck) as stage, client_of(stage.app) as client, asyncio.timeout(HANG_S):
         asked = asyncio.create_task(client.post(path, json=body))
         await asyncio.to_thread(stuck.began.wait, 20)
         assert stage.app.exchanges.num_places_taken == 1
@@ -146,7 +147,7 @@ async def test_a_long_request_is_read_beside_the_event_loop(monkeypatch: pytest.
         return read(body)
 
     monkeypatch.setattr(ChatBody, "model_validate_json", slowly)
-    async with talking() as stage, client_of(stage.app) as client, asyncio.timeout(20):
+    async with talking() as stage, client_of(stage.app) as client, asyncio.timeout(HANG_S):
         asked = [
             asyncio.create_task(
                 client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": text}]})

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import requests
 import schemathesis
+from background import HANG_S
 from clients import TOKENIZER, talking
 from depth import DEEP
 from hypothesis import HealthCheck, given, settings
@@ -150,7 +151,7 @@ def test_so_have_admin_calls_and_what_episodes_are_told() -> None:
 
 def wait_until(condition: Callable[[], bool]) -> None:
     """A client has its answer a moment before the server is done with it."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + HANG_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)

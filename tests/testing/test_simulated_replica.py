@@ -4,11 +4,11 @@ import asyncio
 import random
 from statistics import fmean
 
-import looptime
 import pytest
 from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from virtual_time import in_virtual_time
 
 from titan_rl import FinishReason, SamplingParams
 from titan_rl.generation.adaptive_batch import AdaptivePlaces
@@ -19,14 +19,6 @@ from titan_rl.testing.simulation import log_normal_with_tail
 
 STOP = 9
 COST = CostModel(step=1.0, request=0.25, prompt_token=0.125, context_token=1 / 256, load=3.0)  # exact in binary
-
-
-def in_virtual_time(coroutine):
-    loop = looptime.new_event_loop()
-    try:
-        return loop.run_until_complete(coroutine)
-    finally:
-        loop.close()
 
 
 def step_by_step(requests, max_running):

@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from background import HANG_S
 
 from benchmarks.synthetic_run import line, metric_records, write_run
 from titan_rl.core.errors import ConfigError
@@ -429,7 +430,7 @@ async def test_whoever_listens_is_told_what_there_is_more_of(tmp_path: Path) -> 
             "query_string": b"",
             "headers": [(b"host", b"localhost")],
         }
-        async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        async with asyncio.timeout(HANG_S), asyncio.TaskGroup() as tasks:
             listening = tasks.create_task(app(scope, receive, send))
             assert await heard.get() == {"run": "", "changed": []}, "what changes from here on is told"
             with (folder / "metrics.jsonl").open("ab") as file:
