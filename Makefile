@@ -1,6 +1,6 @@
 # make train         watch a policy learn: creates .venv, then runs CONFIG with the overrides in ARGS
 # make test          lint, types, and every kind of test, including those on the real stack
-# make test-fast     all tests that need no engine: four minutes
+# make test-fast     tests that need no engine and are not marked slow: a minute and a half
 # make test-deep     with eight times as many random examples, and with the tests of the real stack that `test` omits: half an hour
 # make test-docs     runs the tutorial's commands in order: three minutes
 # make test-gpu      tests that need a GPU, in ten minutes, with the packages of GPU_PYTHON; reports what it skips and why
@@ -43,7 +43,7 @@ test-all: $(STAMP)
 	$(PYTEST)
 
 test-fast: $(STAMP)
-	$(PYTEST) --ignore=tests/e2e
+	$(PYTEST) --ignore=tests/e2e --ignore=tests/hosts -m "not slow"
 
 test-deep: $(STAMP)
 	TITAN_RL_TEST_DEPTH=deep $(PYTEST)

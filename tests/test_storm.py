@@ -8,6 +8,8 @@ import functools
 import random
 from collections import Counter
 
+import pytest
+from background import HANG_S
 from depth import DEEP
 
 from titan_rl import (
@@ -29,6 +31,8 @@ from titan_rl.generation.router import GeneratorRouter, Limits
 from titan_rl.generation.scripted_engine import CostModel, ScriptedEngine, scripted_logprobs
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.types import GenerateFn
+
+pytestmark = pytest.mark.slow
 
 GROUPS, SIBLINGS, TURNS, EVENTS = (25, 8, 14, 1000) if DEEP else (8, 8, 10, 200)
 SAMPLING = SamplingParams(max_tokens=60, stop_token_ids=(3,))
@@ -141,7 +145,7 @@ class Storm:
                 event = self._rng.choice(["pause", "abort", "abort_some", "pull", "pull", "drain", "kill", "breathe"])
             self.events[event] += 1
             self.num_disturbing += any(replica.num_requests for replica in self.router.replicas)
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(HANG_S):
                 await getattr(self, f"_{event}")()
         if self.router.paused is not None:
             await self.router.resume()
@@ -193,7 +197,7 @@ async def test_no_rollout_notices_a_storm() -> None:
     await storm.start()
     generate = resume_on_abort(storm.router.generate, wait_until_resumed=storm.router.wait_resumed, max_attempts=10_000)
     try:
-        async with asyncio.timeout(110):
+        async with asyncio.timeout(HANG_S):
             playing = asyncio.ensure_future(play(generate))
             await storm.rage()
             rollouts = await playing

@@ -10,10 +10,14 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+from background import HANG_S
 from killed import play
 
 from titan_rl import RolloutGroup, RolloutStatus
 from titan_rl.tasks.agents.reaper import VARIABLE
+
+pytestmark = pytest.mark.slow
 
 
 def tokens(group: RolloutGroup) -> list[list[list[int]]]:
@@ -40,7 +44,7 @@ def test_a_killed_run_plays_its_agents_again_and_samples_nothing_twice(tmp_path:
         program, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, timeout=300, check=False
     )
     assert ended.returncode == -signal.SIGKILL
-    deadline = time.monotonic() + 20.0  # what ends them outlives the run by a moment
+    deadline = time.monotonic() + HANG_S  # what ends them outlives the run by a moment
     while agents_of(folder):
         assert time.monotonic() < deadline
         time.sleep(0.01)

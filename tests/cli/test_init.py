@@ -22,6 +22,7 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_package_is_made_whose_tests_pass_and_whose_settings_load(template: str, capsys: pytest.CaptureFixture[str]):
     name = f"my_{template.replace('-', '_')}"

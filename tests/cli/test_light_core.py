@@ -14,6 +14,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+pytestmark = pytest.mark.slow
+
 
 def others() -> set[str]:
     """Top-level modules of packages that the core does not depend on."""

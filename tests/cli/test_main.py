@@ -377,8 +377,16 @@ sys.exit(program())
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("module", ["titan_rl.cli.options", "pydantic", "titan_rl.cli.train", "numpy", "echo_task"])
+@pytest.mark.parametrize(
+    ("module", "number"),
+    [
+        ("titan_rl.cli.options", signal.SIGINT),
+        ("pydantic", signal.SIGTERM),
+        ("titan_rl.cli.train", signal.SIGINT),
+        ("numpy", signal.SIGTERM),
+        ("echo_task", signal.SIGINT),
+    ],
+)
 def test_a_signal_while_the_command_is_still_imported_ends_it_with_one_line(project: Path, module: str, number: int):
     argv = [sys.executable, "-c", STOPPED_WITHIN_AN_IMPORT, module, str(int(number)), "train", "config.toml"]
     ended = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)

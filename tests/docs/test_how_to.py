@@ -6,12 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from docs.pages import PAGES, ROOT, files
 
 SHOWN = {page: files(page) for page in PAGES if page.parent.name == "how_to" or page.stem == "tutorial"}
 WITH_TESTS = [page for page, found in SHOWN.items() if any(name.startswith("test_") for name in found)]
 
 
+@pytest.mark.slow
 def test_the_tests_of_all_pages_pass(tmp_path: Path) -> None:
     assert {page.stem for page in WITH_TESTS} >= {"engine", "loss", "mocks", "python", "strategy", "tasks", "tutorial"}
     for page in WITH_TESTS:

@@ -18,6 +18,8 @@ from titan_rl.cli.main import command_line
 from titan_rl.config.explain import settings
 from titan_rl.config.run import RunConfig
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 FETCHED = re.compile(
     r"<(?:script|img|source|iframe)[^>]+src=\"(https?:)?//|<link[^>]+href=\"(https?:)?//|@import|url\([\"']?(https?:)?//"

@@ -118,6 +118,7 @@ async def test_the_agent_finds_the_answer_with_its_tools(
 PROGRAM = [("task.command", '["{python}", "-m", "examples.agent.agent", "{seed}", "{question}"]')]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "group_size"), [([], 2), (PROGRAM, 1)], ids=["one process for all", "a program for each"]
 )

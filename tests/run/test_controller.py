@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from background import HANG_S
 from kept_metrics import KeptMetrics
 from test_readme_examples import CountDown, count_down
 
@@ -203,7 +204,7 @@ class Rig:
         )
 
     async def run(self) -> Any:
-        return await asyncio.wait_for(self.controller.run(), 20)
+        return await asyncio.wait_for(self.controller.run(), HANG_S)
 
     def record(self, step: int) -> dict[str, float]:
         """What was logged of a trained step."""
@@ -443,11 +444,11 @@ async def test_a_pull_that_no_replica_can_do_ends_the_run_with_a_checkpoint(tmp_
 async def test_cancelling_saves_what_is_trained(tmp_path):
     rig = Rig(tmp_path, staleness=0)
     run = asyncio.ensure_future(rig.controller.run())
-    await asyncio.wait_for(rig.trainer.stepped.wait(), 20)
+    await asyncio.wait_for(rig.trainer.stepped.wait(), HANG_S)
     rig.replica.hold = asyncio.Event()  # the next step's rollouts never end
     run.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(run, 20)
+        await asyncio.wait_for(run, HANG_S)
     assert rig.trainer.saved == [rig.trainer.version]
 
 
@@ -461,14 +462,14 @@ async def test_the_last_save_takes_its_time_and_cancelling_again_ends_it(tmp_pat
 
     rig.trainer.finish_save = slow
     run = asyncio.ensure_future(rig.controller.run())
-    await asyncio.wait_for(rig.trainer.stepped.wait(), 20)
+    await asyncio.wait_for(rig.trainer.stepped.wait(), HANG_S)
     rig.replica.hold = asyncio.Event()
     run.cancel()
-    await asyncio.wait_for(begun.wait(), 20)
+    await asyncio.wait_for(begun.wait(), HANG_S)
     assert not run.done()
     run.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(run, 20)
+        await asyncio.wait_for(run, HANG_S)
     assert rig.trainer.saved == []
     said = (tmp_path / "progress.txt").read_text().replace("\n", "")
     assert f"saving step {rig.trainer.version}" in said
@@ -502,11 +503,11 @@ async def test_a_stop_whose_last_save_fails_is_a_stop_still_and_tells_where_the_
 
     rig.trainer.finish_save = fails
     run = asyncio.ensure_future(rig.controller.run())
-    await asyncio.wait_for(rig.trainer.stepped.wait(), 20)
+    await asyncio.wait_for(rig.trainer.stepped.wait(), HANG_S)
     rig.replica.hold = asyncio.Event()
     run.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(run, 20)
+        await asyncio.wait_for(run, HANG_S)
     assert rig.controller.version == rig.trainer.version == 1
     said = " ".join((tmp_path / "progress.txt").read_text().split())
     assert re.search(r"step 1 is not saved: (no space left|OSError: .*Input/output error|RuntimeError)", said)

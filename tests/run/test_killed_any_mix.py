@@ -118,6 +118,7 @@ async def killed_at(rig: Rig, record: int, disk: Path) -> bool:
     return run.cancelled()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 async def test_no_run_that_is_killed_and_goes_on_ends_because_of_the_age_of_tokens(tmp_path: Path, seed: int):
     draw = random.Random(seed)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 import shutil
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from test_controller import Counting
-from test_killed_run import DAMAGES, STEPS, Rig, at_each_record
+from test_killed_run import STEPS, Rig, at_each_record
 
 from titan_rl import RolloutGroup
 from titan_rl.config.tasks import TaskSource
@@ -57,6 +57,21 @@ SCHEDULES = pytest.mark.parametrize(
     [{"max_staleness": 0}, {"max_staleness": 1, "oversample": 1.0, "on_batch_ready": "abort", "tail": "tail_batch"}],
     ids=["on-policy", "partial"],
 )
+
+
+def without_a_file(data: bytes) -> bytes | None:
+    return None
+
+
+DAMAGES: list[Callable[[bytes], bytes | None]] = [
+    without_a_file,
+    lambda data: b"",
+    lambda data: data[: len(data) // 2],
+    lambda data: bytes(len(data)),
+    lambda data: data + bytes(12),
+    lambda data: data[:100] + bytes([data[100] ^ 1]) + data[101:],
+    lambda data: data[:20] + data[40:],
+]
 
 
 class Notes:
@@ -136,6 +151,7 @@ async def test_whatever_becomes_of_the_journal_no_sample_is_left_out_or_trained_
         else:
             segment.write_bytes(content)
     again = Rig(tmp_path / "run", 1, tasks=IN_ORDER, interval=2, **scheduling)
+    assert again.journal.losses
     later = Notes()
     later.played = {
         index: played for index, played in notes.played.items() if again.journal.state.is_settled(index)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from background import HANG_S
 from depth import DEEP
 from test_controller import Counting, FakeReplica, FakeTrainer
 from test_readme_examples import CountDown
@@ -33,6 +34,7 @@ from titan_rl.training.state.checkpoint import atomic_directory, latest, step_di
 from titan_rl.weights.types import Manifest, PublishedWeights
 
 STEPS, GROUPS = 7, 3
+NUM_KILLS = 20 if DEEP else 8
 
 
 class SavingTrainer(FakeTrainer):
@@ -233,7 +235,7 @@ class Rig:
         )
 
     async def run(self) -> None:
-        await asyncio.wait_for(self.controller.run(), 30)
+        await asyncio.wait_for(self.controller.run(), HANG_S)
         self.journal.close()
 
     async def run_until(self, moment: int) -> None:
@@ -272,9 +274,9 @@ SCHEDULES = pytest.mark.parametrize(
 
 
 @SCHEDULES
-async def test_killed_at_twenty_moments_a_run_trains_on_what_it_would_have(tmp_path, scheduling):
+async def test_killed_at_any_moment_a_run_trains_on_what_it_would_have(tmp_path, scheduling):
     first = Rig(tmp_path / "run", 0, **scheduling)
-    moments = set(random.Random(5).sample(range(1, 90), 20))
+    moments = set(random.Random(5).sample(range(1, 90), NUM_KILLS))
     answered: dict[int, set[str]] = {}
 
     def keep_the_disk(number: int) -> None:
@@ -290,7 +292,7 @@ async def test_killed_at_twenty_moments_a_run_trains_on_what_it_would_have(tmp_p
     at_each_record(first.journal, keep_the_disk)
     await first.run()
     undisturbed = first.trainer.weights
-    assert len(answered) == 20
+    assert len(answered) == NUM_KILLS
 
     for number, before in answered.items():
         again = Rig(tmp_path / f"killed-{number}", seed=number, **scheduling)
@@ -342,7 +344,7 @@ async def test_stopped_at_any_moment_of_the_trainer_nothing_is_lost_or_trained_t
     undisturbed = whole.trainer.weights
     assert whole.trainer.moments > 30
     off_schedule = 0
-    for moment in range(1, whole.trainer.moments + 1, 1 if DEEP else 4):
+    for moment in range(1, whole.trainer.moments + 1, 1 if DEEP else 6):
         folder = tmp_path / f"stopped-{moment}"
         first = Rig(folder, 0, steps=steps, interval=2, **scheduling)
         await first.run_until(moment)
@@ -362,44 +364,3 @@ async def test_stopped_at_any_moment_of_the_trainer_nothing_is_lost_or_trained_t
         if scheduling == {"max_staleness": 0}:
             assert again.trainer.weights == undisturbed
     assert off_schedule >= (6 if DEEP else 1)
-
-
-def without_a_file(data: bytes) -> bytes | None:
-    return None
-
-
-DAMAGES: list[Callable[[bytes], bytes | None]] = [
-    without_a_file,
-    lambda data: b"",
-    lambda data: data[: len(data) // 2],
-    lambda data: bytes(len(data)),
-    lambda data: data + bytes(12),
-    lambda data: data[:100] + bytes([data[100] ^ 1]) + data[101:],
-    lambda data: data[:20] + data[40:],
-]
-
-
-@pytest.mark.parametrize("scheduling", [{"max_staleness": 1}])
-async def test_whatever_becomes_of_the_journal_each_group_is_trained_once(tmp_path, scheduling):
-    whole = Rig(tmp_path / "whole", 0, steps=5, interval=2, **scheduling)
-    await whole.run()
-    undisturbed = sorted(group for step in whole.trainer.weights for group in step)
-    stopped = tmp_path / "stopped"
-    first = Rig(stopped, 0, steps=5, interval=2, **scheduling)
-    await first.run_until(18)
-    saved = len(first.trainer.weights)
-    assert 0 < saved < 4
-    for number, damage in enumerate(DAMAGES):
-        folder = tmp_path / f"damaged-{number}"
-        shutil.copytree(stopped, folder)
-        for segment in (folder / "journal").iterdir():
-            content = damage(segment.read_bytes())
-            if content is None:
-                segment.unlink()
-            else:
-                segment.write_bytes(content)
-        again = Rig(folder, number, steps=5, interval=2, **scheduling)
-        assert again.journal.losses
-        await again.run()
-        assert again.trainer.weights[:saved] == first.trainer.weights
-        assert sorted(group for step in again.trainer.weights for group in step) == undisturbed

@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+from background import HANG_S
 from depth import DEEP
 from test_trainer_recovery import STEPS, Fate, MortalRig, checkpoints, times_trained, trained_on, undisturbed
 
@@ -47,7 +48,7 @@ async def test_whenever_it_leaves_it_is_saved_first_and_the_run_ends_as_if_it_ha
         rig = LeavingRig(tmp_path / str(moment), moment, fate)
         await rig.run()
         assert rig.leaving is not None
-        await asyncio.wait_for(rig.leaving, 10)
+        await asyncio.wait_for(rig.leaving, HANG_S)
         assert rig.weights == whole.weights
         assert trained_on(fate) == trained_on(whole.fate)
         assert len(set(chain(*rig.weights))) == len(list(chain(*rig.weights)))
@@ -74,7 +75,7 @@ async def test_it_is_saved_while_the_run_waits_for_rollouts(tmp_path: Path) -> N
     rig.replica.pull = pull_and_wait
     running = asyncio.ensure_future(rig.run())
     await waits.wait()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         await rig.controller.save_soon()
         assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-000001"]
         await rig.controller.save_soon()
@@ -105,10 +106,10 @@ async def test_on_a_full_disk_it_leaves_unsaved(tmp_path: Path, monkeypatch: pyt
     await waits.wait()
     with monkeypatch.context() as patched:
         patched.setattr(checkpointing, "require_room" if full == "before it is copied" else "is_complete", refuse)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG_S):
             await rig.controller.save_soon()
     assert not running.done()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG_S):
         await rig.controller.save_soon()  # there is room again
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-000001"]
     assert rig.replica.hold is not None

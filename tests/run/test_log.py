@@ -9,6 +9,7 @@ import threading
 from io import FileIO
 
 import pytest
+from background import HANG_S
 from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -100,14 +101,14 @@ def test_a_write_that_fails_is_told_of_by_every_later_call(tmp_path):
 async def test_who_makes_records_faster_than_the_disk_takes_them_waits(tmp_path):
     os.mkfifo(tmp_path / "log")  # opening it blocks until somebody reads
     writer = LogWriter(tmp_path / "log", max_pending_bytes=10)
-    await asyncio.wait_for(writer.room(), 10)
+    await asyncio.wait_for(writer.room(), HANG_S)
     writer.append(bytes(100))
     waiting = [asyncio.ensure_future(writer.room()) for _ in range(3)]
     await asyncio.sleep(0)
     assert not any(each.done() for each in waiting)
     writer.append(bytes(100))  # what cannot wait is not refused
     with (tmp_path / "log").open("rb") as reader:
-        await asyncio.wait_for(asyncio.gather(*waiting), 10)
+        await asyncio.wait_for(asyncio.gather(*waiting), HANG_S)
         assert len(reader.read(2 * len(frame(bytes(100))))) == 2 * len(frame(bytes(100)))
 
 

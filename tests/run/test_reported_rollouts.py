@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from background import HANG_S
 from kept_metrics import KeptMetrics
 from test_controller import Counting, FakeReplica, FakeTrainer
 from test_readme_examples import CountDown
@@ -98,7 +99,7 @@ class Run:
 
     async def run(self) -> RunSummary:
         try:
-            return await asyncio.wait_for(self.controller.run(), 20)
+            return await asyncio.wait_for(self.controller.run(), HANG_S)
         finally:
             self.controller.close()
             self._file.close()

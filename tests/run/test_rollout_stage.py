@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from background import HANG_S
 from test_controller import Counting, FakeReplica
 from test_readme_examples import CountDown
 
@@ -78,7 +79,7 @@ async def test_sessions_of_retried_rollouts_are_finished_too(tmp_path: Path) -> 
         stop_token_ids=[],
         transcripts=RolloutLog(RunDirectory(tmp_path), 0, ConsoleLines()),
     )
-    group = await asyncio.wait_for(groups.run_validation_group(config.suites[0], "validation-0", 4), 10)
+    group = await asyncio.wait_for(groups.run_validation_group(config.suites[0], "validation-0", 4), HANG_S)
     assert any(rollout.metrics["retries"] for rollout in group.rollouts)
     assert any("~" in session_id for session_id in noting.begun)
     assert noting.finished == Counter(noting.begun)

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import msgspec
 import numpy as np
 import pytest
+from background import HANG_S
 from run.disk import Disk
 
 from titan_rl import Completion, FinishReason, Rollout, RolloutGroup, SamplingParams, Turn, VersionSpan
@@ -291,7 +292,7 @@ async def test_a_second_request_of_an_id_that_is_in_flight_is_refused_and_the_fi
     await asyncio.sleep(0)
     for prompt in ([1], [2]):
         with pytest.raises(RequestError, match="request id 'r' is in flight already"):
-            await asyncio.wait_for(ask(prompt), 5.0)
+            await asyncio.wait_for(ask(prompt), HANG_S)
     may_answer.set()
     assert list((await first).token_ids) == [7]
     assert list((await ask([2])).token_ids) == [7]
@@ -553,7 +554,7 @@ async def test_a_checkpoint_waits_for_no_users_function_that_hangs_in_a_thread_o
     await asyncio.sleep(0)
     journal = RunJournal(tmp_path)
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             await journal.checkpoint(1, next_index=0)
         assert not hanging.done()
     finally:

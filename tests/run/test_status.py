@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from background import HANG_S
 
 from titan_rl.core.errors import TrainingError
 from titan_rl.core.run_files import LOST, SILENT_S, read_status
@@ -111,7 +112,7 @@ def test_a_run_gives_a_sign_of_life_again_and_again(tmp_path: Path, monkeypatch:
     lock.touch()
     with noted(tmp_path, begins=True):
         os.utime(lock, (0, 0))
-        until = time.monotonic() + 30
+        until = time.monotonic() + HANG_S
         while lock.stat().st_mtime == 0 and time.monotonic() < until:
             pass
         assert lock.stat().st_mtime > 0

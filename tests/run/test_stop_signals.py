@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from background import HANG_S
 from user_project import project
 
 from titan_rl.cluster.liveness.local_processes import children_of
@@ -20,7 +21,6 @@ from titan_rl.run.terminal.standard_streams import StderrConsole
 
 __all__ = ["project"]
 
-LIMIT_S = 60  # on a machine that is busy with something else
 
 SETTING_UP = """
 import asyncio, signal, sys
@@ -108,10 +108,10 @@ class Program:
         self.process.stdin.flush()
 
     def wait(self) -> int:
-        return self.process.wait(LIMIT_S)
+        return self.process.wait(HANG_S)
 
     def wait_until_clean(self, *files: Path) -> None:
-        deadline = time.monotonic() + LIMIT_S
+        deadline = time.monotonic() + HANG_S
         while left := [path for path in (self.scratch, *files) if path.exists()]:
             assert time.monotonic() < deadline, f"{left} is left"
             time.sleep(0.05)
@@ -210,7 +210,7 @@ def test_a_sigint_that_the_shell_ignores_stays_ignored_and_sigterm_stops(start: 
 
 def test_a_stop_while_a_run_is_set_up_does_not_speak_of_a_step_that_is_trained(project: Path) -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", SETTING_UP], capture_output=True, text=True, timeout=LIMIT_S, cwd=project
+        [sys.executable, "-c", SETTING_UP], capture_output=True, text=True, timeout=HANG_S, cwd=project
     )
     assert ended.returncode == 130, ended.stderr
     assert "SIGINT: stopping: the run is still being set up" in ended.stderr
@@ -235,7 +235,7 @@ def test_the_guard_outlives_a_signal_to_all_that_a_job_has(start: Callable[..., 
     program = start("idle")
     children = children_of(program.process.pid)
     guards = [pid for pid in children if b"guard.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + HANG_S
     while not (guards and all(map(ignores_sigterm, guards))):
         assert time.monotonic() < deadline
         time.sleep(0.01)
