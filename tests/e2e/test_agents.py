@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from background import HANG_S
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
@@ -63,7 +64,7 @@ def test_trained_tokens_are_those_that_programs_were_answered_with(tmp_path: Pat
         rollouts = [json.loads(line) for line in (run.folder / "rollouts.jsonl").read_text().splitlines()]
         assert {rollout["reward"] for rollout in rollouts} <= {sample["worth"] for sample in SAMPLES}
         assert len(list((run.folder / "agents").iterdir())) >= 2 * 2 * 4
-        deadline = time.monotonic() + 30.0  # what watches over agents ends after the worker
+        deadline = time.monotonic() + HANG_S  # what watches over agents ends after the worker
         while run.processes() and time.monotonic() < deadline:
             time.sleep(0.05)
         assert run.leftovers() == []

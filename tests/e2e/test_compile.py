@@ -62,6 +62,7 @@ def test_compiled_steps_equal_eager_ones_and_shapes_are_not_compiled_each(folder
 
 
 @needs_compiler
+@in_depth
 def test_the_compiled_kernel_of_flex_attention_attends_as_buckets_do():
     """Forward alone: the uncompiled operator reads no blocks, and on CPUs the compiled one has no gradients."""
     documents = [Document(290), Document(150, 0, 290), Document(33, 0, 290), Document(200)]

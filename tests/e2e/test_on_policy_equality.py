@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from background import HANG_S
 
 pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
 
@@ -107,7 +108,7 @@ async def scheduled(folder: Path) -> Stack:
 
     settings = SchedulingConfig(groups_per_step=GROUPS, max_staleness=0)
     async with (
-        asyncio.timeout(120),
+        asyncio.timeout(HANG_S),
         GroupScheduler(run_group, settings, group_size=SIBLINGS, budget=STEPS * GROUPS) as scheduler,
     ):
         async for batch in scheduler.batches():

@@ -5,13 +5,16 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+from background import HANG_S
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
 
+from depth import in_depth
 from e2e.runs import QUICK, Run, run_training
 from e2e.slow_loss import GATE
 
@@ -89,32 +92,49 @@ def others_may_reach(run: Run) -> list[str]:
 
 def wait_until_nothing_is_left(run: Run) -> None:
     """Of processes that the kernel ends once their controller is gone."""
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + HANG_S
     while left := run.leftovers():
         assert time.monotonic() < deadline, f"a controller that is gone leaves {left}"
         time.sleep(0.1)
 
 
-def test_a_run_stopped_within_a_step_and_one_killed_go_on_where_the_trainer_says_it_is(tmp_path, monkeypatch):
-    gate = tmp_path / "gate"
-    gate.mkdir()
+@pytest.fixture
+def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Folder in which a file `hold` keeps the trainer in the middle of a step."""
+    (gate := tmp_path / "gate").mkdir()
     monkeypatch.setenv(GATE, str(gate))
-    two_tasks = "tests/e2e/two_tasks.toml"
-    with run_training(tmp_path, config=two_tasks, training__steps=6, checkpoint__interval=2, **SETTINGS) as run:
+    return gate
+
+
+def two_tasks(folder: Path, steps: int) -> AbstractContextManager[Run]:
+    config = "tests/e2e/two_tasks.toml"
+    return run_training(folder, config=config, training__steps=steps, checkpoint__interval=2, **SETTINGS)
+
+
+@in_depth  # tests/run/test_stop_signals.py has programs that a second signal ends at once
+def test_a_second_signal_ends_a_run_at_once_and_leaves_nothing_but_what_was_saved(tmp_path: Path, gate: Path):
+    with two_tasks(tmp_path, steps=6) as run:
         run.wait_for_step(2)
         (gate / "hold").touch()
-        log = run.folder / "logs" / "controller.log"
-        assert others_may_reach(run) == []
-        stop_within_a_step(run, gate, log, signal.SIGINT)
+        stop_within_a_step(run, gate, run.folder / "logs" / "controller.log", signal.SIGINT)
         time.sleep(0.4)  # two signals closer together are one
         run.process.send_signal(signal.SIGINT)
         assert run.wait(240) == 130
         ended = f"ended at once; what was saved before stays; to go on: titan-rl train --resume {run.folder}"
         assert ended in run.output
         wait_until_nothing_is_left(run)
-
+        (gate / "hold").unlink()
         run.resume()
-        before = stop_within_a_step(run, gate, log, signal.SIGTERM)
+        assert run.wait() == 0, run.output
+        assert_trained_once_and_in_order(run.folder, 6)
+
+
+def test_a_run_stopped_within_a_step_and_one_killed_go_on_where_the_trainer_says_it_is(tmp_path: Path, gate: Path):
+    with two_tasks(tmp_path, steps=1000) as run:
+        run.wait_for_step(2)
+        (gate / "hold").touch()
+        assert others_may_reach(run) == []
+        before = stop_within_a_step(run, gate, run.folder / "logs" / "controller.log", signal.SIGTERM)
         (gate / "hold").unlink()
         assert run.wait(600) == 143, run.output
         assert "titan-rl: SIGTERM: stopping" in run.output
@@ -134,7 +154,7 @@ def test_a_run_stopped_within_a_step_and_one_killed_go_on_where_the_trainer_says
 
         with (run.folder / "journal" / f"step-{state.step:06d}.journal").open("ab") as segment:
             segment.write(bytes(12))  # as a loss of power may leave
-        run.resume("--training.steps", "1000")
+        run.resume()
         run.wait_for_step(state.step + 3)
         run.process.send_signal(signal.SIGKILL)
         run.wait(240)

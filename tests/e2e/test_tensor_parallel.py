@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from background import HANG_S
 from depth import in_depth
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
@@ -40,7 +41,7 @@ async def test_two_ranks_generate_pull_and_are_replaced_together(tmp_path: Path,
     run_dir, published = RunDirectory(tmp_path / "run"), PublishedWeights()
     async with start_processes(config, run_dir, published) as processes:
         router = GeneratorRouter(processes.replicas)
-        async with asyncio.timeout(300), asyncio.TaskGroup() as background:
+        async with asyncio.timeout(HANG_S), asyncio.TaskGroup() as background:
             watch = background.create_task(processes.watch(router))
             await publish(processes, published, router)
             alone = await asyncio.gather(*ask(router, "alone"))

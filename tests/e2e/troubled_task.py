@@ -1,11 +1,17 @@
 """Alphabet sort whose first environment blocks its process once, and whose judges hang, cancel themselves and raise."""
 
+from __future__ import annotations
+
 import asyncio
+import json
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from examples.alphabet_sort.task import AlphabetSort
 from titan_rl import FailurePolicy, Reward, Rollout, Rubric
+
+if TYPE_CHECKING:
+    from e2e.runs import Run
 
 _blocked: list[float] = []
 
@@ -54,3 +60,26 @@ class TroubledSort(AlphabetSort):
                 Reward(raises, 0.0),
             ]
         )
+
+
+def assert_troubles_are_named(run: Run, process: str) -> None:
+    """Check what a run of `TroubledSort` that has ended said of its troubles, and that they cost only their groups.
+
+    Args:
+        run: A run in which the other rollouts are without errors.
+        process: Name of a process of its rollouts.
+    """
+    output = " ".join(run.output.split())  # lines are wrapped
+    who = "" if process == "controller" else f"{process}: "
+    assert f"{who}the event loop has stood still for 5 s: tests/e2e/troubled_task.py:" in output
+    assert "in sleepy_step blocks it" in output
+    assert "time.sleep(8.0)" in (run.folder / "logs" / f"{process}.log").read_text()
+    assert "reward 'hangs' took longer than 3 s on rollout 'train-1/0'" in output
+    assert "reward 'cancels_itself' on rollout 'train-2/" in output
+    assert "was cancelled, though nobody had asked for that" in output
+    assert "KeyError: 'validation-0' (tests/e2e/troubled_task.py:" in output
+    assert sum(record.get("scheduling/dropped/reward_failed", 0) for record in run.metrics()) == 2
+    rollouts = [json.loads(line) for line in (run.folder / "rollouts.jsonl").read_text().splitlines()]
+    failed = {rollout["group_id"] for rollout in rollouts if rollout.get("dropped") == "reward_failed"}
+    assert failed == {"validation-0", "train-1", "train-2"}
+    assert [each["error"] for each in rollouts if each.get("error") and each["group_id"] not in failed] == []

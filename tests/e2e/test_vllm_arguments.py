@@ -1,0 +1,48 @@
+"""Settings of generators as vLLM's own `EngineArgs`."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
+
+import torch
+from vllm.engine.arg_utils import EngineArgs
+
+from titan_rl.generation import vllm_arguments
+from titan_rl.generation.engine import EngineSpec
+from titan_rl.generation.vllm_arguments import CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS, engine_arguments
+
+
+def test_options_come_before_the_defaults() -> None:
+    spec = EngineSpec("policy", max_context=100)
+    assert engine_arguments(spec, on_cpu=True).max_num_batched_tokens == CPU_BATCHED_TOKENS
+    on_gpu = replace(spec, gpu_share=0.5, kv_cache_gib=1.0)
+    assert engine_arguments(on_gpu, on_cpu=False).max_num_batched_tokens == GPU_BATCHED_TOKENS
+    own = replace(spec, options={"max_num_batched_tokens": 1024, "swap_space": 0})
+    with pytest.raises(TypeError, match="swap_space"):
+        engine_arguments(own, on_cpu=True)
+    own = replace(spec, options={"max_num_batched_tokens": 1024, "scheduling_policy": "priority"})
+    assert engine_arguments(own, on_cpu=True).max_num_batched_tokens == 1024
+    assert engine_arguments(own, on_cpu=True).scheduling_policy == "priority"
+
+
+def test_the_names_read_from_the_source_are_those_of_the_class() -> None:
+    fields = {field.name for field in dataclasses.fields(EngineArgs)}
+    assert vllm_arguments._argument_names() == fields
+    assert vllm_arguments.OWN.keys() <= fields
+
+
+def test_the_kv_cache_is_one_gib_on_a_cpu_and_what_is_free_on_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (50 * 2**30, 80 * 2**30))
+    spec = EngineSpec(str(tmp_path), max_context=100)  # without weights
+    assert engine_arguments(spec, on_cpu=True).kv_cache_memory_bytes == 2**30
+    found = engine_arguments(spec, on_cpu=False)
+    assert found.kv_cache_memory_bytes == pytest.approx((0.98 * 50 - 3) * 2**30)
+    assert found.gpu_memory_utilization == pytest.approx(0.98 * 50 / 80)
