@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import BlockMask, create_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, FlexKernelOptions, create_mask, flex_attention
 
 from titan_rl.training.attention.attention import ContextRanks, Document, TokenShare, share_tokens
 
 BLOCK = 128
 """Tokens on each side of a block."""
 
-KERNEL = {"BACKEND": "TRITON"}
+KERNEL: FlexKernelOptions = {"BACKEND": "TRITON"}
 """The kernel for sequences of any length. For less than `BLOCK` queries torch otherwise selects its decoding kernel,
 which does not compile for a number of queries that varies."""
 
