@@ -72,9 +72,9 @@ class Starts:
             sys.exit((folder / "output.log").read_text())
         ended = time.time()
         self.cpu_s.setdefault("run", []).append(_children_s() - before)
-        (saved,) = folder.glob("*/checkpoints/*")
+        (saved,) = folder.glob("[0-9]*/checkpoints/*")
         self.end_s.append(ended - saved.stat().st_mtime)
-        (trace,) = folder.glob("*/trace")
+        (trace,) = folder.glob("[0-9]*/trace")
         moments = _moments(trace)
         self.phases.append({name: moment - began for name, moment in moments.items()})
         return moments["first token"] - began

@@ -66,7 +66,7 @@ def run(config: str, steps: int, first: int, folder: Path, options: Sequence[str
     ends: list[tuple[float, CpuUse]] = []
     while process.poll() is None:
         time.sleep(0.01)
-        metrics = next(iter(folder.glob("*/metrics.jsonl")), None)
+        metrics = next(iter(folder.glob("[0-9]*/metrics.jsonl")), None)
         num_done = 0 if metrics is None else sum("train/loss" in line for line in metrics.read_text().splitlines())
         if num_done > len(ends):
             ends += [(time.monotonic(), cpu_use(process.pid))] * (num_done - len(ends))
@@ -78,7 +78,7 @@ def run(config: str, steps: int, first: int, folder: Path, options: Sequence[str
     cpu_s = {name: seconds / len(step_s) for name, seconds in after.since(before).items()}
     rollouts = [
         line
-        for path in folder.glob("*/rollouts.jsonl")
+        for path in folder.glob("[0-9]*/rollouts.jsonl")
         for line in read_jsonl(path)
         if line["phase"] == "train" and line["step"] == steps - 1
     ]

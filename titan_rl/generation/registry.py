@@ -37,7 +37,7 @@ class EngineKind:
 def _vllm(spec: EngineSpec) -> Engine:
     from titan_rl.generation.vllm_engine import VLLMEngine
 
-    return VLLMEngine(spec)
+    return VLLMEngine(spec, ends_with_process=True)  # that of its generator
 
 
 BY_NAME = {

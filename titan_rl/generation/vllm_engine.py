@@ -32,6 +32,10 @@ class VLLMEngine:
     Of several ranks that share a model each process has an engine, in lockstep with the others. They are started by
     whoever started this process, with torch.distributed's environment variables set.
 
+    Args:
+        ends_with_process: `close` releases nothing, because the process is about to end: vLLM takes a second for what
+            the kernel then does at once.
+
     Example: `VLLMEngine(EngineSpec("policy", max_context=4096))`
 
     Raises:
@@ -41,7 +45,7 @@ class VLLMEngine:
 
     extra_sampling = EXTRA_SAMPLING
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: EngineSpec, *, ends_with_process: bool = False) -> None:
         if not (Path(spec.model_path) / "config.json").is_file():
             raise ModelError(f"{spec.model_path} has no config.json; it must be a Hugging Face model folder")
         for name, value in ENVIRONMENT.items():
@@ -53,6 +57,7 @@ class VLLMEngine:
         from titan_rl.generation.vllm_requests import Constraints, VLLMRequests
         from titan_rl.generation.vllm_scheduler import ScoringScheduler
 
+        self._ends_with_process = ends_with_process
         self._on_cpu: bool = current_platform.is_cpu()
         if self._on_cpu:
             prepare_cpu(spec)
@@ -172,7 +177,8 @@ class VLLMEngine:
         self._core.wake_up()
 
     def close(self) -> None:
-        self._core.shutdown()
+        if not self._ends_with_process:
+            self._core.shutdown()
 
     def step(self) -> list[TokenDelta]:
         outputs = self._core.get_output().outputs
