@@ -6,6 +6,7 @@ _train         starts processes, opens tasks, journal and trainer, and runs the 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Generator, Mapping
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from titan_rl.config.build import (
 )
 from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.run import RunConfig
+from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.calls.watchdog import LoopWatchdog
 from titan_rl.core.console import Console, Verbosity
 from titan_rl.rollout.group.rollouter import GroupRunner
@@ -95,14 +97,14 @@ def run_training(
 async def _train(session: RunSession[RunSummary], parts: Parts, resources: contextlib.AsyncExitStack) -> RunSummary:
     config, run_dir, progress = session.config, session.run_dir, session.progress
     parts = replace(parts, provided=session.provided)
-    renderer = parts.renderer or make_renderer(config.model)
-    if parts.trainer is None and parts.renderer is None and (note := told_of_template(config.model)):
-        progress.message(note)
     if parts.trainer is None and (note := told_of_learning_rate(config.training)):
         progress.message(note)
     journal = resources.enter_context(_journal(session))
-    resources.enter_context(LoopWatchdog(progress))  # after the imports of the renderer, which may take long
-    planes = await _start_planes(session, parts, resources)
+    async with asyncio.TaskGroup() as beside:  # of the start, which takes longer than the imports of a renderer
+        making = beside.create_task(_make_renderer(session, parts), name="renderer")
+        planes = await _start_planes(session, parts, resources)
+    renderer = making.result()
+    resources.enter_context(LoopWatchdog(progress))  # after those imports, which hold up the event loop
     opening = _group_runners(config, run_dir.path, planes, progress, renderer)
     with progress.working("opening the tasks"):
         group_runners = await resources.enter_async_context(opening)
@@ -143,6 +145,21 @@ async def _train(session: RunSession[RunSummary], parts: Parts, resources: conte
     }
     async with session.training(**watchers):
         return await controller.run()
+
+
+async def _make_renderer(session: RunSession[RunSummary], parts: Parts) -> Renderer:
+    """Make the renderer that settings name, unless one is given. Its error ends the start of the processes.
+
+    Raises:
+        ConfigError, ModelError: it cannot be made.
+    """
+    if parts.renderer is not None:
+        return parts.renderer
+    model = session.config.model
+    renderer = await in_thread(make_renderer, model)
+    if parts.trainer is None and (note := await in_thread(told_of_template, model)):
+        session.progress.message(note)
+    return renderer
 
 
 async def _start_planes(session: RunSession[RunSummary], parts: Parts, resources: contextlib.AsyncExitStack) -> Planes:

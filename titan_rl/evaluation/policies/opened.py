@@ -108,9 +108,9 @@ class OpenedPolicies:
         self._config = config
         self._settings = settings
         self._files = files
-        self._console = console
+        self.console = console
         self._resources = contextlib.AsyncExitStack()  # of the newest policy
-        self._generators: _Generators | None = None  # that these include
+        self._generators: Generators | None = None  # that these include
         self._folder = tempfile.TemporaryDirectory(prefix="policies-")  # of exported checkpoints
         self._num_read = 0
 
@@ -137,7 +137,7 @@ class OpenedPolicies:
         source = find_policy(given)
         model = _model_of(source, self._config)
         if source.checkpoint is not None:
-            self._console.message(f"reading {source.name}")
+            self.console.message(f"reading {source.name}")
             self._num_read += 1
             folder = Path(self._folder.name) / f"policy-{self._num_read}"
             model = await export(model, source.checkpoint, folder, self._files.logs / "export.log")
@@ -149,17 +149,17 @@ class OpenedPolicies:
             source.name, router.generate, renderer, source.version, finish_session=router.finish_session
         )
 
-    async def _generators_for(self, source: PolicySource, model: ModelConfig) -> _Generators:
+    async def _generators_for(self, source: PolicySource, model: ModelConfig) -> Generators:
         """Generators with the weights of a model: those of the policy before, if they fit."""
         if self._generators is not None and self._generators.architecture == architecture_of(model):
-            self._console.message(f"loading {source.name} into the generators of the policy before")
+            self.console.message(f"loading {source.name} into the generators of the policy before")
             try:
                 await self._generators.load(model)
                 return self._generators
             except StateDictError as error:
-                self._console.warning(f"the generators are started again: {reason(error)}")
+                self.console.warning(f"the generators are started again: {reason(error)}")
         await self._close()
-        starting = _started(source, model, self._config, self._files, self._console)
+        starting = start_generators_for(source, model, self._config, self._files, self.console)
         self._generators = await self._resources.enter_async_context(starting)
         return self._generators
 
@@ -219,7 +219,7 @@ def architecture_of(model: ModelConfig) -> object:
 
 
 @dataclass(slots=True)
-class _Generators:
+class Generators:
     """Running generators of a policy, and the transport of other weights to them.
 
     Attributes:
@@ -249,9 +249,9 @@ class _Generators:
 
 
 @contextlib.asynccontextmanager
-async def _started(
+async def start_generators_for(
     source: PolicySource, model: ModelConfig, config: RunConfig, files: SessionFiles, console: Console
-) -> AsyncGenerator[_Generators]:
+) -> AsyncGenerator[Generators]:
     """Start generators with the weights of a model folder, which they have read when this is entered."""
     async with contextlib.AsyncExitStack() as resources:
         opening = open_hosts(
@@ -279,7 +279,7 @@ async def _started(
             with open_transport(config.hosts, files.run_id) as transport:
                 async with asyncio.TaskGroup() as tasks:
                     watching = tasks.create_task(processes.watch(router), name="watch")
-                    yield _Generators(router, architecture_of(model), transport, published)
+                    yield Generators(router, architecture_of(model), transport, published)
                     watching.cancel()
             await router.close()
 
