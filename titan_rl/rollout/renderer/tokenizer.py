@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,10 @@ from titan_rl.core.errors import MissingExtraError, ModelError
 
 _TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
 """Warning that transformers would print; here model.max_context is the limit."""
+
+_SHORT = 32
+"""Most characters of a text whose tokens are remembered."""
+_REMEMBERED_TEXTS = 1024
 
 _FILES = ("tokenizer.json", "tokenizer.model", "*.tiktoken", "vocab.*", "spiece.model")
 
@@ -38,7 +43,25 @@ def load_tokenizer(path: str | Path) -> Any:
     except Exception as error:  # transformers raises many types here
         raise ModelError(f"the tokenizer in model folder {str(path)!r} cannot be loaded: {error}") from error
     tokenizer.deprecation_warnings[_TOO_LONG] = True
+    _remember_short_texts(tokenizer)
     return tokenizer
+
+
+def _remember_short_texts(tokenizer: Any) -> None:
+    """Have `encode` remember short texts: renderers encode the same headers with every message, which otherwise takes
+    a quarter of the processor time of a rollout."""
+    encode: Callable[..., list[int]] = tokenizer.encode
+
+    @lru_cache(_REMEMBERED_TEXTS)
+    def encode_once(text: str, add_special_tokens: bool) -> tuple[int, ...]:
+        return tuple(encode(text, add_special_tokens=add_special_tokens))
+
+    def encode_short(text: Any, *others: Any, add_special_tokens: bool = True, **settings: Any) -> list[int]:
+        if others or settings or not isinstance(text, str) or len(text) > _SHORT:
+            return encode(text, *others, add_special_tokens=add_special_tokens, **settings)
+        return list(encode_once(text, add_special_tokens))
+
+    tokenizer.encode = encode_short
 
 
 def _is_plain(folder: Path) -> bool:

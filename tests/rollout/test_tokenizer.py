@@ -1,0 +1,27 @@
+"""Tokenizer of a model's folder, which remembers short texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import transformers
+
+from titan_rl.rollout.renderer.tokenizer import load_tokenizer
+
+BASE = Path(__file__).parents[2] / "examples" / "alphabet_sort" / "base"
+
+
+@pytest.mark.parametrize("text", ["", "\n", "<|im_start|>assistant\n", "Sort these names alphabetically. " * 4])
+def test_a_text_has_the_same_tokens_each_time_whatever_is_done_to_the_list(text: str):
+    tokenizer, plain = load_tokenizer(BASE), transformers.TokenizersBackend.from_pretrained(BASE, local_files_only=True)
+    for special in (True, False):
+        expected = plain.encode(text, add_special_tokens=special)
+        for _ in range(2):
+            found = tokenizer.encode(text, add_special_tokens=special)
+            assert found == expected
+            found.append(0)
+    assert tokenizer.encode(text, truncation=True, max_length=1) == plain.encode(text, truncation=True, max_length=1)
