@@ -6,7 +6,8 @@
 bare `LLM(...)` of the same model, prompt and engine options in a process of its own. Rounds take turns in both
 directions. `end_s` is the time from the last checkpoint to the end of the command. Both are also given in processor
 seconds of all processes, which other programs on the machine change less. The phases of a start are from the run's
-trace: until the processes are asked for, until each has its model, and until the first token.
+trace: until the processes are asked for, until each has its model, and until the first token. `command_s_help` and the
+others are wall times of commands that start no engine, and `command_cpu_s_help` their processor time.
 
 Prints one JSON object per line.
 """
@@ -96,6 +97,31 @@ class Starts:
         return float(output.splitlines()[-1]) - began
 
 
+COMMANDS = {
+    "help": ["--help"],
+    "version": ["--version"],
+    "train_help": ["train", "--help"],
+    "doctor": ["doctor"],
+    "dry_run": ["train", "CONFIG", "--dry-run"],
+}
+TARGETS_S = {"help": 0.15, "version": 0.15, "train_help": 0.15, "doctor": 3.0, "dry_run": 1.0}
+
+
+def measure_commands(config: str, log: Path, rounds: int) -> None:
+    """Print the wall and processor time of commands that start no engine."""
+    for name, words in COMMANDS.items():
+        given = [config if word == "CONFIG" else word for word in words]
+        wall_s: list[float] = []
+        cpu_s: list[float] = []
+        for _ in range(rounds + 1):
+            began, before = time.monotonic(), _children_s()
+            titan_rl(*given, log=log).wait()
+            wall_s.append(time.monotonic() - began)
+            cpu_s.append(_children_s() - before)
+        report(f"command_s_{name}", Spread(wall_s[1:]), "s", TARGETS_S[name])
+        report(f"command_cpu_s_{name}", Spread(cpu_s[1:]), "processor s")
+
+
 def _children_s() -> float:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
@@ -132,6 +158,7 @@ async def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
+        measure_commands(arguments.config, Path(folder) / "command.log", arguments.rounds)
         starts = Starts(arguments.config, Path(folder))
         measured = await forth_and_back(arguments.rounds, {"run": starts.run, "bare": starts.bare})
     report("start_vs_bare_engine", ratio(measured, "run", "bare"), "ratio", 1.1)

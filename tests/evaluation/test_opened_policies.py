@@ -136,4 +136,5 @@ async def test_generators_that_cannot_load_a_policy_are_started_again(
         await policies.open(copy_of(tmp_path / "second"))
         assert started.num_running == 1
     assert started.names == ["first", "second"]
-    assert "the generators are started again: no replica could load them" in policies.console
+    told = cast("ConsoleLines", policies.console)
+    assert "the generators are started again: no replica could load them" in told
