@@ -21,21 +21,23 @@ pytest.importorskip("peft", reason="needs the dev extra")
 import peft
 import torch
 from e2e.test_hot_swap_numerics import reference, sample_of
-from e2e.tiny_policy import make_tiny_llama3, make_tiny_qwen3, make_trainer
+from e2e.tiny_policy import make_tiny_llama3, make_tiny_moe, make_tiny_qwen3, make_trainer
 from transformers import AutoModelForCausalLM
 
 from titan_rl.core.errors import StateDictError, VerificationError
 from titan_rl.generation.engine import AdapterSpec, Engine, EngineSpec
 from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.request import EngineRequest
+from titan_rl.generation.types import compare, read_back
 from titan_rl.generation.vllm_engine import VLLMEngine
+from titan_rl.training.choices import DType
 from titan_rl.training.publishing import WeightPublisher
-from titan_rl.training.settings import TARGETS
+from titan_rl.training.settings import TARGETS, ModelConfig, TrainingConfig
 from titan_rl.training.trainer import TrainerCore
 from titan_rl.types import Completion, SamplingParams
 from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
 from titan_rl.weights.types import Manifest
-from titan_rl.weights.verification import published_checksums, verify
+from titan_rl.weights.verification import SwapCheck, published_checksums, verify
 
 NUM_VERSIONS, IN_FLIGHT, LENGTH = 8, 24, 48
 
@@ -178,8 +180,6 @@ async def test_a_faulty_swap_is_caught_by_the_probes_and_by_reading_back(fault: 
     verify(manifest.probes, load(new).score, manifest.tolerance)
     with pytest.raises(VerificationError, match="probe logprobs that differ"):
         verify(manifest.probes, load(fault(new, old)).score, manifest.tolerance)
-    from titan_rl.generation.types import compare, read_back
-
     sums = published_checksums(manifest)
     with pytest.raises(VerificationError, match="its tensors differ from what was published"):
         compare(sums, [read_back(engine, sums)], manifest.version)
@@ -193,6 +193,29 @@ def test_an_adapter_whose_names_match_no_layer_is_refused(published: Any) -> Non
     torn = {name: tensor for name, tensor in tensors.items() if "o_proj.lora_A" not in name}
     with pytest.raises(StateDictError, match="has only one of the two matrices"):
         engine.load_state_dict(torn.items(), manifest.version)
+
+
+@pytest.mark.parametrize(("make", "dtype"), [(make_tiny_moe, "float32"), (make_tiny_qwen3, "bfloat16")])
+def test_mixtures_and_bfloat16_compute_with_each_version(
+    tmp_path: Path, make: Callable[[Path], Path], dtype: DType
+) -> None:
+    base = make(tmp_path / "model")
+    training = TrainingConfig.model_validate({"lr": 1e-2, "adapter": {"rank": 16}})
+    trainer = TrainerCore(ModelConfig(path=str(base), dtype=dtype), training, seed=0)
+    adapter = AdapterSpec(16, 32.0, TARGETS)
+    spec = EngineSpec(str(base), dtype=dtype, max_context=128, kv_cache_gib=0.1, adapter=adapter)
+    engine, check = VLLMEngine(spec), SwapCheck()
+    samples = [sample_of([5, 6, 7], made_up(number), (-1.0) ** number) for number in range(8)]
+    with SharedMemoryTransport("test-adapter-kinds") as transport:
+        publisher = WeightPublisher(trainer, transport)
+        for _ in range(3):
+            trainer.step(samples)
+            manifest = publisher.publish()
+            engine.load_state_dict(transport.pull(manifest), manifest.version)
+            check.verify(manifest.probes, engine.score, manifest.tolerance)
+            sums = published_checksums(manifest)
+            assert not compare(sums, [read_back(engine, sums)], manifest.version).unread
+    engine.close()
 
 
 def test_a_version_without_a_place_is_refused_and_a_place_is_free_once_its_requests_are(tmp_path: Path) -> None:

@@ -47,6 +47,9 @@ def make_places(worker: Any, spec: AdapterSpec) -> None:
     for adapter_id in range(1, spec.num_versions + 1):
         manager.add_adapter(manager.create_dummy_lora(adapter_id, spec.rank, {}))
         manager.activate_adapter(adapter_id)
+    for module in manager.modules.values():
+        if isinstance(batch := module.punica_wrapper, GroupedPunica):
+            batch.layers.append(GroupedLayer(module, batch))
 
 
 def load_adapter(worker: Any, adapter_id: int, items: Iterable[tuple[str, Any]], spec: AdapterSpec) -> None:
@@ -85,8 +88,8 @@ def load_adapter(worker: Any, adapter_id: int, items: Iterable[tuple[str, Any]],
     if torn := sorted(name for name, count in halves.items() if count == 1):
         raise StateDictError(f"the adapter has only one of the two matrices of {torn[0]} and {len(torn) - 1} more")
     for wrapper in manager.punica_wrapper_mapping.values():
-        if isinstance(wrapper, GroupedPunica):
-            wrapper.forget_joined()
+        for layer in getattr(wrapper, "layers", ()):
+            layer.forget_joined()
 
 
 def held_adapter(worker: Any, adapter_id: int, spec: AdapterSpec) -> list[HeldTensor]:
@@ -174,95 +177,89 @@ MOST_JOINED_RANK = 64
 MISSING: Any = object()
 
 
-@dataclass(frozen=True, slots=True)
-class _Joined:
-    """Matrices of one layer and adapter, transposed, with those of fused parts joined."""
-
-    a_IR: torch.Tensor
-    b_RO: torch.Tensor
-
-
 class GroupedPunica(PunicaWrapperCPU):
-    """Computes adapters on a CPU with two matrix products for each layer and adapter of a batch.
+    """The adapters of the tokens of a batch, grouped. vLLM's own class gathers a copy of A and B for every token.
 
-    vLLM's own class gathers a copy of A and B for every token.
+    Attributes:
+        groups: Place of an adapter and the tokens that use it; None for all tokens.
+        layers: The layers of the model, once `make_places` has made them.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._groups: list[tuple[int, torch.Tensor | None]] = []  # (place, rows); None for all rows
-        self._joined: dict[tuple[int, int], _Joined | None] = {}  # by the id of a layer's matrices, and place
-
-    def forget_joined(self) -> None:
-        """Note that the matrices of an adapter have changed."""
-        self._joined.clear()
+        self.groups: list[tuple[int, torch.Tensor | None]] = []
+        self.layers: list[GroupedLayer] = []
 
     def update_metadata(self, *args: Any, **options: Any) -> None:
         super().update_metadata(*args, **options)
         places_T = self.token_lora_indices
         found = torch.unique(places_T).tolist()
         if len(found) == 1:
-            self._groups = [(found[0], None)] if found[0] >= 0 else []
+            self.groups = [(found[0], None)] if found[0] >= 0 else []
         else:
-            self._groups = [(place, torch.nonzero(places_T == place)[:, 0]) for place in found if place >= 0]
+            self.groups = [(place, torch.nonzero(places_T == place)[:, 0]) for place in found if place >= 0]
 
-    def add_lora_linear(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        lora_a_stacked: tuple[torch.Tensor, ...],
-        lora_b_stacked: tuple[torch.Tensor, ...],
-        scale: float,
-        output_slices: tuple[int, ...],
-        *,
-        buffer: tuple[torch.Tensor, ...] | None = None,
-        **options: Any,
-    ) -> None:
-        """Add each token's change to its output, in place.
+
+class GroupedLayer:
+    """Computes one layer and its adapters on a CPU, with two matrix products for each adapter of a batch.
+
+    Args:
+        module: vLLM's layer with adapters, whose method `apply` this replaces.
+    """
+
+    def __init__(self, module: Any, batch: GroupedPunica) -> None:
+        self._base, self._batch = module.base_layer, batch
+        self._apply = module.base_layer.quant_method.apply
+        self._a_stacked, self._b_stacked = module.lora_a_stacked, module.lora_b_stacked
+        self._widths = module.output_slices
+        self._joined: dict[int, tuple[torch.Tensor, torch.Tensor] | None] = {}  # by place
+        module.apply = self
+
+    def forget_joined(self) -> None:
+        """Note that the matrices of an adapter have changed."""
+        self._joined.clear()
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Output of the base layer plus the change by each token's adapter.
 
         Args:
-            y: Output of the base layer.  # [num_tokens, sum of output_slices]
             x: Input of the layer.  # [num_tokens, in]
-            lora_a_stacked: of each part.  # [num_places, 1, rank, in]
-            lora_b_stacked: of each part.  # [num_places, 1, out, rank]
-            scale: Always 1: B is scaled when it is loaded.
-            output_slices: Widths of the parts.
-            buffer: Not used.
-            options: Not used.
+            bias: of the base layer.
+
+        Returns:
+            [num_tokens, out]
         """
-        for place, rows in self._groups:
-            key = (id(lora_a_stacked), place)
-            joined = self._joined.get(key, MISSING)
+        y = self._apply(self._base, x, bias)
+        for place, rows in self._batch.groups:
+            joined = self._joined.get(place, MISSING)
             if joined is MISSING:
-                joined = self._joined[key] = _join(place, lora_a_stacked, lora_b_stacked)
+                joined = self._joined[place] = self._join(place)
             inputs = x if rows is None else x.index_select(0, rows)
-            if joined is not None:
-                hidden = torch.mm(inputs, joined.a_IR)
-                if rows is None:
-                    y.addmm_(hidden, joined.b_RO)
-                else:
-                    y.index_add_(0, rows, torch.mm(hidden, joined.b_RO))
-                continue
-            offset = 0
-            for a, b, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
-                change = inputs @ a[place, 0].t() @ b[place, 0].t()
-                part = y.narrow(1, offset, width)
-                if rows is None:
-                    part.add_(change)
-                else:
-                    part.index_add_(0, rows, change)
-                offset += width
+            if joined is None:
+                self._add_parts(y, inputs, place, rows)
+            elif rows is None:
+                y.addmm_(torch.mm(inputs, joined[0]), joined[1])
+            else:
+                y.index_add_(0, rows, torch.mm(torch.mm(inputs, joined[0]), joined[1]))
+        return y
 
+    def _add_parts(self, y: torch.Tensor, inputs: torch.Tensor, place: int, rows: torch.Tensor | None) -> None:
+        offset = 0
+        for a, b, width in zip(self._a_stacked, self._b_stacked, self._widths, strict=True):
+            part, change = y.narrow(1, offset, width), inputs @ a[place, 0].t() @ b[place, 0].t()
+            if rows is None:
+                part.add_(change)
+            else:
+                part.index_add_(0, rows, change)
+            offset += width
 
-def _join(
-    place: int, lora_a_stacked: tuple[torch.Tensor, ...], lora_b_stacked: tuple[torch.Tensor, ...]
-) -> _Joined | None:
-    """The joined matrices of a layer; None if their ranks are too large for that."""
-    if lora_a_stacked[0].shape[2] > MOST_JOINED_RANK:
-        return None
-    a_RI = torch.cat([a[place, 0] for a in lora_a_stacked])
-    b_OR = torch.block_diag(*(b[place, 0] for b in lora_b_stacked))
-    return _Joined(a_RI.t().contiguous(), b_OR.t().contiguous())
+    def _join(self, place: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """A and B of all parts, transposed; None if their rank is too large for that.  # [in, R], [R, out]"""
+        if self._a_stacked[0].shape[2] > MOST_JOINED_RANK:
+            return None
+        a_RI = torch.cat([a[place, 0] for a in self._a_stacked])
+        b_OR = torch.block_diag(*(b[place, 0] for b in self._b_stacked))
+        return a_RI.t().contiguous(), b_OR.t().contiguous()
 
 
 def group_tokens() -> None:

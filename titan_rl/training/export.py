@@ -102,12 +102,6 @@ def check_export(path: Path, named_tensors: Iterable[tuple[str, torch.Tensor]]) 
         raise CheckpointError(f"{path} has tensors of another model: {', '.join(sorted(left))}")
 
 
-if __name__ == "__main__":
-    _, trained, saved, written, dtype, renderer, form = sys.argv
-    as_adapter = form == "adapter"
-    export_checkpoint(Path(trained), Path(saved), Path(written), cast(DType, dtype), renderer, as_adapter=as_adapter)
-
-
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 
 
@@ -154,3 +148,9 @@ def _replace_template(folder: Path, template: str) -> None:
         config: dict[str, Any] = parse_json(path.read_text())
         if config.pop("chat_template", None) is not None:
             path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    _, trained, saved, written, dtype, renderer, form = sys.argv
+    as_adapter = form == "adapter"
+    export_checkpoint(Path(trained), Path(saved), Path(written), cast(DType, dtype), renderer, as_adapter=as_adapter)

@@ -1,0 +1,105 @@
+"""The table [training.adapter]: its defaults, what an engine is told, and what it excludes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from titan_rl.config.build import told_of_learning_rate
+from titan_rl.config.load import load_config
+from titan_rl.config.run import RunConfig
+from titan_rl.core.errors import ConfigError
+from titan_rl.generation.engine import AdapterSpec
+from titan_rl.run.machine.requirements import checkpoint_bytes
+from titan_rl.run.sft.launch import supervised
+from titan_rl.training.settings import TARGETS, UNSUPPORTED_TARGETS
+
+CPU = "examples/alphabet_sort/cpu.toml"
+
+
+def load(*overrides: tuple[str, str], rank: int = 8) -> RunConfig:
+    return load_config(CPU, [("training.adapter.rank", str(rank)), *overrides], check_files=False)
+
+
+def test_the_default_learning_rate_is_ten_times_that_of_training_all_weights() -> None:
+    assert load(rank=0).training.peak_lr == 3e-4
+    assert load().training.peak_lr == pytest.approx(3e-3)
+    assert load(("training.lr", "1e-4")).training.peak_lr == 1e-4
+
+
+def test_another_learning_rate_is_mentioned() -> None:
+    assert told_of_learning_rate(load(("training.lr", "1e-4"), rank=0).training) is None
+    assert told_of_learning_rate(load().training) is None
+    note = told_of_learning_rate(load(("training.lr", "1e-4")).training)
+    assert note is not None
+    assert "training.lr = 0.0001 with training.adapter.rank = 8" in note
+    assert "by default 0.003" in note
+
+
+@pytest.mark.parametrize("target", UNSUPPORTED_TARGETS)
+def test_a_target_that_is_not_supported_is_refused_with_the_reason(target: str) -> None:
+    with pytest.raises(ConfigError, match=rf"targets has '{target}', which is not supported: .*; leave it out"):
+        load(("training.adapter.targets", f'["{target}"]'))
+    with pytest.raises(ConfigError, match="targets has 'query'; it must name layers among q_proj, k_proj"):
+        load(("training.adapter.targets", '["query"]'))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        ([("scheduling.on_batch_ready", "sleep")], "an engine that sleeps gives up the base model"),
+        ([("generation.speculative.method", "ngram")], "drafts would come without the adapter"),
+        ([("training.adapter.rank", "1024")], "rank = 1024 is more than the 512 that vLLM supports"),
+        ([("training.kl_coef", "0.1"), ("training.offload", '["reference"]')], "has no weights of its own"),
+        ([("generation.vllm", "{max_loras = 2}")], "max_loras is set by titan_rl"),
+        ([("generation.adapter_swap", "pinned"), ("scheduling.oversample", "0.5")], "scheduling.oversample = 0.5"),
+        ([("generation.adapter_swap", "pinned"), ("generation.pull_mode", "drain")], "leave pull_mode out"),
+        (
+            [("training.adapter.rank", "0"), ("generation.adapter_swap", "pinned")],
+            "adapter_swap = 'pinned' has no effect",
+        ),
+    ],
+)
+def test_settings_that_exclude_an_adapter_are_refused(overrides: list[tuple[str, str]], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        load(*overrides)
+
+
+def test_an_engine_that_does_not_apply_adapters_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "plain_engine.py").write_text("def make(spec): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"training.adapter.rank = 8, and .* does not apply adapters; set it to 0"):
+        load(("generation.engine", "plain_engine:make"))
+
+
+def test_pinned_swaps_hold_two_versions_more_than_the_staleness() -> None:
+    pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
+    from titan_rl.cluster.generator_actor import adapter_spec
+
+    assert adapter_spec(load(rank=0)) is None
+    assert adapter_spec(load()) == AdapterSpec(8, 32.0, TARGETS, num_versions=1)
+    pinned = load(("generation.adapter_swap", "pinned"), ("scheduling.max_staleness", "3"))
+    assert adapter_spec(pinned) == AdapterSpec(8, 32.0, TARGETS, num_versions=5)
+
+
+def test_the_folder_to_start_from_is_found_next_to_the_file(tmp_path: Path) -> None:
+    shutil.copy(CPU, tmp_path / "mine.toml")
+    (tmp_path / "adapter").mkdir()
+    overrides = [("training.adapter.rank", "1"), ("pythonpath", f'["{Path.cwd()}"]')]
+    text = (tmp_path / "mine.toml").read_text().replace("[training]\n", '[training]\nadapter.start = "adapter"\n')
+    (tmp_path / "mine.toml").write_text(text)
+    config = load_config(tmp_path / "mine.toml", overrides, check_files=False)
+    assert config.training.adapter.start == str(tmp_path / "adapter")
+
+
+def test_a_checkpoint_is_sized_by_the_adapter() -> None:
+    layer = (128 + 128) + 2 * (128 + 64) + (128 + 128) + 3 * (128 + 384)
+    assert checkpoint_bytes(load(rank=1)) == 4 * layer * 12
+
+
+def test_supervised_training_adapts_a_given_model_and_trains_a_new_one_whole() -> None:
+    config = load(("sft.start", "examples/alphabet_sort/base"))
+    assert supervised(config, config.model, 10).training.adapter.is_on
+    assert not supervised(load(), config.model, 10).training.adapter.is_on
