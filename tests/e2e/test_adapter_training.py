@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,8 +54,10 @@ def test_an_exported_adapter_and_a_merged_model_score_as_the_trainer_does(
     base = make(tmp_path / "model")
     trainer = trained(base)
     trainer.save(tmp_path / "checkpoint")
-    export_checkpoint(base, tmp_path / "checkpoint", tmp_path / "adapter", as_adapter=True)
-    export_checkpoint(base, tmp_path / "checkpoint", tmp_path / "merged")
+    for name, form in (("adapter", "adapter"), ("merged", "model")):  # as `titan-rl export` runs it
+        paths = map(str, (base, tmp_path / "checkpoint", tmp_path / name))
+        program = [sys.executable, "-m", "titan_rl.training.export", *paths, "float32", "chat_template", form]
+        subprocess.run(program, check=True)
 
     (sequence,) = sequences(24)
     expected = torch.tensor(trainer.score([sequence])[0])

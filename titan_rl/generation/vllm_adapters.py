@@ -15,7 +15,12 @@ from typing import Any
 import torch
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.lora.request import LoRARequest
-from vllm.model_executor.layers.linear import RowParallelLinear
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
 from vllm.platforms import current_platform
 
 from titan_rl.core.errors import StateDictError
@@ -41,6 +46,10 @@ class _Matrix:
     scale: float  # that vLLM expects in it
 
 
+PLAIN_LAYERS = (QKVParallelLinear, MergedColumnParallelLinear, ColumnParallelLinear, RowParallelLinear)
+"""Base layers that compute as their `quant_method` does. Others keep vLLM's own computation."""
+
+
 def make_places(worker: Any, spec: AdapterSpec) -> None:
     """Fill all of vLLM's places with adapters that change nothing, with the ids 1, 2, and so on."""
     manager = _manager_of(worker)
@@ -48,7 +57,7 @@ def make_places(worker: Any, spec: AdapterSpec) -> None:
         manager.add_adapter(manager.create_dummy_lora(adapter_id, spec.rank, {}))
         manager.activate_adapter(adapter_id)
     for module in manager.modules.values():
-        if isinstance(batch := module.punica_wrapper, GroupedPunica):
+        if isinstance(batch := module.punica_wrapper, GroupedPunica) and type(module.base_layer) in PLAIN_LAYERS:
             batch.layers.append(GroupedLayer(module, batch))
 
 
