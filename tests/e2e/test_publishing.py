@@ -15,7 +15,7 @@ from titan_rl.core.errors import StateDictError
 from titan_rl.training import publishing
 from titan_rl.training.algorithms.grpo import grpo_loss
 from titan_rl.training.losses import ClipRange, LossTokens, TokenLoss
-from titan_rl.training.publishing import WeightPublisher
+from titan_rl.training.publishing import ProbeDefaults, WeightPublisher
 from titan_rl.training.trainer import TrainerCore
 from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
 from titan_rl.weights.types import Manifest
@@ -109,3 +109,14 @@ def test_a_version_without_probes_is_published(tmp_path: Path) -> None:
         publisher.begin()
         assert publisher.finish().probes == ()
         publisher.close()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device_type", "rounding"),
+    [(torch.float32, "cpu", 1e-6), (torch.float32, "cuda", 2e-3), (torch.bfloat16, "cuda", 2e-2)],
+)
+def test_probes_tolerate_the_rounding_of_a_devices_kernels(
+    dtype: torch.dtype, device_type: str, rounding: float
+) -> None:
+    # as measured between this trainer and vLLM; on a GPU float32 is multiplied as TF32
+    assert 2 * rounding < ProbeDefaults.of(dtype, device_type).tolerance < 20 * rounding

@@ -18,8 +18,25 @@ from titan_rl.weights.types import NUM_KEPT, Manifest, Probe, StateDictTransport
 from titan_rl.weights.verification import make_probes, with_checksums
 
 PROBE_TOKENS = 32
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.1}
-NUM_PROBES = {torch.float32: 4, torch.bfloat16: 32}  # rounding hides what a step changes, unless there are many
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeDefaults:
+    """Number of probes, and the largest mean logprob difference of one. Rounding hides the change of a step, unless
+    there are many probes."""
+
+    count: int
+    tolerance: float
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, device_type: str) -> ProbeDefaults:
+        """Defaults for weights of a dtype on a kind of device.
+
+        Attention kernels of GPUs multiply float32 numbers as TF32, which has 10 bits of mantissa.
+        """
+        if dtype is torch.bfloat16:
+            return cls(32, 0.1)
+        return cls(32, 1e-2) if device_type == "cuda" else cls(4, 1e-5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +57,8 @@ class WeightPublisher:
 
     Args:
         transport: of this rank.
-        num_probes: sequences by which readers check a version; by default 4 in float32 and 32 in bfloat16.
-        tolerance: largest mean logprob difference of a sequence; by default 1e-5 in float32 and 0.1 in bfloat16.
+        num_probes: sequences by which readers check a version. The default is that of `ProbeDefaults`.
+        tolerance: largest mean logprob difference of a sequence. The default is that of `ProbeDefaults`.
         seed: of the sequences.
 
     Example:
@@ -66,9 +83,10 @@ class WeightPublisher:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._publishing: Future[Manifest] | None = None
         self._kept: deque[int] = deque()  # versions that can be read, ascending
-        self._tolerance = tolerance or TOLERANCE[trainer.dtype]
+        defaults = ProbeDefaults.of(trainer.dtype, trainer.device.type)
+        self._tolerance = tolerance or defaults.tolerance
         length = min(PROBE_TOKENS, trainer.max_context - 1)  # a reader may have to add a token to score them
-        num_probes = NUM_PROBES[trainer.dtype] if num_probes is None else num_probes
+        num_probes = defaults.count if num_probes is None else num_probes
         self._probe_sequences = trainer.draw(num_probes, length, seed)
 
     def begin(self) -> None:

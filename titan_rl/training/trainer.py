@@ -146,6 +146,11 @@ class TrainerCore:
         return self._policy.dtype
 
     @property
+    def device(self) -> torch.device:
+        """Device of this rank's computations."""
+        return self._policy.device
+
+    @property
     def max_context(self) -> int:
         """Most tokens of a sequence: `model.max_context`."""
         return self._config.max_context
