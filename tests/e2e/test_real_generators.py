@@ -10,7 +10,6 @@ import signal
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -27,7 +26,7 @@ from e2e.runs import REPOSITORY, process_writing_to
 from titan_rl.cluster.actor_replica import ActorReplica
 from titan_rl.cluster.run_processes import start_processes
 from titan_rl.config.load import load_config
-from titan_rl.core.errors import ActorDiedError, EngineDeadError, GenerationError
+from titan_rl.core.errors import ActorDiedError, GenerationError
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.resume import resume_on_abort
 from titan_rl.generation.router import GeneratorRouter
@@ -44,7 +43,7 @@ BASE = REPOSITORY / "examples" / "alphabet_sort" / "base"
 SETTINGS = [
     ("generation.max_running", "2"),  # so that requests queue
     ("generation.stream_interval", "4"),
-    ("hosts.max_respawns", "5"),
+    ("hosts.max_respawns", "2"),
     ("statedict.transport", "rdma"),  # by which readers on the trainer's host map its memory, as with shared_memory
 ]
 STALL_S = 8.0
@@ -190,29 +189,6 @@ async def test_sigkill_loses_no_request_and_at_most_the_interval_of_tokens(
         assert list(completion.token_ids[: len(kept)]) == kept
     await stage.until_both_serve()
 
-    # An engine that has ended in a process that lives is replaced with its process, and so is one that is starting.
-    broken = next(replica for replica in stage.processes.replicas if replica.name != doomed)
-    log = stage.run_dir.logs / f"{broken.name}.log"
-    before = process_writing_to(log)
-    stage.processes.on_replica_failed(broken, EngineDeadError("the engine failed"))
-    second = await another_process(log, before)
-    assert len(stage.router.replicas) == 1
-    os.kill(second, signal.SIGKILL)
-    assert await another_process(log, second) != before
-    await stage.until_both_serve()
-
-
-async def test_a_generator_that_hangs_is_replaced_and_its_requests_go_on(stage: Stage) -> None:
-    requests = stage.ask(8)
-    await stage.running(requests, tokens=32)
-    hanging = max(stage.router.replicas, key=lambda replica: replica.num_requests).name
-    log = stage.run_dir.logs / f"{hanging}.log"
-    stopped = process_writing_to(log)
-    os.kill(stopped, signal.SIGSTOP)
-    completions = await asyncio.wait_for(asyncio.gather(*requests), LIMIT_S)
-    assert [(len(c.token_ids), c.finish_reason) for c in completions] == [(LENGTH, FinishReason.LENGTH)] * 8
-    await another_process(log, stopped)
-
 
 async def test_agents_notice_no_swap_no_pause_and_no_death(stage: Stage) -> None:
     """Six agents under a hot swap every tenth of a second, pauses of each kind, and the death of a generator."""
@@ -279,7 +255,7 @@ async def test_one_more_death_than_may_be_ends_the_watch_and_a_dead_trainer_its_
 
     last = next(replica.name for replica in stage.router.replicas if replica.serving)
     kill(last)
-    died = rf"{last} died: process \d+ .*, and is not replaced: hosts.max_respawns = 5, and 5 were replaced"
+    died = rf"{last} died: process \d+ .*, and is not replaced: hosts.max_respawns = 2, and 2 were replaced"
     with pytest.RaisesGroup(pytest.RaisesExc(ActorDiedError, match=died)):
         await asyncio.wait_for(stage.watch, LIMIT_S)
 
@@ -287,12 +263,3 @@ async def test_one_more_death_than_may_be_ends_the_watch_and_a_dead_trainer_its_
     kill("trainer")
     with pytest.raises(ActorDiedError, match="trainer"):
         await asyncio.wait_for(step, LIMIT_S)
-
-
-async def another_process(log: Path, than: int) -> int:
-    async with asyncio.timeout(LIMIT_S):
-        while True:
-            with contextlib.suppress(ProcessLookupError):
-                if (pid := process_writing_to(log)) != than:
-                    return pid
-            await asyncio.sleep(0.05)
