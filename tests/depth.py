@@ -1,4 +1,4 @@
-"""How far the tests go: all the way in `make test-deep` and `make test-hosts`, a part of it elsewhere."""
+"""Depth of the tests: variants that only `make test-deep` and `make test-hosts` run, and numbers of random examples."""
 
 import os
 
@@ -12,5 +12,5 @@ on_more_hosts = pytest.mark.skipif(
 
 
 def examples(number: int) -> int:
-    """How many of `number` random examples to draw: an eighth, where it is not all the way."""
+    """Return how many random examples to draw: `number` in `make test-deep`, an eighth of it elsewhere."""
     return number if DEEP else max(number // 8, 4)

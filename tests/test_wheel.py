@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from background import HANG_S
 from own_venv import asked_for, python_with
 
 from titan_rl.cli.init import example_names
@@ -33,7 +34,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("mine alone")
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, source]
-    built = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    built = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert built.returncode == 0, built.stderr
     (wheel,) = folder.glob("titan_rl-*.whl")
     return wheel
@@ -71,7 +72,7 @@ def run(python: Path | str, *arguments: str, cwd: Path) -> str:
     """What a program prints, by an interpreter that is told of no other place."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [str(python), *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=600, check=False
+        [str(python), *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=HANG_S, check=False
     )
     assert "Traceback" not in done.stderr, done.stderr
     return done.stdout

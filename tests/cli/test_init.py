@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from background import HANG_S
 
 from titan_rl.cli.init import TEMPLATES, example_names
 from titan_rl.cli.main import main
@@ -34,7 +35,7 @@ def test_a_package_is_made_whose_tests_pass_and_whose_settings_load(template: st
 
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run(tests, cwd=name, capture_output=True, text=True, timeout=600, env=environment)
+    done = subprocess.run(tests, cwd=name, capture_output=True, text=True, timeout=HANG_S, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "passed" in done.stdout
     assert "warn" not in done.stdout + done.stderr

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from background import HANG_S
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
@@ -39,7 +40,7 @@ def started(tmp_path: Path, program: str) -> subprocess.CompletedProcess[str]:
     folder.mkdir(mode=0o700)
     environment = {**os.environ, "TMPDIR": str(folder)}
     return subprocess.run(
-        [sys.executable, str(file), str(folder)], capture_output=True, text=True, timeout=500, env=environment
+        [sys.executable, str(file), str(folder)], capture_output=True, text=True, timeout=HANG_S, env=environment
     )
 
 

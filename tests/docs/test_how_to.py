@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from background import HANG_S
 from docs.pages import PAGES, ROOT, files
 
 SHOWN = {page: files(page) for page in PAGES if page.parent.name == "how_to" or page.stem == "tutorial"}
@@ -26,6 +27,6 @@ def test_the_tests_of_all_pages_pass(tmp_path: Path) -> None:
         env={"PYTHONPATH": str(ROOT), "PATH": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr

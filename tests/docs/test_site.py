@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from background import HANG_S
 
 import titan_rl
 from titan_rl.cli.main import command_line
@@ -43,7 +44,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr
     return folder / "site"

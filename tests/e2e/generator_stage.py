@@ -14,7 +14,7 @@ from titan_rl.weights.types import PublishedWeights
 
 LENGTH = 200
 SAMPLING = SamplingParams(max_tokens=LENGTH, min_tokens=LENGTH, temperature=1.0)
-LIMIT_S = 600
+LIMIT_S = 480
 
 
 class Stage:

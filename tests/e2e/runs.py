@@ -18,6 +18,8 @@ from pathlib import Path
 from titan_rl.metrics.table import find_metric
 
 REPOSITORY = Path(__file__).parents[2]
+RUN_S = 480.0
+"""Limit of a wait for a run, on a busy machine too, and less than that of a test, after which pytest's process ends."""
 QUICK = {
     "generation.num_generators": 1,
     "training.steps": 3,
@@ -79,7 +81,7 @@ class Run:
         assert sorted(name for name in names if find_metric(name) is None) == []
         return records
 
-    def wait_for_step(self, step: int, timeout_s: float = 900.0) -> None:
+    def wait_for_step(self, step: int, timeout_s: float = RUN_S) -> None:
         """Return once optimizer step `step` is recorded."""
         deadline = time.monotonic() + timeout_s
         while not any("train/loss" in record and record["step"] >= step for record in self.metrics()):
@@ -88,7 +90,7 @@ class Run:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(0.2)
 
-    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 600.0) -> None:
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = RUN_S) -> None:
         """Return once it holds."""
         deadline = time.monotonic() + timeout_s
         while not condition():
@@ -97,7 +99,7 @@ class Run:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(0.1)
 
-    def wait(self, timeout_s: float = 1200.0) -> int:
+    def wait(self, timeout_s: float = RUN_S) -> int:
         return self.process.wait(timeout_s)
 
     def child(self, name: str) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from background import HANG_S
 from tiny_policy import make_tiny_qwen3, make_trainer, on_policy_samples, sequences, transformers_logprobs, weights
 from transformers import AutoModelForCausalLM
 
@@ -225,7 +226,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_valid(tmp_path: Path, tmp_pa
     arguments = (str(folder), str(target), 100_000)
     child = multiprocessing.get_context("spawn").Process(target=save_on_a_full_disk, args=arguments)
     child.start()
-    child.join(timeout=600)
+    child.join(timeout=HANG_S)
     assert child.exitcode == 0
     assert os.listdir(tmp_path) == ["step-000000"]
     make_trainer(folder).load(target)

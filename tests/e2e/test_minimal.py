@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from e2e.runs import RUN_S
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "minimal.py"
 
 
@@ -17,7 +19,7 @@ def test_the_minimal_example_trains_for_two_steps() -> None:
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=1200,
+        timeout=RUN_S,
         check=False,
     )
     assert run.returncode == 0, run.stderr[-4000:]

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from background import HANG_S
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
@@ -38,6 +39,6 @@ print(process_scratch())
 def test_a_second_run_starts_processes_of_its_own(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=500)
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
     assert not Path(done.stdout.splitlines()[-1]).exists()

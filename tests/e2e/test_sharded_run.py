@@ -22,7 +22,7 @@ def test_two_ranks_train_publish_save_and_go_on_split_otherwise_until_one_dies(t
         run.wait_for(lambda: "trainer is there again after" in run.output)
         run.wait_for_step(1 + run.metrics()[-1]["step"])
         os.kill(run.child("trainer-rank1"), signal.SIGKILL)
-        assert run.wait(450) == 1
+        assert run.wait() == 1
         assert "is not replaced: hosts.max_respawns = 1, and 1 was replaced before" in run.output
         steps = [record for record in run.metrics() if "train/loss" in record]
         assert [record["step"] for record in steps] == list(range(1, len(steps) + 1))

@@ -15,7 +15,7 @@ pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
 
 from depth import in_depth
-from e2e.runs import QUICK, Run, run_training
+from e2e.runs import QUICK, RUN_S, Run, run_training
 from e2e.slow_loss import GATE
 
 from titan_rl.run.journal.state import RunState
@@ -30,7 +30,7 @@ SETTINGS = {
 }
 
 
-def wait_until(condition: Callable[[], bool], run: Run, timeout_s: float = 600.0) -> None:
+def wait_until(condition: Callable[[], bool], run: Run, timeout_s: float = RUN_S) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert run.process.poll() is None, run.output
@@ -119,7 +119,7 @@ def test_a_second_signal_ends_a_run_at_once_and_leaves_nothing_but_what_was_save
         stop_within_a_step(run, gate, run.folder / "logs" / "controller.log", signal.SIGINT)
         time.sleep(0.4)  # two signals closer together are one
         run.process.send_signal(signal.SIGINT)
-        assert run.wait(240) == 130
+        assert run.wait() == 130
         ended = f"ended at once; what was saved before stays; to go on: titan-rl train --resume {run.folder}"
         assert ended in run.output
         wait_until_nothing_is_left(run)
@@ -136,7 +136,7 @@ def test_a_run_stopped_within_a_step_and_one_killed_go_on_where_the_trainer_says
         assert others_may_reach(run) == []
         before = stop_within_a_step(run, gate, run.folder / "logs" / "controller.log", signal.SIGTERM)
         (gate / "hold").unlink()
-        assert run.wait(600) == 143, run.output
+        assert run.wait() == 143, run.output
         assert "titan-rl: SIGTERM: stopping" in run.output
         assert (run.folder / "report.html").exists()
         assert run.leftovers() == []
@@ -157,7 +157,7 @@ def test_a_run_stopped_within_a_step_and_one_killed_go_on_where_the_trainer_says
         run.resume()
         run.wait_for_step(state.step + 3)
         run.process.send_signal(signal.SIGKILL)
-        run.wait(240)
+        run.wait()
         wait_until_nothing_is_left(run)
         assert "12 bytes are no record and are passed over" in run.output
 

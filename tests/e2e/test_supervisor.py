@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from background import HANG_S
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
@@ -43,7 +44,7 @@ def test_death_is_reported_and_contained(tmp_path: Path) -> None:
     """In a process of its own, since Monarch reads when it is imported how often it looks."""
     polls = {"HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s"}
     command = [sys.executable, __file__, str(tmp_path)]
-    done = subprocess.run(command, env=os.environ | polls, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env=os.environ | polls, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-LIMIT_S = 900.0
+LIMIT_S = 480.0  # what hangs fails before the limit of a test ends its process
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["titan_rl.training.trainer", "e2e.sharded_steps", "e2e.sharded_publish"])

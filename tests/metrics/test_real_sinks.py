@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from background import HANG_S
 from own_venv import asked_for, python_with
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -211,7 +212,7 @@ def test_trackio_has_both_lives_of_a_run(request: pytest.FixtureRequest, tmp_pat
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRACKIO_DIR": str(tmp_path / "trackio")}
     program = ROOT / "tests" / "sinks" / "programs" / "trackio_run.py"
     run = subprocess.run(
-        [python, program, tmp_path], env=environment, capture_output=True, text=True, timeout=600, check=False
+        [python, program, tmp_path], env=environment, capture_output=True, text=True, timeout=HANG_S, check=False
     )
     assert run.returncode == 0, run.stderr
     (said,) = (json.loads(line) for line in run.stdout.splitlines() if line.startswith("{"))

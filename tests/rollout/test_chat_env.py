@@ -158,6 +158,7 @@ async def test_an_environment_that_fails_is_no_fault_of_the_endpoint() -> None:
     assert "test_chat_env.py" in str(rollout.failure.where)
 
 
+@pytest.mark.looptime
 async def test_time_that_is_up_ends_a_rollout_between_two_replies() -> None:
     never = asyncio.Event()
     rollout, _, _ = await played(says("a"), never, rollout_timeout_s=0.05)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from background import HANG_S
 from user_project import project
 
 if importlib.util.find_spec("vllm") is None:  # which the command asks for; here it is not imported
@@ -40,7 +41,7 @@ sys.exit(main(["train", "config.toml"]))
 
 
 def test_a_run_that_is_stopped_as_it_starts_starts_nothing(project: Path):
-    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=600, check=False)
+    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=HANG_S, check=False)
     assert ended.returncode == 130, ended.stderr
     assert ended.stdout == ""
     first, last = ended.stderr.splitlines()
