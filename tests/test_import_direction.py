@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "testing": "core generation rollout scheduling types weights",
     "viewer": "config core metrics scheduling",
     "cluster": "config core generation rollout training types weights",
-    "run": "cluster config core generation metrics rollout scheduling training types viewer weights",
+    "run": "cluster config core generation metrics rollout scheduling serving tasks training types viewer weights",
     "evaluation": "cluster config core generation rollout run serving training types weights",
     "api": "config core evaluation generation metrics rollout run scheduling training types weights",
     "cli": "cluster config core evaluation run training viewer",

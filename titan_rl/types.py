@@ -108,6 +108,8 @@ class SamplingParams:
         stop_token_ids: tokens that end the completion; the stop token is part of it.
         return_routed_experts: ask a mixture-of-experts model for the experts each token took.
         top_logprobs: ask for so many of the likeliest tokens at each position, at most 20. What is sampled is the same.
+        prompt_logprobs: ask for the logprobs of the prompt's own tokens, with so many of the likeliest tokens at each
+            position, at most 20; None asks for none. Teachers score with it.
         presence_penalty: subtracted from the logits of tokens that the completion has already, in [-2, 2].
         frequency_penalty: subtracted from a token's logit for each time that the completion has it, in [-2, 2].
         repetition_penalty: divides the positive logits, and multiplies the negative ones, of tokens that prompt or
@@ -139,6 +141,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     constraint: str | None = None
     num_continued: int = 0
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         keep_integer(self, "max_tokens", 1, _MAX_INT, "an integer of at least 1")
@@ -149,6 +152,10 @@ class SamplingParams:
             raise ValueError("SamplingParams.top_k is 0; it must be an integer, -1 (off) or at least 1")
         keep_float(self, "min_p", 0.0, 1.0, "in [0, 1]")
         keep_integer(self, "top_logprobs", 0, MOST_TOP_LOGPROBS, f"from 0 to {MOST_TOP_LOGPROBS}")
+        if self.prompt_logprobs is not None:
+            keep_integer(
+                self, "prompt_logprobs", 0, MOST_TOP_LOGPROBS, f"None or an integer from 0 to {MOST_TOP_LOGPROBS}"
+            )
         keep_integer(self, "min_tokens", 0, self.max_tokens, "an integer between 0 and max_tokens")
         if self.seed is not None:
             keep_integer(self, "seed", -math.inf, math.inf, "None or an integer")
@@ -268,6 +275,43 @@ class VersionSpan:
         keep_integer(self, "num_tokens", 0, _MAX_INT, "an integer of at least 0")
 
 
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Logprobs of a prompt's tokens after the first, at temperature 1, and of the likeliest tokens in their places.
+
+    Example: the prompt [7, 8, 5] with `prompt_logprobs = 1`, where 5 is the likeliest token after [7, 8]:
+
+        PromptScores([-2.0, -0.1], top_k=1, top_ids=[9, 5], top_logprobs=[-0.5, -0.1])
+
+    Args:
+        top_ids: the likeliest tokens of each place, the likeliest first, all places behind each other.
+
+    Raises:
+        ValueError: a place has other than `top_k` of them.
+    """
+
+    logprobs: Sequence[float]  # [num_prompt_tokens - 1]
+    top_k: int = 0
+    top_ids: Sequence[int] = ()  # [(num_prompt_tokens - 1) * top_k]
+    top_logprobs: Sequence[float] = ()  # [(num_prompt_tokens - 1) * top_k]
+
+    def __post_init__(self) -> None:
+        if not len(self.top_ids) == len(self.top_logprobs) == len(self.logprobs) * self.top_k:
+            raise ValueError(
+                f"PromptScores of {len(self.logprobs)} tokens and top_k = {self.top_k} has {len(self.top_ids)} top_ids "
+                f"and {len(self.top_logprobs)} top_logprobs; each place needs {self.top_k}"
+            )
+
+    def between(self, start: int, stop: int) -> PromptScores:
+        """The scores of the tokens [start, stop) of the prompt; `start` is at least 1.
+
+        Example: of a prompt of 3 tokens `between(2, 3)` are those of the last.
+        """
+        first, last = start - 1, stop - 1
+        at = slice(first * self.top_k, last * self.top_k)
+        return PromptScores(self.logprobs[first:last], self.top_k, self.top_ids[at], self.top_logprobs[at])
+
+
 def _plain(value: Any) -> Any:
     """Sequences and arrays as lists, which say of themselves in one word whether they are equal."""
     if hasattr(value, "tolist"):
@@ -309,6 +353,7 @@ class Completion:
     ended: FinishReason | None = None  # of one that says ABORT: how it ended by itself, if it did before it heard
     top_logprobs: TopLogprobs | None = None  # [num_tokens, ...] where they were asked for
     allowed_logprobs: Sequence[float] | None = None  # [num_tokens] under a constraint, or None
+    prompt_scores: PromptScores | None = None  # where `prompt_logprobs` were asked for
 
     def __post_init__(self) -> None:
         if not isinstance(self.request_id, str):  # pyright: ignore[reportUnnecessaryIsInstance]

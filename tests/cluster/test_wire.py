@@ -6,7 +6,7 @@ import pytest
 
 from titan_rl.cluster.request_stream import RequestFailed, pack, unpack
 from titan_rl.core.errors import GenerationError
-from titan_rl.types import Completion, FinishReason, TokenChunk, VersionSpan
+from titan_rl.types import Completion, FinishReason, PromptScores, TokenChunk, VersionSpan
 
 TOP = [[(5, -0.5)], [(8, -0.05), (9, -0.1)], []]
 ALLOWED = [-0.25, 0.0, -3.5]
@@ -23,6 +23,7 @@ COMPLETION = Completion(
     FinishReason.TOOL_CALLS,
     TOP,
     ALLOWED,
+    PromptScores([-1.5], 1, [7], [-0.5]),
 )
 
 

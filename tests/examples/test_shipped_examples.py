@@ -20,4 +20,5 @@ def test_its_settings_can_be_rehearsed(name: str, tmp_path: Path) -> None:
     path = Path("examples", name, "cpu.toml")
     context = load_config(path, check_files=False).model.max_context
     make_tiny_model(tmp_path / "base", texts=(), level="byte", parameters=100_000, max_context=context)
-    assert rehearse(load_config(path, [("model.path", str(tmp_path / "base"))]), LOG)
+    made = [(key, str(tmp_path / "base")) for key in ("model.path", "training.teacher")]
+    assert rehearse(load_config(path, made if name == "distillation" else made[:1]), LOG)

@@ -64,7 +64,7 @@ def of_code() -> set[str]:
 
 def of_games_and_agents() -> set[str]:
     """What the library gives rollouts of some kinds alone."""
-    of_some = ("retries", "close_failed", "branches", "completion_tokens")
+    of_some = ("retries", "close_failed", "branches", "completion_tokens", "teacher_seconds", "teacher_kl")
     metrics = {"completion_tokens": 1.0}
     completion = Completion(
         "r", [9], [-0.5], FinishReason.STOP, [VersionSpan(0, 1)], metrics=metrics, allowed_logprobs=[-0.1]

@@ -46,6 +46,31 @@ async def test_a_server_is_a_generate_fn() -> None:
             assert tuple(theirs.version_spans) == tuple(own.version_spans)
 
 
+@pytest.mark.parametrize("top_k", [0, 3])
+async def test_a_server_gives_the_logprobs_of_a_prompt(top_k: int) -> None:
+    async with served() as stage, HttpGenerateFn("http://policy/v1", transport=httpx.ASGITransport(stage.app)) as ask:
+        sampling, prompt = SamplingParams(1, prompt_logprobs=top_k), [1, 2, 3, 9]
+        theirs = (await ask(prompt, request_id="r", sampling=sampling)).prompt_scores
+        own = (await stage.router.generate(prompt, request_id="r", sampling=sampling)).prompt_scores
+        assert theirs is not None
+        assert own is not None
+        assert theirs.logprobs == pytest.approx(own.logprobs)
+        assert (theirs.top_k, theirs.top_ids) == (top_k, own.top_ids)
+        assert list(theirs.top_logprobs) == pytest.approx(list(own.top_logprobs))
+        assert (await ask(prompt, request_id="r", sampling=SamplingParams(1))).prompt_scores is None
+
+
+@pytest.mark.parametrize("more", [{"stream": True}, {"n": 2}])
+async def test_logprobs_of_a_prompt_come_with_one_whole_answer(more: dict[str, Any]) -> None:
+    async with served() as stage, client_of(stage.app) as client:
+        sampling = {"max_tokens": 1, "prompt_logprobs": 1, **({"n": more["n"]} if "n" in more else {})}
+        answer = await client.post(
+            PATH, json={"token_ids": [1, 2], "sampling_params": sampling, "stream": "stream" in more}
+        )
+        assert answer.status_code == 400
+        assert "prompt_logprobs come with one whole answer" in answer.text
+
+
 async def test_the_client_of_the_renderers_package_is_answered() -> None:
     client = pytest.importorskip("renderers.client")
     openai = pytest.importorskip("openai")

@@ -18,6 +18,7 @@ RECORD = TokenStats(
     weight_M=torch.tensor([1.0, 0.0, 2.0]),
     masked_M=torch.tensor([False, True, False]),
     kl_M=torch.tensor([0.0, 0.3, 0.6]),
+    taught_M=torch.tensor([0.5, float("nan"), 1.5]),
     entropy_M=torch.tensor([1.0, 2.0, 3.0]),
     version_M=torch.tensor([5, 5, 3]),
     oldest_version_M=torch.tensor([5, 5, 3]),
@@ -52,3 +53,9 @@ def test_micro_batches_become_one_record() -> None:
     whole = TokenStats.concatenate([RECORD, RECORD])
     assert float(whole.denominator.sum()) == 6
     assert token_metrics(whole, version=5)["num_nonfinite_tokens"] == 2
+
+
+def test_the_divergence_from_a_teacher_is_a_mean_over_the_tokens_that_it_has_scored() -> None:
+    assert token_metrics(RECORD, version=5)["teacher_kl"] == pytest.approx(1.0)
+    unscored = replace(RECORD, taught_M=torch.full((3,), float("nan")))
+    assert "teacher_kl" not in token_metrics(unscored, version=5)

@@ -39,7 +39,7 @@ Packed = tuple[Any, ...]
 
 
 def pack(message: FromGenerator) -> Packed:
-    """A tuple of builtin values, but for an error and routed experts."""
+    """A tuple of builtin values, but for an error, routed experts and scores of prompts."""
     match message:
         case TokenChunk():
             return (
@@ -63,6 +63,7 @@ def pack(message: FromGenerator) -> Packed:
                 None if message.ended is None else message.ended.value,
                 message.top_logprobs,
                 _pack_allowed(message.allowed_logprobs),
+                message.prompt_scores,
             )
         case RequestFailed():
             return message.request_id, message.error
@@ -81,7 +82,7 @@ def unpack(packed: Packed) -> FromGenerator:
                 top,
                 _unpack_allowed(allowed),
             )
-        case (request_id, token_ids, logprobs, reason, spans, experts, metrics, ended, top, allowed):
+        case (request_id, token_ids, logprobs, reason, spans, experts, metrics, ended, top, allowed, scores):
             return Completion(
                 request_id,
                 array_from_bytes(TOKENS, token_ids),
@@ -93,6 +94,7 @@ def unpack(packed: Packed) -> FromGenerator:
                 None if ended is None else FinishReason(ended),
                 top,
                 _unpack_allowed(allowed),
+                scores,
             )
         case (request_id, error):
             return RequestFailed(request_id, error)

@@ -24,6 +24,7 @@ from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.task import FilteringTask, RunContext, calling, drop_reason, opened, wrong_result
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.scheduling.filters import GroupFilter, find_filter, first_reason, too_few_siblings, too_long
+from titan_rl.training.data.sample_builder import Distillation
 from titan_rl.training.data.sample_maker import SampleMaker
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 
@@ -133,6 +134,7 @@ def make_sample_maker(config: RunConfig) -> SampleMaker:
     return SampleMaker(
         {source.name: find_advantage(config.advantage_of(source)) for source in config.tasks},
         constrained=config.correction.constrained,
+        distillation=Distillation(config.training.distill, config.training.distill_coef),
         max_token_age=config.scheduling.max_token_age,
     )
 

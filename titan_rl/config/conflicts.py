@@ -6,7 +6,7 @@ Each conflict is one line that names the fields, their values and the fix.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -71,6 +71,46 @@ def of_training(model: ModelConfig, training: TrainingConfig, correction: Correc
             'correction.proximal = "behaviour" makes every importance ratio 1, so correction.weight, mask and veto do '
             'nothing; set proximal = "recomputed" or "interpolated"'
         )
+
+
+def of_distillation(
+    training: TrainingConfig,
+    teachers: Mapping[str, str],
+    temperatures: Mapping[str, float],
+    teaches_itself: Mapping[str, bool],
+    given: Sequence[str],
+) -> Iterator[str]:
+    """Check the settings of distillation.
+
+    Args:
+        teachers: Of each task; "" for none.
+        temperatures: Of each task.
+        teaches_itself: Whether the task has `teacher_messages`.
+        given: Tasks with a teacher of their own.
+    """
+    if not training.distill_coef:
+        for name in given:
+            yield (
+                f"tasks.{name}.teacher has no effect with training.distill_coef = 0; set that to the weight of "
+                "distillation, or leave the teacher out"
+            )
+        return
+    if not any(teachers.values()):
+        yield (
+            f"training.distill_coef = {training.distill_coef:g} without a teacher; set training.teacher to a folder, a "
+            'URL or "self", or set distill_coef = 0'
+        )
+    for name, teacher in teachers.items():
+        if teacher and temperatures[name] != 1:
+            yield (
+                f"the temperature of task {name!r} is {temperatures[name]:g}, and its teacher {teacher!r} scores at "
+                "temperature 1; set sampling.temperature = 1"
+            )
+        if teacher == "self" and not teaches_itself[name]:
+            yield (
+                f'the teacher of task {name!r} is "self", and the task has no method teacher_messages(rollout), which '
+                "gives the policy more to read than its own prompt; add it, or name another teacher"
+            )
 
 
 def of_kept_cache(generation: GenerationConfig, scheduling: SchedulingConfig) -> Iterator[str]:

@@ -74,6 +74,7 @@ def load_config(
         config = load_config("examples/alphabet_sort/cpu.toml", [("training.steps", "5")])
     """
     config, origins = read_config(paths, overrides, given)
+    config = _with_teachers(config, origins, check_files=check_files)
     if check_files:
         check_model_folder(config.model, config.generation, origins.folders_for("model.path"))
         check_chat_template(config.model)
@@ -110,6 +111,40 @@ def read_config(
         model = config.model.model_copy(update={"path": str(folder)})
         config = config.model_copy(update={"model": model})
     return config, origins
+
+
+def _with_teachers(config: RunConfig, origins: Origins, *, check_files: bool) -> RunConfig:
+    """The config with the absolute folders of its teachers.
+
+    Args:
+        check_files: Refuse folders that do not exist.
+
+    Raises:
+        ConfigError: a folder does not exist.
+    """
+    tasks: list[TaskSource] = []
+    for source in config.tasks:
+        if source.teacher is not None:
+            found = _teacher(source.teacher, f"tasks.{source.name}.teacher", origins, check_files=check_files)
+            source = source.model_copy(update={"teacher": found})
+        tasks.append(source)
+    teacher = _teacher(config.training.teacher, "training.teacher", origins, check_files=check_files)
+    training = config.training.model_copy(update={"teacher": teacher})
+    return config.model_copy(update={"training": training, "tasks": tuple(tasks)})
+
+
+def _teacher(name: str, key: str, origins: Origins, *, check_files: bool) -> str:
+    if name in ("", "self") or name.startswith(("http://", "https://")):
+        return name
+    places = origins.folders_for(key)
+    if (folder := find_model_folder(name, places)) is not None:
+        return str(folder)
+    if check_files:
+        raise ConfigError(
+            f"{origins.of(key)}: {key} = {name!r} is no folder {told_places(places)}; name the folder of a model, a "
+            'run or a checkpoint, the URL of a server, or "self"'
+        )
+    return name
 
 
 def _with_adapter_folder(config: RunConfig, start: str, origins: Origins) -> RunConfig:

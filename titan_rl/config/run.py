@@ -23,6 +23,7 @@ from titan_rl.config.tasks import ResolvedSuite, TaskSource, ValidationSuite, is
 from titan_rl.core.settings import PathText, Section, matching
 from titan_rl.metrics.sinks.settings import LoggingConfig
 from titan_rl.rollout.settings import RolloutConfig
+from titan_rl.rollout.task import TeachingTask
 from titan_rl.scheduling.settings import SchedulingConfig
 from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
 
@@ -77,6 +78,13 @@ class RunConfig(Section):
         yield from conflicts.of_lengths(self.model, self.sampling, self.tasks)
         yield from conflicts.of_tasks(self.tasks)
         yield from conflicts.of_training(self.model, self.training, self.correction)
+        yield from conflicts.of_distillation(
+            self.training,
+            {source.name: self.teacher_of(source) for source in self.tasks},
+            {source.name: self.sampling_of(source).temperature for source in self.tasks},
+            {source.name: isinstance(source.task, TeachingTask) for source in self.tasks},
+            [source.name for source in self.tasks if source.teacher is not None],
+        )
         yield from conflicts.of_kept_cache(generation, scheduling)
         yield from conflicts.of_guessing(generation, scheduling)
         yield from conflicts.of_adapter(self.training, generation, scheduling)
@@ -137,6 +145,11 @@ class RunConfig(Section):
     def limits_of(self, source: TaskSource) -> RolloutConfig:
         """Limits of a task's rollouts."""
         return self.rollout.model_copy(update=source.rollout.model_dump(exclude_none=True))
+
+    def teacher_of(self, source: TaskSource) -> str:
+        """Teacher of a task's rollouts; "" for none."""
+        given = self.training.teacher if source.teacher is None else source.teacher
+        return given if self.training.distill_coef else ""
 
     def advantage_of(self, source: TaskSource) -> str:
         """Name of a task's advantage function."""

@@ -74,6 +74,8 @@ class TaskSource(Section):
     rollout: TaskLimits = TaskLimits()
     advantage: Annotated[str, FunctionName(tuple(ADVANTAGES), ("rewards",), may_be_class=False)] | None = None
     """Advantage function of its groups; by default training.advantage."""
+    teacher: str | None = None
+    """Teacher of its rollouts; by default training.teacher, and "" for none."""
     filters: tuple[Annotated[str, FunctionName(tuple(FILTERS), ("group",), may_be_class=False)], ...] | None = Field(
         default=None, strict=False
     )

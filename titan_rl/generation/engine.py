@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from titan_rl.core.errors import UnsupportedSamplingError
 from titan_rl.generation.request import EngineRequest
-from titan_rl.types import EXTRA_SAMPLING, FinishReason, TopLogprobs
+from titan_rl.types import EXTRA_SAMPLING, FinishReason, PromptScores, TopLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,7 @@ class TokenDelta:
     failure: str | None = None  # reason why the engine gave the request up
     top_logprobs: TopLogprobs | None = None  # [num_new_tokens, ...] if requested
     allowed_logprobs: Sequence[float] | None = None  # [num_new_tokens] if the request has a constraint
+    prompt_scores: PromptScores | None = None  # once, if requested
 
 
 def problem_of(delta: TokenDelta, request: EngineRequest) -> str | None:
@@ -120,6 +121,12 @@ def check_sampling(engine: object, request: EngineRequest) -> None:
     Raises:
         UnsupportedSamplingError: the engine cannot sample as the request asks: see `Engine`.
     """
+    if request.sampling.prompt_logprobs is not None and not getattr(engine, "scores_prompts", False):
+        raise UnsupportedSamplingError(
+            f"request {request.request_id!r} asks for the logprobs of its prompt, which {type(engine).__name__} does "
+            'not give; use an engine that does as teacher: generation.engine = "vllm"',
+            "prompt_logprobs",
+        )
     honoured: Collection[str] = getattr(engine, "extra_sampling", ())
     for name, value in request.sampling.shaping.items():
         if name in EXTRA_SAMPLING and name not in honoured:
@@ -142,7 +149,8 @@ class Engine(Protocol):
     it, running requests continue with the weights that are loaded.
 
     An attribute `extra_sampling` names the fields of `EXTRA_SAMPLING` (`titan_rl.types`) that the engine honours. The
-    engine loop refuses requests that set any other of them. Without the attribute, it refuses all of them.
+    engine loop refuses requests that set any other of them. Without the attribute, it refuses all of them. An attribute
+    `scores_prompts = True` says that it gives `TokenDelta.prompt_scores`.
 
     `titan_rl.testing.engine_contract` has tests of this contract.
     """

@@ -311,6 +311,7 @@ def _continued(first: Completion, second: Completion) -> Completion:
         finish_reason=second.finish_reason,
         metrics=_continued_metrics(first, second),
         ended=second.ended,
+        prompt_scores=first.prompt_scores,  # those of the second are of another prompt
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from titan_rl.core.errors import RequestError
 from titan_rl.generation.engine import HeldTensor, TokenDelta
 from titan_rl.generation.request import EngineRequest
-from titan_rl.types import FinishReason
+from titan_rl.types import FinishReason, PromptScores
 
 _MASK = (1 << 64) - 1
 _BLOCK = 16  # tokens of a block of the simulated prefix cache
@@ -90,6 +90,8 @@ class ScriptedEngine:
         fail_at_step: The step, counted from 1, that raises RuntimeError.
         block_at_step: The step that sets `started` and waits for `release`.
     """
+
+    scores_prompts = True
 
     def __init__(
         self,
@@ -243,7 +245,20 @@ class ScriptedEngine:
         metrics, sequence.metrics = sequence.metrics, {}
         rows = [self._route(sequence.state)] if sampling.return_routed_experts and self._experts is not None else None
         top = [self._likeliest(before, sampling.top_logprobs)] if sampling.top_logprobs else None
-        return TokenDelta(request.request_id, (token,), (logprob,), finish, rows, metrics, top_logprobs=top)
+        scores = self._scores_of(request) if sequence.generated == 1 and sampling.prompt_logprobs is not None else None
+        return TokenDelta(
+            request.request_id, (token,), (logprob,), finish, rows, metrics, top_logprobs=top, prompt_scores=scores
+        )
+
+    def _scores_of(self, request: EngineRequest) -> PromptScores:
+        prompt, top_k = request.prompt_token_ids, request.sampling.prompt_logprobs or 0
+        top: list[tuple[int, float]] = []
+        state = _mix(0, self._seed)
+        for token in prompt[:-1] if top_k else ():
+            state = _mix(state, token)
+            top += self._likeliest(state, top_k)
+        logprobs = scripted_logprobs(prompt, self.version, self._seed)
+        return PromptScores(logprobs, top_k, [token for token, _ in top], [logprob for _, logprob in top])
 
     def _likeliest(self, state: int, count: int) -> list[tuple[int, float]]:
         scored = ((_logprob(state, token, self.version), token) for token in range(self._vocab_size))

@@ -9,12 +9,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titan_rl.core.arrays import logprob_array, token_array
 from titan_rl.core.calls.imports import require
 from titan_rl.core.errors import ModelError, RequestError
 from titan_rl.generation.engine import EngineSpec, HeldTensor, TokenDelta
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.vllm_arguments import ENVIRONMENT, engine_arguments, prepare_cpu
-from titan_rl.types import EXTRA_SAMPLING, FinishReason, TopLogprobs
+from titan_rl.types import EXTRA_SAMPLING, FinishReason, PromptScores, TopLogprobs
 
 if TYPE_CHECKING:
     from titan_rl.generation.vllm_adapters import AdapterVersions
@@ -44,6 +45,7 @@ class VLLMEngine:
     """
 
     extra_sampling = EXTRA_SAMPLING
+    scores_prompts = True
 
     def __init__(self, spec: EngineSpec, *, ends_with_process: bool = False) -> None:
         if not (Path(spec.model_path) / "config.json").is_file():
@@ -213,8 +215,11 @@ class VLLMEngine:
             allowed = None
             if request.sampling.constraint is not None and (not tokens or core_id in self._scheduler.allowed_logprobs):
                 allowed = [self._scheduler.allowed_logprobs[core_id] for _ in tokens]
+            scores = None
+            if request.sampling.prompt_logprobs is not None and output.new_prompt_logprobs_tensors is not None:
+                scores = _scores_of(output.new_prompt_logprobs_tensors, request.sampling.prompt_logprobs)
             deltas.append(
-                TokenDelta(request_id, tokens, logprobs, finish_reason, experts, metrics, failure, top, allowed)
+                TokenDelta(request_id, tokens, logprobs, finish_reason, experts, metrics, failure, top, allowed, scores)
             )
         return deltas
 
@@ -232,6 +237,20 @@ def _likeliest(logprobs: Any, count: int) -> TopLogprobs | None:
         [(token, value) for token, value in zip(*row, strict=True) if value > -math.inf]
         for row in zip(ids.tolist(), values.tolist(), strict=True)
     ]
+
+
+def _scores_of(tensors: Any, top_k: int) -> PromptScores:
+    """
+    Args:
+        tensors: of vLLM, [num_prompt_tokens - 1, at least 1 + top_k]: the prompt's token, then the likeliest.
+    """
+    ids, values = tensors.logprob_token_ids[:, 1 : top_k + 1], tensors.logprobs[:, 1 : top_k + 1]
+    return PromptScores(
+        logprob_array(tensors.logprobs[:, 0].tolist()),
+        top_k,
+        token_array(ids.flatten().tolist()),
+        logprob_array(values.flatten().tolist()),
+    )
 
 
 def _executor(config: Any) -> Any:

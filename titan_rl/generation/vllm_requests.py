@@ -287,6 +287,7 @@ class VLLMRequests:
                 stop_token_ids=[token for token in sampling.stop_token_ids if 0 <= token < self._vocab_size],
                 ignore_eos=True,  # the request names its stop tokens itself
                 logprobs=sampling.top_logprobs,
+                prompt_logprobs=sampling.prompt_logprobs,
                 presence_penalty=sampling.presence_penalty,
                 frequency_penalty=sampling.frequency_penalty,
                 repetition_penalty=sampling.repetition_penalty,

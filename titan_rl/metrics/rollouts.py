@@ -211,6 +211,24 @@ ROLLOUT_METRICS = (
         "A step waits for the environment: make it faster, or allow more rollouts in flight.",
     ),
     Metric("rollout/metrics/reward_seconds", "s", "Mean time of a rollout in reward functions.", ENDS, "Near 0."),
+    Metric(
+        "rollout/metrics/teacher_seconds",
+        "s",
+        "Mean time until a teacher has scored a rollout, outages included. Other groups are generated meanwhile.",
+        ENDS,
+        "Less than rollout/metrics/seconds.",
+        "The teacher's server is too slow, or down: logs/controller.log.",
+    ),
+    Metric(
+        "rollout/metrics/teacher_kl",
+        "nats",
+        "Mean of the policy's logprob minus the teacher's, over the sampled tokens: an estimate of the reverse KL "
+        "divergence for each token.",
+        REWARD,
+        "It falls.",
+        "Constant: see train/clip_fraction, or a larger training.lr. Large from the start: the policy's answers are "
+        "unlike the teacher's; titan-rl sft on the teacher's answers first.",
+    ),
     Metric("rollout/metrics/retries", "retries", "Mean number of restarts of a rollout.", ENDS, "0."),
     Metric(
         "rollout/metrics/close_failed",

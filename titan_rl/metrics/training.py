@@ -62,6 +62,15 @@ TRAINING_METRICS = (
         "sampling.temperature. Rising without end: a lower training.lr.",
     ),
     Metric(
+        "train/teacher_kl",
+        "nats",
+        "KL divergence from the teacher over its likeliest tokens, the mean over the tokens that it has scored. Absent "
+        'with training.distill = "sampled".',
+        OPTIMIZATION,
+        "It falls.",
+        "Constant: a larger training.lr or training.distill_coef.",
+    ),
+    Metric(
         "train/reference_kl",
         "nats",
         "Estimated KL divergence to the reference model; 0 without training.kl_coef.",

@@ -18,7 +18,7 @@ from titan_rl.core.errors import DataError
 from titan_rl.rollout.environment.types import AgentEnv, SeatedEnv, TokenEnv
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.rewards.rubric import Rubric
-from titan_rl.rollout.types import Message, RolloutGroup
+from titan_rl.rollout.types import Message, Rollout, RolloutGroup
 
 
 @runtime_checkable
@@ -71,6 +71,16 @@ class FilteringTask(Task, Protocol):
 
     def drop_reason(self, group: RolloutGroup) -> str | None:
         """Reason not to train on a finished group, in the form of a metric's name; None to train on it."""
+        ...
+
+
+@runtime_checkable
+class TeachingTask(Task, Protocol):
+    """Task whose policy can teach itself, by reading more than its own prompt."""
+
+    def teacher_messages(self, rollout: Rollout) -> Sequence[Message]:
+        """Messages that the teacher reads in the place of the first prompt of a finished rollout: the same question
+        with its answer, with the environment's feedback, or with a hint."""
         ...
 
 

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from titan_rl.core.calls.user_code import Failure
-from titan_rl.types import Completion, SamplingParams, require_member
+from titan_rl.types import Completion, PromptScores, SamplingParams, require_member
 
 Message = Mapping[str, Any]
 """Chat message: `{"role": "user", "content": "..."}`, and further keys that the chat template reads."""
@@ -60,6 +60,7 @@ class Turn:
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])  # from the environment, by name
     token_advantages: Sequence[float] | None = None  # [num_completion_tokens], from the environment
     sampling: SamplingParams | None = None
+    teacher: PromptScores | None = None  # of the completion's tokens, as far as a teacher has scored them
 
 
 @dataclass(slots=True)

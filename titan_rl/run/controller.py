@@ -55,6 +55,7 @@ from titan_rl.run.terminal.view import RunLook
 from titan_rl.scheduling.batches import GroupBatch
 from titan_rl.scheduling.filters import GroupFilter
 from titan_rl.training.protocol import Trainer
+from titan_rl.training.teaching import Teacher
 from titan_rl.weights.types import PublishedWeights
 
 
@@ -69,6 +70,7 @@ class Controller(TrainingLoop):
         token_texts: Decodes tokens for transcripts.
         filters: Replace the group filters that settings name.
         hosts: Reports hosts joining, draining and lost.
+        teachers: Score finished groups, by the tasks' names.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Controller(TrainingLoop):
         token_texts: TokenTexts | None = None,
         filters: Sequence[GroupFilter] | None = None,
         hosts: HostHistory | None = None,
+        teachers: Mapping[str, Teacher] | None = None,
     ) -> None:
         state = replace(start, settings=settings_of(config))
         super().__init__(config, trainer, run_dir=run_dir, state=state, sinks=sinks, progress=progress)
@@ -112,6 +115,7 @@ class Controller(TrainingLoop):
             journal=journal,
             stop_token_ids=stop_token_ids,
             transcripts=self._transcripts,
+            teachers=teachers,
         )
         self._records = GroupRecords(self._mix, journal, self._transcripts, progress)
         self._sample_maker = make_sample_maker(config)

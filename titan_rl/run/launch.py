@@ -37,6 +37,7 @@ from titan_rl.run.observability.watchers import warn_of_shortage, warn_of_stalls
 from titan_rl.run.parts import Parts, Planes, describe_processes, open_planes
 from titan_rl.run.session import RunSession, open_run_dir
 from titan_rl.run.trainer_recovery import JournaledSteps, open_trainer
+from titan_rl.training.teaching import Teacher
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,7 @@ async def _train(session: RunSession[RunSummary], parts: Parts, resources: conte
     opening = _group_runners(config, run_dir.path, planes, progress, renderer)
     with progress.working("opening the tasks"):
         group_runners = await resources.enter_async_context(opening)
+    teachers = await _open_teachers(session, planes, renderer, resources)
     resources.enter_context(settled_heap())
     if planes.training is None:
         assert parts.trainer is not None
@@ -132,6 +134,7 @@ async def _train(session: RunSession[RunSummary], parts: Parts, resources: conte
         token_texts=find_token_texts(config.model),
         filters=parts.filters,
         hosts=planes.hosts,
+        teachers=teachers,
     )
     if planes.training is not None:
         planes.training.before_leaving = controller.save_soon
@@ -197,3 +200,17 @@ def _journal(session: RunSession[RunSummary]) -> Generator[RunJournal]:
         if journal.num_batches_again:
             warn(f"{journal.num_batches_again} steps after the checkpoint are trained again, on the same groups")
         yield journal
+
+
+async def _open_teachers(
+    session: RunSession[RunSummary], planes: Planes, renderer: Renderer, resources: contextlib.AsyncExitStack
+) -> Mapping[str, Teacher]:
+    """Open the teachers of the tasks, if there are any."""
+    config, progress = session.config, session.progress
+    if not any(config.teacher_of(source) for source in config.tasks):
+        return {}
+    from titan_rl.run.teachers import open_teachers
+
+    with progress.working("opening the teacher"):
+        opening = open_teachers(config, session.run_dir.path, planes.router, renderer, progress)
+        return await resources.enter_async_context(opening)

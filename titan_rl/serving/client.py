@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import httpx
 
+from titan_rl.core.arrays import logprob_array, token_array
 from titan_rl.core.errors import GenerationError, PromptTooLongError, RequestError
 from titan_rl.rollout.chat_env import ChatReply
 from titan_rl.rollout.copies import LARGEST_TOKEN_ID
 from titan_rl.rollout.types import Message
 from titan_rl.serving import LEAST_LOGPROB
-from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
+from titan_rl.types import Completion, FinishReason, PromptScores, SamplingParams, VersionSpan
 
 REFUSED = frozenset({400, 404, 413, 415, 422})
 """Status codes of faults in the request itself. A missing key, a full server and a failing one are no such faults."""
@@ -227,7 +229,12 @@ class HttpGenerateFn:
         headers = {} if session_id is None else {"x-session-id": session_id}
         response = await self._asking.post(body, headers)
         try:
-            return self._completion(request_id, response.json(), sampling.max_tokens)
+            answer = response.json()
+            completion = self._completion(request_id, answer, sampling.max_tokens)
+            if sampling.prompt_logprobs is None:
+                return completion
+            scores = prompt_scores_of(answer.get("prompt_logprobs"), prompt_token_ids, sampling.prompt_logprobs)
+            return replace(completion, prompt_scores=scores)
         except NOT_UNDERSTOOD as error:
             raise GenerationError(f"{self._asking.endpoint} answered with what is no completion: {error!r}") from error
 
@@ -275,6 +282,11 @@ def _logprob(value: Any) -> float:
     return float(value)
 
 
+def _prompt_logprob(value: Any) -> float:
+    """A logprob of a token that was not sampled, which may be minus infinity."""
+    return LEAST_LOGPROB if value == LEAST_LOGPROB else _logprob(value)
+
+
 def _wire_sampling(sampling: SamplingParams) -> dict[str, Any]:
     return {
         "max_tokens": sampling.max_tokens,
@@ -292,7 +304,32 @@ def _wire_sampling(sampling: SamplingParams) -> dict[str, Any]:
         "ignore_eos": True,  # the request names its stop tokens itself
         "logprobs": 0,
         "skip_special_tokens": False,
+        **({} if sampling.prompt_logprobs is None else {"prompt_logprobs": sampling.prompt_logprobs}),
     }
+
+
+def prompt_scores_of(told: Any, prompt: Sequence[int], top_k: int) -> PromptScores:
+    """Scores of a prompt from vLLM's form: for each token the logprobs by token id, None for the first.
+
+    Raises:
+        ValueError: they are of other tokens, or fewer than `top_k` at a place.
+    """
+    if not isinstance(told, list) or len(cast("list[Any]", told)) != len(prompt):
+        raise ValueError(f"prompt_logprobs are {str(told)[:60]}; each of {len(prompt)} tokens needs an entry")
+    logprobs: list[float] = []
+    top: list[tuple[int, float]] = []
+    for token, entry in zip(prompt[1:], cast("list[Any]", told)[1:], strict=True):
+        by_token = {int(each): _prompt_logprob(shown["logprob"]) for each, shown in entry.items()}
+        if token not in by_token or len(by_token) < top_k:
+            raise ValueError(f"prompt_logprobs have {len(by_token)} tokens at one place, without {token} or too few")
+        logprobs.append(by_token[token])
+        top += sorted(by_token.items(), key=lambda pair: pair[1], reverse=True)[:top_k]
+    return PromptScores(
+        logprob_array(logprobs),
+        top_k,
+        token_array([token for token, _ in top]),
+        logprob_array([logprob for _, logprob in top]),
+    )
 
 
 _BUSY = frozenset({429, 502, 503, 504, 529})

@@ -202,6 +202,8 @@ def _check_asked(sampling: SamplingParams, given: Completion | TokenChunk) -> No
     """
     if sampling.top_logprobs and given.token_ids and given.top_logprobs is None:
         raise ApiError(400, "what generates here gives the sampled tokens' logprobs alone", param="top_logprobs")
+    if sampling.prompt_logprobs is not None and isinstance(given, Completion) and given.prompt_scores is None:
+        raise ApiError(400, "what generates here gives no logprobs of prompts", param="prompt_logprobs")
     if sampling.constraint is not None and given.token_ids and given.allowed_logprobs is None:
         message = "what generates here cannot hold an answer to a JSON schema or to calls of tools; leave that out"
         raise ApiError(400, message, code=UNSUPPORTED_VALUE)

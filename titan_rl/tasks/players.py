@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
-import secrets
-import signal
 import socket
-import subprocess
-import sys
 import zlib
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from pathlib import Path
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, PrivateAttr, Tag
@@ -31,9 +25,6 @@ from titan_rl.rollout.types import Message
 
 if TYPE_CHECKING:  # imported where they are used, because they are slow and few seats need them
     import httpx
-
-    from titan_rl.serving.client import HttpGenerateFn
-    from titan_rl.tasks.agents.program import AgentProcesses
 
 
 class Endpoint(Section):
@@ -197,12 +188,25 @@ async def _open(seat: str, setting: PlayerSetting, run: RunContext, stack: Async
         endpoint = EndpointPlayer(setting)
         stack.push_async_callback(endpoint.close)
         return MessagePlayer(endpoint.reply, timeout_s=setting.timeout_s)
+    from titan_rl.serving.client import HttpGenerateFn
     from titan_rl.tasks.agents.program import agent_processes
+    from titan_rl.tasks.served import serving
 
     log = run.folder / "logs" / f"player-{seat}-{socket.gethostname()}-{os.getpid()}.log"
     run.tell(f"seat {seat!r} is played by {setting.policy}, which is being served; log: {log}")
     processes = await stack.enter_async_context(agent_processes())
-    generate = await stack.enter_async_context(_serving(setting, processes, log, run.max_context))
+    starting = serving(
+        setting.policy,
+        processes,
+        log,
+        max_context=run.max_context,
+        settings=setting.settings,
+        start_s=setting.start_s,
+        timeout_s=setting.timeout_s,
+    )
+    served = await stack.enter_async_context(starting)
+    generate = HttpGenerateFn(served.url, api_key=served.api_key, timeout_s=setting.timeout_s)
+    await stack.enter_async_context(generate)
     return TokenPlayer(generate, temperature=setting.temperature, timeout_s=setting.timeout_s)
 
 
@@ -264,60 +268,3 @@ class EndpointPlayer:
                 raise GenerationError(f"{self._url} answered {response.status_code}: {response.text[:200]}")
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
-
-_LOOK_S = 0.1
-_END_S = 10.0  # for a server to shut down
-_URL = re.compile(r"OPENAI_BASE_URL=(\S+?)/v1\b")
-
-
-@asynccontextmanager
-async def _serving(
-    settings: FrozenPolicy, processes: AgentProcesses, log: Path, max_context: int
-) -> AsyncGenerator[HttpGenerateFn]:
-    """Serve a checkpoint for the length of the block.
-
-    Args:
-        log: file for the server's output.
-
-    Raises:
-        GenerationError: the server ended, or did not answer in time. Has the end of its output.
-    """
-    from titan_rl.serving.client import HttpGenerateFn
-
-    key = secrets.token_urlsafe(32)
-    options = {"server.port": "0", "server.request_s": f"{settings.timeout_s}", "model.max_context": str(max_context)}
-    command = [sys.executable, "-m", "titan_rl.cli.main", "serve", settings.policy]
-    for name, value in (options | settings.settings).items():
-        command += [f"--{name}", value]
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as output:
-        async with processes.running(command, {**os.environ, "TITAN_RL_API_KEY": key}, output.fileno()) as server:
-            try:
-                url = await _url_of(server.process, log, settings)
-                async with HttpGenerateFn(url, api_key=key, timeout_s=settings.timeout_s) as generate:
-                    yield generate
-            finally:
-                with suppress(ProcessLookupError):
-                    server.process.send_signal(signal.SIGTERM)
-                await asyncio.shield(asyncio.wait((server.ended,), timeout=_END_S))
-
-
-async def _url_of(process: subprocess.Popen[bytes], log: Path, settings: FrozenPolicy) -> str:
-    """URL of the server, which it prints once it listens."""
-    try:
-        async with asyncio.timeout(settings.start_s):
-            while (told := _URL.search(_printed(log))) is None:
-                if process.poll() is not None:
-                    raise GenerationError(f"the server of {settings.policy} ended: {_printed(log)[-500:]} ({log})")
-                await asyncio.sleep(_LOOK_S)
-    except TimeoutError:
-        raise GenerationError(
-            f"the server of {settings.policy} did not answer within start_s = {settings.start_s:g} s: "
-            f"{_printed(log)[-500:]} ({log})"
-        ) from None
-    return told[1]
-
-
-def _printed(log: Path) -> str:
-    return log.read_text(encoding="utf-8", errors="replace")

@@ -31,7 +31,7 @@ from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.types import compare, read_back
 from titan_rl.testing.clock import StepClock
-from titan_rl.types import FinishReason, SamplingParams
+from titan_rl.types import FinishReason, PromptScores, SamplingParams
 
 PLACES, CONTEXT, VOCABULARY = 4, 128, 128  # of the engine under test
 NO_PROMPTS: dict[str, Any] = {
@@ -58,6 +58,7 @@ class Batch:
         self.tokens: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[float]] = {}
         self.top_logprobs: dict[str, list[Sequence[tuple[int, float]]]] = {}
+        self.prompt_scores: dict[str, PromptScores] = {}
         self.finished: dict[str, FinishReason] = {}
         self.num_steps = 0
 
@@ -80,6 +81,8 @@ class Batch:
                 self.tokens[delta.request_id] += delta.token_ids
                 self.logprobs[delta.request_id] += delta.logprobs
                 self.top_logprobs[delta.request_id] += delta.top_logprobs or ()
+                if delta.prompt_scores is not None:
+                    self.prompt_scores[delta.request_id] = delta.prompt_scores
                 if delta.finish_reason is not None:
                     self.finished[delta.request_id] = delta.finish_reason
                     self._running.remove(delta.request_id)
@@ -229,6 +232,30 @@ class EngineContract:
                 assert likeliest == sorted(likeliest, reverse=True)
                 assert dict(top).get(token, logprob) == pytest.approx(logprob, abs=1e-6)
                 assert logprob <= likeliest[0] + 1e-6
+
+    def test_a_prompt_has_the_logprobs_that_scoring_gives_it_or_asking_for_them_is_refused(
+        self, engine: Engine
+    ) -> None:
+        if not getattr(engine, "scores_prompts", False):
+            return
+        batch, prompt = Batch(engine), [5, 9, 2, 7]
+        for top_k in (0, 2):
+            batch.add(f"{top_k}", prompt, SamplingParams(max_tokens=1, prompt_logprobs=top_k))
+        batch.add("none", prompt, SamplingParams(max_tokens=1))
+        batch.run()
+        (score,) = engine.score([prompt])
+        assert batch.prompt_scores.keys() == {"0", "2"}
+        for name, scores in batch.prompt_scores.items():
+            assert list(scores.logprobs) == pytest.approx(score, abs=1e-4)
+            assert scores.top_k == int(name)
+            assert len(scores.top_ids) == len(scores.top_logprobs) == int(name) * 3
+        top = batch.prompt_scores["2"]
+        for place, logprob in enumerate(top.logprobs):
+            first, second = top.top_logprobs[2 * place : 2 * place + 2]
+            assert logprob <= first + 1e-6
+            assert second <= first
+            likeliest = dict(zip(top.top_ids[2 * place : 2 * place + 2], (first, second), strict=True))
+            assert likeliest.get(prompt[place + 1], logprob) == pytest.approx(logprob, abs=1e-6)
 
     def test_an_aborted_request_gains_nothing_more_and_its_place_is_free(self, engine: Engine) -> None:
         batch = Batch(engine)

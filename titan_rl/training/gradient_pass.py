@@ -64,6 +64,7 @@ class GradientPass:
         self._parameters = [each for each in policy.model.parameters() if each.requires_grad]
         self._max_grad_norm = max_grad_norm
         self._row_tokens = row_tokens
+        self._taught_share = 1.0  # of the present minibatch
         self._objective_lock = threading.Lock()  # a loss of the user's is called for one micro-batch at a time
         in_threads = all(each.runs_in_threads for each in (policy, reference) if each is not None)
         self._threads = ThreadPoolExecutor(num_threads, "micro-batch") if in_threads and num_threads > 1 else None
@@ -86,6 +87,7 @@ class GradientPass:
         Raises:
             UntrainableError: no token can be trained on, or loss or gradient is not finite; raised on all ranks.
         """
+        self._taught_share = self._count_taught(minibatch)
         by_batch = self._accumulate(minibatch.batches, proximal, version)
         loss, denominator = self._mean(by_batch, minibatch)
         norm = average_and_clip(self._parameters, denominator, self._max_grad_norm)
@@ -101,11 +103,21 @@ class GradientPass:
             UntrainableError: no token counts.
             TrainingError: the loss is not finite.
         """
+        self._taught_share = self._count_taught(minibatch)
         by_batch = [self._forward(batch, None, version)[1] for batch in minibatch.batches]
         loss, _ = self._mean(by_batch, minibatch)
         if not math.isfinite(loss):
             raise TrainingError(f"the loss of {minibatch.num_samples} samples that are not trained is {loss}")
         return loss
+
+    def _count_taught(self, minibatch: Minibatch) -> float:
+        """The denominator of the loss over the number of tokens that a teacher has scored, on all ranks; 1 without
+        such tokens."""
+        if not self._objective.distills:
+            return 1.0
+        counts = [self._objective.counts(batch) for batch in minibatch.batches]
+        denominator, scored = self._world.sum([sum(each[i] for each in counts) for i in range(2)])
+        return denominator / scored if scored else 1.0
 
     def _mean(self, by_batch: Sequence[TokenStats], minibatch: Minibatch) -> tuple[float, float]:
         """The mean over all ranks' tokens, and its denominator."""
@@ -182,7 +194,12 @@ class GradientPass:
         if self._reference is not None:
             with torch.no_grad():
                 reference_N, _ = self._reference.logprobs(batch)
-        logprobs_N, entropies_N = self._policy.logprobs(batch)
+        taught_NK = None
+        if self._objective.distills and batch.teacher is not None:
+            logprobs_NJ, entropies_N = self._policy.logprobs_of(batch, batch.teacher.ids_NK)
+            logprobs_N, taught_NK = logprobs_NJ[:, 0], logprobs_NJ[:, 1:]
+        else:
+            logprobs_N, entropies_N = self._policy.logprobs(batch)
         with self._objective_lock:
             return self._objective(
                 batch,
@@ -191,6 +208,8 @@ class GradientPass:
                 version=version,
                 proximal_logprobs_N=proximal_N,
                 reference_logprobs_N=reference_N,
+                taught_logprobs_NK=taught_NK,
+                taught_share=self._taught_share,
             )
 
 

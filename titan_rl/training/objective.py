@@ -1,4 +1,4 @@
-"""Objective of a step: a policy loss with off-policy correction, and a KL term on request.
+"""Objective of a step: a policy loss with off-policy correction, and terms of a KL divergence or a teacher on request.
 
 It also collects per-token statistics, from which `token_metrics` computes the metrics of a step.
 """
@@ -10,8 +10,9 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from titan_rl.training.choices import Average
+from titan_rl.training.choices import Average, DistillKind
 from titan_rl.training.corrections import correct, interpolated_logprobs
+from titan_rl.training.divergence import divergence
 from titan_rl.training.kl import ESTIMATES
 from titan_rl.training.losses import MAX_LOG_RATIO, ClipRange, LossTokens, find_loss, sum_by_sequence
 from titan_rl.training.parallel import World
@@ -21,6 +22,9 @@ from titan_rl.training.tensor_batch import TensorBatch
 
 class Objective:
     """`sum(loss_N * share_N) / denominator`, where the denominator is summed over the whole batch.
+
+    The term of a teacher has a denominator of its own, the number of scored tokens: it is summed with the others after
+    multiplication by `denominator / scored tokens`, which `GradientPass` counts beforehand.
 
     A token with a value that is not finite contributes to neither; a token that a correction masks, only to the
     denominator. The weights of a sample's tokens (`TrainingSample.loss_weights`) multiply those of the correction.
@@ -42,6 +46,22 @@ class Objective:
         self._kl = ESTIMATES[training.kl]
         self._correction = correction
         self._max_context = max_context
+        self._distill: DistillKind = training.distill
+        self._distill_coef = training.distill_coef if training.distill != "sampled" else 0.0
+
+    @property
+    def distills(self) -> bool:
+        """Whether the loss has a term of a teacher's likeliest tokens."""
+        return bool(self._distill_coef)
+
+    def counts(self, batch: TensorBatch) -> tuple[float, float]:
+        """The denominator of a micro-batch, and its scored tokens, as far as they are known before the forward pass."""
+        finite_N = torch.isfinite(batch.behaviour_logprobs_N)
+        _, denominator = self._shares(
+            batch.sequences_N[finite_N], batch.num_sequences, batch.behaviour_logprobs_N[finite_N]
+        )
+        scored = 0 if batch.teacher is None else int((batch.teacher.scored_N & finite_N).sum())
+        return float(denominator), float(scored)
 
     @property
     def recomputes_proximal(self) -> bool:
@@ -57,6 +77,8 @@ class Objective:
         version: int,
         proximal_logprobs_N: torch.Tensor | None = None,
         reference_logprobs_N: torch.Tensor | None = None,
+        taught_logprobs_NK: torch.Tensor | None = None,
+        taught_share: float = 1.0,
     ) -> tuple[torch.Tensor, TokenStats]:
         """The summed loss of a micro-batch, for `backward`, and the statistics of its tokens.
 
@@ -64,6 +86,8 @@ class Objective:
             version: of the weights at the start of the update.
             proximal_logprobs_N: under those weights; by default `logprobs_N`.
             reference_logprobs_N: of the reference model, if there is one.
+            taught_logprobs_NK: of the policy for the teacher's likeliest tokens, with gradient, if there is a teacher.
+            taught_share: The denominator of the whole batch over its number of scored tokens.
         """
         old_N = self._proximal_logprobs(batch, logprobs_N, proximal_logprobs_N, version)
         log_ratio_N = logprobs_N.detach() - batch.behaviour_logprobs_N
@@ -84,15 +108,26 @@ class Objective:
             kl_M = self._kl(tokens.logprobs_N, reference_logprobs_N[at])
             loss_M = loss_M + self._kl_coef * kl_M
         share_M, denominator = self._shares(sequences_M, num_sequences, loss_M)
-        summed = (loss_M * share_M).sum()
+        shared_M = loss_M * share_M
+        taught_M = torch.full_like(loss_M, torch.nan)
+        if taught_logprobs_NK is not None and batch.teacher is not None:
+            scored_M = batch.teacher.scored_N[at] & torch.isfinite(taught_logprobs_NK.detach()).all(-1)[at]
+            # Unscored tokens are taken out before the arithmetic, whose gradient would not be a number.
+            places = scored_M.nonzero().squeeze(-1)
+            kl_S = divergence(self._distill, taught_logprobs_NK[at[places]], batch.teacher.logprobs_NK[at[places]])
+            taught_M = taught_M.index_copy(0, places, kl_S.detach())
+            added_S = self._distill_coef * taught_share * kl_S * weights_M[places]
+            shared_M = shared_M.index_add(0, places, added_S.where(~correction.masked_N[places], 0.0))
+        summed = shared_M.sum()
         stats = TokenStats(
             valid_N=valid_N,
-            loss_M=(loss_M * share_M).detach(),
+            loss_M=shared_M.detach(),
             log_ratio_M=log_ratio_N[at],
             clipped_M=policy.clipped_N & ~correction.masked_N,
             weight_M=correction.weights_N,
             masked_M=correction.masked_N,
             kl_M=kl_M.detach(),
+            taught_M=taught_M,
             entropy_M=entropies_N.detach()[at],
             version_M=batch.versions_N[at],
             oldest_version_M=batch.oldest_versions_N[at],
@@ -138,6 +173,7 @@ class TokenStats:
     weight_M: torch.Tensor  # of the off-policy correction
     masked_M: torch.Tensor  # bool, by the off-policy correction
     kl_M: torch.Tensor  # to the reference model
+    taught_M: torch.Tensor  # divergence from the teacher, not a number where there is none
     entropy_M: torch.Tensor
     version_M: torch.Tensor
     oldest_version_M: torch.Tensor
@@ -162,6 +198,7 @@ def token_metrics(stats: TokenStats, version: int, world: World | None = None) -
         entropy: mean, in nats, of the distribution each token was drawn from.
         approx_kl: mean of ratio - 1 - log(ratio), the k3 estimate (Schulman, 2020) of KL(behaviour || policy).
         reference_kl: mean estimate of the KL to the reference model; 0 without one.
+        teacher_kl: mean divergence from the teacher over its likeliest tokens. Absent if there is none.
         staleness_mean, staleness_max: optimizer steps between the weights that sampled a token and `version`.
         num_tokens: tokens that count.
         num_nonfinite_tokens: tokens left out because one of their logprobs is not finite.
@@ -176,6 +213,7 @@ def token_metrics(stats: TokenStats, version: int, world: World | None = None) -
     clamped_M = log_ratio_M.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio_M = clamped_M.exp()
     staleness_M = (version - stats.version_M).double()
+    taught_M = stats.taught_M[stats.taught_M.isfinite()]
     on_policy_M = log_ratio_M[stats.oldest_version_M == version].abs()
     means = {
         "ratio_mean": ratio_M,
@@ -183,6 +221,7 @@ def token_metrics(stats: TokenStats, version: int, world: World | None = None) -
         "entropy": stats.entropy_M,
         "approx_kl": ratio_M - 1 - clamped_M,
         "reference_kl": stats.kl_M,
+        "teacher_kl": taught_M,
         "staleness_mean": staleness_M,
         "correction_weight_mean": stats.weight_M,
         "correction_masked_fraction": stats.masked_M,
@@ -194,12 +233,13 @@ def token_metrics(stats: TokenStats, version: int, world: World | None = None) -
         "correction_weight_max": stats.weight_M,
         "on_policy_logprob_diff_max": on_policy_M,
     }
-    num_tokens, num_on_policy, num_nonfinite, *sums = world.sum(
-        [log_ratio_M.numel(), on_policy_M.numel(), float((~stats.valid_N).sum())]
+    num_tokens, num_on_policy, num_taught, num_nonfinite, *sums = world.sum(
+        [log_ratio_M.numel(), on_policy_M.numel(), taught_M.numel(), float((~stats.valid_N).sum())]
         + [float(values_M.double().sum()) for values_M in means.values()]
     )
     maxes = world.max([float(values_M.max()) if values_M.numel() else 0.0 for values_M in greatest.values()])
-    counts = dict.fromkeys(means, num_tokens) | {"on_policy_logprob_diff_mean": num_on_policy}
+    counts = dict.fromkeys(means, num_tokens)
+    counts |= {"on_policy_logprob_diff_mean": num_on_policy, "teacher_kl": num_taught}
     metrics = {name: total / counts[name] for name, total in zip(means, sums, strict=True) if counts[name]}
     metrics |= dict(zip(greatest, maxes, strict=True))
     if not num_on_policy:

@@ -171,6 +171,12 @@ class Policy:
         """Logprobs and entropies of the trained tokens at their temperatures.  # [N], [N]"""
         return self._head_of(batch, batch.targets_N, batch.temperatures_N)
 
+    def logprobs_of(self, batch: TensorBatch, others_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logprobs of the trained tokens and of K other tokens in their places, in this order, and entropies.
+        # [N, 1 + K], [N]"""
+        targets_NJ = torch.cat([batch.targets_N[:, None], others_NK], dim=-1)
+        return self._head_of(batch, targets_NJ, batch.temperatures_N)
+
     def logits(self, batch: TensorBatch) -> torch.Tensor:
         """Logits of the predictions for the trained tokens, which should be few.  # [N, V]"""
         return self._head_of(batch)

@@ -39,23 +39,25 @@ def selected_logprobs(
     shard: VocabularyShard | None = None,
     chunk_logits: int = CHUNK_LOGITS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprobs of the targets and the entropy of the whole distribution, both at each token's temperature.
+    """Logprobs of the targets and the entropy of the whole distribution, both at each place's temperature.
 
     Logits are computed in the dtype of the hidden states, everything from there on in float32. The entropy is a metric
     and carries no gradient.
 
     Args:
+        targets_N: one token for each place, or several: [N, J].
         weight_VD: weights of the output layer, or this rank's rows of them.
         shard: position of these rows. The ranks of its mesh call this together, with the same tokens, and all get the
             results.
         chunk_logits: most logits of a chunk.
 
     Returns:
-        logprobs and entropies in nats.  # [N], [N]
+        logprobs in the shape of the targets, and entropies, in nats.  # [N] or [N, J], [N]
     """
     chunk = max(1, chunk_logits // max(1, len(weight_VD)))
-    logprobs_N, entropies_N = _SelectedLogprobs.apply(hidden_ND, weight_VD, targets_N, temperatures_N, shard, chunk)
-    return logprobs_N, entropies_N
+    targets_NJ = targets_N if targets_N.dim() == 2 else targets_N[:, None]
+    logprobs_NJ, entropies_N = _SelectedLogprobs.apply(hidden_ND, weight_VD, targets_NJ, temperatures_N, shard, chunk)
+    return logprobs_NJ.view(targets_N.shape), entropies_N
 
 
 class _SelectedLogprobs(torch.autograd.Function):
@@ -66,42 +68,43 @@ class _SelectedLogprobs(torch.autograd.Function):
         ctx: Any,
         hidden_ND: torch.Tensor,
         weight_VD: torch.Tensor,
-        targets_N: torch.Tensor,
+        targets_NJ: torch.Tensor,
         temperatures_N: torch.Tensor,
         shard: VocabularyShard | None,
         chunk: int,
     ) -> Any:
-        size = len(targets_N)
-        logprobs_N, entropies_N = torch.empty(2, size, device=hidden_ND.device).unbind()
+        size = len(targets_NJ)
+        logprobs_NJ = torch.empty(targets_NJ.shape, device=hidden_ND.device)
+        entropies_N = torch.empty(size, device=hidden_ND.device)
         probs_NV = None
         for rows in _chunks(size, chunk):
             shifted_NV, probs_NV, log_sums_N = _distribution(hidden_ND[rows], weight_VD, temperatures_N[rows], shard)
-            at_N, is_here_N = _places(targets_N[rows], weight_VD, shard)
-            chosen_N = shifted_NV.gather(-1, at_N[:, None]).squeeze(-1) * is_here_N
+            at_NJ, is_here_NJ = _places(targets_NJ[rows], weight_VD, shard)
+            chosen_NJ = shifted_NV.gather(-1, at_NJ) * is_here_NJ
             expected_N = torch.linalg.vecdot(probs_NV, shifted_NV)
             if shard is not None:
-                shard.reduce(chosen_N)
+                shard.reduce(chosen_NJ)
                 shard.reduce(expected_N)
-            logprobs_N[rows] = chosen_N - log_sums_N
+            logprobs_NJ[rows] = chosen_NJ - log_sums_N[:, None]
             entropies_N[rows] = log_sums_N - expected_N
-        ctx.save_for_backward(hidden_ND, weight_VD, targets_N, temperatures_N, probs_NV if size <= chunk else None)
+        ctx.save_for_backward(hidden_ND, weight_VD, targets_NJ, temperatures_N, probs_NV if size <= chunk else None)
         ctx.shard, ctx.chunk = shard, chunk
         ctx.mark_non_differentiable(entropies_N)
-        return logprobs_N, entropies_N
+        return logprobs_NJ, entropies_N
 
     @staticmethod
-    def backward(ctx: Any, grad_N: torch.Tensor, _: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        hidden_ND, weight_VD, targets_N, temperatures_N, kept_NV = ctx.saved_tensors
+    def backward(ctx: Any, grad_NJ: torch.Tensor, _: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        hidden_ND, weight_VD, targets_NJ, temperatures_N, kept_NV = ctx.saved_tensors
         grad_hidden_ND = torch.zeros_like(hidden_ND)
         grad_weight_VD = None
-        for rows in _chunks(len(targets_N), ctx.chunk):
+        for rows in _chunks(len(targets_NJ), ctx.chunk):
             probs_NV = kept_NV
             if probs_NV is None:
                 _, probs_NV, _ = _distribution(hidden_ND[rows], weight_VD, temperatures_N[rows], ctx.shard)
-            at_N, is_here_N = _places(targets_N[rows], weight_VD, ctx.shard)
-            scaled_N1 = (grad_N[rows] / temperatures_N[rows])[:, None]
-            grad_NV = probs_NV * -scaled_N1
-            grad_NV.scatter_add_(-1, at_N[:, None], scaled_N1 * is_here_N[:, None])
+            at_NJ, is_here_NJ = _places(targets_NJ[rows], weight_VD, ctx.shard)
+            scaled_NJ = grad_NJ[rows] / temperatures_N[rows, None]
+            grad_NV = probs_NV * -scaled_NJ.sum(-1, keepdim=True)
+            grad_NV.scatter_add_(-1, at_NJ, scaled_NJ * is_here_NJ)
             grad_NV = grad_NV.to(hidden_ND.dtype)
             grad_hidden_ND[rows] = grad_NV @ weight_VD
             # No name keeps the product of a chunk, which is as large as the weight, until the result is converted.
@@ -139,9 +142,9 @@ def _distribution(
 
 
 def _places(
-    targets_N: torch.Tensor, weight_VD: torch.Tensor, shard: VocabularyShard | None
+    targets_NJ: torch.Tensor, weight_VD: torch.Tensor, shard: VocabularyShard | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions of the targets' logits on this rank, and whether it has them.  # int64 [N], bool [N]"""
-    at_N = targets_N - (shard.start if shard else 0)
-    is_here_N = (at_N >= 0) & (at_N < len(weight_VD))
-    return at_N.where(is_here_N, 0), is_here_N
+    """Positions of the targets' logits on this rank, and whether it has them.  # int64 [N, J], bool [N, J]"""
+    at_NJ = targets_NJ - (shard.start if shard else 0)
+    is_here_NJ = (at_NJ >= 0) & (at_NJ < len(weight_VD))
+    return at_NJ.where(is_here_NJ, 0), is_here_NJ

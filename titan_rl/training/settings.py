@@ -28,6 +28,7 @@ from titan_rl.training.choices import (
     Constrained,
     CorrectionMask,
     CorrectionWeight,
+    DistillKind,
     DType,
     KLEstimate,
     LearningRateDecay,
@@ -172,6 +173,19 @@ class TrainingConfig(Section):
     training.adapter it is the policy without its adapter, which takes no memory."""
     kl: Annotated[KLEstimate, TakesEffect("training.kl_coef", none_of=(0.0,))] = "k3"
     """Estimate of that KL divergence."""
+    teacher: Annotated[str, TakesEffect("training.distill_coef", none_of=(0.0,))] = ""
+    """Teacher of distillation: a folder of a model, a run or a checkpoint, which is served beside the run; the URL of a
+    server that gives logprobs of prompts, such as titan-rl serve or vLLM; or "self", the policy with the task's
+    `teacher_messages` as prompt. Its tokens must be the policy's."""
+    distill_coef: NonNegativeFloat = 0.0
+    """Weight of distillation from the teacher, besides the rewards; 0 turns it off."""
+    distill: Annotated[DistillKind, TakesEffect("training.distill_coef", none_of=(0.0,))] = "sampled"
+    """Divergence from the teacher: the reverse KL on the sampled token, as an advantage of that token, or the forward
+    or reverse KL over the teacher's likeliest tokens, as a term of the loss."""
+    distill_top_k: Annotated[
+        int, Field(ge=1, le=20), TakesEffect("training.distill", one_of=("forward", "reverse"))
+    ] = 8
+    """Number of those tokens. All others count as one."""
     clip: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], PositiveFloat], _CLIPS] = Field(
         default=(0.2, 0.28), strict=False
     )
@@ -333,6 +347,8 @@ def _preset(given: Mapping[str, Any]) -> dict[str, Any]:
         preset.pop("clip", None)
     if given.get("kl_coef", 1.0) == 0:
         preset.pop("kl", None)
+    if given.get("distill_coef", 1.0) == 0:
+        preset.pop("distill", None)
     return preset
 
 

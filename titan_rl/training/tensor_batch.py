@@ -97,6 +97,7 @@ class TensorBatch:
     oldest_versions_N: torch.Tensor  # int64, of any token of the same sample
     sequences_N: torch.Tensor  # int64, the number of the sample in this micro-batch
     rollout_ids: tuple[str, ...]  # of the samples, by their number
+    teacher: TeacherTokens | None  # None if no sample has any scores
     experts_BLRK: torch.Tensor | None  # int64, of R routers; FREE where they choose. None if no sample has any
     num_padding: int
 
@@ -107,6 +108,19 @@ class TensorBatch:
     @property
     def num_sequences(self) -> int:
         return len(self.rollout_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherTokens:
+    """The K likeliest tokens of a teacher in the place of each trained token."""
+
+    ids_NK: torch.Tensor  # int64; 0 where a token has no score
+    logprobs_NK: torch.Tensor  # float32, not a number where a token has no score
+
+    @property
+    def scored_N(self) -> torch.Tensor:
+        """Whether a token has a score.  # bool [N]"""
+        return self.logprobs_NK.isfinite().all(-1)
 
 
 LayOut = Callable[[Sequence[Document], torch.device | str], Layout]
@@ -176,6 +190,7 @@ def make_tensor_batch(
         oldest_versions_N=ints([each.oldest_versions for each in trained]),
         sequences_N=ints([each.sequences for each in trained]),
         rollout_ids=tuple(rollout_ids),
+        teacher=_teacher_tokens(trained, device),
         experts_BLRK=_experts(experts, len(rows), width, device),
         num_padding=num_padding,
     )
@@ -193,6 +208,7 @@ class _TrainedTokens:
     versions: NDArray[Any]
     oldest_versions: NDArray[Any]
     sequences: NDArray[Any]
+    teacher: tuple[NDArray[Any], NDArray[Any]] | None  # ids and logprobs, [num_trained, top_k]
 
     @staticmethod
     def of(sample: TrainingSample, start: int, number: int) -> _TrainedTokens:
@@ -208,7 +224,33 @@ class _TrainedTokens:
             versions,
             np.full(len(targets), versions.min()) if len(targets) else versions,
             np.full(len(targets), number),
+            _likeliest_of(sample, targets),
         )
+
+
+def _likeliest_of(sample: TrainingSample, targets: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]] | None:
+    scores = sample.teacher
+    if scores is None or not scores.top_k:
+        return None
+    shape = len(sample.token_ids), scores.top_k
+    ids, logprobs = np.asarray(scores.top_ids).reshape(shape), np.asarray(scores.top_logprobs).reshape(shape)
+    return ids[targets], logprobs[targets]
+
+
+def _teacher_tokens(trained: Sequence[_TrainedTokens], device: torch.device | str) -> TeacherTokens | None:
+    """The likeliest tokens of all samples. Those of a sample without scores are not numbers."""
+    top_k = max((each.teacher[0].shape[1] for each in trained if each.teacher is not None), default=0)
+    if not top_k:
+        return None
+    count = sum(len(each.positions) for each in trained)
+    ids_NK, logprobs_NK = np.zeros((count, top_k), np.int64), np.full((count, top_k), np.nan, np.float32)
+    start = 0
+    for each in trained:
+        end = start + len(each.positions)
+        if each.teacher is not None:
+            ids_NK[start:end], logprobs_NK[start:end] = each.teacher
+        start = end
+    return TeacherTokens(torch.from_numpy(ids_NK).to(device), torch.from_numpy(logprobs_NK).to(device))
 
 
 def _experts_of(sample: TrainingSample, start: int, prefix_length: int) -> dict[int, Any]:

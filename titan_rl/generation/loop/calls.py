@@ -12,7 +12,7 @@ from titan_rl.core.clock import Clock
 from titan_rl.core.errors import GenerationError, RequestError
 from titan_rl.generation.engine import TokenDelta, problem_of
 from titan_rl.generation.request import EngineRequest, OnChunk, aborted_late
-from titan_rl.types import Completion, FinishReason, TokenChunk, VersionSpan
+from titan_rl.types import Completion, FinishReason, PromptScores, TokenChunk, VersionSpan
 
 
 class Outbox:
@@ -76,6 +76,7 @@ class PendingCall:
         self._routed_experts: list[ExpertRows] = []  # of one token each
         self._top_logprobs: list[Sequence[tuple[int, float]]] = []
         self._allowed_logprobs = array(LOGPROBS)
+        self._prompt_scores: PromptScores | None = None
         self._marks: list[tuple[int, int]] = []  # (index of the first token, version)
         self._metrics: dict[str, float] = {}
         self._streamed = 0
@@ -107,6 +108,8 @@ class PendingCall:
             self._top_logprobs.extend(delta.top_logprobs or ())
         if self.request.sampling.constraint is not None:
             self._allowed_logprobs.extend(delta.allowed_logprobs or ())
+        if delta.prompt_scores is not None:
+            self._prompt_scores = delta.prompt_scores
         if delta.metrics:
             self._metrics.update(delta.metrics)
         if delta.token_ids:
@@ -149,6 +152,7 @@ class PendingCall:
             metrics,
             top_logprobs=self._top_logprobs[:] or None,
             allowed_logprobs=self._allowed(0),
+            prompt_scores=self._prompt_scores,
         )
 
     def _allowed(self, start: int) -> NumberArray[float] | None:

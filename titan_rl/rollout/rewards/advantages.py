@@ -29,6 +29,15 @@ def reward(rewards: Sequence[float]) -> list[float]:
     return list(rewards)
 
 
+def zero(rewards: Sequence[float]) -> list[float]:
+    """No advantage, `A_i = 0`: only a teacher is learned from, and rewards are recorded.
+
+    >>> zero([1.0, 0.0])
+    [0.0, 0.0]
+    """
+    return [0.0] * len(rewards)
+
+
 @runtime_checkable
 class BatchAdvantage(Protocol):
     """Advantage that also compares a rollout with the rest of its batch."""
@@ -170,6 +179,7 @@ BY_NAME: dict[str, AdvantageFn] = {
     "leave_one_out": leave_one_out,
     "reward": reward,
     "batch_mean": batch_mean,
+    "zero": zero,
 }
 """Built-in advantages that `training.advantage` can name."""
 

@@ -30,7 +30,7 @@ from titan_rl.core.calls.user_code import Failure
 from titan_rl.rollout.copies import Contexts, context_after, end_on_line, num_shared
 from titan_rl.rollout.types import Message, Rollout, RolloutGroup, Turn
 from titan_rl.scheduling.task_mix import Assigned, Dropped, MixEvent, Result
-from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
+from titan_rl.types import Completion, FinishReason, PromptScores, SamplingParams, VersionSpan
 
 
 class StoredExperts(msgspec.Struct, array_like=True, frozen=True):
@@ -66,6 +66,7 @@ class StoredTurn(msgspec.Struct, array_like=True, frozen=True):
     rewards: dict[str, float]
     token_advantages: bytes | None
     sampling: SamplingParams | None
+    teacher: tuple[bytes, int, bytes, bytes] | None = None  # logprobs, top_k, top_ids, top_logprobs
 
 
 class StoredRollout(msgspec.Struct, array_like=True, frozen=True):
@@ -132,6 +133,7 @@ def stored_rollout(rollout: Rollout) -> StoredRollout:
                 dict(turn.rewards),
                 None if advantages is None else logprob_array(advantages).tobytes(),
                 turn.sampling,
+                None if turn.teacher is None else _stored_scores(turn.teacher),
             )
         )
         if (end := end_on_line(turn)) is not None:
@@ -161,6 +163,7 @@ def rollout_of(stored: StoredRollout) -> Rollout:
                     turn.rewards,
                     None if advantages is None else array_from_bytes(LOGPROBS, advantages),
                     turn.sampling,
+                    None if turn.teacher is None else _scores_of(*turn.teacher),
                 )
             )
         )
@@ -171,6 +174,20 @@ def _top(rows: Sequence[Sequence[tuple[int, float]]] | None) -> list[list[tuple[
     if rows is None:
         return None
     return [[(int(token), float(logprob)) for token, logprob in row] for row in rows]  # which may be NumPy's
+
+
+def _stored_scores(scores: PromptScores) -> tuple[bytes, int, bytes, bytes]:
+    top_ids, top_logprobs = token_array(scores.top_ids), logprob_array(scores.top_logprobs)
+    return logprob_array(scores.logprobs).tobytes(), scores.top_k, top_ids.tobytes(), top_logprobs.tobytes()
+
+
+def _scores_of(logprobs: bytes, top_k: int, top_ids: bytes, top_logprobs: bytes) -> PromptScores:
+    return PromptScores(
+        array_from_bytes(LOGPROBS, logprobs),
+        top_k,
+        array_from_bytes(TOKENS, top_ids),
+        array_from_bytes(LOGPROBS, top_logprobs),
+    )
 
 
 def _experts_of(stored: StoredExperts) -> ExpertRows:

@@ -25,6 +25,7 @@ from titan_rl.scheduling.filters import GroupFilter
 from titan_rl.scheduling.lease import Lease
 from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.scheduling.task_mix import Share, TaskMix
+from titan_rl.training.teaching import Teacher
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams
 
 SUSPEND_TIMEOUT_S = 3600.0
@@ -104,6 +105,7 @@ class RolloutStage:
     Args:
         group_runners: Runners of groups, by the tasks' names.
         transcripts: Receives each rollout as it ends, before it is scored, and each group whose reward failed.
+        teachers: Score finished training groups, by the tasks' names.
     """
 
     def __init__(
@@ -116,8 +118,10 @@ class RolloutStage:
         journal: RunJournal,
         stop_token_ids: Sequence[int],
         transcripts: RolloutLog,
+        teachers: Mapping[str, Teacher] | None = None,
     ) -> None:
         self._config = config
+        self._teachers = teachers or {}
         self._mix = mix
         self._sources = {source.name: source for source in config.sources}
         self._group_runners = group_runners
@@ -233,6 +237,8 @@ class RolloutStage:
                 sampling=sampling,
                 on_finished=finish,
             )
+            if lease is not None and (teacher := self._teachers.get(task)) is not None:
+                await teacher.score(group)
         group.task = task
         if group.failure is not None:
             self._transcripts.lost(group)

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from titan_rl.serving import LEAST_LOGPROB
 from titan_rl.serving.conversations.caller import Show, Talk, caller_of
 from titan_rl.serving.conversations.turn import TurnAsk, Turns
-from titan_rl.serving.http.errors import ApiError
+from titan_rl.serving.http.errors import UNSUPPORTED_VALUE, ApiError
 from titan_rl.serving.http.exchange import Answer, Emit, Exchanges, encoded
 from titan_rl.serving.http.request import Body, Many, read
 from titan_rl.serving.policy import Ask, ServedPolicy
@@ -32,7 +32,7 @@ from titan_rl.serving.protocols.wire import (
     weight_versions,
 )
 from titan_rl.serving.text import Text, Tokenizing
-from titan_rl.types import Completion, TokenChunk
+from titan_rl.types import Completion, PromptScores, TokenChunk
 
 
 class TokenSampling(SamplingBody):
@@ -42,11 +42,16 @@ class TokenSampling(SamplingBody):
     max_tokens: Count | None = None
     logprobs: TopCount | None = None
     """0 and 1 are the sampled tokens' alone; more is those of so many of the likeliest tokens, too."""
+    prompt_logprobs: TopCount | None = None
+    """Logprobs of the prompt's tokens, each with so many of the likeliest tokens in its place."""
     skip_special_tokens: bool = True  # no text is made of them
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
     stop: Annotated[Many[str], Field(max_length=0)] | None = None
     routed_experts_prompt_start: Annotated[int, Field(ge=0)] | None = None  # answers have no routed experts
+
+    def sampling(self, model_stops: Sequence[int]) -> dict[str, Any]:
+        return {**super().sampling(model_stops), "prompt_logprobs": self.prompt_logprobs}
 
     @property
     def num_top_logprobs(self) -> int:
@@ -83,6 +88,9 @@ class TokenEndpoint:
         caller = caller_of(request)
         self._policy.check_model(body.model)
         num_choices = asked.n or 1
+        if asked.prompt_logprobs is not None and (num_choices > 1 or body.stream):
+            message = "prompt_logprobs come with one whole answer; leave n and stream out"
+            raise ApiError(400, message, param="prompt_logprobs", code=UNSUPPORTED_VALUE)
         check_choices(num_choices, self._exchanges.limits.num_choices, "sampling_params.n")
         sampling = self._policy.sampling(
             len(body.token_ids),
@@ -128,6 +136,7 @@ class TokenEndpoint:
             ],
             "usage": usage(len(body.token_ids), completions),
             "prompt_token_ids": body.token_ids if body.return_token_ids else None,
+            "prompt_logprobs": _prompt_logprobs(body.token_ids, completions[0].prompt_scores),
         }
 
     async def _stream(self, body: GenerateBody, talk: Talk, ask: Ask, emit: Emit, with_logprobs: bool) -> None:
@@ -149,6 +158,20 @@ class TokenEndpoint:
             emit(envelope(choices=[{**end, "weight_versions": weight_versions(completion)}]))
         if body.stream_options is not None and body.stream_options.include_usage:
             emit(envelope(choices=[], usage=usage(len(body.token_ids), completions)))
+
+
+def _prompt_logprobs(
+    prompt: Sequence[int], scores: PromptScores | None
+) -> list[dict[str, dict[str, float]] | None] | None:
+    """Scores of a prompt in vLLM's form: for each token the logprobs by token id, None for the first."""
+    if scores is None:
+        return None
+    shown: list[dict[str, dict[str, float]] | None] = [None]
+    for place, (token, logprob) in enumerate(zip(prompt[1:], scores.logprobs, strict=True)):
+        at = slice(place * scores.top_k, (place + 1) * scores.top_k)
+        pairs = [*zip(scores.top_ids[at], scores.top_logprobs[at], strict=True), (token, logprob)]
+        shown.append({str(each): {"logprob": max(value, LEAST_LOGPROB)} for each, value in pairs})
+    return shown
 
 
 def _choice(index: int, tokens: Completion | TokenChunk, with_logprobs: bool) -> dict[str, Any]:

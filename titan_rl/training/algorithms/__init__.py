@@ -5,6 +5,7 @@ from __future__ import annotations
 from titan_rl.core.calls.imports import find_named
 from titan_rl.training.algorithms.algorithm import Algorithm, Term
 from titan_rl.training.algorithms.cispo import CISPO
+from titan_rl.training.algorithms.distillation import DISTILLATION
 from titan_rl.training.algorithms.dr_grpo import DR_GRPO
 from titan_rl.training.algorithms.grpo import GRPO
 from titan_rl.training.algorithms.gspo import GSPO
@@ -21,6 +22,7 @@ BY_NAME: dict[str, Algorithm] = {
     "cispo": CISPO,
     "rloo": RLOO,
     "reinforce": REINFORCE,
+    "distillation": DISTILLATION,
     "sft": SFT,
 }
 """Algorithms of the library, by their names in `training.algorithm`."""

@@ -3,7 +3,7 @@
 An algorithm says how rewards become advantages, which terms the loss has, and which other models it needs:
 
     A_i  = advantage(rewards of the siblings)[i]
-    loss = sum_t loss(t) / D  +  kl_coef * sum_t kl(t) / D
+    loss = sum_t loss(t) / D  +  kl_coef * sum_t kl(t) / D  +  distill_coef * sum_t divergence(t) / T
 
 The denominator D is counted over the whole batch. `average` names it:
 
@@ -11,7 +11,8 @@ The denominator D is counted over the whole batch. `average` names it:
     "sequence"    number of sequences, after the mean over the tokens of each
     "constant"    number of sequences times model.max_context, after the sum over the tokens of each
 
-Tokens that a correction masks stay in D, so that a mask does not raise the weight of the others.
+Tokens that a correction masks stay in D, so that a mask does not raise the weight of the others. T is the number of
+tokens that a teacher has scored.
 
 An algorithm is a preset of settings: `training.algorithm` names it, and each of its settings may be given beside it.
 Importing this module imports no torch.
@@ -27,7 +28,7 @@ from titan_rl.core.calls.imports import name_of
 from titan_rl.core.errors import ConfigError
 from titan_rl.rollout.rewards.advantages import BY_NAME as ADVANTAGES
 from titan_rl.rollout.rewards.advantages import AdvantageFn, standardized
-from titan_rl.training.choices import Average, KLEstimate
+from titan_rl.training.choices import Average, DistillKind, KLEstimate
 from titan_rl.training.losses import BY_NAME as LOSSES
 from titan_rl.training.losses import LossFn
 
@@ -65,6 +66,8 @@ class Algorithm:
         clip: Bounds of the ratio, [1 - low, 1 + high]; None if the loss has none.
         kl_coef: Weight of the KL divergence to the reference model, the policy as the run began; 0 needs no such model.
         kl: Estimate of that divergence.
+        distill_coef: Weight of distillation from a teacher; 0 needs none.
+        distill: Divergence from the teacher; see `training.distill`.
         needs: Requirements besides the reference model, such as group sizes.
     """
 
@@ -78,6 +81,8 @@ class Algorithm:
     clip: tuple[float, float] | None = None
     kl_coef: float = 0.0
     kl: KLEstimate = "k3"
+    distill_coef: float = 0.0
+    distill: DistillKind = "sampled"
     needs: str = ""
 
     def settings(self) -> dict[str, Any]:
@@ -97,6 +102,8 @@ class Algorithm:
             made["clip"] = self.clip
         if self.kl_coef:
             made["kl"] = self.kl
+        if self.distill_coef:
+            made |= {"distill_coef": self.distill_coef, "distill": self.distill}
         return made
 
     def terms(self) -> Iterator[Term]:
@@ -105,11 +112,17 @@ class Algorithm:
         if self.kl_coef:
             formula = {"k2": "d^2 / 2", "k3": "exp(d) - d - 1"}[self.kl] + ", d = log pi_ref - log pi_theta"
             yield Term("KL to the reference model", self.kl_coef, formula, DENOMINATORS[self.average])
+        if self.distill_coef and self.distill != "sampled":
+            formula = {"forward": "KL(pi_T || pi_theta)", "reverse": "KL(pi_theta || pi_T)"}[self.distill]
+            formula += " over the teacher's likeliest tokens, and all others as one"
+            yield Term("divergence from the teacher", self.distill_coef, formula, "tokens that the teacher has scored")
 
     def requirements(self) -> Iterator[str]:
         """Models and data that the algorithm needs."""
         if self.kl_coef:
             yield "the initial model as reference, in memory beside the policy"
+        if self.distill_coef:
+            yield "a teacher with the policy's tokens: training.teacher, and sampling.temperature = 1"
         if self.needs:
             yield self.needs
 

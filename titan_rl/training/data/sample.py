@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from titan_rl.types import PromptScores
+
 
 @dataclass(frozen=True, slots=True)
 class TrainingSample:
@@ -19,6 +21,8 @@ class TrainingSample:
     it is the same for all of them, otherwise a number for each token.
 
     `loss_weights[t]` multiplies the loss of token t; None stands for 1.
+
+    `teacher` has the likeliest tokens of a teacher, where the loss has a term of distillation.
 
     `routed_experts[t]` are the experts of the forward pass that produced token t from the tokens before it.
 
@@ -39,6 +43,7 @@ class TrainingSample:
     temperature: float | Sequence[float]  # [num_tokens] if it differs
     routed_experts: Sequence[Any] | None = None  # [num_tokens], each [num_layers, top_k], or None if the router chooses
     loss_weights: Sequence[float] | None = None  # [num_tokens]
+    teacher: PromptScores | None = None  # of all num_tokens, not a number where there is no score
 
     @property
     def temperatures(self) -> Sequence[float]:

@@ -27,9 +27,10 @@ from titan_rl.core.arrays import (
 )
 from titan_rl.rollout.copies import goes_on
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
-from titan_rl.training.choices import Constrained
+from titan_rl.training.choices import Constrained, DistillKind
 from titan_rl.training.data.sample import TrainingSample
-from titan_rl.types import Completion, SamplingParams, float_or_none
+from titan_rl.training.losses import MAX_LOG_RATIO
+from titan_rl.types import Completion, PromptScores, SamplingParams, float_or_none
 
 UNSHAPED = SamplingParams(max_tokens=1)
 """Sampling parameters that do not change the tokens' probabilities, which the loss requires."""
@@ -41,6 +42,7 @@ def build_samples(
     *,
     oldest_version: int = 0,
     constrained: Constrained = "masked",
+    distillation: Distillation | None = None,
 ) -> list[TrainingSample]:
     """Build the samples of a group's rollouts.
 
@@ -67,6 +69,7 @@ def build_samples(
                                  texts, and the contexts stay those that the constraint leads to
 
             where Z_t <= 1 is the probability that the policy gives to what was allowed at t.
+        distillation: Use of the teacher's scores (`Turn.teacher`). By default they are left out.
 
     Example: two turns, the second prompt being the first prompt [7, 8], its completion [5, 1] and an answer [9]:
 
@@ -93,8 +96,9 @@ def build_samples(
     for rollout in group.rollouts:
         if rollout.advantage is None or rollout.status.is_fault or rollout.status is RolloutStatus.ABORTED:
             continue
-        treatment = _Treatment(constrained, _rollout_weight(rollout) if constrained == "corrected" else 1.0)
-        for turns in _extending_runs(rollout):
+        weight = _rollout_weight(rollout) if constrained == "corrected" else 1.0
+        treatment = _Treatment(constrained, weight, distillation or Distillation())
+        for turns in extending_runs(rollout):
             sample = _merge(rollout, turns, rollout.advantage, temperature, oldest_version, treatment)
             if sample.num_trained_tokens:
                 samples.append(sample)
@@ -103,12 +107,27 @@ def build_samples(
 
 def count_branches(rollout: Rollout) -> int:
     """Number of samples of a rollout: 1 as long as each prompt extends the tokens before it."""
-    return sum(1 for _ in _extending_runs(rollout))
+    return sum(1 for _ in extending_runs(rollout))
+
+
+@dataclass(frozen=True, slots=True)
+class Distillation:
+    """Use of a teacher's scores in samples.
+
+    Args:
+        kind: "sampled" adds `coef * (log pi_T(t) - log pi_b(t))` to the advantage of each scored token: the policy
+            gradient of the reverse KL divergence, whose estimate on the sampled token that is, with its sign changed.
+            "forward" and "reverse" put the teacher's likeliest tokens into the samples, for a term of the loss.
+        coef: Weight; 0 leaves scores out.
+    """
+
+    kind: DistillKind = "sampled"
+    coef: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Treatment:
-    """Treatment of the constrained tokens of a rollout.
+    """Treatment of the constrained and scored tokens of a rollout.
 
     Args:
         weight: Loss weight of every token of the rollout.
@@ -116,6 +135,23 @@ class _Treatment:
 
     constrained: Constrained
     weight: float
+    distillation: Distillation
+
+    def advantages_of(self, turn: Turn, advantage: float) -> array[float]:
+        """Advantage of each token.  # [num_tokens]"""
+        advantages = array(LOGPROBS, (advantage,)) * len(turn.completion.token_ids)
+        for place, own in enumerate(turn.token_advantages or ()):
+            advantages[place] = advantage + own
+        if turn.teacher is not None and self.distillation.coef and self.distillation.kind == "sampled":
+            pairs = zip(turn.teacher.logprobs, _policy_logprobs(turn.completion), strict=False)
+            for place, (taught, own) in enumerate(pairs):
+                advantages[place] += self.distillation.coef * max(taught - own, -MAX_LOG_RATIO)
+        return advantages
+
+    def scores_of(self, turn: Turn) -> PromptScores | None:
+        """The teacher's scores that the loss needs."""
+        has_term = self.distillation.coef and self.distillation.kind != "sampled"
+        return turn.teacher if has_term and turn.teacher is not None and turn.teacher.top_k else None
 
     def weights_of(self, completion: Completion) -> array[float]:
         """Loss weight of each token.  # [num_tokens]"""
@@ -136,7 +172,7 @@ def _rollout_weight(rollout: Rollout) -> float:
     return math.exp(sum(sum(turn.completion.allowed_logprobs or ()) for turn in rollout.turns))
 
 
-def _extending_runs(rollout: Rollout) -> Iterator[list[Turn]]:
+def extending_runs(rollout: Rollout) -> Iterator[list[Turn]]:
     """Longest runs of turns in which each prompt begins with all tokens before it."""
     run: list[Turn] = []
     for turn in rollout.turns:
@@ -187,6 +223,7 @@ class _SampleTokens:
         self._temperatures: list[tuple[float, int]] = []  # each with its number of tokens
         self._trained_at: set[float] = set()
         self._experts: list[ExpertRows | int] = []  # or the number of tokens for which the router chooses
+        self._scores: list[tuple[int, PromptScores]] = []  # each with the place of its first token
 
     def add_context(self, token_ids: NumberArray[int]) -> None:
         count = len(token_ids)
@@ -200,6 +237,9 @@ class _SampleTokens:
         self.token_ids.extend(token_array(completion.token_ids).array())
         logprobs, begin = _policy_logprobs(completion), 0
         weights, first = self._treatment.weights_of(completion), len(self._loss_mask)
+        advantages = self._treatment.advantages_of(turn, advantage)
+        if (scores := self._treatment.scores_of(turn)) is not None:
+            self._scores.append((first, scores))
         for span in completion.version_spans:
             count, end = span.num_tokens, begin + span.num_tokens
             if span.version < oldest_version:
@@ -209,10 +249,7 @@ class _SampleTokens:
                 self._weights += weights[begin:end]
                 self._logprobs.extend(logprobs[begin:end].array())
                 self._versions += array(VERSIONS, (span.version,)) * count
-                if turn.token_advantages is None:
-                    self._advantages += array(LOGPROBS, (advantage,)) * count
-                else:
-                    self._advantages.extend([advantage + own for own in turn.token_advantages[begin:end]])
+                self._advantages += advantages[begin:end]
             begin = end
         for place in self._treatment.left_out(completion):
             at = first + place
@@ -248,7 +285,22 @@ class _SampleTokens:
             temperature=temperature,
             routed_experts=experts,
             loss_weights=None if all(weight == 1.0 for weight in self._weights) else NumberArray(self._weights),
+            teacher=self._joined_scores(),
         )
+
+    def _joined_scores(self) -> PromptScores | None:
+        """Scores of all tokens of the sample, not a number where there is none."""
+        if not self._scores:
+            return None
+        size, top_k = len(self.token_ids), self._scores[0][1].top_k
+        nan = array(LOGPROBS, (math.nan,))
+        logprobs, top_ids, top_logprobs = nan * size, array(TOKENS, (0,)) * (size * top_k), nan * (size * top_k)
+        for first, scores in self._scores:
+            end = first + len(scores.logprobs)
+            logprobs[first:end] = logprob_array(scores.logprobs).array()
+            top_ids[first * top_k : end * top_k] = token_array(scores.top_ids).array()
+            top_logprobs[first * top_k : end * top_k] = logprob_array(scores.top_logprobs).array()
+        return PromptScores(NumberArray(logprobs), top_k, NumberArray(top_ids), NumberArray(top_logprobs))
 
     def _add_untrained(self, count: int) -> None:
         self._loss_mask += bytes(count)

@@ -8,7 +8,7 @@ from titan_rl.rollout.rewards.advantages import AdvantageFn, compare_batch
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.training.choices import Constrained
 from titan_rl.training.data.sample import TrainingSample
-from titan_rl.training.data.sample_builder import build_samples
+from titan_rl.training.data.sample_builder import Distillation, build_samples
 
 
 class SampleMaker:
@@ -17,6 +17,7 @@ class SampleMaker:
     Args:
         advantages: Advantage function of each task, by the task's name.
         constrained: Treatment of tokens sampled under a constraint; see `build_samples`.
+        distillation: Use of the teacher's scores; see `build_samples`.
         max_token_age: Largest age, in versions, of a token that is trained. By default there is no limit.
 
     Example: `SampleMaker({"sums": batch_mean}).samples(batch.groups, version=12)`
@@ -27,10 +28,12 @@ class SampleMaker:
         advantages: Mapping[str, AdvantageFn] | None = None,
         *,
         constrained: Constrained = "masked",
+        distillation: Distillation | None = None,
         max_token_age: int | None = None,
     ) -> None:
         self._advantages = advantages or {}
         self._constrained: Constrained = constrained
+        self._distillation = distillation
         self._max_token_age = max_token_age
 
     def samples(self, groups: Iterable[RolloutGroup], version: int) -> list[TrainingSample]:
@@ -49,5 +52,7 @@ class SampleMaker:
         return [
             sample
             for group in groups
-            for sample in build_samples(group, oldest_version=oldest, constrained=self._constrained)
+            for sample in build_samples(
+                group, oldest_version=oldest, constrained=self._constrained, distillation=self._distillation
+            )
         ]

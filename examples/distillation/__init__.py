@@ -1,0 +1,1 @@
+"""Sums, learned from a teacher's logprobs instead of rewards."""

@@ -1,0 +1,150 @@
+"""Teachers of a run: their settings, the check of their tokens, and the policy as its own teacher."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from byte_tokenizer import byte_tokenizer
+from user_project import project
+
+from titan_rl import ChatTemplateRenderer, EngineLoop, GeneratorRouter, LocalReplica, SamplingParams, ScriptedEngine
+from titan_rl.config.load import load_config
+from titan_rl.core.console import LOG
+from titan_rl.core.errors import ConfigError, GenerationError
+from titan_rl.generation.scripted_engine import scripted_logprobs
+from titan_rl.rollout.types import Rollout, RolloutGroup, Turn
+from titan_rl.run.sft.launch import supervised
+from titan_rl.run.teachers import PrivilegedPrompt, check_tokens, open_teachers
+from titan_rl.tasks.served import Served
+
+__all__ = ["project"]
+
+TEACHING = """
+from echo_task import Echo
+
+class Hinted(Echo):
+    def teacher_messages(self, rollout):
+        return [{"role": "user", "content": f"Say {rollout.sample}."}]
+"""
+
+SELF = [
+    ("training.algorithm", "distillation"),
+    ("training.teacher", "self"),
+    ("task.type", "hinted_task:Hinted"),
+]
+
+
+@pytest.fixture
+def teaching(project: Path) -> Path:
+    (project / "hinted_task.py").write_text(TEACHING)
+    return project
+
+
+def server_of(tokenizer: Any, status: int = 200, **answer: Any) -> httpx.MockTransport:
+    def tokenize(request: httpx.Request) -> httpx.Response:
+        assert request.url.path == "/tokenize"
+        asked = json.loads(request.content)
+        tokens = tokenizer.encode(asked["prompt"], add_special_tokens=asked["add_special_tokens"])
+        return httpx.Response(status, json={"tokens": tokens, **answer})
+
+    return httpx.MockTransport(tokenize)
+
+
+async def checked(transport: httpx.MockTransport) -> None:
+    await check_tokens("big", Served("http://teacher/v1", ""), None, byte_tokenizer(), transport)
+
+
+async def test_a_teacher_with_the_same_tokens_is_taken() -> None:
+    await checked(server_of(byte_tokenizer()))
+
+
+async def test_a_teacher_with_another_tokenizer_is_refused_with_the_first_difference() -> None:
+    class Shifted:
+        def encode(self, text: str, **_: Any) -> list[int]:
+            tokens = byte_tokenizer().encode(text)
+            return [*tokens[:7], tokens[7] + 1, *tokens[8:]]
+
+    with pytest.raises(
+        ConfigError, match=r"the teacher big has another tokenizer than the policy: .* token 7 is \[\d+\]"
+    ):
+        await checked(server_of(Shifted()))
+
+
+async def test_a_server_that_does_not_tokenize_or_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"answered 404: .* has to tokenize, as titan-rl serve and vLLM do"):
+        await checked(server_of(byte_tokenizer(), 404))
+    with pytest.raises(ConfigError, match="sent no list of tokens"):
+        await checked(server_of(byte_tokenizer(), tokens="none"))
+
+    def down(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("refused")
+
+    with pytest.raises(GenerationError, match="the teacher big cannot be reached at http://teacher/tokenize"):
+        await checked(httpx.MockTransport(down))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        ([("training.distill_coef", "0.5")], "training.distill_coef = 0.5 without a teacher; set training.teacher to"),
+        ([("training.algorithm", "distillation")], "training.distill_coef = 1 without a teacher"),
+        ([("training.teacher", "self")], 'training.teacher = "self" has no effect'),
+        ([("training.teacher", "gone"), ("training.distill_coef", "1")], "training.teacher = 'gone' is no folder here"),
+        ([("training.teacher", "self"), ("training.distill_coef", "1")], "has no method teacher_messages(rollout)"),
+        (
+            [*SELF, ("sampling.temperature", "0.7")],
+            "temperature of task 'hinted' is 0.7, and its teacher 'self' scores",
+        ),
+        ([*SELF, ("training.distill_top_k", "4")], "training.distill_top_k = 4 has no effect"),
+    ],
+)
+def test_settings_of_a_teacher_that_do_not_fit_are_refused(
+    teaching: Path, overrides: list[tuple[str, str]], problem: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config("config.toml", overrides)
+    assert problem in str(caught.value)
+
+
+def test_the_folder_of_a_teacher_is_found_beside_the_file_that_names_it(
+    teaching: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (teaching / "big").mkdir()
+    with (teaching / "config.toml").open("a") as file:
+        file.write('teacher = "big"\ndistill_coef = 1.0\n')
+    monkeypatch.chdir(teaching.parent)
+    config = load_config(teaching / "config.toml")
+    assert config.teacher_of(config.tasks[0]) == str(teaching / "big")
+
+
+def test_supervised_steps_have_no_teacher(teaching: Path) -> None:
+    config = load_config("config.toml", [*SELF, ("training.distill", "forward")])
+    assert config.training.distill_coef == 1.0
+    training = supervised(config, config.model, 5).training
+    assert (training.distill_coef, training.teacher, training.loss) == (0.0, "", "nll")
+
+
+async def test_the_policy_scores_its_own_tokens_behind_the_tasks_messages(teaching: Path, tmp_path: Path) -> None:
+    config = load_config("config.toml", [*SELF, ("training.distill", "reverse"), ("training.distill_top_k", "2")])
+    renderer = ChatTemplateRenderer(byte_tokenizer())
+    loop = EngineLoop(ScriptedEngine)
+    await loop.start()
+    router = GeneratorRouter([LocalReplica("engine", loop, lambda version: [])])
+    answered = await router.generate([7, 8, 9], request_id="g/0/0", sampling=SamplingParams(max_tokens=4))
+    rollout = Rollout("g/0", "g", 0, "spam", turns=[Turn([7, 8, 9], answered)], reward=1.0, advantage=0.0)
+    async with open_teachers(config, tmp_path, router, renderer, LOG) as teachers:
+        await teachers["hinted"].score(RolloutGroup("g", "spam", [rollout]))
+    await router.close()
+
+    prompt = PrivilegedPrompt(config.tasks[0].task, renderer)(rollout)  # pyright: ignore[reportArgumentType]
+    assert "Say spam." in byte_tokenizer().decode(prompt)
+    whole = scripted_logprobs([*prompt, *answered.token_ids], 0, 0)
+    scores = rollout.turns[0].teacher
+    assert scores is not None
+    assert list(scores.logprobs) == pytest.approx(whole[len(prompt) - 1 :])
+    assert scores.top_k == 2
+    assert rollout.turns[0].completion.token_ids == answered.token_ids

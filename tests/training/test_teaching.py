@@ -1,0 +1,198 @@
+"""Teachers score finished rollouts: which tokens they read, outages, and the journal."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+
+from titan_rl.core.errors import GenerationError, RequestError, TrainingError
+from titan_rl.generation.scripted_engine import scripted_logprobs
+from titan_rl.rollout.types import Rollout, RolloutGroup, Turn
+from titan_rl.run.journal.records import GroupRecord, decode, encode
+from titan_rl.training.data.sample_builder import Distillation, build_samples
+from titan_rl.training.teaching import Teacher
+from titan_rl.types import Completion, FinishReason, PromptScores, SamplingParams, VersionSpan
+
+SAMPLING = SamplingParams(max_tokens=8)
+
+
+def turn(prompt: Sequence[int], said: Sequence[int], logprob: float = -1.0) -> Turn:
+    completion = Completion("r", list(said), [logprob] * len(said), FinishReason.STOP, [VersionSpan(0, len(said))])
+    return Turn(list(prompt), completion, sampling=SAMPLING)
+
+
+def group_of(*rollouts: Sequence[Turn]) -> RolloutGroup:
+    made = [
+        Rollout(f"g/{i}", "g", i, None, turns=list(turns), reward=1.0, advantage=0.5)
+        for i, turns in enumerate(rollouts)
+    ]
+    return RolloutGroup("g", None, made)
+
+
+class ScriptedTeacher:
+    """Scores prompts as a `ScriptedEngine` does.
+
+    Args:
+        fails: Called before each answer; it may raise.
+    """
+
+    def __init__(self, fails: Callable[[], None] = lambda: None, top_k: int = 0) -> None:
+        self.prompts: list[list[int]] = []
+        self.ids: list[str] = []
+        self._fails = fails
+
+    async def __call__(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        request_id: str,
+        session_id: str | None = None,
+        sampling: SamplingParams,
+    ) -> Completion:
+        self._fails()
+        self.prompts.append(list(prompt_token_ids))
+        self.ids.append(request_id)
+        count, top_k = len(prompt_token_ids) - 1, sampling.prompt_logprobs or 0
+        scores = PromptScores(
+            scripted_logprobs(prompt_token_ids, 0, 0), top_k, list(range(top_k)) * count, [-2.0] * (top_k * count)
+        )
+        return Completion(request_id, [1], [-1.0], FinishReason.LENGTH, [VersionSpan(0, 1)], prompt_scores=scores)
+
+
+async def test_turns_that_extend_each_other_are_scored_with_one_request():
+    generate = ScriptedTeacher()
+    group = group_of([turn([7, 8], [5, 1]), turn([7, 8, 5, 1, 9], [6])], [turn([7, 8], [3]), turn([4], [2, 1])])
+    await Teacher("t", generate, max_context=64).score(group)
+
+    assert sorted(generate.prompts) == [[4, 2, 1], [7, 8, 3], [7, 8, 5, 1, 9, 6]]
+    whole = scripted_logprobs([7, 8, 5, 1, 9, 6], 0, 0)
+    first, second = group.rollouts[0].turns
+    assert first.teacher is not None
+    assert first.teacher.logprobs == whole[1:3]
+    assert second.teacher is not None
+    assert second.teacher.logprobs == whole[4:]
+    assert group.rollouts[0].metrics["teacher_kl"] == pytest.approx(-1 - sum([*whole[1:3], whole[4]]) / 3)
+
+
+async def test_siblings_that_said_the_same_share_a_request():
+    generate = ScriptedTeacher()
+    group = group_of([turn([7, 8], [5, 1])], [turn([7, 8], [5, 1])], [turn([7, 8], [5, 2])])
+    await Teacher("t", generate, max_context=64).score(group)
+
+    assert sorted(generate.prompts) == [[7, 8, 5, 1], [7, 8, 5, 2]]
+    first, second, third = (rollout.turns[0].teacher for rollout in group.rollouts)
+    assert first == second != third
+
+
+async def test_a_teacher_with_privileged_context_reads_the_same_tokens_behind_another_prompt():
+    generate = ScriptedTeacher()
+    before = [turn([7, 8], [5, 1]), turn([7, 8, 5, 1, 9], [6])]
+    group = group_of(before)
+    await Teacher("t", generate, max_context=64, prompt=lambda rollout: [7, 42, 43, 8]).score(group)
+
+    assert generate.prompts == [[7, 42, 43, 8, 5, 1, 9, 6]]
+    whole = scripted_logprobs([7, 42, 43, 8, 5, 1, 9, 6], 0, 0)
+    first, second = group.rollouts[0].turns
+    assert first.teacher is not None
+    assert first.teacher.logprobs == whole[3:5]
+    assert second.teacher is not None
+    assert second.teacher.logprobs == whole[6:]
+    for old, new in zip(before, group.rollouts[0].turns, strict=True):
+        assert replace(new, teacher=None) == old  # the student's tokens are the same bits
+
+
+async def test_tokens_beyond_the_teachers_context_have_no_score():
+    generate = ScriptedTeacher()
+    group = group_of([turn([7, 8], [5, 1, 2, 3])])
+    await Teacher("t", generate, max_context=5).score(group)
+
+    assert generate.prompts == [[7, 8, 5, 1]]
+    (scored,) = group.rollouts[0].turns
+    assert scored.teacher is not None
+    assert len(scored.teacher.logprobs) == 2
+    (sample,) = build_samples(group, distillation=Distillation("sampled", 1.0))
+    assert sample.advantages[-2:] == [0.5, 0.5]
+    assert sample.advantages[2] == pytest.approx(0.5 + scored.teacher.logprobs[0] + 1.0)
+
+
+@pytest.mark.looptime
+async def test_an_outage_of_a_minute_delays_a_group_and_loses_nothing():
+    clock = asyncio.get_running_loop().time
+    back_at = clock() + 60
+
+    def down() -> None:
+        if clock() < back_at:
+            raise GenerationError("the teacher's server is down")
+
+    generate = ScriptedTeacher(down)
+    group = group_of([turn([7], [5])], [turn([7], [6])])
+    await Teacher("t", generate, max_context=64).score(group)
+
+    assert 60 <= clock() - back_at + 60 < 75
+    assert all(rollout.turns[0].teacher is not None for rollout in group.rollouts)
+    assert len(set(generate.ids)) == 2
+
+
+@pytest.mark.looptime
+async def test_a_teacher_that_stays_away_or_refuses_ends_the_run_with_the_reason():
+    def down() -> None:
+        raise GenerationError("no route to host")
+
+    def refused() -> None:
+        raise RequestError("the prompt is too long")
+
+    group = group_of([turn([7], [5])])
+    with pytest.raises(TrainingError, match=r"the teacher t has failed for 120 s: no route to host"):
+        await Teacher("t", ScriptedTeacher(down), max_context=64, outage_s=120).score(group)
+    with pytest.raises(TrainingError, match=r"the teacher t refuses to score 'g/0/teacher/0': the prompt is too long"):
+        await Teacher("t", ScriptedTeacher(refused), max_context=64).score(group)
+
+
+async def test_scores_are_in_the_journal_and_are_not_asked_for_again():
+    generate = ScriptedTeacher()
+    group = group_of([turn([7, 8], [5, 1])])
+    teacher = Teacher("t", generate, max_context=64, top_k=2)
+    await teacher.score(group)
+    record = decode(encode(GroupRecord(3, "", 0, group.rollouts)))
+    assert isinstance(record, GroupRecord)
+    assert record.rollouts[0].turns[0].teacher == group.rollouts[0].turns[0].teacher
+
+    await teacher.score(RolloutGroup("g", None, record.rollouts))
+    assert len(generate.prompts) == 1
+
+
+def scored_group(teacher: Sequence[float], top: PromptScores | None = None) -> RolloutGroup:
+    group = group_of([turn([7, 8], [5, 1])])
+    rollout = group.rollouts[0]
+    rollout.turns[0] = replace(rollout.turns[0], teacher=top or PromptScores(list(teacher)))
+    return group
+
+
+@pytest.mark.parametrize(
+    ("distillation", "expected"),
+    [
+        (Distillation("sampled", 2.0), [0.0, 0.0, 0.5 + 2 * (-0.25 + 1), 0.5 + 2 * (-3 + 1)]),
+        (Distillation("sampled", 0.0), [0.0, 0.0, 0.5, 0.5]),
+        (Distillation("reverse", 2.0), [0.0, 0.0, 0.5, 0.5]),
+        (None, [0.0, 0.0, 0.5, 0.5]),
+    ],
+)
+def test_the_reverse_kl_on_the_sampled_token_is_added_to_its_advantage(
+    distillation: Distillation | None, expected: Sequence[float]
+):
+    (sample,) = build_samples(scored_group([-0.25, -3.0]), distillation=distillation)
+    assert sample.advantages == expected
+    assert sample.teacher is None
+
+
+def test_the_likeliest_tokens_of_a_teacher_are_in_the_sample():
+    top = PromptScores([-1.0, -2.0], 2, [5, 9, 1, 4], [-0.5, -1.5, -0.25, -2.5])
+    (sample,) = build_samples(scored_group([], top), distillation=Distillation("forward", 1.0))
+
+    assert sample.teacher is not None
+    assert sample.teacher.top_ids == [0, 0, 0, 0, 5, 9, 1, 4]
+    assert sample.teacher.top_logprobs[4:] == [-0.5, -1.5, -0.25, -2.5]
+    assert all(value != value for value in sample.teacher.top_logprobs[:4])

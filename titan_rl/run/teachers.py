@@ -1,0 +1,185 @@
+"""Teachers of a run's tasks: the policy itself, servers, and folders that are served beside the run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urldefrag
+
+import httpx
+
+from titan_rl.config.run import RunConfig
+from titan_rl.core.console import Console
+from titan_rl.core.errors import ConfigError, GenerationError
+from titan_rl.generation.resume import Generation, Resume
+from titan_rl.generation.router.router import GeneratorRouter
+from titan_rl.rollout.renderer import Renderer
+from titan_rl.rollout.renderer.tokenizer import load_tokenizer
+from titan_rl.rollout.renderer.types import renderable
+from titan_rl.rollout.task import TeachingTask, calling
+from titan_rl.rollout.types import Rollout
+from titan_rl.serving.client import HttpGenerateFn
+from titan_rl.tasks.served import Served, serving
+from titan_rl.training.teaching import OUTAGE_S, Teacher
+
+SELF = "self"
+"""Value of `training.teacher` for the policy itself."""
+
+KEY = "TITAN_RL_TEACHER_KEY"
+"""Environment variable with the key of a teacher's server."""
+
+START_S = 600.0
+"""Longest time until a teacher's server listens."""
+
+SCORE_S = 600.0
+"""Longest time of one score."""
+
+ASK_S = 60.0
+
+
+@asynccontextmanager
+async def open_teachers(
+    config: RunConfig, folder: Path, router: GeneratorRouter, renderer: Renderer, console: Console
+) -> AsyncGenerator[dict[str, Teacher]]:
+    """Teachers by the names of their tasks, for the length of the block. A folder is served once, whatever number of
+    tasks it teaches.
+
+    Args:
+        folder: Of the run.
+        router: Generators of the policy, which teaches itself.
+
+    Raises:
+        ConfigError: a teacher has other tokens than the policy, or cannot be asked about them.
+        GenerationError: a folder cannot be served.
+    """
+    named = {source.name: name for source in config.tasks if (name := config.teacher_of(source))}
+    async with AsyncExitStack() as resources:
+        opened: dict[str, HttpGenerateFn] = {}
+        for name in dict.fromkeys(named.values()):
+            if name != SELF:
+                opened[name] = await _open(name, config, folder, resources, console)
+        yield {
+            source.name: _teacher(config, source.task, named[source.name], opened, router, renderer)
+            for source in config.tasks
+            if source.name in named
+        }
+
+
+def _teacher(
+    config: RunConfig,
+    task: Any,
+    name: str,
+    opened: Mapping[str, HttpGenerateFn],
+    router: GeneratorRouter,
+    renderer: Renderer,
+) -> Teacher:
+    training = config.training
+    top_k = 0 if training.distill == "sampled" else training.distill_top_k
+    context = config.model.max_context
+    if name != SELF:
+        return Teacher(name, opened[name], max_context=context, top_k=top_k)
+    generate = Generation(router.stream, resume=Resume(router.wait_resumed, OUTAGE_S))
+    prompt = PrivilegedPrompt(task, renderer)
+    return Teacher("the policy itself", generate, max_context=context, top_k=top_k, prompt=prompt)
+
+
+class PrivilegedPrompt:
+    """Renders the messages that a task's teacher reads in the place of the first prompt of a rollout."""
+
+    def __init__(self, task: TeachingTask, renderer: Renderer) -> None:
+        self._task = task
+        self._renderer = renderer
+
+    def __call__(self, rollout: Rollout) -> Sequence[int]:
+        """
+        Raises:
+            DataError: `teacher_messages` failed.
+        """
+        with calling("teacher_messages()", rollout.rollout_id):
+            messages = self._task.teacher_messages(rollout)
+            return self._renderer.render_ids(renderable(messages), add_generation_prompt=True)
+
+
+async def _open(
+    name: str, config: RunConfig, folder: Path, resources: AsyncExitStack, console: Console
+) -> HttpGenerateFn:
+    if name.startswith(("http://", "https://")):
+        url, model = urldefrag(name)
+        served = Served(url, os.environ.get(KEY, ""))
+    else:
+        from titan_rl.tasks.agents.program import agent_processes
+
+        log, model = folder / "logs" / f"teacher-{Path(name).name}-{os.getpid()}.log", ""
+        console.message(f"the teacher {name} is being served; log: {log}")
+        processes = await resources.enter_async_context(agent_processes())
+        starting = serving(
+            name,
+            processes,
+            log,
+            max_context=config.model.max_context,
+            settings={"generation.num_generators": "1"},
+            start_s=START_S,
+            timeout_s=SCORE_S,
+        )
+        served = await resources.enter_async_context(starting)
+    await check_tokens(name, served, model or None, load_tokenizer(config.model.path))
+    generate = HttpGenerateFn(served.url, model=model or None, api_key=served.api_key or None, timeout_s=SCORE_S)
+    return await resources.enter_async_context(generate)
+
+
+PROBE = "The quick brown fox, 1234567890 + 0.5 = ?\n\tnaïve Größe 世界 \N{GRINNING FACE} def f(x): return x\n"
+NUM_PIECES = 512
+
+
+async def check_tokens(
+    name: str,
+    served: Served,
+    model: str | None,
+    tokenizer: Any,
+    transport: httpx.AsyncBaseTransport | None = None,
+) -> None:
+    """Check that a teacher's server makes the same tokens of a text as the policy's tokenizer. The text has pieces from
+    all over the policy's vocabulary.
+
+    The policy's tokens are sent to the teacher as they are, so any difference would score other texts. Tokens are not
+    aligned between tokenizers.
+
+    Args:
+        transport: httpx transport for tests.
+
+    Raises:
+        ConfigError: the tokens differ, or the server does not say which tokens it makes.
+        GenerationError: the server cannot be reached.
+    """
+    ids = sorted(tokenizer.get_vocab().values())
+    pieces = tokenizer.decode(ids[:: max(1, len(ids) // NUM_PIECES)], skip_special_tokens=True)
+    text = f"{PROBE}{pieces}"
+    own = list(tokenizer.encode(text, add_special_tokens=False))
+    endpoint = f"{served.url.rstrip('/').removesuffix('/v1')}/tokenize"
+    headers = {"authorization": f"Bearer {served.api_key}"} if served.api_key else {}
+    body = {"prompt": text, "add_special_tokens": False, **({"model": model} if model else {})}
+    try:
+        async with httpx.AsyncClient(timeout=ASK_S, transport=transport, trust_env=False) as client:
+            answer = await client.post(endpoint, json=body, headers=headers)
+        if answer.status_code != 200:
+            raise ConfigError(
+                f"the teacher {name} cannot be checked: {endpoint} answered {answer.status_code}: {answer.text[:200]}; "
+                "a teacher's server has to tokenize, as titan-rl serve and vLLM do"
+            )
+        theirs = [int(token) for token in answer.json()["tokens"]]
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise GenerationError(f"the teacher {name} cannot be reached at {endpoint}: {error!r}") from error
+    except (LookupError, TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"the teacher {name} cannot be checked: {endpoint} sent no list of tokens") from error
+    if theirs != own:
+        at = next((i for i, (a, b) in enumerate(zip(own, theirs, strict=False)) if a != b), min(len(own), len(theirs)))
+        raise ConfigError(
+            f"the teacher {name} has another tokenizer than the policy: of the same text, token {at} is "
+            f"{theirs[at : at + 1] or 'missing'} there and {own[at : at + 1] or 'missing'} here. A teacher scores the "
+            "policy's own tokens, so both must make the same of a text; use a teacher of the same model family"
+        )

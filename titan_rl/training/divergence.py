@@ -1,0 +1,45 @@
+"""Divergence between the policy and a teacher over the teacher's K likeliest tokens and all others as one.
+
+    forward   KL(q || p) = sum_k q_k (log q_k - log p_k) + q_0 (log q_0 - log p_0)
+    reverse   KL(p || q) = sum_k p_k (log p_k - log q_k) + p_0 (log p_0 - log q_0)
+
+p is the policy, q the teacher, and the index 0 stands for every token outside the teacher's K likeliest: q_0 is 1 minus
+the sum of the others. Merging outcomes makes a divergence smaller, so both are lower bounds of the divergence over the
+whole vocabulary, at least 0, and equal to it where K is the vocabulary.
+
+Sources: GKD, Agarwal et al., 2024, arXiv:2306.13649, eq. 3 (forward and reverse KL on the student's own tokens).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from titan_rl.training.choices import DistillKind
+
+LEAST_REST = 1e-6
+"""Least probability of all other tokens: rounding makes it 0 or negative, and its logarithm would not be finite."""
+
+LEAST_LOGPROB = -50.0
+"""Logprobs are clamped from below, so that a token that one of the two excludes does not make the loss infinite."""
+
+
+def divergence(kind: DistillKind, logprobs_NK: torch.Tensor, teacher_NK: torch.Tensor) -> torch.Tensor:
+    """KL divergence of each token, in nats.  # [N]
+
+    Args:
+        kind: "forward" or "reverse".
+        logprobs_NK: of the policy for the teacher's likeliest tokens, with gradient.
+        teacher_NK: of the teacher.
+
+    Example: p = [0.5, 0.25] and q = [0.25, 0.5] leave 0.25 to the others in both: 0.1733 nats in either direction.
+    """
+    policy_NJ, taught_NJ = _with_rest(logprobs_NK), _with_rest(teacher_NK.to(logprobs_NK.dtype))
+    if kind == "forward":
+        return (taught_NJ.exp() * (taught_NJ - policy_NJ)).sum(-1)
+    return (policy_NJ.exp() * (policy_NJ - taught_NJ)).sum(-1)
+
+
+def _with_rest(logprobs_NK: torch.Tensor) -> torch.Tensor:
+    """Append the logprob of all other tokens.  # [N, K + 1]"""
+    rest_N1 = (1 - logprobs_NK.exp().sum(-1, keepdim=True)).clamp(min=LEAST_REST).log()
+    return torch.cat([logprobs_NK.clamp(min=LEAST_LOGPROB), rest_N1], dim=-1)

@@ -1,0 +1,179 @@
+"""Teachers: models that score the policy's own tokens, for on-policy distillation.
+
+A teacher is a `GenerateFn` that gives the logprobs of a prompt (`SamplingParams.prompt_logprobs`): a server, or the
+policy's own generators. It reads the policy's tokens as they are; nothing is tokenized again. The scores are those at
+temperature 1, and stay with the turns of a rollout, so the journal records them.
+
+Self-distillation: the policy itself is the teacher, and reads another prompt, with the answer, feedback or a hint. Only
+what stands before the first completion differs.
+
+    student   prompt              completion  observation  completion
+    teacher   privileged prompt   completion  observation  completion
+                                  scored                   scored
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import count
+
+from titan_rl.core.errors import GenerationError, RequestError, TrainingError
+from titan_rl.core.tracing.spans import span
+from titan_rl.rollout.copies import context_after
+from titan_rl.rollout.rewards.reward import together
+from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
+from titan_rl.training.data.sample_builder import extending_runs
+from titan_rl.types import GenerateFn, PromptScores, SamplingParams
+
+OUTAGE_S = 1800.0
+"""Longest outage of a teacher. Groups wait for it in their slots, so it delays the run and loses nothing."""
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
+
+MOST_IN_FLIGHT = 64
+"""Requests to one teacher at a time."""
+
+PromptFn = Callable[[Rollout], Sequence[int]]
+"""Function from a rollout to the tokens that its teacher reads in the place of its first prompt."""
+
+logger = logging.getLogger(__name__)
+
+
+class Teacher:
+    """Scores finished rollouts with a model.
+
+    Args:
+        name: For messages: the folder or URL of the model.
+        generate: Gives the logprobs of prompts.
+        max_context: Most tokens that the model reads. Later ones stay without a score.
+        top_k: Number of likeliest tokens to ask for at each position.
+        prompt: Replaces the first prompt of a rollout, for self-distillation.
+        outage_s: Longest time in which the teacher may fail.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        generate: GenerateFn,
+        *,
+        max_context: int,
+        top_k: int = 0,
+        prompt: PromptFn | None = None,
+        outage_s: float = OUTAGE_S,
+    ) -> None:
+        self.name = name
+        self._generate = generate
+        self._max_context = max_context
+        self._sampling = SamplingParams(max_tokens=1, prompt_logprobs=top_k)
+        self._prompt = prompt
+        self._outage_s = outage_s
+        self._places = asyncio.Semaphore(MOST_IN_FLIGHT)
+
+    async def score(self, group: RolloutGroup) -> None:
+        """Score the turns of a finished group that may be trained on, in place. Turns with scores keep them.
+
+        Sets the rollouts' metrics `teacher_seconds` and `teacher_kl`.
+
+        Raises:
+            TrainingError: the teacher refuses a request, or has failed for `outage_s`.
+        """
+        if group.failure is not None or group.is_aborted:
+            return
+        asked: dict[tuple[int, ...], asyncio.Task[PromptScores]] = {}
+        try:
+            await together([self._score(rollout, asked) for rollout in group.rollouts if _is_trained(rollout)])
+        finally:
+            for task in asked.values():
+                task.cancel()
+
+    async def _score(self, rollout: Rollout, asked: dict[tuple[int, ...], asyncio.Task[PromptScores]]) -> None:
+        """
+        Args:
+            asked: Requests of the group by their tokens. Siblings that said the same share one.
+        """
+        clock = asyncio.get_running_loop().time
+        began, turns = clock(), list[Turn]()
+        instead = None if self._prompt is None else list(self._prompt(rollout))
+        with span("teacher", "reward", lane="reward", fine=True, of=rollout.rollout_id):
+            for number, run in enumerate(extending_runs(rollout)):
+                turns += await self._score_run(run, f"{rollout.rollout_id}/teacher/{number}", instead, asked)
+        rollout.turns[:] = turns
+        rollout.metrics["teacher_seconds"] = clock() - began
+        if (kl := sampled_kl(turns)) is not None:
+            rollout.metrics["teacher_kl"] = kl
+
+    async def _score_run(
+        self,
+        run: Sequence[Turn],
+        request_id: str,
+        instead: Sequence[int] | None,
+        asked: dict[tuple[int, ...], asyncio.Task[PromptScores]],
+    ) -> list[Turn]:
+        """Score turns that extend each other, with one request."""
+        if all(turn.teacher is not None for turn in run):
+            return list(run)
+        num_replaced = 0 if instead is None else len(run[0].prompt_token_ids)
+        prompt = [*(instead or ()), *context_after(run[-1])[num_replaced:]][: self._max_context - 1]
+        if len(prompt) < 2:
+            return list(run)
+        if (task := asked.get(tuple(prompt))) is None:
+            task = asked[tuple(prompt)] = asyncio.ensure_future(self._ask(prompt, request_id))
+        scores, shift = await asyncio.shield(task), len(instead or ()) - num_replaced
+        scored: list[Turn] = []
+        for turn in run:
+            start = len(turn.prompt_token_ids) + shift
+            stop = min(start + len(turn.completion.token_ids), len(prompt))
+            has_scores = 1 <= start < stop
+            scored.append(replace(turn, teacher=scores.between(start, stop)) if has_scores else turn)
+        return scored
+
+    async def _ask(self, prompt: Sequence[int], request_id: str) -> PromptScores:
+        """Scores of a prompt. A failing teacher is asked again, ever more slowly."""
+        clock = asyncio.get_running_loop().time
+        began, pause_s = clock(), FIRST_PAUSE_S
+        for attempt in count():
+            unique = request_id if not attempt else f"{request_id}-{attempt}"
+            try:
+                async with self._places, asyncio.timeout(self._outage_s):
+                    completion = await self._generate(prompt, request_id=unique, sampling=self._sampling)
+                if completion.prompt_scores is not None:
+                    return _checked(completion.prompt_scores, len(prompt), self.name)
+                error: Exception = GenerationError("it gave no logprobs of the prompt")
+            except RequestError as refused:
+                raise TrainingError(f"the teacher {self.name} refuses to score {request_id!r}: {refused}") from refused
+            except (GenerationError, TimeoutError) as failed:
+                error = failed
+            if clock() - began + pause_s > self._outage_s:
+                raise TrainingError(f"the teacher {self.name} has failed for {self._outage_s:g} s: {error}") from error
+            logger.warning("the teacher %s failed: %s; asked again in %g s", self.name, error, pause_s)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        raise AssertionError("the last attempt returns or raises")
+
+
+def _is_trained(rollout: Rollout) -> bool:
+    return bool(rollout.turns) and rollout.advantage is not None and rollout.status is not RolloutStatus.ABORTED
+
+
+def _checked(scores: PromptScores, num_tokens: int, name: str) -> PromptScores:
+    if len(scores.logprobs) != num_tokens - 1:
+        raise TrainingError(
+            f"the teacher {name} gave {len(scores.logprobs)} logprobs for a prompt of {num_tokens} tokens; it must "
+            "give one for each after the first"
+        )
+    return scores
+
+
+def sampled_kl(turns: Sequence[Turn]) -> float | None:
+    """Mean of log pi - log pi_T over the scored tokens, an estimate of the reverse KL divergence for each token; None
+    without any."""
+    differences = [
+        own - taught
+        for turn in turns
+        if turn.teacher is not None
+        for own, taught in zip(turn.completion.logprobs, turn.teacher.logprobs, strict=False)
+    ]
+    return sum(differences) / len(differences) if differences else None
