@@ -27,11 +27,13 @@ class ChatReply:
         message: the assistant's message, with "content", and optionally "reasoning_content" and "tool_calls". The
             arguments of a call are a dictionary, or text that cannot be parsed as one.
         num_tokens: tokens of the reply, if the policy reports them.
+        num_prompt_tokens: tokens of the conversation, likewise.
     """
 
     message: Message
     finish_reason: FinishReason = FinishReason.STOP
     num_tokens: int | None = None
+    num_prompt_tokens: int | None = None
 
 
 @runtime_checkable

@@ -492,9 +492,10 @@ def _reply(answer: Any) -> ChatReply:
         message["reasoning_content"] = str(reasoning)
     if calls := told.get("tool_calls"):
         message["tool_calls"] = [_call(call) for call in calls]
-    used = (answer.get("usage") or {}).get("completion_tokens")
+    usage = answer.get("usage") or {}
+    used, read = usage.get("completion_tokens"), usage.get("prompt_tokens")
     finish_reason = FinishReason.LENGTH if reason == "length" else FinishReason.STOP
-    return ChatReply(message, finish_reason, used if isinstance(used, int) else None)
+    return ChatReply(message, finish_reason, used if isinstance(used, int) else None, read if is_int(read) else None)
 
 
 def _text(content: Any) -> str:

@@ -156,6 +156,18 @@ class Rubric:
                 rollout.reward, rollout.reward_breakdown = self._fixed_reward(rollout.status), {}
         for rollout, (reward, breakdown) in zip(judged, scored, strict=True):
             rollout.reward, rollout.reward_breakdown = reward, breakdown
+            rollout.metrics |= self._metrics_of(rollout.rollout_id, breakdown)
+
+    def _metrics_of(self, rollout_id: str, values: Mapping[str, float]) -> dict[str, float]:
+        """Metrics that rewards report of a rollout, and how far those rewards, which are judges, differ from others."""
+        metrics: dict[str, float] = {}
+        judges = [reward.name for reward in self.rewards if hasattr(reward, "take_metrics")]
+        for reward in self.rewards:
+            if (take := getattr(reward, "take_metrics", None)) is not None:
+                metrics |= take(rollout_id)
+                others = (name for name in values if name not in judges[: judges.index(reward.name) + 1])
+                metrics |= {f"{reward.name}_vs_{name}": abs(values[reward.name] - values[name]) for name in others}
+        return metrics
 
     def _combined(self, rollout: Rollout, values: Mapping[str, float]) -> tuple[float, dict[str, float]]:
         breakdown = {reward.name: values[reward.name] for reward in self.rewards}

@@ -1,0 +1,1 @@
+"""Sums graded by a judge instead of an exact check."""

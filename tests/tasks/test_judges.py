@@ -1,0 +1,272 @@
+"""Judges: values of a model's answers, and the calls behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from byte_tokenizer import VOCAB, byte_tokenizer
+
+from titan_rl.core.errors import GenerationError, RequestError, RewardError
+from titan_rl.rollout.chat_env import ChatReply
+from titan_rl.rollout.rewards.reward import Reward
+from titan_rl.rollout.rewards.rubric import Rubric
+from titan_rl.rollout.types import Message, Rollout, RolloutGroup
+from titan_rl.tasks import Judge, LocalClassifier, RewardModel, ServedClassifier
+from titan_rl.types import SamplingParams
+
+
+class ScriptedJudge:
+    """A `ChatFn` that answers with a function of the prompt's text.
+
+    Args:
+        fails: Called before each answer; it may raise.
+    """
+
+    def __init__(self, says: Callable[[str], str], fails: Callable[[], None] = lambda: None) -> None:
+        self.asked: list[str] = []
+        self.at_once = self.most_at_once = 0
+        self._says = says
+        self._fails = fails
+
+    async def __call__(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        request_id: str,
+        session_id: str | None = None,
+        sampling: SamplingParams,
+    ) -> ChatReply:
+        self._fails()
+        text = str(messages[-1]["content"])
+        self.asked.append(text)
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        await asyncio.sleep(1)
+        self.at_once -= 1
+        return ChatReply({"role": "assistant", "content": self._says(text)}, num_tokens=2, num_prompt_tokens=10)
+
+
+def group_of(*answers: str, group_id: str = "g") -> RolloutGroup:
+    rollouts = [
+        Rollout(f"{group_id}/{i}", group_id, i, "q", messages=[{"role": "assistant", "content": answer}])
+        for i, answer in enumerate(answers)
+    ]
+    return RolloutGroup(group_id, "q", rollouts)
+
+
+def said(rollout: Rollout) -> str:
+    return str(rollout.messages[-1]["content"])
+
+
+def length(text: str) -> str:
+    return f"{len(text)}"
+
+
+async def rewards(group: RolloutGroup, *judges: Any) -> list[float | None]:
+    await Rubric(list(judges)).score(group)
+    return [rollout.reward for rollout in group.rollouts]
+
+
+@pytest.mark.looptime
+async def test_an_absolute_judge_grades_each_answer_and_equal_questions_are_asked_once():
+    model = ScriptedJudge(length)
+    group = group_of("aa", "b", "aa", "aa")
+    assert await rewards(group, Judge(model, said, float, price=(1.0, 3.0))) == [2.0, 1.0, 2.0, 2.0]
+    assert sorted(model.asked) == ["aa", "b"]
+    metrics = [rollout.metrics for rollout in group.rollouts]
+    assert [each["judge_cached"] for each in metrics] == [0.0, 0.0, 1.0, 1.0]
+    assert [each["judge_tokens"] for each in metrics] == [12.0, 12.0, 0.0, 0.0]
+    assert metrics[0]["judge_cost"] == pytest.approx(16e-6)
+    assert metrics[0]["judge_seconds"] == pytest.approx(1.0)
+
+
+@pytest.mark.looptime
+async def test_a_relative_judge_sees_all_answers_in_two_orders_and_its_preference_for_the_first_is_measured():
+    """It gives each answer its number, and 0.5 more to the one it reads first."""
+
+    def prefers_first(text: str) -> str:
+        first, *others = text.split()
+        return " ".join([f"{float(first) + 0.5}", *others])
+
+    model = ScriptedJudge(prefers_first)
+    judge = Judge(
+        model,
+        lambda rollouts: " ".join(map(said, rollouts)),
+        lambda text: [float(each) for each in text.split()],
+        relative=True,
+    )
+    group = group_of("1", "2", "3", "4")
+    found = await rewards(group, judge)
+    first, last = model.asked
+    assert first.split() == last.split()[::-1]
+    ends = {int(first.split()[0]), int(first.split()[-1])}
+    assert found == [number + (0.25 if number in ends else 0.0) for number in (1, 2, 3, 4)]
+    assert group.rollouts[0].metrics["judge_position_bias"] == pytest.approx(0.25)
+
+
+@pytest.mark.looptime
+async def test_an_outage_of_five_minutes_drops_no_group():
+    clock = asyncio.get_running_loop().time
+    back_at = clock() + 300
+
+    def down() -> None:
+        if clock() < back_at:
+            raise GenerationError("503")
+
+    assert await rewards(group_of("a", "bb"), Judge(ScriptedJudge(length, down), said, float)) == [1.0, 2.0]
+    assert 300 <= clock() - back_at + 300 < 345
+
+
+@pytest.mark.looptime
+async def test_a_judge_that_stays_away_or_refuses_or_cannot_be_understood_fails_with_the_reason():
+    def down() -> None:
+        raise GenerationError("503")
+
+    def refused() -> None:
+        raise RequestError("too long")
+
+    for fails, says, reason in (
+        (down, length, "judge 'judge' has failed for 120 s: 503"),
+        (refused, length, "judge 'judge' refuses a question: too long"),
+        (lambda: None, lambda text: "good!", "cannot be parsed: ValueError: .*; it said 'good!'"),
+        (lambda: None, lambda text: "inf", "it must give 1 finite numbers"),
+    ):
+        judge = Judge(ScriptedJudge(says, fails), said, float, outage_s=120)
+        with pytest.raises(RewardError, match=reason):
+            await rewards(group_of("a"), judge)
+
+
+def list_files(folder: Path) -> list[Path]:
+    return list(folder.rglob("*.json"))
+
+
+@pytest.mark.looptime
+async def test_answers_on_the_disk_are_not_asked_for_again(tmp_path: Path):
+    first, again, other = ScriptedJudge(length), ScriptedJudge(length), ScriptedJudge(length)
+    expected = await rewards(group_of("a", "bb"), Judge(first, said, float, cache=tmp_path))
+    group = group_of("a", "bb")
+    assert await rewards(group, Judge(again, said, float, cache=tmp_path)) == expected
+    assert again.asked == []
+    assert [rollout.metrics["judge_cached"] for rollout in group.rollouts] == [1.0, 1.0]
+
+    for path in list_files(tmp_path):
+        path.write_text("{")  # as a disk that was full leaves it
+    assert await rewards(group_of("a"), Judge(other, said, float, cache=tmp_path)) == [1.0]
+    assert other.asked == ["a"]
+
+
+@pytest.mark.looptime
+async def test_an_answer_that_cannot_be_parsed_is_not_kept(tmp_path: Path):
+    texts = iter(["none", "3"])
+    model = ScriptedJudge(lambda text: next(texts))
+    assert await rewards(group_of("a"), Judge(model, said, float, cache=tmp_path)) == [3.0]
+    assert len(model.asked) == 2
+
+
+@pytest.mark.looptime
+async def test_calls_are_limited_at_once_and_in_a_minute():
+    clock = asyncio.get_running_loop().time
+    model, began = ScriptedJudge(length), clock()
+    await rewards(group_of(*"abcdefgh"), Judge(model, lambda r: f"{r.rollout_id}", lambda text: 1.0, in_flight=3))
+    assert model.most_at_once == 3
+    assert clock() - began == pytest.approx(3.0)
+    began = clock()
+    await rewards(group_of(*"abcd"), Judge(ScriptedJudge(length), said, float, per_minute=6))
+    assert clock() - began == pytest.approx(31.0)
+
+
+@pytest.mark.looptime
+async def test_a_call_goes_on_when_its_caller_is_cancelled_and_is_not_made_again():
+    model = ScriptedJudge(length)
+    judge = Judge(model, said, float)
+    judging = asyncio.ensure_future(rewards(group_of("a"), judge))
+    await asyncio.sleep(0.5)
+    judging.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await judging
+    assert await rewards(group_of("a"), judge) == [1.0]
+    assert model.asked == ["a"]
+
+
+@pytest.mark.looptime
+async def test_disagreement_with_exact_checks_and_between_judges_is_recorded():
+    one, other = ScriptedJudge(lambda text: "0.75"), ScriptedJudge(lambda text: "0.25")
+    group = group_of("a")
+    exact = Reward(lambda rollout: 1.0, name="exact")
+    await rewards(group, exact, Judge(one, said, float, name="one"), Judge(other, said, float, name="other"))
+    metrics = group.rollouts[0].metrics
+    assert (metrics["one_vs_exact"], metrics["other_vs_exact"]) == (0.25, 0.75)
+    assert metrics["one_vs_other"] == 0.5
+    assert "other_vs_one" not in metrics
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"in_flight": 0}, "in_flight of judge 'judge' is 0; it must be positive"),
+        ({"per_minute": -1.0}, "per_minute of judge 'judge' is -1.0"),
+        ({"outage_s": 0.0}, "timeout_s 0.0; it must be positive"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], problem: str):
+    with pytest.raises(ValueError, match=problem):
+        Judge(ScriptedJudge(length), said, float, **arguments)
+    with pytest.raises(ValueError, match="parse of judge 'judge' is 3"):
+        Judge(ScriptedJudge(length), said, 3)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.looptime
+async def test_a_reward_model_behind_vllm_is_asked_in_batches_and_once_for_each_text():
+    batches: list[list[str]] = []
+
+    def classify(request: httpx.Request) -> httpx.Response:
+        assert request.url.path == "/classify"
+        texts = json.loads(request.content)["input"]
+        batches.append(texts)
+        data = [{"index": i, "probs": [len(text) / 10], "num_classes": 1} for i, text in enumerate(texts)]
+        return httpx.Response(200, json={"data": data[::-1]})
+
+    score = ServedClassifier("http://rm/v1", "rm", transport=httpx.MockTransport(classify))
+    group = group_of("a", "bb", "bb", "ccc")
+    assert await rewards(group, RewardModel(score, said, batch=2)) == [0.1, 0.2, 0.2, 0.3]
+    assert sorted(map(sorted, batches)) == [["a", "bb"], ["ccc"]]
+    assert [rollout.metrics["reward_model_cached"] for rollout in group.rollouts] == [0.0, 0.0, 1.0, 0.0]
+
+
+async def test_a_reward_model_that_sends_something_else_fails_the_reward():
+    score = ServedClassifier(
+        "http://rm", "rm", transport=httpx.MockTransport(lambda request: httpx.Response(200, json={"data": []}))
+    )
+    with pytest.raises(RewardError, match=r"has failed for 0.01 s: .*sent 0 scores for 1 texts"):
+        await rewards(group_of("a"), RewardModel(score, said, outage_s=0.01))
+
+
+async def test_a_classifier_of_this_process_scores_with_its_logits(tmp_path: Path):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    tokenizer = byte_tokenizer()
+    config = transformers.Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_labels=1,
+        pad_token_id=0,
+    )
+    model = transformers.Qwen3ForSequenceClassification(config).eval()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = [float(model(**tokenizer(text, return_tensors="pt")).logits[0, 0]) for text in ("good", "bad")]
+    found = await rewards(group_of("good", "bad"), RewardModel(LocalClassifier(tmp_path), said))
+    assert found == pytest.approx(expected, abs=1e-5)

@@ -1,0 +1,220 @@
+"""`Judge`: a reward that a model gives, for each answer by itself or for the answers of a group in comparison.
+
+rubric = Rubric([
+Reward(is_right, weight=0.7),
+Judge(Endpoint(url="http://127.0.0.1:8000/v1", model="judge"), ask_for_style, grade, weight=0.3),
+])
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from titan_rl.core.calls.plain import plain_json
+from titan_rl.core.errors import RewardError
+from titan_rl.rollout.chat_env import ChatFn
+from titan_rl.rollout.rewards.reward import FailurePolicy, FunctionReward, together
+from titan_rl.rollout.types import Message, Rollout
+from titan_rl.tasks.judging import JudgeCalls, JudgeMetrics, Verdict
+from titan_rl.tasks.players import Endpoint
+from titan_rl.types import SamplingParams, float_or_none
+
+Prompt = str | Sequence[Message]
+PromptFn = Callable[[Any], Prompt]
+"""Function of a rollout, or of the rollouts of a group."""
+ParseFn = Callable[[str], float | Sequence[float]]
+"""Function from a judge's text to the value of a rollout, or to the values of a group."""
+
+MAX_TOKENS = 512
+"""Most tokens of a judge's answer, unless its endpoint says otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Chat:
+    """Question in messages."""
+
+    generate: ChatFn
+    model: str
+    messages: Sequence[Message]
+    sampling: SamplingParams
+    request_id: str
+
+    @property
+    def content(self) -> Mapping[str, Any]:
+        sampling = {"max_tokens": self.sampling.max_tokens, "temperature": self.sampling.temperature}
+        return {"model": self.model, "messages": [plain_json(message) for message in self.messages], **sampling}
+
+    async def ask(self) -> Verdict:
+        reply = await self.generate(self.messages, request_id=self.request_id, sampling=self.sampling)
+        text = str(reply.message.get("content") or "")
+        return Verdict(text, reply.num_prompt_tokens or 0, reply.num_tokens or 0)
+
+
+class Judge(FunctionReward[Any]):
+    """Reward that a model gives.
+
+    Absolute, or against a reference, which is in the prompt:
+
+        def ask(rollout):
+            return f"Grade the answer from 0 to 10. Question: {rollout.sample} Answer: {answer_of(rollout)}"
+
+        Judge(endpoint, ask, lambda text: float(text) / 10)
+
+    Relative to the group, with `relative=True`: the prompt has all answers, and the parsed text a number for each, in
+    the order shown. Each group is asked about in a random order and in its reverse, and the numbers are averaged, which
+    cancels the preference for a position. What is left of it is measured.
+
+    Metrics of each rollout: NAME_seconds, NAME_tokens, NAME_cost (with a price), NAME_cached (1 if the answer was
+    known), and of relative judges NAME_position_bias, the mean number of an answer in the first half of the order minus
+    that of the same answer in the second.
+
+    Args:
+        model: Endpoint of OpenAI's chat protocol, or a `ChatFn`, an async function of messages.
+        prompt: Question about a rollout, or about the rollouts of a group; a text, or messages.
+        parse: Value in a judge's answer, or a value for each rollout. It raises where there is none.
+        relative: Whether the judge compares the rollouts of a group.
+        weight, name: See `Reward`.
+        cache: Folder of the answers by their question's content, so that a resumed run asks none again. None keeps them
+            in memory.
+        in_flight: Most questions at once.
+        per_minute: Most questions in a minute.
+        price: Cost of a million tokens of prompt and of completion, for the metric.
+        outage_s: Longest outage of the model. Groups wait for it in their slots.
+        on_failure: Policy for answers that cannot be parsed and for longer outages; see `FailurePolicy`.
+
+    Raises:
+        ValueError: an argument is wrong.
+    """
+
+    def __init__(
+        self,
+        model: Endpoint | ChatFn,
+        prompt: PromptFn,
+        parse: ParseFn,
+        *,
+        relative: bool = False,
+        weight: float = 1.0,
+        name: str = "judge",
+        cache: str | Path | None = None,
+        in_flight: int = 32,
+        per_minute: float | None = None,
+        price: tuple[float, float] | None = None,
+        outage_s: float = 900.0,
+        on_failure: FailurePolicy | None = None,
+    ) -> None:
+        super().__init__(prompt, weight, name, timeout_s=outage_s, on_failure=on_failure or FailurePolicy(retries=1))
+        if not callable(parse):
+            raise ValueError(f"parse of judge {name!r} is {parse!r}; it must be a function of the judge's text")
+        self.per_rollout = not relative
+        self._model = model
+        self._prompt = prompt
+        self._parse: Callable[[str], Any] = parse
+        self._price = price
+        self._calls = JudgeCalls(name, cache=cache, in_flight=in_flight, per_minute=per_minute, outage_s=outage_s)
+        self._metrics = JudgeMetrics()
+
+    async def values(self, rollouts: Sequence[Rollout], timeout_s: float | None = None) -> Sequence[float]:
+        """See `WeightedReward.values`. The judge's own `outage_s` is the limit."""
+        self._calls.outage_s = self.timeout_s or self._calls.outage_s  # a dry run lowers the limit
+        if self.per_rollout:
+            return await together([self._absolute(rollout) for rollout in rollouts])
+        return await self._relative(rollouts)
+
+    def take_metrics(self, rollout_id: str) -> dict[str, float]:
+        """Metrics of the judging of a rollout, once."""
+        return self._metrics.take(rollout_id)
+
+    async def _absolute(self, rollout: Rollout) -> float:
+        verdict = await self._ask(rollout, rollout.rollout_id, self._number)
+        self._note(rollout.rollout_id, [verdict], 1)
+        return self._number(verdict.value)
+
+    async def _relative(self, rollouts: Sequence[Rollout]) -> Sequence[float]:
+        order = list(range(len(rollouts)))
+        random.Random(rollouts[0].group_id).shuffle(order)
+        orders = [order, order[::-1]] if len(order) > 1 else [order]
+
+        def numbers(text: str) -> list[float]:
+            return _numbers(self._parse(text), len(rollouts))
+
+        verdicts = await together(
+            [
+                self._ask([rollouts[i] for i in shown], f"{rollouts[0].group_id}/{number}", numbers)
+                for number, shown in enumerate(orders)
+            ]
+        )
+        given: list[list[float]] = [[] for _ in rollouts]
+        early, late = list[float](), list[float]()
+        for shown, verdict in zip(orders, verdicts, strict=True):
+            for place, (i, value) in enumerate(zip(shown, numbers(verdict.value), strict=True)):
+                given[i].append(value)
+                if 2 * place + 1 != len(shown):
+                    (early if 2 * place + 1 < len(shown) else late).append(value)
+        bias = fmean(early) - fmean(late) if early else 0.0
+        for rollout in rollouts:
+            self._note(rollout.rollout_id, verdicts, len(rollouts), position_bias=bias)
+        return [fmean(values) for values in given]
+
+    async def _ask(self, about: Any, request_id: str, check: Callable[[str], object]) -> Verdict:
+        try:
+            prompt = self._prompt(about)
+        except Exception as error:
+            raise RewardError(
+                f"the prompt of judge {self.name!r} failed on {request_id!r}: {type(error).__name__}: {error}"
+            ) from error
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        generate, model, sampling = self._opened
+        return await self._calls.ask(_Chat(generate, model, messages, sampling, f"{self.name}/{request_id}"), check)
+
+    @cached_property
+    def _opened(self) -> tuple[ChatFn, str, SamplingParams]:
+        if not isinstance(self._model, Endpoint):
+            name = getattr(self._model, "__qualname__", type(self._model).__name__)
+            return self._model, name, SamplingParams(MAX_TOKENS, temperature=0.0)
+        from titan_rl.serving.client import HttpChatFn
+
+        given = self._model
+        generate = HttpChatFn(
+            given.url, model=given.model, api_key=os.environ.get(given.api_key), timeout_s=given.timeout_s
+        )
+        temperature = 0.0 if given.temperature is None else given.temperature
+        return generate, f"{given.model} at {given.url}", SamplingParams(given.max_tokens or MAX_TOKENS, temperature)
+
+    def _number(self, text: str) -> float:
+        return _numbers([self._parse(text)], 1)[0]
+
+    def _note(self, rollout_id: str, verdicts: Sequence[Verdict], num_rollouts: int, **more: float) -> None:
+        """Record the share of one of the rollouts that the verdicts are about."""
+        asked = [verdict for verdict in verdicts if not verdict.is_cached]
+        prompt, completion = (
+            sum(verdict.prompt_tokens for verdict in asked) / num_rollouts,
+            sum(verdict.completion_tokens for verdict in asked) / num_rollouts,
+        )
+        noted = {
+            "seconds": max((verdict.seconds for verdict in asked), default=0.0),
+            "tokens": prompt + completion,
+            "cached": 1 - len(asked) / len(verdicts),
+            **more,
+        }
+        if self._price is not None:
+            noted["cost"] = (prompt * self._price[0] + completion * self._price[1]) / 1e6
+        self._metrics.note(rollout_id, {f"{self.name}_{key}": value for key, value in noted.items()})
+
+
+def _numbers(given: Any, count: int) -> list[float]:
+    """
+    Raises:
+        ValueError: these are not `count` finite numbers.
+    """
+    values = [float_or_none(value) for value in given]
+    numbers = [value for value in values if value is not None and abs(value) < float("inf")]
+    if len(numbers) != count or len(values) != count:
+        raise ValueError(f"parse gave {given!r}; it must give {count} finite numbers")
+    return numbers

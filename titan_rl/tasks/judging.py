@@ -1,0 +1,235 @@
+"""Calls of a model that judges: at most so many at once and in a minute, each question once, retried and cached.
+
+    question -> cache on disk -> same question in flight -> place in flight -> rate -> model, with retries -> cache
+
+A call goes on where its caller is cancelled, as when a pause of generation interrupts judging: the answer is in the
+cache when the reward is computed again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from titan_rl.core.errors import GenerationError, RequestError, RewardError
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Answer of a judge.
+
+    Args:
+        value: Text of a model, or numbers of a reward model.
+        prompt_tokens: Tokens of the question, as the endpoint reports them; 0 if it does not.
+        seconds: Time of the call, retries and waits included.
+        is_cached: The answer was known, or was asked for by another call at the same time.
+    """
+
+    value: Any
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    seconds: float = 0.0
+    is_cached: bool = False
+
+
+class Question(Protocol):
+    """Question to a model: what identifies it in the cache, and the call itself."""
+
+    @property
+    def content(self) -> Mapping[str, Any]:
+        """JSON of everything that the answer depends on."""
+        ...
+
+    async def ask(self) -> Verdict: ...
+
+
+class VerdictCache:
+    """Verdicts in a folder, a file for each, by a hash of their question's content. Processes may share the folder:
+    files appear whole.
+
+    Args:
+        folder: Made with the first verdict; None keeps verdicts in memory.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._known: dict[str, Verdict] = {}
+
+    @staticmethod
+    def key_of(content: Mapping[str, Any]) -> str:
+        data = json.dumps(content, sort_keys=True, ensure_ascii=True, default=repr)
+        return hashlib.blake2b(data.encode(), digest_size=20).hexdigest()
+
+    def get(self, key: str) -> Verdict | None:
+        if key in self._known:
+            return self._known[key]
+        if self._folder is None:
+            return None
+        try:
+            stored = json.loads(self._path(key).read_text(encoding="utf-8"))
+            return Verdict(stored["value"], int(stored["prompt_tokens"]), int(stored["completion_tokens"]))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            logger.warning("the verdict %s cannot be read and is asked for again: %s", self._path(key), error)
+            return None
+
+    def put(self, key: str, verdict: Verdict) -> None:
+        """Keep a verdict. One that cannot be written is kept in memory."""
+        if self._folder is None:
+            self._known[key] = verdict
+            return
+        path = self._path(key)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=path.parent)
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(asdict(verdict), file)
+            os.replace(name, path)
+        except (OSError, TypeError) as error:
+            logger.warning("the verdict %s cannot be kept on the disk: %s", path, error)
+            self._known[key] = verdict
+
+    def _path(self, key: str) -> Path:
+        assert self._folder is not None
+        return self._folder / key[:2] / f"{key}.json"
+
+
+MOST_NOTED = 4096
+
+
+class JudgeMetrics:
+    """Metrics of judged rollouts until their rubric takes them. Those of groups that were dropped are forgotten."""
+
+    def __init__(self) -> None:
+        self._by_rollout: dict[str, dict[str, float]] = {}
+
+    def note(self, rollout_id: str, metrics: Mapping[str, float]) -> None:
+        self._by_rollout[rollout_id] = dict(metrics)
+        if len(self._by_rollout) > MOST_NOTED:
+            del self._by_rollout[next(iter(self._by_rollout))]
+
+    def take(self, rollout_id: str) -> dict[str, float]:
+        return self._by_rollout.pop(rollout_id, {})
+
+
+class JudgeCalls:
+    """Calls of one model.
+
+    Args:
+        name: For messages.
+        cache: Folder of the verdicts; None keeps them in memory.
+        in_flight: Most calls at once.
+        per_minute: Most calls in a minute; None sets no limit. Calls are spaced evenly.
+        outage_s: Longest time in which the model may fail before a call does.
+
+    Raises:
+        ValueError: a limit is not positive.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        cache: str | Path | None = None,
+        in_flight: int = 32,
+        per_minute: float | None = None,
+        outage_s: float = 900.0,
+    ) -> None:
+        for field, value in (("in_flight", in_flight), ("per_minute", per_minute), ("outage_s", outage_s)):
+            if value is not None and not value > 0:
+                raise ValueError(f"{field} of judge {name!r} is {value!r}; it must be positive")
+        self.name = name
+        self._cache = VerdictCache(None if cache is None else Path(cache))
+        self._in_flight = in_flight
+        self._spacing_s = 60 / per_minute if per_minute else 0.0
+        self.outage_s = outage_s
+        self._next_at = 0.0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._places = asyncio.Semaphore(in_flight)
+        self._running: dict[str, asyncio.Task[Verdict]] = {}
+
+    async def ask(self, question: Question, check: Callable[[Any], object]) -> Verdict:
+        """Answer of a question. `check` is called with a new answer, before it is cached.
+
+        Raises:
+            RewardError: the model refuses the question, has failed for `outage_s`, or `check` raised.
+        """
+        self._begin()
+        key = self._cache.key_of(question.content)
+        if (known := self._cache.get(key)) is not None:
+            return replace(known, is_cached=True)
+        task = self._running.get(key)
+        is_first = task is None
+        if task is None:
+            task = self._running[key] = asyncio.ensure_future(self._answer(key, question, check))
+            task.add_done_callback(lambda done: self._ended(key, done))
+        verdict = await asyncio.shield(task)
+        return verdict if is_first else replace(verdict, is_cached=True)
+
+    def _begin(self) -> None:
+        """Forget the calls of an earlier event loop."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop, self._running, self._next_at = loop, {}, 0.0
+            self._places = asyncio.Semaphore(self._in_flight)
+
+    def _ended(self, key: str, task: asyncio.Task[Verdict]) -> None:
+        self._running.pop(key, None)
+        if not task.cancelled():
+            task.exception()  # whoever waited for it has it; if nobody does any more, it is not reported as lost
+
+    async def _answer(self, key: str, question: Question, check: Callable[[Any], object]) -> Verdict:
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        async with self._places:
+            verdict = await self._until_answered(question.ask)
+        try:
+            check(verdict.value)
+        except Exception as error:
+            raise RewardError(
+                f"judge {self.name!r} gave what cannot be parsed: {type(error).__name__}: {error}; it said "
+                f"{str(verdict.value)[:200]!r}"
+            ) from error
+        verdict = replace(verdict, seconds=clock() - began)
+        self._cache.put(key, verdict)
+        return verdict
+
+    async def _until_answered(self, ask: Callable[[], Awaitable[Verdict]]) -> Verdict:
+        clock = asyncio.get_running_loop().time
+        began, pause_s = clock(), FIRST_PAUSE_S
+        while True:
+            await self._turn()
+            try:
+                async with asyncio.timeout(max(0.0, began + self.outage_s - clock())):
+                    return await ask()
+            except RequestError as error:
+                raise RewardError(f"judge {self.name!r} refuses a question: {error}") from error
+            except (GenerationError, TimeoutError) as error:
+                if clock() - began + pause_s > self.outage_s:
+                    raise RewardError(f"judge {self.name!r} has failed for {self.outage_s:g} s: {error}") from error
+                logger.warning("judge %r failed: %s; asked again in %g s", self.name, error, pause_s)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _turn(self) -> None:
+        """Wait for the next call that the rate allows."""
+        if self._spacing_s:
+            now = asyncio.get_running_loop().time()
+            at = max(now, self._next_at)
+            self._next_at = at + self._spacing_s
+            with suppress(TimeoutError):
+                await asyncio.sleep(at - now)

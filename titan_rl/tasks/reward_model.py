@@ -1,0 +1,221 @@
+"""Reward models: sequence classifiers, served by vLLM or in this process, as a reward."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from titan_rl.core.calls.threads import in_thread
+from titan_rl.core.errors import GenerationError
+from titan_rl.rollout.rewards.reward import FailurePolicy, FunctionReward, together
+from titan_rl.rollout.types import Rollout
+from titan_rl.tasks.judging import JudgeCalls, JudgeMetrics, Verdict
+
+ScoreFn = Callable[[Sequence[str]], Awaitable[Sequence[float]]]
+"""Scores of a batch of texts.  # [num_texts] -> [num_texts]"""
+
+
+class ServedClassifier:
+    """Classifier that vLLM serves: `vllm serve MODEL --runner pooling`, asked at `/classify`.
+
+    Args:
+        url: Of the server, with or without its "/v1".
+        label: Index of the class whose probability is the score; a reward model has one class.
+        api_key: Environment variable with the key, if the server needs one.
+        transport: httpx transport that replaces the network.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        *,
+        label: int = 0,
+        api_key: str = "OPENAI_API_KEY",
+        timeout_s: float = 60.0,
+        transport: Any = None,
+    ) -> None:
+        self.name = f"{model} at {url}, label {label}"
+        self._endpoint = f"{url.rstrip('/').removesuffix('/v1')}/classify"
+        self._model, self._label, self._timeout_s, self._transport = model, label, timeout_s, transport
+        self._key = os.environ.get(api_key)
+
+    async def __call__(self, texts: Sequence[str]) -> Sequence[float]:
+        """
+        Raises:
+            RequestError: the server refuses the texts.
+            GenerationError: it cannot be reached, or sends no scores.
+        """
+        response = await self._asking.post({"model": self._model, "input": list(texts)}, {})
+        try:
+            data = sorted(response.json()["data"], key=lambda each: each["index"])
+            scores = [float(each["probs"][self._label]) for each in data]
+        except (LookupError, TypeError, ValueError) as error:
+            raise GenerationError(f"{self._endpoint} sent what is no classification: {error!r}") from error
+        if len(scores) != len(texts):
+            raise GenerationError(f"{self._endpoint} sent {len(scores)} scores for {len(texts)} texts")
+        return scores
+
+    @cached_property
+    def _asking(self) -> Any:
+        from titan_rl.serving.client import Asking
+
+        return Asking(
+            self._endpoint,
+            api_key=self._key,
+            timeout_s=self._timeout_s,
+            connection_attempts=2,
+            max_connections=64,
+            transport=self._transport,
+        )
+
+
+class LocalClassifier:
+    """Classifier of a Hugging Face folder, in a thread of this process, on the CPU. For small models and tests.
+
+    Args:
+        label: Index of the logit that is the score.
+    """
+
+    def __init__(self, folder: str | Path, *, label: int = 0) -> None:
+        self.name = f"{folder}, label {label}"
+        self._folder, self._label = str(folder), label
+
+    async def __call__(self, texts: Sequence[str]) -> Sequence[float]:
+        return await in_thread(self._score, list(texts))
+
+    @cached_property
+    def _loaded(self) -> tuple[Any, Any]:
+        import transformers
+
+        tokenizers: Any = transformers.AutoTokenizer
+        models: Any = transformers.AutoModelForSequenceClassification
+        tokenizer = tokenizers.from_pretrained(self._folder, local_files_only=True)
+        return tokenizer, models.from_pretrained(self._folder, local_files_only=True).eval()
+
+    def _score(self, texts: Sequence[str]) -> list[float]:
+        import torch
+
+        tokenizer, model = self._loaded
+        with torch.no_grad():  # one at a time: small models gain nothing from padding, and some have no pad token
+            logits = [model(**tokenizer(text, return_tensors="pt")).logits[0, self._label] for text in texts]
+        return [float(logit) for logit in logits]
+
+
+class Batches:
+    """Joins texts that are asked for at the same time into batches.
+
+    Args:
+        size: Most texts of a batch.
+    """
+
+    def __init__(self, score: ScoreFn, size: int) -> None:
+        self._score = score
+        self._size = size
+        self._waiting: list[tuple[str, asyncio.Future[float]]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def score(self, text: str) -> float:
+        """Score of a text, of the batch that it becomes part of."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[float] = loop.create_future()
+        self._waiting.append((text, future))
+        if len(self._waiting) == 1:
+            loop.call_soon(self._send)
+        return await future
+
+    def _send(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for start in range(0, len(waiting), self._size):
+            task = asyncio.ensure_future(self._run(waiting[start : start + self._size]))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, batch: Sequence[tuple[str, asyncio.Future[float]]]) -> None:
+        try:
+            scores: Sequence[float] = await self._score([text for text, _ in batch])
+        except Exception as error:
+            for _, future in batch:
+                if not future.done():
+                    future.set_exception(error)
+            return
+        for (_, future), score in zip(batch, scores, strict=True):
+            if not future.done():
+                future.set_result(score)
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """Question about one text."""
+
+    batches: Batches
+    model: str
+    text: str
+
+    @property
+    def content(self) -> Mapping[str, Any]:
+        return {"model": self.model, "text": self.text}
+
+    async def ask(self) -> Verdict:
+        return Verdict(await self.batches.score(self.text))
+
+
+class RewardModel(FunctionReward[Any]):
+    """Reward that a sequence classifier gives to each rollout. Texts that are judged at the same time are one request.
+
+    Example:
+
+        RewardModel(ServedClassifier("http://127.0.0.1:8000", "reward-model"), lambda rollout: answer_of(rollout))
+
+    Metrics of each rollout: NAME_seconds, and NAME_cached (1 if the score was known).
+
+    Args:
+        score: `ServedClassifier`, `LocalClassifier`, or an async function of a batch of texts.
+        text: What the classifier reads of a rollout.
+        batch: Most texts of one request.
+        weight, name, cache, per_minute, outage_s, on_failure: See `Judge`.
+    """
+
+    per_rollout = True
+
+    def __init__(
+        self,
+        score: ScoreFn,
+        text: Callable[[Rollout], str],
+        *,
+        weight: float = 1.0,
+        name: str = "reward_model",
+        cache: str | Path | None = None,
+        batch: int = 64,
+        per_minute: float | None = None,
+        outage_s: float = 900.0,
+        on_failure: FailurePolicy | None = None,
+    ) -> None:
+        super().__init__(text, weight, name, timeout_s=outage_s, on_failure=on_failure or FailurePolicy(retries=0))
+        if batch < 1:
+            raise ValueError(f"batch of reward model {name!r} is {batch}; it must be at least 1")
+        self._text = text
+        self._model = getattr(score, "name", getattr(score, "__qualname__", type(score).__name__))
+        self._batches = Batches(score, batch)
+        self._calls = JudgeCalls(name, cache=cache, in_flight=16 * batch, per_minute=per_minute, outage_s=outage_s)
+        self._metrics = JudgeMetrics()
+
+    async def values(self, rollouts: Sequence[Rollout], timeout_s: float | None = None) -> Sequence[float]:
+        """See `WeightedReward.values`. The model's own `outage_s` is the limit."""
+        self._calls.outage_s = self.timeout_s or self._calls.outage_s  # a dry run lowers the limit
+        return await together([self._value(rollout) for rollout in rollouts])
+
+    def take_metrics(self, rollout_id: str) -> dict[str, float]:
+        """Metrics of the judging of a rollout, once."""
+        return self._metrics.take(rollout_id)
+
+    async def _value(self, rollout: Rollout) -> float:
+        verdict = await self._calls.ask(_Text(self._batches, self._model, self._text(rollout)), float)
+        noted = {f"{self.name}_seconds": verdict.seconds, f"{self.name}_cached": float(verdict.is_cached)}
+        self._metrics.note(rollout.rollout_id, noted)
+        return float(verdict.value)
