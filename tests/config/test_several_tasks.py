@@ -169,7 +169,7 @@ def test_weights_may_change_when_a_run_goes_on_and_nothing_else_of_its_tasks(pro
         check_unchanged(load(SEVERAL, *overrides), made_with, source=Path("config.toml"))
 
     go_on(("tasks.ham.weight", "9"))
-    with pytest.raises(ConfigError, match=r"tasks\.NAME\.weight can"):
+    with pytest.raises(ConfigError, match=r"tasks\.NAME\.teacher can"):
         go_on(("tasks.ham.words", '["spam"]'))
     for change in [("tasks.ham.words", '["spam"]'), ("tasks.third.type", "echo_task:Echo")]:
         with pytest.raises(ConfigError, match="and this run was made with"):

@@ -24,6 +24,7 @@ RESUMABLE = (
     "training.attention",
     "training.compile",
     "training.max_skipped_steps",
+    "training.teacher",
     "generation.",
     "hosts.",
     "routing.",
@@ -42,7 +43,8 @@ RESUMABLE = (
     "logging.",
     "share_run_dir",
 )
-"""Settings, or prefixes of settings, that a resumed run may change: its length, its hosts and its time limits."""
+"""Settings, or prefixes of settings, that a resumed run may change: its length, its hosts, its time limits
+and the addresses of its teachers."""
 
 LOCATIONS = (
     "name",
@@ -107,7 +109,10 @@ def check_options(config: RunConfig, earlier: RunConfig) -> None:
         if _told(now.get(name)) != _told(before.get(name))
     ]
     if changed:
-        allowed = ", ".join(name + "*" if name.endswith(".") else name for name in (*RESUMABLE, "tasks.NAME.weight"))
+        allowed = ", ".join(
+            name + "*" if name.endswith(".") else name
+            for name in (*RESUMABLE, "tasks.NAME.weight", "tasks.NAME.teacher")
+        )
         raise ConfigError(
             f"{'; '.join(changed)}: that cannot change when a run is resumed; leave "
             f"{'it' if len(changed) == 1 else 'them'} out, or begin a new run; {allowed} can"
@@ -116,7 +121,7 @@ def check_options(config: RunConfig, earlier: RunConfig) -> None:
 
 def is_resumable(key: str) -> bool:
     """Whether a setting may change when a run is resumed."""
-    return key.startswith(RESUMABLE) or fnmatchcase(key, "tasks.*.weight")
+    return key.startswith(RESUMABLE) or any(fnmatchcase(key, name) for name in ("tasks.*.weight", "tasks.*.teacher"))
 
 
 def _may_change(key: str) -> bool:
