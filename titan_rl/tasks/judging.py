@@ -45,7 +45,7 @@ class Verdict:
     is_cached: bool = False
 
 
-class Question(Protocol):
+class JudgeQuestion(Protocol):
     """Question to a model: what identifies it in the cache, and the call itself."""
 
     @property
@@ -162,7 +162,7 @@ class JudgeCalls:
         self._places = asyncio.Semaphore(in_flight)
         self._running: dict[str, asyncio.Task[Verdict]] = {}
 
-    async def ask(self, question: Question, check: Callable[[Any], object]) -> Verdict:
+    async def ask(self, question: JudgeQuestion, check: Callable[[Any], object]) -> Verdict:
         """Answer of a question. `check` is called with a new answer, before it is cached.
 
         Raises:
@@ -192,7 +192,7 @@ class JudgeCalls:
         if not task.cancelled():
             task.exception()  # whoever waited for it has it; if nobody does any more, it is not reported as lost
 
-    async def _answer(self, key: str, question: Question, check: Callable[[Any], object]) -> Verdict:
+    async def _answer(self, key: str, question: JudgeQuestion, check: Callable[[Any], object]) -> Verdict:
         clock = asyncio.get_running_loop().time
         began = clock()
         async with self._places:
