@@ -65,7 +65,7 @@ def make_models() -> None:
     if not (folder / "base").is_dir():
         run("titan_rl.cli.main", "sft", EXAMPLE)
     if not (folder / "teacher").is_dir():
-        run("titan_rl.cli.main", "sft", EXAMPLE, TEACHER)
+        run("titan_rl.cli.main", "sft", TEACHER)
 
 
 def records_of(kind: str, seed: int, *options: str) -> list[dict[str, Any]]:
