@@ -15,10 +15,11 @@ _PROC = Path("/proc")
 
 
 def titan_rl(*arguments: str, log: Path) -> subprocess.Popen[bytes]:
-    """Start a command of titan-rl in a session of its own. Its output goes to a file."""
+    """Start a command of titan-rl. Its output goes to a file. It stays in this session, because Linux shares out the
+    cores by session, and whatever it is compared with runs in this one."""
     with log.open("wb") as output:
         command = [sys.executable, "-m", "titan_rl.cli.main", *arguments]
-        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
 
 
 @dataclass(frozen=True, slots=True)
