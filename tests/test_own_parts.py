@@ -139,7 +139,7 @@ def test_what_an_engine_cannot_do_is_not_asked_of_it() -> None:
         load(experts, ("generation.engine", "own_parts:engine"))
     load(experts, ("generation.engine", "own_parts:experts"))
     guesses = ("generation.speculative.method", "ngram")
-    with pytest.raises(ConfigError, match=r'speculative.method = "ngram".*\'own_parts:engine\' guesses no tokens; set'):
+    with pytest.raises(ConfigError, match=r'speculative.method = "ngram".*\'own_parts:engine\' has no speculative'):
         load(guesses, ("generation.engine", "own_parts:engine"))
     load(guesses)
     auto = ("generation.max_running", "auto")

@@ -134,7 +134,7 @@ def train(
     folder = None if resume is None else Path(resume).resolve()
     end = run_training(made, folder, parts=parts, name=name, begun_by="titan_rl.train(...)")
     if end.summary is None:
-        raise KeyboardInterrupt(f"the run was stopped; titan_rl.train(config, resume={str(end.run_dir)!r}) goes on")
+        raise KeyboardInterrupt(f"the run is stopped; titan_rl.train(config, resume={str(end.run_dir)!r}) continues it")
     show_summary(end.summary, sys.stderr)
     return end.summary
 

@@ -157,5 +157,5 @@ async def test_training_and_validation_have_different_seeds() -> None:
 
 
 def test_an_address_must_be_one() -> None:
-    with pytest.raises(ValueError, match="no server's address"):
+    with pytest.raises(ValueError, match="not a server address"):
         OpenEnv(url="localhost:8000")

@@ -44,8 +44,12 @@ def test_what_can_be_started_is_taken(config: str, command: list[str]) -> None:
     ("setting", "value", "message"),
     [
         ("command", 'python "my agent.py" {question}', 'a list of words: ["python", "my agent.py", "{question}"]'),
-        ("command", '["python agent.py {question}"]', 'each word is an item: ["python", "agent.py", "{question}"]'),
-        ("command", '["no-such-program"]', "begins with 'no-such-program', which is no program that can be run"),
+        (
+            "command",
+            '["python agent.py {question}"]',
+            'must be an item: ["python", "agent.py", "{question}"]',
+        ),
+        ("command", '["no-such-program"]', "begins with 'no-such-program', which is not an executable program"),
         ("command", '["./agent.sh"]', "each program starts in its own folder; write '{cwd}/agent.sh'"),
         ("command", '[""]', "name a program, or leave the setting out"),
         ("command", '["sh", "{qestion}"]', "task.command: '{qestion}' names 'qestion'; the sample has question"),
@@ -58,9 +62,9 @@ def test_what_can_be_started_is_taken(config: str, command: list[str]) -> None:
             "empty.jsonl",
             "'empty.jsonl': empty.jsonl has no rows; write JSON objects",
         ),
-        ("train_file", "bad.jsonl", "bad.jsonl:2 is no JSON: Expecting ':' delimiter"),
-        ("train_file", "words.jsonl", 'words.jsonl:1 is no JSON object: "a"'),
-        ("validation_file", "bad.jsonl", "bad.jsonl:2 is no JSON: "),
+        ("train_file", "bad.jsonl", "bad.jsonl:2 is not valid JSON: Expecting ':' delimiter"),
+        ("train_file", "words.jsonl", 'words.jsonl:1 is not a JSON object: "a"'),
+        ("validation_file", "bad.jsonl", "bad.jsonl:2 is not valid JSON: "),
     ],
 )
 def test_what_could_not_go_well_is_refused(config: str, setting: str, value: str, message: str) -> None:

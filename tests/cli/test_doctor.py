@@ -91,7 +91,7 @@ def test_it_says_what_to_do_and_ends_with_1_if_a_run_cannot_start(
     printed = capsys.readouterr()
     assert "missing  import vllm       not there" in printed.out
     assert "-> pip install it" in printed.out
-    assert printed.err == "titan-rl: 1 of these keep a run from starting\n"
+    assert printed.err == "titan-rl: 1 of these prevent a run from starting\n"
     monkeypatch.setattr(doctor, "check_up", lambda: iter(found[:1]))
     assert main(["doctor", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"subject": "cores", "state": "ok", "found": "2", "fix": None}

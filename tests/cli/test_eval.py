@@ -212,11 +212,11 @@ def test_ctrl_c_shows_what_is_done_and_the_rest_is_played_later(
     assert re.search(r"reward +1\.000 ± 0\.000\n", out)
     assert "stopped before its end; these are the prompts that were done" in out
     assert "SIGINT: stopping: what is done so far is shown" in err
-    assert "stopped; the same command goes on with --out out" in err
+    assert "stopped; the same command continues with --out out" in err
     adder.asked.clear()
     assert evaluate(config, *options) == 0
     assert sorted(body["messages"][0]["content"] for body in adder.asked) == ["2 + 1", "3 + 1"]
-    assert "2 samples are there already" in capfd.readouterr().err
+    assert "2 samples are already" in capfd.readouterr().err
 
 
 def test_an_endpoint_that_always_fails_ends_the_command_with_what_it_said(
@@ -225,7 +225,7 @@ def test_an_endpoint_that_always_fails_ends_the_command_with_what_it_said(
     adder.fails_at = {"0", "1", "2", "3"}
     assert evaluate(config, adder.url, "--in-flight", "1") == 1
     out, err = capfd.readouterr()
-    assert "3 prompts in a row say nothing of the policy" in err
+    assert "3 prompts in a row gave no result for the policy" in err
     assert "no sums today" in err
     assert re.search(r"error_generate +6 of 6", out)
 
@@ -233,7 +233,7 @@ def test_an_endpoint_that_always_fails_ends_the_command_with_what_it_said(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["http://127.0.0.1:1/v1"], "cannot be asked for its models"),
+        (["http://127.0.0.1:1/v1"], "cannot list its models"),
         (
             ["http://127.0.0.1:1", "--model", "m", "--samples", "none"],
             "--samples none: input should be",
@@ -255,4 +255,4 @@ def test_a_task_of_tokens_needs_a_policy_of_tokens(
     adder: Adder, config: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert evaluate(config, adder.url, "--task.tokens", "true") == 1
-    assert "plays in tokens, and this policy answers in messages" in capfd.readouterr().err
+    assert "uses tokens, but this policy answers with messages" in capfd.readouterr().err

@@ -146,7 +146,7 @@ def test_a_link_in_a_runs_folder_is_refused_and_what_it_leads_to_stays(
     link.symlink_to(target)
     assert main(["train", "--resume", str(stopped.path), *dry_run]) == 2
     said = capfd.readouterr().err
-    assert f"{link} is a link to {target}, and a run follows no links in its folder; replace the link by its" in said
+    assert f"{link} is a link to {target}, and links in a run's folder are not followed; replace the link" in said
     assert kept.read_bytes() == before
     assert os.listdir(target) == ["kept"] if target.is_dir() else True
 

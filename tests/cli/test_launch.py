@@ -61,7 +61,7 @@ def test_what_is_checked_for_slurm_is_not_looked_for_where_pods_have_other_files
     assert "policy" in capfd.readouterr().err
     assert main(["launch", "config.toml", *KUBERNETES, "--seed", "3", "--dry-run"]) == 0
     shown = capfd.readouterr()
-    assert "model.path = 'policy' is /workspace/policy where the run is; see that it is there" in shown.err
+    assert "model.path = 'policy' is /workspace/policy where the run is; make sure that it exists" in shown.err
     made = {found["kind"]: found for found in yaml.safe_load_all(shown.out)}
     data = made["ConfigMap"]["data"]
     assert data["0-config.toml"] == (project / "config.toml").read_text()
@@ -72,20 +72,20 @@ def test_what_is_checked_for_slurm_is_not_looked_for_where_pods_have_other_files
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ([], "hosts.provider says who starts the run, and is not set; set it to slurm or kubernetes"),
+        ([], "hosts.provider is not set; set it to slurm or kubernetes"),
         (
             ["--hosts.provider", "ssh", "--hosts.names", '["a"]'],
-            'hosts.provider = "ssh" takes no jobs; titan-rl train',
+            'hosts.provider = "ssh" accepts no jobs; titan-rl train',
         ),
         (["--hosts.provider", "ssh"], 'provider = "ssh" needs names, the names of the hosts'),
         (["--hosts.provider", "slurm", "--hosts.train", "3"], "hosts.train is 3, and there is 1 host"),
         (
             ["--hosts.provider", "ssh", "--hosts.names", "a,b,a", "--dry-run"],
-            "names: a is there more than once; name each host once",
+            "names: a is listed more than once; list each host once",
         ),
         (["--hosts.provider", "pbs"], "must be one of ssh, slurm, kubernetes"),
         (KUBERNETES[:-2], 'provider = "kubernetes" needs kubernetes.volume; set it'),
-        ([*KUBERNETES, "--hosts.port", "0"], "its service has to name the port; set one"),
+        ([*KUBERNETES, "--hosts.port", "0"], "its Service must name a fixed port; set one"),
         (
             ["--hosts.provider", "slurm", "--hosts.options", '["gpu"]'],
             "must begin with -, as --partition=gpu does",

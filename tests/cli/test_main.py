@@ -58,7 +58,7 @@ def test_a_dry_run_is_short_and_ends_with_a_verdict_and_the_next_command(project
     streams = capsys.readouterr()
     assert len((streams.out + streams.err).splitlines()) < 50
     assert streams.err.endswith(
-        "titan-rl: ready: the run can start, and none of its settings is wrong\n"
+        "titan-rl: ready: the settings are valid, and the run can start\n"
         "titan-rl: next: titan-rl train config.toml --training.steps=9\n"
     )
     (project / "brief.toml").write_text(streams.out)
@@ -438,9 +438,9 @@ def test_resume_takes_the_settings_of_the_run(project: Path, launch, monkeypatch
         (["train", "a.toml", "--resume", "b"], "either CONFIG.toml, or --resume RUN"),
         (
             ["train", "--resume", "nowhere"],
-            "--resume nowhere: no run is there: there is no such folder; name the folder",
+            "--resume nowhere: there is no run: there is no such folder; name the folder",
         ),
-        (["train", "--resume", "nowhere", "--seed", "3"], "no run is there"),
+        (["train", "--resume", "nowhere", "--seed", "3"], "there is no run"),
     ],
 )
 def test_a_wrong_resume_says_what_is_right(argv, says, capsys):
@@ -459,7 +459,7 @@ def test_a_resume_of_something_else_than_a_run_names_a_run_that_is_near(project:
         f"runs/{run.name}/metrics.jsonl": f"it is a file; name the folder of a run, as runs/{run.name}\n",
     }.items():
         assert main(["train", "--resume", name]) == 2
-        assert capsys.readouterr().err == f"titan-rl: --resume {name}: no run is there: {problem}"
+        assert capsys.readouterr().err == f"titan-rl: --resume {name}: there is no run: {problem}"
     (project / "runs" / "latest").symlink_to(run.name)
     assert main(["train", "--resume", "lost"]) == 2
     assert "there is no such folder; name the folder of a run, as runs/latest" in capsys.readouterr().err
@@ -478,7 +478,9 @@ def test_what_the_weights_come_from_cannot_change_on_resume(stopped: RunDirector
     launch(lambda config: pytest.fail("started"))
     resume = ["train", "--resume", str(stopped.path), "--training.steps=9"]
     assert main([*resume, "--sampling.temperature=0.5"]) == 2
-    one = "--sampling.temperature is 0.5, and the run has 1.0: that cannot change when a run is resumed; leave it out, "
+    one = (
+        "--sampling.temperature is 0.5, and the run has 1.0: these cannot change when a run is resumed; leave it out, "
+    )
     assert f"titan-rl: {one}or begin a new run; training.steps, " in capsys.readouterr().err
     assert main([*resume, "--seed=9", "--scheduling.max_token_age=3"]) == 2
     two = '--scheduling.max_token_age is 3, and the run has "none": that cannot'

@@ -61,7 +61,7 @@ def test_several_samples_are_played_until_there_is_no_more_to_read(
 ) -> None:
     assert play('/nonsense\n"""\n2\n"""\n2\n', "--sample", "1", "--count", "9") == 0
     out, err = capfd.readouterr()
-    assert "is not there, so this is played in messages, without tokens" in err
+    assert "does not exist, so this is played in messages, without tokens" in err
     assert "titan-rl: there is no /nonsense" in err
     assert "a line is a reply" in err
     assert "a line is a reply" not in out
@@ -93,7 +93,7 @@ def test_tools_are_shown_and_called(config: Path, capfd: pytest.CaptureFixture[s
     out, err = capfd.readouterr()
     assert "[tool] look(at: integer)  See.\n[user] Look at 3.\n" in out
     assert "[assistant] What?\n[user] Use your tool.\n    reward looked = 0\n" in out
-    assert "is no JSON" in err
+    assert "is not valid JSON" in err
     assert '[assistant]\n    calls look {"at": 3}\n    reward looked = 1\n=== completed: reward 1' in out
     assert play("", "--validation", "--sample", "7") == 2
     assert "sums has 2 held-out samples" in capfd.readouterr().err

@@ -133,7 +133,7 @@ def test_a_dry_run_prints_the_settings(project: Path, capsys):
         (["policy", "--hosts.addresses", "a", "--hosts.generate", "2"], "hosts.generate is 2, and there is 1 host"),
         (
             ["policy", "--follow"],
-            "--follow: policy is not the folder of a run, and gets no newer versions; name a",
+            "--follow: policy is not a run's folder, and so gets no newer versions; name a",
         ),
         (["config.toml", "--server.follow_s=9"], "server.follow_s = 9: config.toml is not the folder of a run"),
         (["policy", "--server.follow_s=4000"], "server.follow_s = 4000 must be less than or equal to 3600"),

@@ -20,7 +20,7 @@ def test_ctrl_c_ends_a_worker_at_once_and_it_names_the_way_that_has_runs_move_fi
     monkeypatch.setattr("titan_rl.run.worker.run_worker", interrupted)
     assert main(["worker", "--listen", "127.0.0.1:0"]) == 130
     said = capsys.readouterr().err
-    assert "titan-rl: stopped at once, with what runs had here; SIGTERM has them move it first" in said
+    assert "titan-rl: stopped at once, with the work of runs on this host; SIGTERM lets them move it first" in said
     assert "before a run began" not in said
 
 

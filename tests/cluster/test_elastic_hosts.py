@@ -239,7 +239,7 @@ async def test_a_host_that_is_about_to_go_and_cannot_be_drained_is_told_of_whate
     hosts.is_about_to_go("a")
     await asyncio.sleep(1)  # virtual: all that can happen has
     (line,) = told
-    assert line.startswith("host a says that it is about to go (its worker got SIGTERM), and cannot be drained: ")
+    assert line.startswith("host a is about to shut down (its worker got SIGTERM), and cannot be drained: ")
     assert str(error) in line
     assert [host.state for host in elastic.statuses()] == ["in the run", "in the run"]
 
@@ -258,7 +258,7 @@ async def test_where_each_host_is_about_to_go_it_is_said_once_and_nothing_is_mov
     hosts.may_end.set()
     await asyncio.sleep(1)  # virtual: all that can happen has
     assert ends == ["now"]
-    assert told == ["each host of the run is told to end (its worker got SIGTERM), and so the run ends"]
+    assert told == ["all hosts of the run were asked to leave (its worker got SIGTERM), so the run ends"]
     assert {host.name: host.state for host in elastic.statuses()} == {"b": "in the run", "c": "in the run", "a": "left"}
 
 

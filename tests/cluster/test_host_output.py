@@ -75,7 +75,7 @@ async def test_a_disk_that_takes_nothing_is_told_of_once_and_what_is_lost_comes_
     (tmp_path / "here" / "logs").write_text("in the way of a folder")
     collecting = asyncio.ensure_future(output.collect())
     await asyncio.sleep(5)
-    assert [text.partition(": ")[0] for text in told] == ["what host far says is not written here for now"]
+    assert [text.partition(": ")[0] for text in told] == ["the output of host far cannot be written at the moment"]
     assert not collecting.done()
     await output.take_rest()
     (tmp_path / "here" / "logs").unlink()
@@ -108,7 +108,7 @@ async def test_a_host_that_cannot_say_what_it_wrote_is_asked_again(there: Path, 
     collecting = asyncio.ensure_future(output.collect())
     await asyncio.sleep(5)
     await output.take_rest()
-    assert [text.partition(": ")[0] for text in told] == ["what host far says is not written here for now"]
+    assert [text.partition(": ")[0] for text in told] == ["the output of host far cannot be written at the moment"]
     agent.problem = None
     await asyncio.sleep(5)
     collecting.cancel()

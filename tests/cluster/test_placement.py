@@ -175,7 +175,7 @@ def test_ranks_whose_host_is_gone_come_up_on_another(there: str, taken: list[Any
 def test_with_fewer_hosts_each_has_more_ranks_and_with_none_the_run_says_so() -> None:
     before = place_trainer(training(2, 2), ["a", "b"], {"a": (), "b": ()})
     assert shown(place_trainer_again(training(2, 2), before, {"b": ()})) == ["b", "b", "b", "b"]
-    with pytest.raises(ConfigError, match="no host is left that may train"):
+    with pytest.raises(ConfigError, match="no host that sees the run's folder"):
         place_trainer_again(training(2, 2), before, {})
     with pytest.raises(ConfigError, match="a has no more"):
         place_trainer_again(training(4), TWO_HOSTS, {"a": GPUS["a"]})

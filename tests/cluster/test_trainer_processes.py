@@ -76,7 +76,7 @@ def test_a_trainer_that_starts_again_does_not_train_weights_that_took_the_models
     ModelCheck(settings, "a").check_weights()
     save_file({"weight": torch.ones(8)}, tmp_path / "model.safetensors")
     check = ModelCheck(settings, "b")
-    with pytest.raises(ModelError, match="on host b is not the model that the run began with: weights changed; put"):
+    with pytest.raises(ModelError, match="on host b is not the initial model of the run: weights changed; put"):
         check.check_weights()
     check.checkpoint_loaded()
     check.check_weights()
@@ -111,7 +111,7 @@ async def test_where_no_host_is_left_it_waits_for_one_and_says_so(monkeypatch: p
     assert not training.waits_for
     assert processes.asked[-1] == "start on c c"
     assert told == [
-        "the trainer waits for hosts, 60 s at most: no host is left that may train, which sees the run's folder; "
+        "the trainer waits for hosts, 60 s at most: no host that sees the run's folder, and so may train, is left; "
         "`titan-rl hosts RUN add ADDRESS` adds one"
     ]
 
@@ -121,7 +121,7 @@ async def test_it_waits_no_longer_than_it_may() -> None:
     _, training = processes_on(hosts, [], 0.0)
     await training.start()
     hosts.clear()
-    with pytest.raises(NoHostError, match=r"the trainer has waited 0 s for hosts: no host is left that may train"):
+    with pytest.raises(NoHostError, match=r"the trainer has waited 0 s for hosts: no host that sees the run's folder"):
         await training.restart()
 
 
@@ -142,7 +142,7 @@ async def test_it_is_saved_and_trains_on_until_another_host_has_places_for_it(mo
             await asyncio.sleep(0)
         assert not finishing.done()
     assert told == [
-        "the trainer waits for hosts, 30 s at most: no host is left that may train, which sees the run's folder; "
+        "the trainer waits for hosts, 30 s at most: no host that sees the run's folder, and so may train, is left; "
         "`titan-rl hosts RUN add ADDRESS` adds one"
     ]
     assert training.trainer.is_leaving

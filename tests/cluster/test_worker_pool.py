@@ -100,7 +100,7 @@ class DyingWorker(Worker):
             self.dies = False
             raise ActorDiedError("worker died")
         request = EngineRequest(f"{group_id}/0/0", [1], SamplingParams(max_tokens=1), f"{group_id}/0")
-        with pytest.raises(RequestError, match="group 'g' is no longer wanted of this worker"):
+        with pytest.raises(RequestError, match="group 'g' was withdrawn from this worker"):
             await handler_of(self.keys[0]).generate(request, 10.0)
         await handler_of(key).generate(request, 10.0)
         return RolloutGroup(group_id, None, [Rollout(f"{group_id}/0", group_id, 0, None)])
@@ -144,5 +144,5 @@ async def test_a_closed_handler_takes_no_request_that_was_on_its_way() -> None:
     request = EngineRequest("g/0/0", [1], SamplingParams(max_tokens=1), "g/0")
     on_its_way = asyncio.ensure_future(handler.generate(request, 10.0))
     await handler.close()
-    with pytest.raises(RequestError, match="no longer wanted"):
+    with pytest.raises(RequestError, match="was withdrawn"):
         await on_its_way

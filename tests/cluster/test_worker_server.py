@@ -88,7 +88,7 @@ async def test_a_run_waits_until_the_one_before_has_ended(monarchs: Monarchs, mo
         await first.monarch()
         first.close()
         async with met("b", f"127.0.0.1:{port}") as second:
-            with pytest.raises(ActorDiedError, match="has another run, and takes one after the other"):
+            with pytest.raises(ActorDiedError, match="is in use by another run"):
                 await second.monarch()
         assert [ended.is_set() for ended in monarchs.running] == [False]
         monkeypatch.setattr(host, "MONARCH_TIMEOUT_S", 30.0)

@@ -63,7 +63,7 @@ def test_a_function_of_the_users_is_imported_when_the_config_is_read(project: Pa
     Path("leaving_functions.py").write_text("raise SystemExit(3)")
     assert "importing leaving_functions failed: SystemExit: 3" in failure((key, "leaving_functions:mine"))
     Path("fussy_functions.py").write_text("def __getattr__(name): raise RuntimeError('no')")
-    assert "fussy_functions.mine cannot be had: RuntimeError: no" in failure((key, "fussy_functions:mine"))
+    assert "fussy_functions.mine cannot be read: RuntimeError: no" in failure((key, "fussy_functions:mine"))
     assert f"{named}'quux' must be one of " in failure((key, "quux"))
 
 

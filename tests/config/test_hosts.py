@@ -38,7 +38,7 @@ def test_what_is_no_address_is_refused(address: str) -> None:
 
 
 def test_a_worker_is_named_once() -> None:
-    with pytest.raises(ValidationError, match="a:22222 is there more than once"):
+    with pytest.raises(ValidationError, match="a:22222 is listed more than once"):
         HostsConfig.model_validate({"addresses": ["a", "a:22222"]})
 
 
@@ -129,17 +129,17 @@ def test_slurm_has_as_many_hosts_as_the_job_that_is_launched() -> None:
 def test_hosts_of_ssh_are_a_list_or_between_commas() -> None:
     hosts = HostsConfig.model_validate({"provider": "ssh", "names": "gpu-1,me@gpu-2=fd00::2"})
     assert hosts.named_hosts == {"gpu-1": "", "me@gpu-2": "fd00::2"}
-    with pytest.raises(ValidationError, match="must have an IP address behind ="):
+    with pytest.raises(ValidationError, match="must have an IP address after ="):
         HostsConfig.model_validate({"provider": "ssh", "names": "a=a.example"})
 
 
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"silence_s": 0.5}, "silence_s = 0.5 is less than 1: hosts give four signs of life a second, .* raise it"),
+        ({"silence_s": 0.5}, "silence_s = 0.5 is less than 1: hosts send four heartbeats a second, .* raise it"),
         (
             {"hang_timeout_s": 1},
-            "hang_timeout_s = 1 is less than 2: processes are looked at once a second, .* raise it",
+            "hang_timeout_s = 1 is less than 2: processes are checked once a second, .* raise it",
         ),
     ],
 )

@@ -259,7 +259,7 @@ def test_missing_tables_are_named(project: Path):
         ("echo_task:Half", "Half is no task: it lacks make_env, train_sample, validation_samples; tasks in echo_task"),
         ("broken_task:Echo", "importing broken_task failed: ZeroDivisionError"),
         ("leaving_task:Echo", "importing leaving_task failed: SystemExit: 3"),
-        ("fussy_task:Echo", "fussy_task.Echo cannot be had: RuntimeError: no"),
+        ("fussy_task:Echo", "fussy_task.Echo cannot be read: RuntimeError: no"),
         ("needy_task:Echo", "importing needy_task failed: No module named 'absent_dependency'"),
     ],
 )

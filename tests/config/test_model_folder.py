@@ -35,7 +35,7 @@ def test_a_missing_folder_of_what_guesses_is_found_before_anything_starts(projec
     with pytest.raises(ConfigError, match=r"generation.speculative.model = 'small' is not a folder; name"):
         load_config("config.toml", guesses)
     Path("small").mkdir()
-    with pytest.raises(ModelError, match=r"small is no model folder: it has no config.json"):
+    with pytest.raises(ModelError, match=r"small is not a model folder: it has no config.json"):
         load_config("config.toml", guesses)
 
 
@@ -71,7 +71,7 @@ def test_what_cannot_guess_for_the_policy_is_refused(
 
 def test_heads_of_the_policy_are_looked_for_in_its_config(project: Path):
     heads = [("generation.speculative.method", "mtp")]
-    with pytest.raises(ConfigError, match=r'method = "mtp" guesses with heads .* none of num_nextn_predict_layers, '):
+    with pytest.raises(ConfigError, match=r'method = "mtp" drafts with heads .* none of num_nextn_predict_layers, '):
         load_config("config.toml", heads)
     edit_config(num_nextn_predict_layers=1)
     load_config("config.toml", heads)
@@ -141,10 +141,10 @@ def test_weights_that_are_cut_off_are_named_with_their_sizes(project: Path):
     for content, says in (
         (whole[:-1], rf"has {len(whole) - 1} bytes, and {len(whole)} by its header: it is damaged; fetch it again"),
         (whole + b"x", rf"has {len(whole) + 1} bytes, and {len(whole)} by its header"),
-        (whole[:20], "is no safetensors file, or is cut off: its first 8 bytes give no length"),
-        (b"", "is no safetensors file, or is cut off: "),
-        (b"version https://git-lfs.github.com/spec/v1\n", "is no safetensors file, or is cut off: "),
-        (whole[:8] + whole[9:], "is no safetensors file, or is cut off: "),
+        (whole[:20], "is not a safetensors file, or is cut off: its first 8 bytes give no length"),
+        (b"", "is not a safetensors file, or is cut off: "),
+        (b"version https://git-lfs.github.com/spec/v1\n", "is not a safetensors file, or is cut off: "),
+        (whole[:8] + whole[9:], "is not a safetensors file, or is cut off: "),
     ):
         path.write_bytes(content)
         with pytest.raises(ModelError, match=f"policy/model.safetensors {says}"):
@@ -190,7 +190,7 @@ def test_a_tokenizer_of_another_model_is_found_before_anything_starts(
     if fits:
         load_config("config.toml")
         return
-    with pytest.raises(ModelError, match=r"tokenizer with token id 100, and a model of 100 tokens"):
+    with pytest.raises(ModelError, match=r"tokenizer with token id 100, and the model has 100 tokens"):
         load_config("config.toml")
 
 
@@ -199,7 +199,7 @@ def test_a_tokenizer_of_another_model_is_found_before_anything_starts(
     [
         ("generation.tensor_parallel_size", "3", "generation.tensor_parallel_size = 3 does not divide"),
         ("training.tensor_parallel", "3", "training.tensor_parallel = 3 does not divide"),
-        ("generation.return_routed_experts", "true", "is no mixture of experts"),
+        ("generation.return_routed_experts", "true", "is not a mixture of experts"),
     ],
 )
 def test_settings_that_the_model_cannot_take(project: Path, setting: str, value: str, message: str):

@@ -74,10 +74,8 @@ def test_each_task_has_a_name_a_weight_and_what_it_says_instead_of_the_run(proje
 
 def test_an_option_of_tasks_for_the_one_task_says_what_its_options_are(project: Path):
     told = failure('[task]\ntype = "echo_task:Echo"\n', ("tasks.echo.weight", "2"))
-    assert told.startswith(
-        "command line: --tasks.echo.weight: there is one [task]; its own settings are options --task."
-    )
-    assert "[[tasks]]: name it so in the file" in told
+    assert told.startswith("command line: --tasks.echo.weight: there is one [task], whose settings are options --task.")
+    assert "a table [[tasks]] in the file" in told
 
 
 def test_filters_of_a_task_are_for_its_groups_alone(project: Path):
@@ -131,7 +129,7 @@ def test_the_command_line_names_a_task(project: Path):
         ),
         (("tasks.ham.type", "echo_task:Eco"), "tasks.ham.type = 'echo_task:Eco': echo_task has no Eco"),
         (("tasks.ham.sampling.max_tokens", "9999"), "tasks.ham.sampling.max_tokens = 9999 leaves no room"),
-        (("task.type", "echo_task:Echo"), "there is [task], and there are [[tasks]]"),
+        (("task.type", "echo_task:Echo"), "there is [task] as well as [[tasks]]"),
     ],
 )
 def test_what_is_wrong_with_a_task_is_named_with_its_table(project: Path, change: tuple[str, str], message: str):

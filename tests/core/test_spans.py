@@ -284,7 +284,7 @@ def test_a_full_disk_costs_the_trace_and_not_the_run(
             spans.flush()
     assert took.seconds > 0
     (text,) = told
-    assert text.startswith("the trace of controller ends here, and the run goes on without it: ")
+    assert text.startswith("the trace of controller ends here, and the run continues without it: ")
 
 
 def test_the_oldest_fine_spans_go_first_and_the_file_stays_below_its_size(tmp_path: Path):

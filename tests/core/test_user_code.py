@@ -82,7 +82,7 @@ def test_an_exception_that_cannot_say_what_it_is_does_no_harm(kind: type[BaseExc
     def fail() -> None:
         raise Broken
 
-    assert describe(caught(fail)).startswith(f"Broken: (its text cannot be had: {kind.__name__}) (")
+    assert describe(caught(fail)).startswith(f"Broken: (its text cannot be read: {kind.__name__}) (")
 
 
 def test_an_exception_without_a_traceback_has_no_place():

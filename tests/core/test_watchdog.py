@@ -42,7 +42,7 @@ async def test_the_call_that_blocks_is_named_while_it_does(caplog: pytest.LogCap
     assert blocker.startswith("tests/core/test_watchdog.py:") or "/test_watchdog.py:" in blocker
     assert blocker in listener.told[0]
     assert "asyncio.to_thread" in listener.told[0]
-    assert "goes on after" in listener.told[-1]
+    assert "continues after" in listener.told[-1]
     assert "listener.heard.wait(30)" in caplog.text  # the stack
 
 

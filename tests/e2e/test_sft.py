@@ -31,7 +31,7 @@ def test_a_tiny_model_is_made_taught_saved_and_put_in_its_place(tmp_path: Path) 
         run.wait_for_step(2)
         run.process.send_signal(signal.SIGINT)
         assert run.wait() == 130, run.output
-        assert "to go on: titan-rl sft --resume" in run.output
+        assert "to continue: titan-rl sft --resume" in run.output
         assert not base.exists()
         run.resume("--training.data_parallel", "1")
         assert run.wait() == 0, run.output

@@ -224,7 +224,7 @@ def test_what_would_change_the_distribution_is_refused(engine: VLLMEngine) -> No
         (SamplingParams(max_tokens=4, min_p=0.1), "min_p = 0.1"),
         (SamplingParams(max_tokens=4, min_tokens=2), "min_tokens = 2"),
     ):
-        with pytest.raises(RequestError, match=f"{name}, which vLLM does not keep to where it guesses"):
+        with pytest.raises(RequestError, match=f"{name}, which vLLM ignores with speculative"):
             engine.add(EngineRequest("a", PROMPT, sampling))
 
 

@@ -120,7 +120,7 @@ def test_a_second_signal_ends_a_run_at_once_and_leaves_nothing_but_what_was_save
         time.sleep(0.4)  # two signals closer together are one
         run.process.send_signal(signal.SIGINT)
         assert run.wait() == 130
-        ended = f"ended at once; what was saved before stays; to go on: titan-rl train --resume {run.folder}"
+        ended = f"ended at once; the earlier checkpoint stays; to continue: titan-rl train --resume {run.folder}"
         assert ended in run.output
         wait_until_nothing_is_left(run)
         (gate / "hold").unlink()
@@ -144,7 +144,7 @@ def test_a_run_stopped_within_a_step_and_one_killed_go_on_where_the_trainer_says
         checkpoint = latest(run.folder / "checkpoints")
         assert checkpoint is not None
         state = RunState.read(checkpoint)
-        resume = f"with step {state.step} saved; to go on: titan-rl train --resume {run.folder}"
+        resume = f"with step {state.step} saved; to continue: titan-rl train --resume {run.folder}"
         assert resume in run.output.splitlines()[-1]
         assert state.step == before + 1, "the step that was in flight counts, and it is the last"
         assert state.next_index >= state.step * GROUPS

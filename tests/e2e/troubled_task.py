@@ -76,7 +76,7 @@ def assert_troubles_are_named(run: Run, process: str) -> None:
     assert "time.sleep(8.0)" in (run.folder / "logs" / f"{process}.log").read_text()
     assert "reward 'hangs' took longer than 3 s on rollout 'train-1/0'" in output
     assert "reward 'cancels_itself' on rollout 'train-2/" in output
-    assert "was cancelled, though nobody had asked for that" in output
+    assert "was cancelled, although nobody requested it" in output
     assert "KeyError: 'validation-0' (tests/e2e/troubled_task.py:" in output
     assert sum(record.get("scheduling/dropped/reward_failed", 0) for record in run.metrics()) == 2
     rollouts = [json.loads(line) for line in (run.folder / "rollouts.jsonl").read_text().splitlines()]

@@ -183,7 +183,7 @@ async def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert read_evaluation(tmp_path) == read_evaluation(tmp_path / "results.json") == written
     assert written.reward == 1.5
     (tmp_path / "results.json").write_text("{}")
-    with pytest.raises(DataError, match="is no evaluation's results"):
+    with pytest.raises(DataError, match="is not an evaluation's results"):
         read_evaluation(tmp_path)
     with pytest.raises(DataError, match="name the folder of an evaluation"):
         read_evaluation(tmp_path / "none")

@@ -124,7 +124,7 @@ async def test_an_engine_that_hangs_is_found_and_its_requests_go_on_elsewhere(pa
         ((name, error),) = stage.failed
         assert name == "a"
         assert isinstance(error, EngineStalledError)
-        assert str(error) == "nothing has come from a for 300 s"
+        assert str(error) == "no sign of life from a for 300 s"
         completions = await asyncio.gather(*requests)
         assert {(len(c.token_ids), c.finish_reason) for c in completions} == {(6000, FinishReason.STOP)}
         again = stage.num_computed - len(requests) * 6000
@@ -151,7 +151,7 @@ async def test_a_replica_that_does_not_stream_is_heard_of_by_its_answers() -> No
     assert len((await long).token_ids) == 85
     assert [len((await request).token_ids) for request in short] == [15, 30, 45, 60, 75]
     assert failed == []
-    with pytest.raises(GenerationError, match="nothing has come from a for 20 s"):
+    with pytest.raises(GenerationError, match="no sign of life from a for 20 s"):
         await longest
     assert now() == pytest.approx(105, abs=1)
     await router.close()

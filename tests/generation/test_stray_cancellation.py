@@ -170,7 +170,7 @@ async def test_a_background_task_does_not_vanish_by_it() -> None:
     with pytest.raises(EngineDeadError, match="the router failed") as failure:
         async with calls.one():
             raise AssertionError("a call of a router that has failed")
-    assert str(failure.value.__cause__) == "'recovery of a' was cancelled, though nobody had asked for that"
+    assert str(failure.value.__cause__) == "'recovery of a' was cancelled, although nobody requested it"
 
 
 async def test_a_replica_that_takes_no_abort_is_in_the_log_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -190,7 +190,7 @@ async def test_a_replica_that_takes_no_abort_is_in_the_log_once(caplog: pytest.L
         await leave_behind(8)
     assert [record.getMessage() for record in caplog.records if "abort" in record.getMessage()] == [
         "replica a did not take an abort of 8 requests: StrayCancellationError("
-        "'an abort on replica a was cancelled, though nobody had asked for that')"
+        "'an abort on replica a was cancelled, although nobody requested it')"
     ]
     a.cancels.clear()
     await leave_behind(8)

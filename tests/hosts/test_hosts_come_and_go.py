@@ -82,7 +82,7 @@ def test_a_machine_that_dies_and_starts_again_is_taken_in_by_the_same_address(
     hosts[2].start_worker(tmp_path / "worker.txt")
     run.hears(f"host {hosts[2].name} at {hosts[2].worker_address} has joined with generator-")
     assert run.asked("serving") == "generator-0 generator-1 generator-2"
-    assert "is in the run already" in command("hosts", str(run.folder), "add", hosts[2].worker_address)
+    assert "is already in the run" in command("hosts", str(run.folder), "add", hosts[2].worker_address)
 
 
 def test_whatever_is_stopped_on_a_host_is_as_good_as_dead_and_takes_nothing_else_with_it(

@@ -33,9 +33,9 @@ def test_a_trainer_moves_from_hosts_that_are_drained_and_the_run_waits_where_non
         assert main(["hosts", str(run.folder), "drain", hosts[0].name]) == 0
         run.wait_for(lambda: "trainer is there again after" in run.output)
         assert main(["hosts", str(run.folder), "drain", hosts[1].name]) == 0
-        lacks = "trainer: it waits for hosts, 3600 s at most: no host is left that may train"
+        lacks = "trainer: it waits for hosts, 3600 s at most: no host that sees the run's folder"
         run.wait_for(lambda: read_status(run.folder).waits_for.startswith(lacks))
-        assert "the trainer waits for hosts, 3600 s at most: no host is left that may train" in " ".join(
+        assert "the trainer waits for hosts, 3600 s at most: no host that sees the run's folder" in " ".join(
             run.output.split()
         )
         assert main(["hosts", str(run.folder), "add", hosts[2].worker_address]) == 0

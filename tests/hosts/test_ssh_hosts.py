@@ -170,7 +170,7 @@ def test_a_host_that_is_away_has_its_worker_once_it_is_back(
         servers.serve(hosts[1])
         until(lambda: controller.now() == [one, two], "the host is back, with a worker")
         assert controller.end() == 0
-    assert controller.said[0].startswith("the run begins without two, which is asked again: the worker on two has")
+    assert controller.said[0].startswith("the run starts without two, and will try it again: the worker on two has")
     assert not any(workers(host) for host in hosts)
 
 

@@ -167,7 +167,7 @@ def test_a_taken_port_is_told_and_the_run_goes_on(tmp_path: Path):
         sinks.log(1, {"train/loss": 0.5})
     first.close()
     assert len(told) == 1
-    assert told[0].startswith("opening Prometheus failed, and the run goes on without it: OSError")
+    assert told[0].startswith("opening Prometheus failed, and the run continues without it: OSError")
     assert (tmp_path / "r" / "metrics.jsonl").read_text().count("train/loss") == 1
 
 

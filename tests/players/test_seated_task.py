@@ -108,7 +108,7 @@ def test_what_is_no_player_is_refused(setting: Any, said: str) -> None:
     ("seats", "said"),
     [
         ({"d": "policy"}, "task.seats has d; the seats are a, b, c"),
-        (dict.fromkeys("abc", ECHO), "leaves the policy none"),
+        (dict.fromkeys("abc", ECHO), "gives the policy no seat"),
     ],
 )
 def test_settings_that_cannot_go_well_are_refused_when_they_are_read(seats: Any, said: str) -> None:

@@ -40,7 +40,7 @@ def test_an_old_address_is_preferred_to_a_new_one():
 
 @pytest.mark.usefixtures("names")
 def test_a_name_that_means_nothing_is_told():
-    with pytest.raises(ProviderError, match="three has no address here: Name or service not known; mend DNS"):
+    with pytest.raises(ProviderError, match="three has no address here: Name or service not known; fix DNS"):
         addresses_of(["two", "three"])
     with pytest.raises(ProviderError, match="not known; say it elsewhere"):
         addresses_of(["three"], fix="say it elsewhere")

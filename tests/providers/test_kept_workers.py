@@ -104,7 +104,7 @@ async def test_a_host_that_is_not_there_at_the_start_has_its_worker_once_it_is(t
     async with Kept(tmp_path) as kept:
         assert list(kept.workers) == await kept.workers.current() == ["10.0.0.1:5"]
         await kept.hears(
-            "the run begins without comes, which is asked again: the worker on comes has ended with code 1"
+            "the run starts without comes, and will try it again: the worker on comes has ended with code 1"
         )
         (tmp_path / "there").touch()
         await kept.hears("a worker listens on comes again")
@@ -136,7 +136,7 @@ async def test_one_that_is_told_to_end_stays_away(tmp_path: Path) -> None:
     (tmp_path / "there").touch()
     async with Kept(tmp_path) as kept:
         os.kill(await pid_in(tmp_path), signal.SIGTERM)
-        await kept.hears("the worker on comes has ended as it was told to, and is not started again")
+        await kept.hears("the worker on comes has ended as requested, and is not restarted")
         assert await kept.workers.current() == ["10.0.0.1:5"]
 
 

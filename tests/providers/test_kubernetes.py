@@ -100,7 +100,7 @@ def test_what_is_made_belongs_to_the_job(commands: Commands):
     text = kubernetes.render(submission())
     said = kubernetes.submit(submission(), text)
     name = "word-sort-lr-1-1122-180000"
-    assert said.endswith(f"kubectl --context=far delete job {name} ends it in order")
+    assert said.endswith(f"kubectl --context=far delete job {name} stops it")
     create, get, *patches = commands.calls("kubectl")
     assert create == (["--context=far", "create", "--filename", "-"], text)
     assert get[0][1:4] == ["get", "job", name]
@@ -133,7 +133,7 @@ async def test_one_that_is_not_there_yet_is_asked_for_again(monkeypatch: pytest.
 
     assert await kubernetes.found_by(find, ["a-0.a", "a-1.a"], 60) == ["10.0.0.7", "10.0.0.8"]
     assert asked == ["a-0.a", "a-1.a", "a-1.a"]
-    with pytest.raises(ProviderError, match=r"a-2.a: no worker listens there after 0.05 s; kubectl describe"):
+    with pytest.raises(ProviderError, match=r"a-2.a: no worker listens there after 0.05 s; see kubectl describe"):
         await kubernetes.found_by(find, ["a-0.a", "a-2.a"], 0.05)
 
 
@@ -158,6 +158,6 @@ def test_the_service_has_the_workers_alone() -> None:
 async def test_elsewhere_than_in_its_job_the_way_in_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(kubernetes.WORKERS, raising=False)
     assert kubernetes.WORKERS not in os.environ
-    with pytest.raises(ConfigError, match="begin the run with that"):
+    with pytest.raises(ConfigError, match="start the run with that"):
         async with kubernetes.workers(ProviderSpec(SETTINGS, tmp_path)):
             pytest.fail("it began")

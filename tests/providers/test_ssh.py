@@ -70,7 +70,7 @@ def test_a_dry_run_has_the_addresses_of_the_hosts_that_are_known_here(tmp_path: 
 @pytest.mark.parametrize(
     ("says", "message"),
     [
-        ("user somebody", "ssh -G far says no hostname; .*~/.ssh/config"),
+        ("user somebody", "ssh -G far prints no hostname; .*~/.ssh/config"),
         ("hostname far.invalid", r"far\.invalid has no address here: .*hosts\.names = "),
     ],
 )

@@ -314,9 +314,9 @@ once = FailurePolicy(retries=0)
 @pytest.mark.parametrize(
     ("reward", "says"),
     [
-        (Reward(cancels_its_own, on_failure=once), "reward 'cancels_its_own' .* was cancelled, though nobody"),
-        (GroupReward(cancels_its_own_group, on_failure=once), "was cancelled, though nobody had asked"),
-        (Own(stray), "reward 'own' on group 'g' was cancelled, though nobody had asked"),
+        (Reward(cancels_its_own, on_failure=once), "reward 'cancels_its_own' .* was cancelled, although nobody"),
+        (GroupReward(cancels_its_own_group, on_failure=once), "was cancelled, although nobody requested"),
+        (Own(stray), "reward 'own' on group 'g' was cancelled, although nobody requested"),
         (Own(raises), "reward 'own' failed on group 'g': KeyError: 'answer'"),
         (Own(lambda rollouts: [1.0]), "reward 'own' gave 1 values for the 2 of group 'g'"),
         (Own(lambda rollouts: [1.0, float("nan")]), "reward 'own' gave nan for group 'g'; it must be finite"),

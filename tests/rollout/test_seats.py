@@ -106,7 +106,7 @@ async def test_seats_may_be_asked_at_once_but_each_for_one_answer_at_a_time() ->
 
     rollouts = (await Table(twice).group(Answers(delay_s=2.0))).rollouts
     assert statuses(rollouts) == {"first": "error_env", "second": "error_env"}
-    assert "asked again before it answered" in str(rollouts[0].error)
+    assert "received a request before it answered" in str(rollouts[0].error)
 
 
 @pytest.mark.parametrize(

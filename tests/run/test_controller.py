@@ -580,5 +580,5 @@ async def test_a_trainer_and_a_run_that_count_differently_end_the_run_where_it_f
     rig.trainer.begin_save = other
     with pytest.raises(ExceptionGroup) as caught:
         await rig.run()
-    assert caught.group_contains(CheckpointError, match="saves version 2, and the journal is that of version 1")
+    assert caught.group_contains(CheckpointError, match="saves version 2, but the journal is for version 1")
     assert rig.trainer.saved == []

@@ -47,4 +47,4 @@ def test_a_run_that_is_stopped_as_it_starts_starts_nothing(project: Path):
     first, last = ended.stderr.splitlines()
     assert first.startswith("titan-rl: SIGINT: stopping: ")
     (run,) = [path for path in (project / "runs").iterdir() if not path.is_symlink()]
-    assert last == f"titan-rl: stopped before a step was trained; to go on: titan-rl train --resume {run}"
+    assert last == f"titan-rl: stopped before a step was trained; to continue: titan-rl train --resume {run}"

@@ -75,7 +75,7 @@ def test_a_shared_run_is_for_whom_the_umask_says_but_its_memory_is_not(project: 
     [
         ("config.toml", "is a file; name a folder"),
         ("config.toml/below/it", "is a file; name a folder"),
-        ("/proc/runs", "no run can be made there, /proc/runs: .*; name a folder that you may write to"),
+        ("/proc/runs", "no run can be created there, /proc/runs: .*; name a folder that you may write to"),
     ],
 )
 def test_a_run_dir_that_cannot_be_made_is_the_settings_fault(project: Path, run_dir: str, complaint: str):

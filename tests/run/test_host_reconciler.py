@@ -195,7 +195,7 @@ async def test_hosts_come_and_go_as_a_provider_says(run_dir: Path, caplog: pytes
         assert await answer([H1, H2], 1) == {H1: here, H2: here}
         assert await answer([H2], MISSES + 1) == {H1: "left", H2: here}
         assert await answer([H1, H2], 1.5) == {H1: here, H2: here}, "a machine that is there again"
-    assert "the provider does not say which hosts there are: OSError: the resolver does not answer" in caplog.text
+    assert "the provider's list of hosts cannot be read: OSError: the resolver does not answer" in caplog.text
 
 
 async def asked(run_dir: Path, reconciler: HostReconciler, do, what: str) -> None:
@@ -234,7 +234,7 @@ def test_a_run_that_is_over_is_not_asked(run_dir: Path):
         pass
     with pytest.raises(ConfigError, match=f"the run in {run_dir} has ended: it finished$"):
         HostFiles(run_dir).ask("drain", "h1", 1.0)
-    with pytest.raises(ConfigError, match="says nothing of hosts"):
+    with pytest.raises(ConfigError, match="does not list its hosts"):
         HostFiles(run_dir).states()
     HostFiles(run_dir).write(HostStates([HostStatus("h1", H1, "in the run")], counts={"joined": 0, "lost": 2}))
     assert not HostFiles(run_dir).goes_on
@@ -254,7 +254,7 @@ def test_who_asks_a_run_that_can_go_on_is_told_by_what(run_dir: Path, state: Any
     with pytest.raises(ConfigError) as refused:
         HostFiles(run_dir).ask("drain", "h1", 1.0)
     assert str(refused.value) == (
-        f"the run in {run_dir} has ended: {how}; titan-rl {command} --resume {run_dir} goes on with it"
+        f"the run in {run_dir} has ended: {how}; titan-rl {command} --resume {run_dir} continues it"
     )
 
 
@@ -348,7 +348,7 @@ async def test_a_disk_that_takes_no_more_is_told_of_once_and_ends_nothing(
         assert not watching.done()
         assert hosts.inside == {H1: "in the run"}
         assert [text.partition(": ")[0] for text in told] == [
-            "which hosts the run has is not written down for now, and the run goes on",
+            "the list of hosts cannot be written at the moment, and the run continues",
         ]
         is_full = False
         await asyncio.sleep(1)

@@ -116,9 +116,9 @@ async def test_a_disk_that_takes_nothing_is_an_error_in_the_end(tmp_path):
     os.mkfifo(tmp_path / "log")
     writer = LogWriter(tmp_path / "log", max_pending_bytes=10, stall_s=0.01)
     writer.append(bytes(100))
-    with pytest.raises(CheckpointError, match=r"has taken nothing for 0\.01 s; 113 bytes wait for it"):
+    with pytest.raises(CheckpointError, match=r"nothing could be written .* for 0\.01 s; 113 bytes are waiting"):
         await writer.room()
-    with pytest.raises(CheckpointError, match="has taken nothing"):
+    with pytest.raises(CheckpointError, match="nothing could be written"):
         writer.drain()
     with (tmp_path / "log").open("rb"):
         pass

@@ -295,7 +295,7 @@ def line_of(text: str) -> str:
 def test_held_out_samples_are_there_where_they_are_wanted(dry_run):
     code, told = dry_run("NothingHeldOut")
     assert code == 1
-    assert "titan-rl: validation_samples(1) of task 'nothing_held_out' failed: ValueError: it gave no sample" in told
+    assert "titan-rl: validation_samples(1) of task 'nothing_held_out' failed: ValueError: it returned no" in told
     assert dry_run("NothingHeldOut", "--validation.num_prompts", "0")[0] == 0
 
 
@@ -320,7 +320,7 @@ def test_a_folder_that_no_run_can_be_made_in_is_told(dry_run, run_dir: str):
     before = sorted(Path().iterdir())
     code, told = dry_run("Say", "--run_dir", run_dir)
     assert code == 2
-    assert f"titan-rl: run_dir = {run_dir!r}: no run can be made there: " in told
+    assert f"titan-rl: run_dir = {run_dir!r}: no run can be created there: " in told
     assert dry_run("Say", "--run_dir", "deep/runs")[0] == 0
     assert {path.name for path in Path().iterdir()} - {path.name for path in before} <= {"say.toml", "__pycache__"}
 
@@ -329,8 +329,8 @@ def test_a_folder_that_no_run_can_be_made_in_is_told(dry_run, run_dir: str):
     ("name", "says"),
     [
         ("NotARenderer", "has no bridge_to_next_turn, get_stop_token_ids, parse_response, render_ids"),
-        ("no_renderer", "it gave None, which has no "),
-        ("endless", "its get_stop_token_ids() gave no token that ends a completion"),
+        ("no_renderer", "it returned None, which has no "),
+        ("endless", "its get_stop_token_ids() returned no token that ends a completion"),
     ],
 )
 def test_what_is_no_renderer_is_told_in_a_line(dry_run, name: str, says: str):

@@ -242,7 +242,7 @@ async def test_a_disk_that_takes_no_transcripts_ends_nothing(tmp_path):
     assert run.metric("train/loss") == [0.0, 0.0]
     assert run.metric("transcripts/lost")[-1] > 0
     shown = run.output.read_text()
-    assert shown.count("writing rollouts.jsonl failed, and the run goes on without it: IsADirectoryError") == 1
+    assert shown.count("writing rollouts.jsonl failed, and the run continues without it: IsADirectoryError") == 1
     assert "writing rollouts.jsonl failed 24 times in this run" in shown
 
 

@@ -124,7 +124,7 @@ def test_other_weights_are_refused_where_the_policy_is_held_to_them(of_known_mod
 def test_another_tokenizer_template_or_config_is_refused_whatever_checkpoint_there_is(of_known_model, file, part):
     with (Path("policy") / file).open("a") as text:
         text.write(" ")
-    with pytest.raises(CheckpointError, match=f"policy' is not the model that the run began with: {part} changed; put"):
+    with pytest.raises(CheckpointError, match=f"policy' is not the initial model of the run: {part} changed; put"):
         resume(of_known_model)
 
 
@@ -221,9 +221,9 @@ def test_a_stopped_run_says_what_is_saved_and_how_it_goes_on(run_dir):
     config = load_config(run_dir.config, [("training.steps", "3")])
     command = f"titan-rl train --resume {run_dir.path}"
     messages = EndMessages(config, run_dir, step=3)
-    assert messages.stopped() == f"stopped with step 3 saved; to go on: {command}"
+    assert messages.stopped() == f"stopped with step 3 saved; to continue: {command}"
     assert messages.failed() == f"step 3 is saved; fix the error, then continue with: {command}"
-    assert messages.cut_short().endswith(f"to go on: {command}")
+    assert messages.cut_short().endswith(f"to continue: {command}")
     run_dir.export.mkdir()
     for finished in (messages.stopped(), messages.failed()):
         assert "go on" not in finished
@@ -236,15 +236,15 @@ def test_a_stopped_run_whose_last_save_failed_says_where_it_stands_and_what_a_re
     messages.stands_at(4)
     newest = step_directory(run_dir.checkpoints, 3)
     stands = "step 4, which is not saved"
-    assert messages.stopped() == f"stopped at {stands}; to go on from step 3, {newest}: {command}"
+    assert messages.stopped() == f"stopped at {stands}; to continue from step 3, {newest}: {command}"
     assert messages.failed().startswith(
         f"the run stands at {stands}; fix the error, then continue from step 3, {newest} with"
     )
     for step in (1, 3):
         shutil.rmtree(step_directory(run_dir.checkpoints, step))
-    assert messages.stopped().startswith("stopped at step 4, which is not saved; to go on from step 0")
+    assert messages.stopped().startswith("stopped at step 4, which is not saved; to continue from step 0")
     messages.stands_at(0)
-    assert messages.stopped() == f"stopped before a step was trained; to go on: {command}"
+    assert messages.stopped() == f"stopped before a step was trained; to continue: {command}"
 
 
 def test_a_run_that_failed_with_nothing_to_go_on_from_is_begun_again(run_dir):
@@ -352,7 +352,7 @@ def test_a_run_may_be_moved_and_go_on_elsewhere(run_dir):
 @pytest.mark.parametrize("content", ["", "[]", '{"step": 3, "tokens": 1, "reward_before": 0.5}'])
 def test_a_checkpoint_that_does_not_say_where_the_data_stood_is_refused(run_dir, content):
     save(step_directory(run_dir.checkpoints, 3), content)
-    with pytest.raises(CheckpointError, match="does not say where its run stood"):
+    with pytest.raises(CheckpointError, match="has no valid state of the run"):
         resume(run_dir)
 
 

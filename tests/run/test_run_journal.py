@@ -583,7 +583,7 @@ async def test_a_segment_of_another_run_is_refused_though_both_stood_at_the_same
     assert 0 in backlog(RunJournal(tmp_path / "one", one)).finished
     segment = next((tmp_path / "other").glob("*1.journal"))
     shutil.copy(segment, tmp_path / "one" / segment.name)
-    with pytest.raises(CheckpointError, match="is of another run than the checkpoint of version 1"):
+    with pytest.raises(CheckpointError, match="belongs to another run than the checkpoint of version 1"):
         RunJournal(tmp_path / "one", one)
 
 

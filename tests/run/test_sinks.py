@@ -60,7 +60,7 @@ def test_a_sink_that_raises_is_told_of_once_and_again_when_it_works():
     assert service.closed
     assert other.closed
     assert told == [
-        "logging to W&B failed, and the run goes on without it: ConnectionError: 503",
+        "logging to W&B failed, and the run continues without it: ConnectionError: 503",
         "logging to W&B works again; 3 were lost meanwhile",
         "logging to W&B failed 3 times in this run; the log has the first reason",
     ]
@@ -92,9 +92,9 @@ def test_a_service_that_never_answers_does_not_keep_the_run_from_ending():
         sinks.log(step, {})
     sinks.close()
     assert told == [
-        "logging to W&B failed, and the run goes on without it: TimeoutError: W&B is 2 records behind",
+        "logging to W&B failed, and the run continues without it: TimeoutError: W&B is 2 records behind",
         "logging to W&B failed 2 times in this run; the log has the first reason",
-        "closing W&B failed, and the run goes on without it: TimeoutError: W&B did not take everything within 0.01 s "
+        "closing W&B failed, and the run continues without it: TimeoutError: W&B did not take everything within 0.01 s "
         "of the end",
     ]
     service.answers.set()
@@ -109,7 +109,7 @@ def test_a_service_that_is_down_from_the_start_is_left_out():
     for step in range(3):
         sink.log(step, {})
     sink.close()
-    assert told == ["opening W&B failed, and the run goes on without it: ConnectionError: no route to host"]
+    assert told == ["opening W&B failed, and the run continues without it: ConnectionError: no route to host"]
 
 
 class PanicException(BaseException):
@@ -148,8 +148,8 @@ def test_a_sink_that_ends_more_than_itself_is_told_of(error: BaseException, has_
     assert (service.taken, other.taken) == ([0, 2], [0, 1, 2, 3])
     assert other.closed
     text = f"{type(error).__name__}: no login"
-    assert told[0] == f"logging to W&B failed, and the run goes on without it: {text}"
-    assert f"closing W&B failed, and the run goes on without it: {text}" in told
+    assert told[0] == f"logging to W&B failed, and the run continues without it: {text}"
+    assert f"closing W&B failed, and the run continues without it: {text}" in told
 
 
 @pytest.mark.parametrize("error", WORSE_THAN_EXCEPTIONS)
@@ -161,7 +161,7 @@ def test_a_service_whose_client_leaves_when_opened_is_left_out(error: BaseExcept
     sink = in_background(leave, told)
     sink.log(0, {})
     sink.close()
-    assert told == [f"opening W&B failed, and the run goes on without it: {type(error).__name__}: no login"]
+    assert told == [f"opening W&B failed, and the run continues without it: {type(error).__name__}: no login"]
 
 
 def test_a_sink_that_changes_its_record_changes_no_other():
@@ -190,7 +190,7 @@ def test_metrics_that_the_disk_does_not_take_are_counted_and_the_next_ones_writt
         run_dir.metrics.rmdir()
         sinks.log(3, {"loss": 0.5})
     assert [record["step"] for record in read_jsonl(run_dir.metrics)] == [3]
-    assert told[0].startswith("logging to metrics.jsonl failed, and the run goes on without it: IsADirectoryError")
+    assert told[0].startswith("logging to metrics.jsonl failed, and the run continues without it: IsADirectoryError")
     assert told[1] == "logging to metrics.jsonl works again; 2 were lost meanwhile"
 
 

@@ -215,7 +215,7 @@ def test_a_stop_while_a_run_is_set_up_does_not_speak_of_a_step_that_is_trained(p
     assert ended.returncode == 130, ended.stderr
     assert "SIGINT: stopping: the run is still being set up" in ended.stderr
     assert "being trained is finished" not in ended.stderr
-    assert "stopped before a step was trained; to go on: titan-rl train --resume" in ended.stderr
+    assert "stopped before a step was trained; to continue: titan-rl train --resume" in ended.stderr
 
 
 def test_what_a_stop_says_changes_with_what_the_program_is_at() -> None:

@@ -116,7 +116,7 @@ async def no_block(spec: ProviderSpec) -> list[str]:
 @pytest.mark.parametrize(
     ("workers", "problem"),
     [
-        ([], "giving gave no workers"),
+        ([], "giving yielded no workers"),
         (None, "giving gave None; have it yield a list of addresses"),
         ("10.0.0.2", "giving gave '10.0.0.2'; have it yield a list of addresses"),
         (["0.0.0.0:22222"], "giving gave '0.0.0.0:22222' stands for all interfaces"),

@@ -52,7 +52,7 @@ async def test_what_is_no_token_id_is_not_made_one(token_id: str) -> None:
         (completion(token_ids="[1, 2, 3]", logprobs="[-1, -1, -1]"), "it has 3 tokens; max_tokens is 2"),
         (completion(logprobs="[-1, NaN]"), "a logprob is nan"),
         (completion(logprobs="[-1, true]"), "a logprob is True"),
-        (completion(weight_versions='[{"version": "1", "start": 1, "end": 3}]'), "goes on at token 0 with 1 to 3"),
+        (completion(weight_versions='[{"version": "1", "start": 1, "end": 3}]'), "continues at token 0 with 1 to 3"),
         (completion().replace("[{", '[{"a": 1}, {', 1), "too many values"),
         (completion()[:-1] + ', "usage": [1]}', "AttributeError"),
     ],

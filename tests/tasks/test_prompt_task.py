@@ -164,7 +164,7 @@ def test_the_last_sixth_of_the_demonstrations_is_careless() -> None:
 
 
 def test_a_task_that_shows_nothing_says_what_to_define() -> None:
-    with pytest.raises(ConfigError, match="Lookup shows nothing to learn from; define demonstrate"):
+    with pytest.raises(ConfigError, match="Lookup has no demonstrations; define demonstrate"):
         list(Lookup().demonstrations(1))
 
 

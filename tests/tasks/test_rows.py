@@ -107,7 +107,7 @@ def test_a_column_is_demonstrated(tmp_path: Path) -> None:
         asked, answered = (message["content"] for message in shown.messages)
         assert answered == answers[asked]
         assert asked not in held_out
-    with pytest.raises(ConfigError, match="names no column with answers to teach"):
+    with pytest.raises(ConfigError, match="names no column with answers to train on"):
         list(make(tmp_path).demonstrations(1))
 
 
@@ -127,13 +127,13 @@ def test_files_of_every_kind_have_the_same_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        ("a.txt", "x", "of no kind that has rows; give a .jsonl"),
-        ("a.jsonl", '{"a": 1}\n\n{"a": \n', "a.jsonl:3 is no JSON"),
-        ("a.jsonl", "[1]", r"a.jsonl:1 is no JSON object: \[1\]"),
+        ("a.txt", "x", "has an unsupported format; use a .jsonl"),
+        ("a.jsonl", '{"a": 1}\n\n{"a": \n', "a.jsonl:3 is not valid JSON"),
+        ("a.jsonl", "[1]", r"a.jsonl:1 is not a JSON object: \[1\]"),
         ("a.jsonl", "\n", "has no rows"),
-        ("a.json", "{}", "is no JSON list of objects"),
-        ("a.csv", "a,b\n1\n", "a.csv:2 has another number of values than the header"),
-        ("a.parquet", "x", "is no Parquet file"),
+        ("a.json", "{}", "is not a JSON list of objects"),
+        ("a.csv", "a,b\n1\n", "a.csv:2 has a different number of values than the header"),
+        ("a.parquet", "x", "is not a Parquet file"),
     ],
 )
 def test_a_file_without_rows_says_where(tmp_path: Path, name: str, content: str, problem: str) -> None:

@@ -125,9 +125,9 @@ def test_arguments_are_made_into_what_the_function_declares() -> None:
         ({"length": 1, "width": 2}, "width: Extra inputs are not permitted"),
         ({"length": 1, "who": {"age": -1}}, "who.age: Input should be greater than or equal to 0"),
         ({"length": 1, "mode": "fly"}, "mode: Input should be 'walk' or 'drive'"),
-        ("[1]", "no JSON object"),
-        ("{", "no JSON:"),
-        (3, "no JSON object"),
+        ("[1]", "not a JSON object"),
+        ("{", "not valid JSON:"),
+        (3, "not a JSON object"),
     ],
 )
 def test_wrong_arguments_are_told_by_name(arguments: object, problem: str) -> None:
@@ -198,7 +198,7 @@ def strange_default(a: Any = object()) -> None: ...  # noqa: B008
         (positional, "'positional': parameter a: int cannot be given by its name"),
         (unknown_hint, "'unknown_hint': its type hints cannot be read: NameError"),
         (strange_default, "'strange_default': JSON schema cannot describe parameter 'a'"),
-        (lambda: 1, "has no name that a call could say"),
+        (lambda: 1, "has no name by which it could be called"),
     ],
 )
 def test_what_cannot_be_described_is_an_error_when_the_tool_is_made(function: Any, problem: str) -> None:
@@ -250,7 +250,7 @@ def test_tools_come_alone_in_lists_and_already_made() -> None:
     ("given", "problem"),
     [
         ([measure, measure], r"\['measure'\] appear more than once"),
-        (Account, "a class; give an object of it: Account()"),
+        (Account, "a class; pass an instance: Account()"),
         (3.5, None),
         (object(), "give functions, or an object with public methods"),
     ],

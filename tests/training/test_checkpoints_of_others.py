@@ -52,5 +52,5 @@ def test_of_another_version(checkpoint: Path) -> None:
     stored = json.loads((checkpoint / STATE).read_text()) | {"format": 999}
     checksums = {**read_checksums(checkpoint), STATE: write_summed(checkpoint / STATE, json.dumps(stored))}
     write_checksums(checkpoint, checksums)
-    with pytest.raises(CheckpointError, match=r"it has format 999, and .*; go on with the version that wrote it"):
+    with pytest.raises(CheckpointError, match=r"it has format 999, and .*; continue with the version that wrote it"):
         load_train_state(checkpoint, *trained(nn.Linear(4, 2)), World())

@@ -125,7 +125,7 @@ def test_calls_of_tools_are_learned_in_the_format_of_the_model() -> None:
         ([user("a")], "the assistant says nothing"),
         ([assistant("a")], "begins with the assistant"),
         ([user("a"), assistant("b"), assistant("c")], r"in messages\[1\] and \[2\], two in a row"),
-        ([user("a"), assistant("b<|im_end|>c")], r"messages\[1\] has within its text what ends an answer"),
+        ([user("a"), assistant("b<|im_end|>c")], r"messages\[1\] contains a stop token in its text"),
         ([user("a"), {"role": "assistant"}], r"messages\[1\] cannot be rendered"),
         ([{"role": "user"}, assistant("b")], r"before messages\[1\] cannot be rendered"),
     ],
@@ -138,5 +138,5 @@ def test_a_conversation_that_no_rollout_can_have_is_refused(messages: list[Any],
 def test_a_renderer_that_drops_thoughts_is_told_of() -> None:
     qwen3 = pytest.importorskip("renderers.qwen3").Qwen3Renderer(TOKENIZER)
     turns = [user("a"), {**assistant("b"), "reasoning_content": "Hm."}, user("c"), assistant("d")]
-    with pytest.raises(DataError, match="without rewriting what was said before"):
+    with pytest.raises(DataError, match="without changing earlier tokens"):
         encode(qwen3, Demonstration(turns))

@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     for finding in check_up():
         missing += finding.state == "missing"
         say(_as_json(finding) if arguments.json else _as_text(finding))
-    tell(f"titan-rl: {f'{missing} of these keep a run from starting' if missing else 'a run can start here'}")
+    tell(f"titan-rl: {f'{missing} of these prevent a run from starting' if missing else 'a run can start here'}")
     if not missing:
         tell_next("init", "NAME")
     return 1 if missing else 0

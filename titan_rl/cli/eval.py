@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         if evaluations:
             _show(evaluations, arguments)
-    done = "results and transcripts are in" if code == 0 else "stopped; the same command goes on with --out"
+    done = "results and transcripts are in" if code == 0 else "stopped; the same command continues with --out"
     if code == 0:
         tell_next("view", str(out))
     tell(f"titan-rl: {done} {out}")
@@ -99,7 +99,9 @@ def split(given: Sequence[str]) -> tuple[list[str], list[str]]:
     if not configs and (Path(policies[0]) / CONFIG).is_file():
         configs = [str(Path(policies[0]) / CONFIG)]
     if not configs:
-        raise ConfigError(f"name the CONFIG.toml whose tasks are played before {policies[0]}, which is no run's folder")
+        raise ConfigError(
+            f"name the CONFIG.toml whose tasks are played before {policies[0]}, which is not a run's folder"
+        )
     return configs, policies
 
 

@@ -36,7 +36,7 @@ def _list(arguments: argparse.Namespace) -> int:
     waits = "the run's processes still start; this waits until they are up, or until Ctrl-C"
     states = files.states(WAIT_S, lambda: tell(f"titan-rl: {waits}"))
     if not files.goes_on:
-        tell("titan-rl: the run has ended; these were its hosts at last")
+        tell("titan-rl: the run has ended; these were its hosts when it ended")
     say(describe(states))
     return 0
 

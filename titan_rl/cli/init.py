@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         say(f"{path}\n")
     folder = shlex.quote(str(starter.folder))
     first = "sft config.toml" if model is None else "train config.toml --dry-run"
-    tell(f"titan-rl: to go on:  cd {folder} && titan-rl {first}")
+    tell(f"titan-rl: next:  cd {folder} && titan-rl {first}")
     return 0
 
 
@@ -95,7 +95,7 @@ def _copy(example: str, folder: Path) -> int:
         first = f"python -m {folder.name}.base_model --out {shlex.quote(str(folder / 'base'))}"
     else:
         first = f"titan-rl sft {settings}"
-    tell(f"titan-rl: to go on:  {first}")
+    tell(f"titan-rl: next:  {first}")
     return 0
 
 
@@ -140,7 +140,7 @@ def write_starter(starter: Starter) -> list[Path]:
     check_room(starter.folder)
     if starter.model is not None and not (starter.model / "config.json").is_file():
         raise ConfigError(
-            f"--model {starter.model}: no model is there, as it has no config.json; from the Hugging Face hub: "
+            f"--model {starter.model}: there is no model: it has no config.json; from the Hugging Face hub: "
             f"hf download ORGANIZATION/NAME --local-dir {starter.model}"
         )
     files = dict(_rendered(starter))
@@ -171,7 +171,7 @@ def check_name(name: str) -> None:
         fix = plain if plain.isidentifier() and not keyword.iskeyword(plain) else "my_task"
         raise ConfigError(f"{name!r} cannot be the name of a Python package; {fix} could")
     if name in TAKEN or name in sys.stdlib_module_names or _is_installed(name):
-        raise ConfigError(f"{name!r} is another module, which would be imported in its place; my_{name} could be made")
+        raise ConfigError(f"{name!r} is an existing module, which would be imported instead; my_{name} could be made")
 
 
 def _is_installed(name: str) -> bool:
@@ -186,9 +186,9 @@ def check_room(folder: Path) -> None:
         ConfigError: something is there already.
     """
     if folder.is_dir() and any(folder.iterdir()):
-        raise ConfigError(f"{folder} holds something, and nothing is overwritten; name a folder that is not there")
+        raise ConfigError(f"{folder} is not empty, and nothing is overwritten; name a new folder")
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{folder} is a file; name a folder that is not there")
+        raise ConfigError(f"{folder} is a file; name a new folder")
 
 
 def _rendered(starter: Starter) -> Iterator[tuple[Path, str]]:

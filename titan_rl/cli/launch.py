@@ -33,8 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     hosts = config.hosts
     if hosts.provider is None:
         raise ConfigError(
-            "hosts.provider says who starts the run, and is not set; set it to slurm or kubernetes, or begin the run "
-            "here with titan-rl train"
+            "hosts.provider is not set; set it to slurm or kubernetes, or start the run here with titan-rl train"
         )
     for problem in hosts.too_few(launched=True):
         raise ConfigError(problem)
@@ -43,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         config = load_config(paths, arguments.overrides)
     elif not PurePath(config.model.path).is_absolute():
         there = PurePath(provider.folder_there(hosts), config.model.path)
-        tell(f"titan-rl: model.path = {config.model.path!r} is {there} where the run is; see that it is there")
+        tell(f"titan-rl: model.path = {config.model.path!r} is {there} where the run is; make sure that it exists")
     if warning := experimental_warning(config, config.statedict.transport.replace("auto", "tcp")):
         tell(f"titan-rl: warning: {warning}")
     submission = Submission(
@@ -68,6 +67,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _takes_no_jobs(provider: str) -> ConfigError:
     return ConfigError(
-        f'hosts.provider = "{provider}" takes no jobs; titan-rl train begins the run here, and has the provider start '
+        f'hosts.provider = "{provider}" accepts no jobs; titan-rl train starts the run here, and the provider starts '
         "its workers"
     )

@@ -34,7 +34,7 @@ def find_run(name: str, option: str = "--resume") -> Path:
     else:
         problem, near = "there is no such folder", USUAL
     hint = f", as {near}" if near is not None and _is_run(near) else ""
-    raise ConfigError(f"{option} {name}: no run is there: {problem}; name the folder of a run{hint}")
+    raise ConfigError(f"{option} {name}: there is no run: {problem}; name the folder of a run{hint}")
 
 
 def load_resumed(run: Path, overrides: Sequence[tuple[str, str]], *, is_sft: bool = False) -> RunConfig:

@@ -48,8 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     if config.server.follow_s is not None and source.run is None:
         asked = "--follow" if arguments.follow else f"server.follow_s = {config.server.follow_s:g}"
         raise ConfigError(
-            f"{asked}: {arguments.policy} is not the folder of a run, and gets no newer versions; name a run's folder, "
-            "such as runs/latest, or leave that out"
+            f"{asked}: {arguments.policy} is not a run's folder, and so gets no newer versions; name a run's folder, "
+            "such as runs/latest, or leave the option out"
         )
     if arguments.dry_run:
         from titan_rl.evaluation.serve import take_keys

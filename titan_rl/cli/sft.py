@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
             ready, told = check(config, Path(folder), resume)
         say(dump_config(ready, with_defaults=verbosity is Verbosity.VERBOSE))
         tell(f"titan-rl: {told}")
-        tell("titan-rl: ready: the model can be taught, and none of the settings is wrong")
+        tell("titan-rl: ready: the settings are valid, and the model can be trained")
         settings = [f"--{name}={value}" for name, value in arguments.overrides]
         tell_next("sft", *(["--resume", str(resume)] if resume is not None else arguments.config), *settings)
         return 0

@@ -117,7 +117,7 @@ def _dry_run(config: RunConfig, resume: Path | None, arguments: argparse.Namespa
     if code:
         tell("titan-rl: not ready: a run would fail; see the errors above")
         return code
-    tell("titan-rl: ready: the run can start, and none of its settings is wrong")
+    tell("titan-rl: ready: the settings are valid, and the run can start")
     begins = arguments.config if resume is None else ["--resume", str(resume)]
     tell_next("train", *begins, *(f"--{name}={value}" for name, value in arguments.overrides))
     return code
@@ -135,7 +135,7 @@ def _rehearse(config: RunConfig) -> int:
     try:
         rehearsals = rehearse(config, StderrConsole())
     except MissingExtraError as error:
-        tell(f"titan-rl: no group is played: {error}")
+        tell(f"titan-rl: no group was run: {error}")
         return 0
     for rehearsal in rehearsals:
         for line in describe(rehearsal, config.model.max_context):
@@ -144,5 +144,5 @@ def _rehearse(config: RunConfig) -> int:
     if loss is not None:
         tell(f"error: {loss}")
     for name in {source.name for source in config.tasks} - {rehearsal.task for rehearsal in rehearsals}:
-        tell(f"{name}: not played: the programs of agents are not started")
+        tell(f"{name}: not run: the programs of agents are not started in a dry run")
     return 1 if loss is not None or any(rehearsal.problems for rehearsal in rehearsals) else 0

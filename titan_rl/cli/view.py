@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _write_trace(folders: Sequence[Path], out: Path) -> None:
     if len(folders) != 1:
-        raise ConfigError(f"--trace {out}: that is of one run, and {len(folders)} are here; name it")
+        raise ConfigError(f"--trace {out}: a trace is of one run, and there are {len(folders)}; name the run")
     (folder,) = folders
     if not (folder / "trace").is_dir():
         raise ConfigError(f"--trace {out}: {folder} has no trace; runs with logging.trace = true have")

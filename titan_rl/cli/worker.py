@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         run_worker(address, StderrConsole(), arguments.drain_s)
     except KeyboardInterrupt:
-        tell("titan-rl: stopped at once, with what runs had here; SIGTERM has them move it first")
+        tell("titan-rl: stopped at once, with the work of runs on this host; SIGTERM lets them move it first")
         return 128 + signal.SIGINT
     return 128 + signal.SIGTERM
 

@@ -228,7 +228,7 @@ def handler_of(key: str) -> GroupHandler:
 
 
 def _unwanted(key: str) -> RequestError:
-    return RequestError(f"group {key.rpartition('#')[0]!r} is no longer wanted of this worker")
+    return RequestError(f"group {key.rpartition('#')[0]!r} was withdrawn from this worker")
 
 
 _consoles: list[Console] = []

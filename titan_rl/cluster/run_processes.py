@@ -44,8 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunProcesses(GeneratorProcesses):
-    """Trainer, generators and rollout workers of a run, each an actor in a process of its own. Made by
-    `start_processes`.
+    """Trainer, generators and rollout workers of a run. Each is an actor in its own process. Made by `start_processes`.
 
     Args:
         trains, generates: whether there is a trainer, and generators.
@@ -113,7 +112,7 @@ class RunProcesses(GeneratorProcesses):
         return super()._first_generators() if self._generates else ()
 
     def process_ended(self, remote: RemoteProcess) -> None:
-        if remote.process == TRAINER:  # its owner starts another, see `TrainerProcesses.restart`
+        if remote.process == TRAINER:  # its owner restarts it, see `TrainerProcesses.restart`
             SupervisedProcesses.process_ended(self, remote)
         else:
             super().process_ended(remote)
@@ -172,7 +171,7 @@ class RunProcesses(GeneratorProcesses):
 
     def _place(self, process: ProcessId) -> bool:
         """Place a rollout worker whose host is gone on any host, preferably one that does not train and has few of
-        them. Workers that came with a host, beyond the number in the settings, go with it."""
+        them. Additional workers of that host, beyond the number in the settings, are not replaced."""
         if process.role is not Role.ROLLOUT_WORKER or self.hosts.takes(self._host_of(process)):
             return super()._place(process)
         there = [host for host in self.hosts.names if self.hosts.takes(host)] if self._num_lacking() else []
@@ -189,8 +188,8 @@ class RunProcesses(GeneratorProcesses):
         return max(0, self._config.rollout.num_workers - here)
 
     def _others_of(self, host: str) -> Sequence[ProcessId]:
-        """Choose rollout workers for a host that joins: those that the run lacks, and as many as another playing host
-        has if all generating hosts play, or if fewer hosts play now than `hosts.play`."""
+        """Choose rollout workers for a host that joins: workers that the run lacks, and as many as another host with
+        workers has, if all generating hosts have workers or fewer hosts have workers than `hosts.play`."""
         players, a_host = self._roles.play, -(-self._config.rollout.num_workers // len(self._roles.play))
         playing = {place.host for place in self._worker_places if self.hosts.takes(place.host)}
         plays = {*self._roles.generate} <= {*players} or len(playing) < len(players)
@@ -233,7 +232,7 @@ async def start_processes(
 
     Args:
         trains, generates: whether there is a trainer, and generators.
-        console: shows the user which processes die and have been replaced.
+        console: shows the user which processes have died and been replaced.
 
     Raises:
         ActorDiedError: a process did not start in time.

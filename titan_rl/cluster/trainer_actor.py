@@ -64,8 +64,8 @@ class ModelCheck:
         self._complaint: str | None = None
         if changed := changed_parts(Path(path), settings.began_with):
             self._complaint = (
-                f"model.path = {path!r} on host {host} is not the model that the run began with: {', '.join(changed)} "
-                "changed; put that model back, and go on with --resume"
+                f"model.path = {path!r} on host {host} is not the initial model of the run: {', '.join(changed)} "
+                "changed; put that model back, and continue with --resume"
             )
             if changed != ["weights"] or settings.training.kl_coef or settings.training.adapter.is_on:
                 raise ModelError(self._complaint)
@@ -192,8 +192,8 @@ class TrainerActor(ProcessActor):
         version = self._trainer.version
         if run_state["step"] != version:
             raise CheckpointError(
-                f"the trainer has version {version}, and the run's state is that of version {run_state['step']}: "
-                "they are not saved together"
+                f"the trainer has version {version}, but the run's state is for version {run_state['step']}, so they "
+                "are not saved together"
             )
         self._trainer.begin_save(directory, {"run_state.json": json.dumps(run_state)})
         return version

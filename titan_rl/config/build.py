@@ -44,9 +44,9 @@ def make_renderer(model: ModelConfig) -> Renderer:
             name for name in sorted(get_protocol_members(Renderer)) if not callable(getattr(renderer, name, None))
         ]
         if lacking:
-            raise TypeError(f"it gave {renderer!r}, which has no {', '.join(lacking)}")
+            raise TypeError(f"it returned {renderer!r}, which has no {', '.join(lacking)}")
         if not renderer.get_stop_token_ids():
-            raise ValueError("its get_stop_token_ids() gave no token that ends a completion")
+            raise ValueError("its get_stop_token_ids() returned no token that ends a completion")
         return renderer
     except ModelError:
         raise

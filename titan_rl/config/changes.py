@@ -114,7 +114,7 @@ def check_options(config: RunConfig, earlier: RunConfig) -> None:
             for name in (*RESUMABLE, "tasks.NAME.weight", "tasks.NAME.teacher")
         )
         raise ConfigError(
-            f"{'; '.join(changed)}: that cannot change when a run is resumed; leave "
+            f"{'; '.join(changed)}: these cannot change when a run is resumed; leave "
             f"{'it' if len(changed) == 1 else 'them'} out, or begin a new run; {allowed} can"
         )
 

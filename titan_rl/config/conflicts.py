@@ -139,7 +139,7 @@ def of_guessing(generation: GenerationConfig, scheduling: SchedulingConfig) -> I
     if guesses.is_on and generation.return_routed_experts:
         yield (
             f'generation.speculative.method = "{guesses.method}" with generation.return_routed_experts = true: the '
-            "experts of tokens that were guessed and refused cannot be told from the others'; set either to what it is "
+            "experts of rejected draft tokens cannot be told from those of the others; set either to what it is "
             "by default"
         )
     if guesses.has_weights and scheduling.on_batch_ready == "sleep":

@@ -192,7 +192,7 @@ def _engine_problems(
     if (method := generation.speculative.method) != "none" and not engine.speculative:
         yield (
             "generation.speculative.method",
-            f'generation.speculative.method = "{method}", and {named} guesses no tokens; set it to "none"',
+            f'generation.speculative.method = "{method}", and {named} has no speculative decoding; set it to "none"',
         )
 
 

@@ -104,7 +104,7 @@ def _host(text: str) -> str:
     try:
         return f"{host}={ipaddress.ip_address(address)}"
     except ValueError:
-        raise PydanticCustomError("ip", "must have an IP address behind =") from None
+        raise PydanticCustomError("ip", "must have an IP address after =") from None
 
 
 def _words(text: str) -> str:
@@ -161,12 +161,12 @@ class ProviderSettings(Section):
     names: Annotated[
         tuple[Annotated[str, AfterValidator(_host)], ...], BeforeValidator(split_list), Field(strict=False), _BY_NAME
     ] = ()
-    """Hosts of ssh, a list or between commas: a name, user@name, or an alias of ~/.ssh/config, reached without a
-    question. "gpu-1=10.1.0.1" has the IP address at which its worker listens, where that is not what the name means
-    here."""
+    """Hosts to reach over ssh, as a list or separated by commas: a name, user@name, or an alias of ~/.ssh/config; ssh
+    must not ask for a password. "gpu-1=10.1.0.1" also sets the IP address at which its worker listens, if that differs
+    from what the name resolves to on this machine."""
     count: Annotated[PositiveInt, _BY_NUMBER] = 1
-    """Hosts that `titan-rl launch` asks for: nodes of Slurm, or pods of Kubernetes, which has one more for the
-    controller."""
+    """Number of hosts that `titan-rl launch` requests: Slurm nodes, or Kubernetes pods, in addition to the controller's
+    pod."""
     options: Annotated[tuple[_Line, ...], Field(strict=False), _WITH_PROVIDER] = ()
     """Options of the provider's command. ssh: each word by itself, ["-p", "2222", "-i", "key"]. sbatch:
     ["--partition=gpu", "--gpus-per-node=8", "--time=24:00:00"]; with "--no-requeue" a job whose time is up ends,
@@ -176,9 +176,9 @@ class ProviderSettings(Section):
     command: Annotated[Annotated[str, AfterValidator(_words)] | None, _WITH_PROVIDER] = None
     """Command that runs titan-rl on the hosts; by default that of this process, and titan-rl with kubernetes."""
     drain_s: Annotated[NonNegativeFloat, ON_SEVERAL_HOSTS] = 60.0
-    """Seconds in which a host that leaves finishes its requests, has the trainer saved, and is replaced; the rest then
-    continues elsewhere. A provider's worker waits a minute longer on SIGTERM, and at least two; a job of Slurm begins
-    to end as long before its time is up. A worker that is started by hand waits as long as its --drain-s says."""
+    """Time for a draining host to finish its requests, save the trainer and be replaced; remaining work then continues
+    elsewhere. A provider's worker waits one minute longer after SIGTERM, and at least two minutes; a Slurm job starts
+    to stop as long before its time limit. A worker that is started by hand waits for its own --drain-s."""
     setup: Annotated[
         tuple[_Line, ...],
         Field(strict=False),
@@ -205,9 +205,9 @@ class ProviderSettings(Section):
             raise ValueError('provider = "ssh" needs names, the names of the hosts')
         hosts = [name.partition("=")[0] for name in self.names]
         if twice := sorted({host for host in hosts if hosts.count(host) > 1}):
-            raise ValueError(f"names: {', '.join(twice)} is there more than once; name each host once")
+            raise ValueError(f"names: {', '.join(twice)} is listed more than once; list each host once")
         if self.provider == "kubernetes" and not self.port:
-            raise ValueError('port = 0 with provider = "kubernetes": its service has to name the port; set one')
+            raise ValueError('port = 0 with provider = "kubernetes": its Service must name a fixed port; set one')
         for name in ("image", "volume") if self.provider == "kubernetes" else ():
             if not getattr(self.kubernetes, name):
                 raise ValueError(f'provider = "kubernetes" needs kubernetes.{name}; set it')
@@ -220,13 +220,13 @@ class ProviderSettings(Section):
                 raise ValueError(f"options has {option!r}, which must begin with -, as --partition=gpu does")
             name, value = _split_option(option)
             if setting := SAID_BY_SETTINGS.get(name):
-                raise ValueError(f"options has {option!r}, which the job's script says itself; set {setting} instead")
+                raise ValueError(f"options has {option!r}, which the job's script sets itself; set {setting} instead")
             if problem := AGAINST_THE_SCRIPT.get(name):
                 raise ValueError(f"options has {option!r}, and {problem}")
             if name in ("--time", "-t") and self.worker_drain_s >= _seconds(value):
                 raise ValueError(
-                    f"options has {option!r}, and a job ends in order from {self.worker_drain_s} s before its time is "
-                    f"up, {DETACH_S} s more than drain_s and at least {WORKER_DRAIN_S}: it would end as it begins; "
+                    f"options has {option!r}, and a job starts to stop {self.worker_drain_s} s before its time limit "
+                    f"({DETACH_S} s more than drain_s and at least {WORKER_DRAIN_S}: it would end as it begins; "
                     "give it more time, or lower drain_s"
                 )
         return self
@@ -380,11 +380,11 @@ class HostsConfig(ProviderSettings):
     addresses: Annotated[
         tuple[Annotated[str, AfterValidator(_address)], ...], BeforeValidator(split_list), Field(strict=False)
     ] = ()
-    """HOST:PORT of `titan-rl worker` on each machine, a list or between commas, if no provider starts the workers.
-    Empty for this machine only."""
+    """HOST:PORT of `titan-rl worker` on each machine, as a list or separated by commas, if no provider starts the
+    workers. Empty for this machine only."""
     listen: Annotated[str, AfterValidator(_one_interface), ON_SEVERAL_HOSTS] = ""
-    """Address of this machine at which the other hosts reach it; by default the one from which it reaches the first of
-    them. Anyone who reaches it can run programs here, so use only a network that you trust."""
+    """Address of this machine at which the other hosts reach it; by default that of the network interface that leads to
+    the first of them. Anyone who reaches it can run programs here, so use only a network that you trust."""
     train: PositiveInt = 1
     """Number of hosts that train; the trainer's ranks are divided evenly among them."""
     generate: Annotated[PositiveInt | None, ON_SEVERAL_HOSTS] = None
@@ -405,8 +405,8 @@ class HostsConfig(ProviderSettings):
     """Seconds after which a process is killed that neither answers nor computes, or whose step makes no progress. At
     least 2: processes are checked once a second."""
     wait_s: PositiveFloat = 3600.0
-    """Longest wait for hosts while there are fewer generators than generation.num_generators_range requires, or no host
-    that can train or play rollouts."""
+    """Time limit for waiting for hosts while there are fewer generators than generation.num_generators_range requires,
+    or no host that can train or run rollouts."""
 
     sync: Annotated[bool, ON_SEVERAL_HOSTS] = False
     """Copy the model's folder, and those of `pythonpath` and PYTHONPATH, to hosts that lack their files. The copies are
@@ -416,7 +416,7 @@ class HostsConfig(ProviderSettings):
     def _each_once_from_one_side(self) -> Self:
         twice = sorted({address for address in self.addresses if self.addresses.count(address) > 1})
         if twice:
-            raise ValueError(f"addresses: {', '.join(twice)} is there more than once; name each worker once")
+            raise ValueError(f"addresses: {', '.join(twice)} is listed more than once; list each worker once")
         if self.addresses and self.provider is not None:
             raise ValueError(f'addresses and provider = "{self.provider}" exclude each other; leave one out')
         if self.addresses_file and not self.elsewhere:
@@ -429,12 +429,12 @@ class HostsConfig(ProviderSettings):
     def _heard_of_several_times(self) -> Self:
         if self.silence_s < LEAST_SILENCE_S:
             raise ValueError(
-                f"silence_s = {self.silence_s:g} is less than {LEAST_SILENCE_S:g}: hosts give four signs of life a "
+                f"silence_s = {self.silence_s:g} is less than {LEAST_SILENCE_S:g}: hosts send four heartbeats a "
                 "second, and one that is busy for a moment would be given up; raise it"
             )
         if self.hang_timeout_s < LEAST_HANG_S:
             raise ValueError(
-                f"hang_timeout_s = {self.hang_timeout_s:g} is less than {LEAST_HANG_S:g}: processes are looked at once "
+                f"hang_timeout_s = {self.hang_timeout_s:g} is less than {LEAST_HANG_S:g}: processes are checked once "
                 "a second, and one that is busy for a moment would be killed; raise it"
             )
         return self

@@ -254,8 +254,8 @@ def name_function(setting: str, function: Callable[..., Any]) -> str:
         )
     if name.startswith("__main__:") and setting in IN_OTHER_PROCESSES:
         raise ConfigError(
-            f"{setting} = {function!r} is of the program or notebook itself, and is called in another process, which "
-            "cannot import that; move it to a module beside it"
+            f"{setting} = {function!r} is defined in the program or notebook itself, and another process that calls "
+            "it cannot import that; move it to a module"
         )
     return name
 
@@ -347,7 +347,7 @@ def _start(config: RunConfig, origins: Origins) -> str:
     if (folder := find_model_folder(start, places)) is None:
         raise ConfigError(
             f"{origins.of('sft.start')}: sft.start = {start!r} is not a folder {told_places(places)}; leave it out "
-            "to have a tiny model made, or name a Hugging Face folder"
+            "to create a tiny model, or name a Hugging Face folder"
         )
     return str(folder)
 
@@ -359,8 +359,8 @@ def _data(sft: SFTConfig, origins: Origins) -> str:
     found = next((path for place in places if (path := place / os.path.expanduser(sft.data)).exists()), None)
     if found is None:
         raise ConfigError(
-            f"{origins.of('sft.data')}: sft.data = {sft.data!r} is not there, {told_places(places)}; name a file "
-            "of chats in JSON lines, or the folder of a run"
+            f"{origins.of('sft.data')}: sft.data = {sft.data!r} does not exist {told_places(places)}; name a file of "
+            "chats in JSON lines, or the folder of a run"
         )
     if found.is_dir() and not (found / "rollouts.jsonl").is_file():
         raise ConfigError(
@@ -383,8 +383,8 @@ def _check_out(sft: SFTConfig) -> None:
     out = Path(sft.out)
     if out.exists() and not (out / MADE_BY_SFT).is_file():
         raise ConfigError(
-            f"{sft.out} is there already, and not made by titan-rl sft: it is not replaced. To teach that model, set "
-            "sft.start to it and sft.out to another folder; to make a tiny one, set model.path to another folder"
+            f"{sft.out} exists, and was not created by titan-rl sft, so it is not replaced. To train that model, set "
+            "sft.start to it and sft.out to another folder; to create a tiny model, set model.path to another folder"
         )
     if sft.out == sft.start:
-        raise ConfigError(f"sft.start = {sft.start!r} would be replaced by what is made of it; set sft.out")
+        raise ConfigError(f"sft.start = {sft.start!r} would be replaced by the trained model; set sft.out")

@@ -31,7 +31,7 @@ def check_weights(folder: Path) -> None:
         return
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ModelError(f"{folder} has no weights: no *.safetensors file is there")
+        raise ModelError(f"{folder} has no weights: there is no *.safetensors file")
     for path in files:
         read_header(path)
 
@@ -55,7 +55,7 @@ def read_header(path: Path) -> dict[str, tuple[list[int], int]]:
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ModelError(f"{path} is no safetensors file, or is cut off: {error}; fetch it again") from None
+        raise ModelError(f"{path} is not a safetensors file, or is cut off: {error}; fetch it again") from None
     if size != end:
         raise ModelError(f"{path} has {size} bytes, and {end} by its header: it is damaged; fetch it again")
     return header
@@ -69,7 +69,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     try:
         content = parse_json((folder / name).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ModelError(f"{folder} is no model folder: it has no {name}") from None
+        raise ModelError(f"{folder} is not a model folder: it has no {name}") from None
     except (OSError, ValueError) as error:
         raise ModelError(f"{folder / name} cannot be read: {error}") from error
     if not isinstance(content, dict):

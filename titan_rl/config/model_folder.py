@@ -63,7 +63,7 @@ def check_model_folder(model: ModelConfig, generation: GenerationConfig, places:
     if folder is None:
         raise ConfigError(
             f"model.path = {path!r} is not a folder {told_places(places)}. Run titan-rl sft first, which "
-            "makes it of the task's demonstrations, where it has some; titan-rl sft --resume RUN goes on with one that "
+            "trains it on the task's demonstrations, if there are any; titan-rl sft --resume RUN continues a run that "
             "was stopped. Or name "
             "the folder of a model that is there, such as after hf download ORGANIZATION/NAME --local-dir FOLDER"
         )
@@ -107,8 +107,8 @@ def _check_vocabulary(folder: Path, architecture: dict[str, Any]) -> None:
     ids += [token["id"] for token in tokenizer.get("added_tokens", ())]
     if ids and max(ids) >= architecture["vocab_size"]:
         raise ModelError(
-            f"{folder} has a tokenizer with token id {max(ids)}, and a model of {architecture['vocab_size']} tokens "
-            "(vocab_size in config.json); they belong to different models"
+            f"{folder} has a tokenizer with token id {max(ids)}, and the model has {architecture['vocab_size']} "
+            "tokens (vocab_size in config.json); they belong to different models"
         )
 
 
@@ -142,8 +142,8 @@ def check_training_fit(config: RunConfig) -> None:
     ranks = config.training.tensor_parallel
     if kv_heads is not None and kv_heads % ranks:
         raise ConfigError(
-            f"training.tensor_parallel = {ranks} does not divide the model's {kv_heads} heads of keys and values; "
-            "choose one that does"
+            f"training.tensor_parallel = {ranks} does not divide the model's {kv_heads} key-value heads; choose one "
+            "that does"
         )
 
 
@@ -157,7 +157,7 @@ def _check_fit(model: ModelConfig, generation: GenerationConfig, architecture: d
         )
     if generation.return_routed_experts and not any(name in architecture for name in EXPERT_COUNTS):
         raise ConfigError(
-            "generation.return_routed_experts = true, and the model is no mixture of experts; set it to false"
+            "generation.return_routed_experts = true, and the model is not a mixture of experts; set it to false"
         )
     heads, ranks = architecture.get("num_attention_heads"), generation.tensor_parallel_size
     if heads is not None and heads % ranks:
@@ -240,7 +240,7 @@ def check_guesses(guesses: SpeculativeConfig, architecture: Mapping[str, Any]) -
     """
     if guesses.method == "mtp" and not any(architecture.get(name) for name in MTP_COUNTS):
         raise ConfigError(
-            'generation.speculative.method = "mtp" guesses with heads of the policy, and its config.json has none of '
+            'generation.speculative.method = "mtp" drafts with heads of the policy, and its config.json has none of '
             f'{", ".join(MTP_COUNTS)}; set it to "ngram", or to "draft_model" or "eagle" with a model'
         )
     if guesses.model is None:
@@ -248,7 +248,7 @@ def check_guesses(guesses: SpeculativeConfig, architecture: Mapping[str, Any]) -
     folder, shown = Path(guesses.model), f"generation.speculative.model = {guesses.model!r}"
     if not folder.is_dir():
         raise ConfigError(
-            f"{shown} is not a folder; name that of the model which guesses, such "
+            f"{shown} is not a folder; name that of the draft model, such "
             'as after hf download ORGANIZATION/NAME --local-dir FOLDER, or set generation.speculative.method = "ngram"'
         )
     drafter = read_json(folder, "config.json")
@@ -263,8 +263,8 @@ def _check_drafter_vocabulary(shown: str, drafter: Mapping[str, Any], architectu
     own, policy = drafter.get("vocab_size"), architecture.get("vocab_size")
     if own != policy:
         raise ConfigError(
-            f"{shown} has vocab_size = {own} in its config.json, and the policy {policy}: vLLM takes guesses of the "
-            "policy's own vocabulary alone; name a smaller model of the same family"
+            f"{shown} has vocab_size = {own} in its config.json, and the policy {policy}: vLLM accepts drafts from the "
+            "policy's own vocabulary only; name a smaller model of the same family"
         )
 
 

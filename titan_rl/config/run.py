@@ -47,7 +47,7 @@ class RunConfig(Section):
     run_dir: PathText = "runs"
     """Folder that contains the folders of the runs."""
     pythonpath: tuple[PathText, ...] = Field(default=(), strict=False)
-    """Folders in which modules that settings name are searched, after the current one. Needed folders are added: the
+    """Folders in which modules named in settings are looked up, after the current folder. Needed folders are added: the
     current one, and that of the TOML file or of the package that contains it."""
     share_run_dir: bool = False
     """Let other users read the run's files, as the umask allows. Otherwise only this user may."""

@@ -40,11 +40,11 @@ class SpeculativeConfig(Section):
     """Source of the draft. ngram finds the last tokens earlier in the same text, suffix also in other answers;
     draft_model is a separate small model; eagle, eagle3 and mtp are heads on the policy, which are not trained."""
     num_speculative_tokens: PositiveInt = Field(default=3, le=MOST_GUESSED)
-    """Most tokens drafted at a time; vLLM verifies at most 128."""
+    """Maximum number of tokens drafted at a time; vLLM verifies at most 128."""
     model: FilePath | None = None
     """Folder of the draft model or of the heads, on every host. For draft_model, eagle and eagle3."""
     prompt_lookup: Annotated[tuple[PositiveInt, PositiveInt], _LOOKS_UP] = Field(default=(2, 4), strict=False)
-    """Fewest and most tokens that ngram searches for; it starts with the most."""
+    """[least, most]: numbers of tokens that ngram searches for, starting with the most."""
 
     @property
     def is_on(self) -> bool:
@@ -78,8 +78,8 @@ class SpeculativeConfig(Section):
         usual = type(self).model_fields["num_speculative_tokens"].default
         if not self.is_on and self.num_speculative_tokens != usual:
             raise ValueError(
-                f'num_speculative_tokens = {self.num_speculative_tokens} with method = "none": nothing is guessed; set '
-                "method, or leave it out"
+                f'num_speculative_tokens = {self.num_speculative_tokens} with method = "none": there is no speculative '
+                "decoding; set method, or leave it out"
             )
         if self.prompt_lookup[0] > self.prompt_lookup[1]:
             raise ValueError(f"prompt_lookup = {list(self.prompt_lookup)}: the fewest tokens come first")
@@ -98,15 +98,16 @@ class GenerationConfig(Section):
     num_generators: PositiveInt = 2
     """Number of generator actors, each with one engine."""
     num_generators_range: tuple[PositiveInt, PositiveInt] | None = Field(default=None, strict=False)
-    """Fewest and most generators: [2, 8]. While fewer are in service the run waits for more, for at most hosts.wait_s;
-    hosts that join bring no more. By default the fewest is 1, and each host that joins brings as many as the others
-    have."""
+    """[least, most] number of generators, such as [2, 8]. While fewer are in service the run waits, at most
+    hosts.wait_s; hosts that join do not add more. By default the least is 1, and each host that joins adds as many as
+    the others have."""
     tensor_parallel_size: PositiveInt = 1
     """Processes that share the model of one generator; must divide the number of the model's attention heads."""
     max_running: Annotated[PositiveInt | Literal["auto"], one_of('must be a number above 0 or "auto"')] | None = None
-    """Most requests that one engine runs at a time. By default its share of the rollouts in all slots of the scheduler,
-    or fewer if kv_cache_gib does not hold that many contexts of half the maximum length. With "auto" at most that
-    share, and in each step as many as the KV cache is expected to hold, estimated from the lengths of requests."""
+    """Maximum number of requests that one engine runs at a time. By default its share of the rollouts in all slots of
+    the scheduler, or fewer if kv_cache_gib does not hold that many contexts of half the maximum length. With "auto" at
+    most that share, and in each step as many as the KV cache is expected to hold, estimated from the lengths of
+    requests."""
     kv_cache_gib: PositiveFloat | None = None
     """Memory of one engine's KV cache, at least enough for one full context. By default 1 on a CPU and on a GPU shared
     with a trainer; otherwise what weights and work space leave of gpu_share, or of 0.9 of the GPU, divided evenly
@@ -131,11 +132,11 @@ class GenerationConfig(Section):
     """Engine steps between two messages of new tokens to the router, which continues from these tokens if a generator
     dies. By default 32, and 1 where `titan-rl serve` streams to clients."""
     stall_timeout_s: PositiveFloat = 300.0
-    """Seconds after which a generator that has requests and sends no tokens is considered hung and is replaced. Time
-    during which generation is paused does not count."""
+    """Seconds after which a generator with requests is considered hung, and is replaced, if it sends neither tokens nor
+    another sign of progress. Pauses do not count."""
     start_timeout_s: PositiveFloat | None = None
-    """Longest wait for an engine, a trainer or a rollout worker to start. By default 180 s and a second for every 100
-    MB of weights in the model's folder: 780 s for 30B in bfloat16."""
+    """Time limit for the start of an engine, a trainer or a rollout worker. By default 180 s plus one second per 100 MB
+    of weights in the model's folder: 780 s for 30B in bfloat16."""
     speculative: SpeculativeConfig = SpeculativeConfig()
     vllm: dict[str, Any] = Field(default_factory=dict)
     """Options of vLLM, by the names of its EngineArgs: {max_num_batched_tokens = 16384}. Options that other settings
@@ -175,13 +176,13 @@ class SamplingConfig(Section):
     """Sampling of completions for training. The loss accounts for temperature alone, so nothing else is offered."""
 
     max_tokens: PositiveInt = 64
-    """Most tokens of one completion."""
+    """Maximum number of tokens of one completion."""
     temperature: PositiveFloat = 1.0
     """Temperature of the distribution that is sampled from and trained on."""
     seeded: bool | None = None
-    """Give each request a seed of its own, so that the run can be repeated; on GPUs vLLM then launches a kernel for
-    each request and step. By default only if scheduling.max_staleness = 0 without oversample; other runs are not
-    repeatable."""
+    """Give each request its own seed, so that the run is reproducible; on GPUs vLLM then launches one kernel per
+    request and step. By default true only if scheduling.max_staleness = 0 without oversample; other runs are not
+    reproducible in any case."""
 
 
 _TCP = TakesEffect("statedict.transport", none_of=("shared_memory", "rdma", "cuda_ipc"), fix='set that to "tcp"')
@@ -211,10 +212,10 @@ class StateDictConfig(Section):
     """Probe sequences whose logprobs the trainer publishes with each version, for verification; 0 turns it off. By
     default 32, and 4 in float32 on CPUs."""
     tolerance: Annotated[PositiveFloat | None, TakesEffect("statedict.num_probes", none_of=(0,))] = None
-    """Largest mean logprob difference of a probe; by default 0.1 in bfloat16, 0.01 in float32 on GPUs, whose
+    """Maximum mean logprob difference of a probe; by default 0.1 in bfloat16, 0.01 in float32 on GPUs, whose
     kernels multiply in TF32, and 1e-5 in float32 on CPUs."""
     pull_timeout_s: PositiveFloat = 120.0
-    """Longest wait for a generator to load a version."""
+    """Time limit for a generator to load a version."""
 
 
 _VALIDATED = TakesEffect("validation.num_prompts", none_of=(0,), fix="set that above 0")
@@ -274,7 +275,7 @@ class SFTConfig(Section):
     min_reward: float | None = None
     """Least reward of the rollouts used of a run. By default there is no minimum."""
     demonstrations: PositiveInt = 4096
-    """Most demonstrations that are used."""
+    """Maximum number of demonstrations to use."""
     held_out: NonNegativeInt = 64
     """Demonstrations held out to measure the loss; at most a tenth of all."""
     steps: PositiveInt | None = None
@@ -286,11 +287,11 @@ class SFTConfig(Section):
     ] = 32
     """Demonstrations in one optimizer step."""
     batch_tokens: PositiveInt | None = None
-    """Most tokens in one optimizer step; replaces `batch_size`."""
+    """Maximum number of tokens in one optimizer step; replaces `batch_size`."""
     shuffle: bool = True
     """Shuffle the demonstrations in each epoch. Otherwise they keep the order of the source."""
     lr: PositiveFloat = 2e-3
-    """Highest learning rate. The default is for tiny models."""
+    """Peak learning rate. The default is for tiny models."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Learning rate at the last step relative to `lr`, to which it falls as a cosine; 1 keeps it constant."""
     weight_decay: NonNegativeFloat = 0.01

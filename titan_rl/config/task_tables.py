@@ -147,10 +147,10 @@ def load_tasks(tables: dict[str, Any], origins: Origins) -> tuple[TaskSource, ..
             of_tasks = cast("dict[str, Any]", several).items()
             options = [f"--tasks.{name}.{key}" for name, table in of_tasks for key in _fields(table, origins, name)]
             raise ConfigError(
-                f"command line: {', '.join(options) or '--tasks'}: there is one [task]; its own settings are options "
-                "--task.NAME, and weights and the like are for tables [[tasks]]: name it so in the file"
+                f"command line: {', '.join(options) or '--tasks'}: there is one [task], whose settings are options "
+                "--task.NAME; a weight or other overrides require a table [[tasks]] in the file"
             )
-        raise ConfigError(f"{origins.of_all()}: there is [task], and there are [[tasks]]; make that one of them, too")
+        raise ConfigError(f"{origins.of_all()}: there is [task] as well as [[tasks]]; write all tasks as [[tasks]]")
     if several is None:
         return (TaskSource(task=load_task(one, origins)),)
     if not isinstance(several, dict):

@@ -354,7 +354,7 @@ def expert_rows(rows: Any) -> ExpertRows:
     try:
         given_TRK = np.asarray(rows)
     except ValueError as error:
-        raise TypeError(f"rows of routed experts are unlike each other: {error}") from error
+        raise TypeError(f"rows of routed experts differ in shape: {error}") from error
     if given_TRK.ndim != 3 or given_TRK.dtype.kind not in "iu":
         raise TypeError(
             f"routed experts are of shape {given_TRK.shape} and type {given_TRK.dtype}; they must be integers of shape "

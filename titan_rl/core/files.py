@@ -56,7 +56,7 @@ def file_status(path: Path) -> os.stat_result:
 
 def _check(path: Path, status: os.stat_result) -> os.stat_result:
     if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return status
 
 

@@ -54,7 +54,7 @@ def run_evaluations(
     for given in policies:
         if needs_engine([given]):
             find_policy(given)
-    ended = f"ended at once; {out} has what was done, and the same command with --out {out} goes on"
+    ended = f"ended at once; {out} has the results so far, and the same command with --out {out} continues"
     with file_modes(share=config.share_run_dir):
         files = SessionFiles(f"eval-{out.name}", out.absolute() / "logs")
         files.logs.mkdir(parents=True, exist_ok=True)

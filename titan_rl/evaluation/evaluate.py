@@ -160,9 +160,7 @@ class EvaluationRun:
             if self._folder is not None:
                 self._lines = self._folder.begin(self._made_with(), self._suites)
             if self._lines:
-                self._progress.message(
-                    f"{self._policy.name}: {len(self._lines)} samples are there already, in {self._place}"
-                )
+                self._progress.message(f"{self._policy.name}: {len(self._lines)} samples are already in {self._place}")
             self._progress.count(sum(len(suite.prompts) * suite.samples_per_prompt for suite in self._suites))
             try:
                 with LoopWatchdog(self._progress):

@@ -100,7 +100,7 @@ def read_evaluation(path: str | Path) -> Evaluation:
     except OSError as error:
         raise DataError(f"{file}: {error.strerror}; name the folder of an evaluation, which has a {RESULTS}") from None
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise DataError(f"{file} is no evaluation's {RESULTS}: {error!r}") from error
+        raise DataError(f"{file} is not an evaluation's {RESULTS}: {error!r}") from error
 
 
 def evaluation_folders(path: str | Path) -> list[Path]:

@@ -169,7 +169,7 @@ class _LostInARow:
         for one in self._groups:
             counts.add_group(one)
         error = GenerationError if group.failure is None else RewardError
-        raise error(f"{len(self._groups)} prompts in a row say nothing of the policy: {counts.describe()}")
+        raise error(f"{len(self._groups)} prompts in a row gave no result for the policy: {counts.describe()}")
 
 
 _ADDRESS = re.compile(r"\bat 0x[0-9a-f]+")

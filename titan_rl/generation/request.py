@@ -46,7 +46,8 @@ class EngineRequest:
             prompt = token_array(self.prompt_token_ids)
         except (TypeError, ValueError, OverflowError) as error:
             raise RequestError(
-                f"the prompt of request {self.request_id!r} has something else than token ids, which are integers from "
+                f"the prompt of request {self.request_id!r} contains something other than token ids, which are "
+                "integers from "
                 f"0 to {LARGEST_TOKEN_ID}: {_not_a_token(self.prompt_token_ids)}"
             ) from error
         if prompt and (least := prompt.least()) < 0:
@@ -170,7 +171,7 @@ class Partial:
         streamed, num_tokens = self._present.token_ids, len(answer.token_ids)
         if streamed and token_array(answer.token_ids[: len(streamed)]).array() != streamed:
             raise GenerationError(
-                f"request {self.request.request_id!r} was answered with other tokens than it had streamed"
+                f"request {self.request.request_id!r} has an answer that differs from the tokens streamed before"
             )
         self._present = _Tokens()
         if self._on_chunk is not None and len(streamed) < num_tokens:

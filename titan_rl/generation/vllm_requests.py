@@ -96,7 +96,7 @@ class Constraints(StructuredOutputManager):
         count: int = (request.sampling_params.extra_args or {}).get(CONTINUED, 0)
         prompt = request.prompt_token_ids or []
         if count and not grammar.accept_tokens(request.request_id, prompt[-count:]):
-            raise RequestError("the tokens that a constrained completion has so far are not what its constraint allows")
+            raise RequestError("the tokens of a constrained completion so far violate its constraint")
         return grammar
 
 
@@ -112,10 +112,10 @@ def check_constraint(constraint: str) -> None:
     except (ValueError, RecursionError):
         given = None
     if not isinstance(given, dict):
-        raise ValueError('its constraint is no JSON object, such as {"type": "structural_tag", "format": {...}}')
+        raise ValueError('its constraint is not a JSON object, such as {"type": "structural_tag", "format": {...}}')
     if has_xgrammar_unsupported_json_features(given):
         raise ValueError(
-            "its JSON schema has what no grammar can hold a text to: multipleOf, uniqueItems, contains, an unknown "
+            "its JSON schema uses what no grammar can enforce:  multipleOf, uniqueItems, contains, an unknown "
             "format, a pattern beside lengths, patternProperties or propertyNames beside properties, or several allOf"
         )
 
@@ -334,6 +334,6 @@ def _check_beside_guesses(request_id: str, sampling: SamplingParams) -> None:
     for name, value in sampling.shaping.items():
         if name not in ("top_p", "top_k"):
             raise RequestError(
-                f"request {request_id!r} has {name} = {value}, which vLLM does not keep to where it guesses tokens; "
+                f"request {request_id!r} has {name} = {value}, which vLLM ignores with speculative decoding; "
                 "leave it out, or set generation.speculative.method to 'none'"
             )

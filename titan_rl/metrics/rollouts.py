@@ -7,20 +7,20 @@ from titan_rl.metrics.metric import Metric, MetricGroup
 REWARD, ENDS = MetricGroup.REWARD, MetricGroup.ENDS
 
 _EQUAL_REWARDS = (
-    "Where no answer is right: easier samples, or titan-rl sft on demonstrations. Where all are: harder samples. "
-    'Elsewhere a larger rollout.group_size, a higher sampling.temperature, or scheduling.filters = ["zero_variance"].'
+    "If no answer is right: easier samples, or titan-rl sft on demonstrations. If all are: harder samples. In "
+    'general: a larger rollout.group_size, a higher sampling.temperature, or scheduling.filters = ["zero_variance"].'
 )
 
 ROLLOUT_METRICS = (
     Metric(
         "rollout/finished_reward_mean",
         "reward",
-        "Mean reward of all finished rollouts, before filters: the performance of the policy.",
+        "Mean reward of all finished rollouts, before filters: the best measure of the policy.",
         REWARD,
         "It rises over tens of steps, and varies from step to step by about its standard deviation divided by "
         "the square root of the number of rollouts.",
-        "Flat from the start: see rollout/zero_variance_groups and train/entropy. Rising and then falling: a "
-        "lower training.lr. Read the answers first: rollouts.jsonl.",
+        "Flat from the start: see rollout/zero_variance_groups and train/entropy. Rising, then falling: a "
+        "lower training.lr. In either case, read the answers first: rollouts.jsonl.",
     ),
     Metric(
         "rollout/reward_mean",
@@ -51,7 +51,7 @@ ROLLOUT_METRICS = (
     Metric(
         "rollout/zero_variance_groups",
         "share",
-        "Share of the groups in which all rewards are equal. They teach nothing.",
+        "Share of the groups in which all rewards are equal, so that they contribute no gradient.",
         REWARD,
         "0.1 to 0.7.",
         _EQUAL_REWARDS,
@@ -71,20 +71,20 @@ ROLLOUT_METRICS = (
         "Finished rollouts that ended in an error.",
         ENDS,
         "0, or few.",
-        "The first error of each kind is on the screen, with the line of code; logs/controller.log has all in full.",
+        "The terminal shows the first error of each kind, with its line of code; logs/controller.log has all errors.",
     ),
     Metric(
         "rollout/status/completed",
         "share",
-        "Share of the rollouts that ended by themselves.",
+        "Share of the rollouts that ended regularly.",
         ENDS,
         "Near 1.",
-        "The other shares show what ended the rest.",
+        "The other shares show how the rest ended.",
     ),
     Metric(
         "rollout/status/truncated_length",
         "share",
-        "Share in which a completion used up sampling.max_tokens.",
+        "Share in which a completion reached sampling.max_tokens.",
         ENDS,
         "Below 0.1.",
         "A larger sampling.max_tokens, or a prompt that asks for less.",
@@ -92,7 +92,7 @@ ROLLOUT_METRICS = (
     Metric(
         "rollout/status/truncated_prompt",
         "share",
-        "Share in which the next prompt would leave no room to answer.",
+        "Share in which the next prompt left no room for an answer.",
         ENDS,
         "Near 0.",
         "A larger model.max_context, fewer turns, or shorter observations.",
@@ -108,7 +108,7 @@ ROLLOUT_METRICS = (
     Metric(
         "rollout/status/truncated_time",
         "share",
-        "Share that exceeded rollout.rollout_timeout_s, waits for generation not counted.",
+        "Share that exceeded rollout.rollout_timeout_s, not counting waits for generation.",
         ENDS,
         "Near 0.",
         "A longer rollout.rollout_timeout_s, or a faster environment.",
@@ -132,7 +132,7 @@ ROLLOUT_METRICS = (
         "Share whose answer could not be parsed: the policy's own error.",
         ENDS,
         "It falls.",
-        "The model.renderer of this model; titan-rl sft on demonstrations, for the form of tool calls.",
+        "Check that model.renderer fits the model; titan-rl sft on demonstrations teaches the format.",
     ),
     Metric(
         "rollout/status/error_timeout",
@@ -148,7 +148,7 @@ ROLLOUT_METRICS = (
         "Share in which the environment raised an exception.",
         ENDS,
         "0.",
-        "The message on the screen has the line of your code.",
+        "The message in the terminal has the line of your code.",
     ),
     Metric(
         "rollout/status/error_generate",
@@ -163,8 +163,8 @@ ROLLOUT_METRICS = (
         "tokens",
         "Mean completion tokens of a rollout, over all its turns.",
         ENDS,
-        "Steady, or changing for a reason that the answers show.",
-        "Growing without more reward: reward shorter answers. Shrinking towards 0: the reward favours silence.",
+        "Steady, or changing for a reason visible in the answers.",
+        "Growing while the reward does not: reward shorter answers. Shrinking to 0: the reward favours silence.",
     ),
     Metric("rollout/completion_tokens_max", "tokens", "Completion tokens of the longest rollout.", ENDS),
     Metric("rollout/turns_mean", "turns", "Turns of a rollout.", ENDS),
@@ -174,7 +174,7 @@ ROLLOUT_METRICS = (
         "Training samples per rollout.",
         ENDS,
         "1, as long as each prompt extends the one before.",
-        "More: the history is edited between turns, and each branch is a full context to train on.",
+        "More: the history is edited between turns, and each branch is trained with its full context.",
     ),
     Metric(
         "rollout/constrained_fraction",
@@ -187,7 +187,7 @@ ROLLOUT_METRICS = (
     Metric(
         "rollout/constraint_weight_mean",
         "share",
-        "Mean over constrained rollouts of the probability that the policy gives to what their constraints allowed: "
+        "Mean over constrained rollouts of the probability that the policy gives to the allowed texts: "
         'the weight of `correction.constrained = "corrected"`.',
         ENDS,
         "Rises as the policy learns to satisfy the constraints by itself.",
@@ -200,7 +200,7 @@ ROLLOUT_METRICS = (
         "Mean time of a rollout in its environment and its agent, without waiting for generation.",
         ENDS,
         "Less than half of rollout/metrics/seconds.",
-        "A step waits for the environment: make it faster, or allow more rollouts in flight.",
+        "Steps wait for the environment: make it faster, or allow more rollouts in flight.",
     ),
     Metric(
         "rollout/metrics/env_seconds",
@@ -208,7 +208,7 @@ ROLLOUT_METRICS = (
         "Mean time of a rollout in calls of its environment, or of its agent without the requests.",
         ENDS,
         "Less than half of rollout/metrics/seconds.",
-        "A step waits for the environment: make it faster, or allow more rollouts in flight.",
+        "Steps wait for the environment: make it faster, or allow more rollouts in flight.",
     ),
     Metric("rollout/metrics/reward_seconds", "s", "Mean time of a rollout in reward functions.", ENDS, "Near 0."),
     Metric(
@@ -250,8 +250,8 @@ ROLLOUT_METRICS = (
     Metric(
         "transcripts/left_out",
         "rollouts",
-        "Rollouts with an error, or of dropped groups, whose transcripts are skipped because enough of the "
-        "same kind are written.",
+        "Rollouts with an error, or of dropped groups, whose transcripts are not written because enough of the "
+        "same kind have been.",
         ENDS,
     ),
     Metric(

@@ -19,7 +19,7 @@ SPEED_METRICS = (
     Metric(
         "time/step_s",
         "s",
-        "Time from one step to the next, without validations and the copying of checkpoints between them.",
+        "Time from one step to the next, without validations and checkpoints between them.",
         SPEED,
         "Steady.",
     ),
@@ -105,8 +105,8 @@ SCHEDULING_METRICS = (
         "too_old, too_stale, too_long, or the reason that a filter gives.",
         SCHEDULING,
         "None, except for filters.",
-        "failed and reward_failed: your code raises, see the messages. too_old, too_stale: generation is slower than "
-        "training.",
+        "failed, reward_failed: your code raises exceptions, see the messages. too_old, too_stale: generation is "
+        "slower than training.",
     ),
     Metric(
         "scheduling/wasted_tokens",

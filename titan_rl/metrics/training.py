@@ -14,7 +14,7 @@ TRAINING_METRICS = (
         "is the mean negative log-likelihood of a token.",
         OPTIMIZATION,
         "Around 0 in reinforcement learning; falling in titan-rl sft.",
-        "In titan-rl sft: rising means too high a training.lr.",
+        "In titan-rl sft: if it rises, lower training.lr.",
     ),
     Metric(
         "train/grad_norm",
@@ -55,7 +55,7 @@ TRAINING_METRICS = (
     Metric(
         "train/entropy",
         "nats",
-        "Mean entropy of the distributions that the trained tokens were drawn from.",
+        "Mean entropy of the policy at the trained tokens.",
         OPTIMIZATION,
         "It falls slowly.",
         "Near 0 while the reward is low: the policy no longer explores; a lower training.lr or a higher "
@@ -148,7 +148,7 @@ TRAINING_METRICS = (
     Metric(
         "train/clip_fraction",
         "share",
-        "Share of tokens whose ratio was clipped by the loss.",
+        "Share of tokens whose ratio the loss clipped.",
         OFF_POLICY,
         "Below 0.2.",
         "See train/approx_kl.",

@@ -178,7 +178,7 @@ class NoTokens:
     """Renderer for environments of a policy without known tokens, which raises an error instead of rendering."""
 
     def render_ids(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise TypeError("this policy answers in messages, and its tokens are not known")
+        raise TypeError("this policy answers with messages, so its tokens are unknown")
 
     parse_response = bridge_to_next_turn = render_ids
 
@@ -194,4 +194,4 @@ def message_env_of(env: object) -> MessageEnv:
     """
     if isinstance(env, MessageTokenEnv):
         return env.env
-    raise TypeError(f"{type(env).__name__} plays in tokens, and this policy answers in messages; ask it for tokens")
+    raise TypeError(f"{type(env).__name__} uses tokens, but this policy answers with messages; request tokens from it")

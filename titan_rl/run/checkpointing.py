@@ -261,7 +261,7 @@ class CheckpointSaver:
     def _skip(self, version: int, error: NoSpaceError) -> None:
         self._ended_at = asyncio.get_running_loop().time()
         kept = f"the last is that of step {self._whole}" if self._whole else "there is none yet"
-        self._progress.warning(f"no checkpoint of step {version}: {error}; {kept}, and training goes on")
+        self._progress.warning(f"no checkpoint of step {version}: {error}; {kept}, and training continues")
         self._note_tried(version)
 
     def _note_tried(self, version: int) -> None:
@@ -387,8 +387,8 @@ def _check_model(config: RunConfig, state: RunState, checkpoint: Path | None) ->
             else f", and training.kl_coef = {config.training.kl_coef:g} holds the policy to them"
         )
     raise CheckpointError(
-        f"model.path = {path!r} is not the model that the run began with: {', '.join(changed)} changed{needed_for}; "
-        "put that model back, name a folder that has it with --model.path FOLDER, or begin a new run"
+        f"model.path = {path!r} is not the initial model of the run: {', '.join(changed)} changed{needed_for}; "
+        "restore that model, name a folder that has it with --model.path FOLDER, or start a new run"
     )
 
 
@@ -425,7 +425,7 @@ def newest_whole(root: Path) -> tuple[Path | None, dict[Path, str]]:
             return checkpoint, damaged
     if damaged:
         raise DamagedCheckpointError(
-            f"no checkpoint in {root} is whole: {'; '.join(damaged.values())}; put one back, or begin a new run"
+            f"no checkpoint in {root} is whole: {'; '.join(damaged.values())}; restore one, or start a new run"
         )
     return None, damaged
 
@@ -438,7 +438,7 @@ def _check_step(checkpoint: Path) -> None:
     """
     step = RunState.read(checkpoint).step
     if step != step_of(checkpoint):
-        raise DamagedCheckpointError(f"{checkpoint} is damaged: it holds step {step}, and is named after another")
+        raise DamagedCheckpointError(f"{checkpoint} is damaged: it holds step {step}, which does not match its name")
 
 
 def _set_aside(checkpoint: Path, complaint: str) -> str:

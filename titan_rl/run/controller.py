@@ -60,7 +60,7 @@ from titan_rl.weights.types import PublishedWeights
 
 
 class Controller(TrainingLoop):
-    """Training loop over the planes of one run. It starts and closes nothing that it was given.
+    """Training loop over the planes of one run. It neither starts nor closes the objects it is given.
 
     Args:
         group_runners: Runners of groups, by the tasks' names.
@@ -154,7 +154,7 @@ class Controller(TrainingLoop):
         )
 
     def progress(self) -> object:
-        """Value that changes with every token, answer and step."""
+        """Progress counter for the watchdog: changes with every token, answer and step."""
         return self._generation.progress(), self.version, self._syncing
 
     def look(self) -> RunLook:
@@ -162,11 +162,11 @@ class Controller(TrainingLoop):
         return self._generation.look(self._scheduler.states, self._groups.training.states(), self.version)
 
     def waits_for(self) -> str:
-        """Description of the events that the run waits for."""
+        """Description of what the run is waiting for."""
         return "; ".join([*self._generation.waits_for(), *self._calls.waits_for()])
 
     def close(self) -> None:
-        """Report the errors of rollouts, however the run ended."""
+        """Report the errors of rollouts at the end of the run, even if it failed."""
         self._transcripts.close()
         self._stages.close()
 
@@ -189,7 +189,7 @@ class Controller(TrainingLoop):
             async with self._groups.paused(self._config.scheduling.on_batch_ready) as paused:
                 with self._progress.working(f"training step {batch.step}"):
                     step = await self._calls.finish(self._train_on(batch))
-                self._skipped.check()  # the batch is done with, so what is saved on the way out is behind it
+                self._skipped.check()  # the batch is settled, so a checkpoint on the way out continues after it
                 await self._publish(step, batch, background)
                 if paused:
                     await self._pulled(step)
@@ -202,7 +202,7 @@ class Controller(TrainingLoop):
         await self._saver.written()
 
     async def _next_batch(self, background: asyncio.TaskGroup) -> GroupBatch:
-        """BATCH, during which the trainer is idle and a checkpoint may be asked for."""
+        """BATCH. The trainer is idle meanwhile, and a checkpoint may be requested."""
         coming = asyncio.ensure_future(self._scheduler.next_batch())
         try:
             while await self._saver.asked_before(coming):
@@ -238,7 +238,7 @@ class Controller(TrainingLoop):
         self._syncing = background.create_task(self._finish_sync(step, batch), name=f"sync-{step}")
 
     async def _finish_sync(self, step: int, batch: GroupBatch) -> None:
-        """Run SYNC, the last part of a step, and report the step."""
+        """Run SYNC, the last stage of a step, and report the step."""
         figures = await self._sync.finish(step)
         batch.release()
         self._reports.add(step, prefixed("sync", figures))
@@ -274,7 +274,7 @@ class Controller(TrainingLoop):
             self._report(step)
 
     async def copy_state(self) -> Mapping[str, Any]:
-        """Copy the weights with their position in the data, and begin the journal's segment that follows them.
+        """Copy the weights with their position in the data, and begin the next segment of the journal.
 
         Returns:
             `run_state.json` of the checkpoint.
@@ -289,7 +289,7 @@ class Controller(TrainingLoop):
         run_state = asdict(replace(state, next_index=position.next_index, unsettled=position.unsettled, tasks=tasks))
         saved = await self._trainer.begin_save(self._run_dir.checkpoints, run_state)
         if saved != state.step:
-            raise CheckpointError(f"the trainer saves version {saved}, and the journal is that of version {state.step}")
+            raise CheckpointError(f"the trainer saves version {saved}, but the journal is for version {state.step}")
         return run_state
 
     def forget_before(self, version: int) -> None:

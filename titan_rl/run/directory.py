@@ -81,7 +81,8 @@ def check_run_dir(config: RunConfig) -> None:
             pass
     except OSError as error:
         raise ConfigError(
-            f"run_dir = {config.run_dir!r}: no run can be made there: {error.strerror}; name a folder that you may "
+            f"run_dir = {config.run_dir!r}: no run can be created there: {error.strerror}; name a folder that you "
+            "may "
             "write to, on a disk with room"
         ) from None
 
@@ -146,11 +147,12 @@ class RunDirectory:
             run_dir.write_config(config)
         except (FileExistsError, NotADirectoryError) as error:
             raise ConfigError(
-                f"run_dir = {config.run_dir!r} is no folder: {error.filename} is a file; name a folder"
+                f"run_dir = {config.run_dir!r} is not a folder: {error.filename} is a file; name a folder"
             ) from None
         except OSError as error:
             raise ConfigError(
-                f"run_dir = {config.run_dir!r}: no run can be made there, {error.filename}: {error.strerror}; name a "
+                f"run_dir = {config.run_dir!r}: no run can be created there, {error.filename}: {error.strerror}; "
+                "name a "
                 "folder that you may write to, on a disk with room"
             ) from None
         _link(parent / "latest", path.name)
@@ -175,7 +177,7 @@ class RunDirectory:
             file = os.fdopen(os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666), "rb+")
         except OSError as error:
             raise CheckpointError(
-                f"{lock} cannot be opened: {error.strerror}; it must be a file that you may write to, and no link"
+                f"{lock} cannot be opened: {error.strerror}; it must be a writable file, not a link"
             ) from None
         with file:
             try:
@@ -310,8 +312,8 @@ def check_files(folder: Path | os.DirEntry[str], *, below: bool = False) -> None
     for entry in entries:
         if entry.is_symlink():
             raise ConfigError(
-                f"{entry.path} is a link to {os.readlink(entry.path)}, and a run follows no links in its folder; "
-                "replace the link by its target, or remove it"
+                f"{entry.path} is a link to {os.readlink(entry.path)}, and links in a run's folder are not followed; "
+                "replace the link with its target, or remove it"
             )
         if not below and entry.name in _FILES and not entry.is_file():
             raise ConfigError(f"{entry.path} must be a file; remove it, or give it another name")

@@ -150,9 +150,12 @@ def _addresses_of(name: str, started: object) -> tuple[str, ...]:
         except ValueError as error:
             raise ConfigError(f"hosts.provider {name} gave {error}") from None
     if not addresses:
-        raise ConfigError(f"hosts.provider {name} gave no workers; have it wait until there are some, or say why not")
+        raise ConfigError(
+            f"hosts.provider {name} yielded no workers; wait in the function until there are some, or "
+            "raise an exception"
+        )
     if twice := sorted({address for address in addresses if addresses.count(address) > 1}):
-        raise ConfigError(f"hosts.provider {name} gave {', '.join(twice)} more than once; give each worker once")
+        raise ConfigError(f"hosts.provider {name} gave {', '.join(twice)} more than once; yield each worker once")
     return tuple(addresses)
 
 

@@ -63,7 +63,7 @@ def _copy(source: int, target: int, num_bytes: int) -> None:
     while offset < num_bytes:
         sent = os.sendfile(target, source, offset, num_bytes - offset)
         if not sent:
-            raise OSError(errno.EIO, "the file has become shorter while it was copied")
+            raise OSError(errno.EIO, "the file was truncated while it was copied")
         offset += sent
 
 

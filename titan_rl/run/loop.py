@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainingLoop(ABC):
-    """Loop that trains steps and saves them. It closes nothing that it was given.
+    """Loop that trains steps and saves checkpoints. It does not close the objects it is given.
 
     Args:
         run_dir: Folder of the run, for checkpoints and the exported policy.
@@ -75,7 +75,7 @@ class TrainingLoop(ABC):
         """Delete records that only checkpoints before this version need."""
 
     def _wind_up(self) -> None:
-        """Close the books of a run that fails or is stopped, once the trainer is at rest."""
+        """Finish the records of a run that fails or is stopped, once the trainer is idle."""
         self._stages.enter(Stage.CHECKPOINT, self.version)
 
     @contextlib.asynccontextmanager

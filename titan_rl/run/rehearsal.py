@@ -169,7 +169,7 @@ def _check_held_out(config: RunConfig) -> None:
         with calling("validation_samples(1)", suite.source.name):
             if not list(islice(suite.source.task.validation_samples(1), 1)):
                 raise ValueError(
-                    f"it gave no sample, and {suite.num_prompts} are needed for validation; give some, or set "
+                    f"it returned no sample, and {suite.num_prompts} are needed for validation; return some, or set "
                     "validation.num_prompts = 0"
                 )
 

@@ -1,4 +1,4 @@
-"""Session of a command: everything set up around its work, and taken down again however the work ends.
+"""Session of a command: setup before its work, and teardown after it, even if the work fails.
 
 process_session   of `train`, `sft`, `eval` and `serve`: log file, signals, a guard process, environment variables
 RunSession        of `train` and `sft` besides: the run's folder, the state it resumes from, status.json, the report,
@@ -51,7 +51,7 @@ from titan_rl.weights.shard_files import clean_dead_shards
 logger = logging.getLogger(__name__)
 
 TRACE_BYTES = 32 << 20
-"""Most bytes of a process's trace."""
+"""Maximum size of a process's trace in bytes."""
 
 STOPPING = (
     "stopping: a step that is being trained is finished, and what is trained is saved; once more ends the run at once, "
@@ -98,17 +98,18 @@ def process_session(
 
 S = TypeVar("S")
 Work = Callable[[contextlib.AsyncExitStack], Coroutine[Any, Any, S]]
-"""Body of a run, which returns its summary. The stack closes the resources that it opens."""
+"""Body of a run, which returns its summary. Resources are registered with the stack, which closes them."""
 
 
 class RunSession(Generic[S]):
     """Session of one run of `titan-rl train` or `titan-rl sft`.
 
     Attributes:
-        config: Settings of the run; once its workers have started, with their addresses in the place of a provider.
+        config: Settings of the run; once the provider's workers have started, with their addresses instead of the
+            provider.
         start: State that the run begins or resumes from.
-        provided: Hosts of a provider whose hosts come and go; None where they stay the same.
-        progress: Screen of the run, while its work runs.
+        provided: Hosts of a provider whose hosts join and leave; None if they stay the same.
+        progress: Progress display of the run, while its work runs.
         sinks: Metric sinks of the run, while its work runs.
         summary: Result of the work; None until it has ended.
 
@@ -151,10 +152,10 @@ class RunSession(Generic[S]):
         self._error = FirstError()
 
     def run(self, work: Work[S]) -> int:
-        """Run the work from where the run stands, so that it can be stopped at any time.
+        """Run the work from the current state of the run, so that it can be stopped at any time.
 
         Returns:
-            exit code: 0, or 128 + the number of the signal that stopped the run in order.
+            exit code: 0, or 128 + the number of the signal after which the run was shut down.
 
         Raises:
             TitanRLError: The error that ended the run.
@@ -184,7 +185,7 @@ class RunSession(Generic[S]):
                     error.add_note(self.messages.failed())
                     raise
                 except (SystemExit, KeyboardInterrupt) as error:  # raised by user code: no signal raises here
-                    failure = TrainingError(f"an environment, a reward or the task exits Python: {describe(error)}")
+                    failure = TrainingError(f"an environment, a reward or the task exited Python: {describe(error)}")
                     failure.add_note(self.messages.failed())
                     raise failure from None
             if code:
@@ -268,7 +269,7 @@ def open_run_dir(
         check_room(config, Path(config.run_dir))
         return RunDirectory.create(config, name)
     if not os.access(resume, os.W_OK | os.X_OK):
-        raise ConfigError(f"--resume {resume}: the run cannot continue in a folder that you may not write to; copy it")
+        raise ConfigError(f"--resume {resume}: the run cannot continue in a folder that is not writable; copy it")
     check_files(resume)
     check_room(config, resume, held=size_of(resume / "checkpoints"))
     run_dir = RunDirectory(resume)
@@ -293,7 +294,7 @@ def check_resumption(config: RunConfig, resume: Path, *, supervised: bool = Fals
 
 
 class EndMessages:
-    """Messages for a run that ends before its last step.
+    """Closing messages of a run that ends before its last step.
 
     Args:
         step: Step of the checkpoint that the run begins from.
@@ -320,13 +321,13 @@ class EndMessages:
         self._step = step
 
     def stopped(self) -> str:
-        """Message after a graceful stop: "stopped with step 3 saved; to go on: titan-rl train --resume runs/latest"."""
+        """Message of a graceful stop: "stopped with step 3 saved; to continue: titan-rl train --resume runs/latest"."""
         if (finished := self._finished()) is not None:
             return f"stopped when {finished}"
         if (unsaved := self._unsaved()) is not None:
-            return f"stopped at {unsaved}; to go on from {self._start()}: {self._command}"
+            return f"stopped at {unsaved}; to continue from {self._start()}: {self._command}"
         saved = f"with step {self._step} saved" if self._step else "before a step was trained"
-        return f"stopped {saved}; to go on: {self._command}"
+        return f"stopped {saved}; to continue: {self._command}"
 
     def failed(self) -> str:
         """Message after an error that ended the run."""
@@ -343,7 +344,7 @@ class EndMessages:
 
     def cut_short(self) -> str:
         """Message after an immediate end."""
-        return f"what was saved before stays; to go on: {self._command}"
+        return f"the earlier checkpoint stays; to continue: {self._command}"
 
     def _finished(self) -> str | None:
         """Message about a finished run; None if steps are left."""
@@ -352,14 +353,14 @@ class EndMessages:
         return f"all steps were trained and saved: the run is finished, its policy is {self._run_dir.export}"
 
     def _unsaved(self) -> str | None:
-        """Last trained step, if a resumed run would start before it."""
+        """Last trained step, if a resumed run would start at an earlier one."""
         checkpoint = latest(self._run_dir.checkpoints)
         if self._step <= (0 if checkpoint is None else step_of(checkpoint)):
             return None
         return f"step {self._step}, which is not saved"
 
     def _has_no_journal(self) -> bool:
-        """Return whether the journal has no answer of the policy that a resumed run could use."""
+        """Return whether the journal has no answers that a resumed run could use."""
         try:
             position = RunState.read(self._run_dir.path).position
             state = read_segments(list_segments(self._run_dir.journal), position).state

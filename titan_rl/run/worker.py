@@ -114,7 +114,8 @@ def run_worker(listen: str, console: Console, drain_s: float) -> None:
             _wait(terminated, reaper)
             if point.is_in_use:
                 console.message(
-                    f"SIGTERM: runs here have {drain_s:g} s to move what they have; one more ends them at once"
+                    f"SIGTERM: runs on this host have {drain_s:g} s to move their work; a second SIGTERM ends them "
+                    "at once"
                 )
                 terminated.clear()
                 say_leaving(folder.path, "its worker got SIGTERM")

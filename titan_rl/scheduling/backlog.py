@@ -41,7 +41,7 @@ class Backlog:
         """Check that every batch can be handed out again. Its groups are admitted first, so they must fit the slots.
 
         Args:
-            num_slots: most groups that are admitted and not yet trained on.
+            num_slots: maximum number of groups admitted and not yet trained on.
             budget: groups that remain to be trained on.
 
         Raises:
@@ -55,7 +55,7 @@ class Backlog:
                 raise ConfigError(
                     f"the batch of groups {list(batch)} cannot be trained again as it was: only {room} of its groups "
                     f"would start in the {num_slots} slots that scheduling.groups_per_step, max_staleness and "
-                    f"oversample come to, with {left} groups more to train; resume with the settings that the run had"
+                    f"oversample come to, with {left} groups more to train; resume with the run's earlier settings"
                 )
             left -= len(batch)
 
@@ -64,7 +64,7 @@ class RestoreQueue:
     """Unsettled groups of a backlog that have not been admitted yet.
 
     The groups of the batches that are handed out again come first, then the others in the order of their turns. Data
-    order would not do with several tasks: a group that took the turn of a dropped one is late in the data and early in
+    order is not enough with several tasks: a group that took the turn of a dropped one is late in the data but early in
     the turns, and the groups between would hold slots for more steps than the age bound allows.
 
     Args:

@@ -23,7 +23,7 @@ class GroupBatch:
     """Groups that hold their slots until `release`."""
 
     groups: list[RolloutGroup]  # [groups_per_step], the oldest first; the last batch may have fewer
-    version: int  # the step on them starts from it
+    version: int  # version from which the step on them starts
     metrics: Mapping[str, float]  # see Ledger.close_batch
     on_release: Callable[[], None]
 
@@ -45,7 +45,7 @@ class GroupBatch:
         """
         if version != self.step:
             raise TrainingError(
-                f"the step from version {self.version} gave version {version}: the trainer and the data are out of step"
+                f"the step from version {self.version} gave version {version}: the versions of trainer and data differ"
             )
 
     def release(self) -> None:
@@ -58,8 +58,8 @@ class GroupBatch:
 
 
 def step_from(version: int) -> int:
-    """Number of the step that starts from a version. A step makes the version of its number: the trainer assigns
-    versions this way, and `GroupBatch.trained` checks it."""
+    """Number of the step that starts from a version. A step results in the version of the same number: the trainer
+    assigns versions this way, and `GroupBatch.trained` checks it."""
     return version + 1
 
 
@@ -235,7 +235,7 @@ class WaitingGroups:
 
     @property
     def has_batches_again(self) -> bool:
-        """Whether the next batch is one that is handed out again."""
+        """Whether the next batch is one of an earlier run, handed out again."""
         return bool(self._batches_again)
 
     def add(self, lease: Lease, version: int) -> None:
@@ -283,8 +283,9 @@ class WaitingGroups:
 
         Args:
             version: the step on the batch starts from it.
-            are_all: no others will come before this batch is found. If then all have finished, and none is of a task
-                whose turn it is, others go first; this happens after settings were changed.
+            are_all: no other group will be admitted before this batch is formed. If all have finished, but none is of
+                the task whose turn it is, groups of other tasks take the turn; this happens after settings were
+                changed.
         """
         if self._batches_again:
             batch = list(self._batches_again[0])
@@ -358,7 +359,7 @@ class WaitingGroups:
         if not isinstance(queue, AgedQueue):
             return queue.count(window) >= count
         if self._order is not None and task is not None and self._order.window(task, _WIDE) == 1:
-            return queue.count(window=1) >= count  # the turns were dealt with other weights
+            return queue.count(window=1) >= count  # these turns were dealt with the earlier weights
         if queue.num_finished < count:
             return False
         for num_before, latest in queue.deadlines(count):

@@ -47,15 +47,16 @@ class Curriculum(Protocol):
         ...
 
     def next_sample(self, state: CurriculumState) -> int:
-        """Number of the sample that the task's next group plays. Must not change the state."""
+        """Index of the sample for the task's next group. Must not change the state."""
         ...
 
     def given(self, state: CurriculumState, sample: int) -> None:
-        """A group is to play the sample: the result of `next_sample`, unless the run has lost part of its journal."""
+        """Record that a group was given the sample. It is the result of `next_sample`, unless part of the journal was
+        lost."""
         ...
 
     def finished(self, state: CurriculumState, sample: int, rewards: Sequence[float]) -> None:
-        """A group that played the sample has ended, whether or not it is trained on. Groups end in any order.
+        """Record that a group of the sample has ended, whether or not it is trained on. Groups end in any order.
 
         Args:
             rewards: rewards of its rollouts; empty if all were lost to errors.
@@ -127,12 +128,12 @@ class ByDifficulty(Section):
             return
         if not is_out:
             _leave_out(state["out"], sample)
-        state["due"].pop(str(sample), None)  # the last to be left out is the last to return
+        state["due"].pop(str(sample), None)  # samples return in the order in which they were left out
         state["due"][str(sample)] = state["pass"] + 1 + self.left_out
 
     def _search(self, state: CurriculumState) -> tuple[int, int]:
-        """(pass, sample) of the next sample that is due. O(log samples) within a pass, and at its end O(returning
-        samples), each of which a group will play."""
+        """(pass, sample) of the next sample that is due. O(log samples) within a pass; at its end, O(number of
+        returning samples)."""
         number: int = state["pass"]
         if (sample := _first_in(state["out"], state["next"])) < self.samples:
             return number, sample
@@ -170,7 +171,7 @@ def _leave_out(out: list[list[int]], sample: int) -> None:
 
 
 def _take_back(state: CurriculumState, sample: int) -> None:
-    """Remove a sample from those left out, so that it is played again."""
+    """Remove a sample from those left out, so that it is used again."""
     del state["due"][str(sample)]
     out: list[list[int]] = state["out"]
     at = bisect_right(out, sample, key=itemgetter(0)) - 1

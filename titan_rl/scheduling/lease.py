@@ -20,7 +20,7 @@ from titan_rl.scheduling.limits import RolloutCapacity, RolloutPermits, SlotPool
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams
 
 Abort = Callable[[Collection[str]], Awaitable[object]]
-"""Ends requests by id, which then return with the tokens that they have: `GeneratorRouter.abort`."""
+"""Abort of requests by id, which then return with the tokens that they have: `GeneratorRouter.abort`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,7 +32,7 @@ class _Call:
 
 
 class Suspension:
-    """Suspension of one group's generation: its requests end, and its rollouts continue later from their tokens.
+    """Suspension of one group's generation: its requests end, and its rollouts later continue from their tokens.
 
     Example:
 
@@ -64,7 +64,7 @@ class Suspension:
         self._resumed.clear()
 
     async def abort_in_flight(self) -> None:
-        """Abort the requests in flight. Returns when their generators have been told."""
+        """Abort the requests in flight. Returns once the aborts have reached their generators."""
         by_router: dict[Abort, list[str]] = {}
         for call in self._in_flight:
             by_router.setdefault(call.abort, []).append(call.request_id)
@@ -127,7 +127,7 @@ TRANSITIONS: dict[GroupState, tuple[GroupState | None, ...]] = {
     GroupState.DONE: (GroupState.TRAINING, GroupState.PENDING, None),  # pending if it is generated again
     GroupState.TRAINING: (None,),
 }
-"""States that may follow each state. None: the group has given its slot back, and nothing follows."""
+"""Allowed transitions. None: the group has given its slot back, and no state follows."""
 
 
 class Ledger:
@@ -167,7 +167,7 @@ class Ledger:
             self.wasted(group)
 
     def wasted(self, group: RolloutGroup) -> None:
-        """Count the tokens of a group that finished and is not trained on."""
+        """Count the tokens of a group that has finished but is not trained on."""
         self._wasted_tokens += sum(lengths(group))
 
     def close_batch(self, groups: Sequence[RolloutGroup], version: int) -> dict[str, float]:
@@ -272,7 +272,7 @@ class Lease:
         self._move(GroupState.RUNNING)
 
     def suspend(self) -> None:
-        """Block new requests of the group. The caller then runs `wait_suspended`."""
+        """Hold back new requests of the group. The caller then runs `wait_suspended`."""
         self.suspension.suspend()
         self._due.clear()
         self._move(GroupState.SUSPENDED)
@@ -280,7 +280,7 @@ class Lease:
     async def wait_suspended(self, capacity: RolloutCapacity) -> None:
         """Abort the requests in flight, wait for `let_resume`, take permits again, and continue.
 
-        The group may end meanwhile and even be generated again, which has a suspension and permits of its own.
+        The group may end meanwhile, and may even be generated again, with a new suspension and new permits.
         """
         suspension = self.suspension
         permits = self._permits
@@ -346,8 +346,8 @@ class Lease:
 
 
 class RunGroup(Protocol):
-    """Runs one group; the scheduler calls it for each group that it starts."""
+    """Function that runs one group; the scheduler calls it for each group that it starts."""
 
     async def __call__(self, lease: Lease) -> RolloutGroup:
-        """Run the group of training sample number `lease.index` to its end."""
+        """Run the group at index `lease.index` of the data to its end."""
         ...

@@ -55,7 +55,7 @@ class RolloutPermits:
 
 
 class RolloutCapacity:
-    """Counts rollouts in flight, against an optional limit. First come, first served."""
+    """Semaphore for rollouts in flight, with an optional limit. First come, first served."""
 
     def __init__(self, limit: int | None) -> None:
         self.in_flight = 0
@@ -124,7 +124,7 @@ class Budget:
 
 
 class DropLimits:
-    """Ends a run that trains on nothing: counts groups dropped since the last batch, and lost to errors in a row.
+    """Limits that end a run without progress: groups dropped since the last batch, and groups lost to errors in a row.
 
     A group that was lost to errors counts only for the second limit, whose message names the error. The limits are
     `scheduling.max_refills` and `scheduling.max_failed_groups`.
@@ -178,8 +178,8 @@ class DropLimits:
         self._update()
 
     async def wait_within(self) -> None:
-        """Wait until no limit is reached. Nothing more is played then until `next_batch` raises the error or finds a
-        batch."""
+        """Wait until no limit is reached. At a limit no group is admitted until `next_batch` raises the error or finds
+        a batch."""
         await self._within.wait()
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""Group scheduler: admits groups as slots come free, plays them, and hands out batches of those that finish."""
+"""Group scheduler: admits groups as slots become free, runs them, and hands out batches of finished ones."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class GroupScheduler:
             `settings.groups_per_step`, the last batch has fewer.
         filters: decide which finished groups cannot be trained on. Such a group returns its slot at once.
         version: newest version pulled.
-        order: assigns groups to tasks and batches; by default there is one task, in data order. The caller must
-            report finished, dropped and trained groups to it.
+        order: assigns groups to tasks and batches; by default there is one task, in data order. The caller must report
+            finished, dropped and trained groups to it.
         clock: of the metrics; by default the event loop's.
 
     Raises:
@@ -143,7 +143,7 @@ class GroupScheduler:
             raise self._tasks.error  # itself, and not a group that holds it
 
     def run(self) -> Coroutine[Any, Any, None]:
-        """Admit groups as slots come free, until all of the budget are handed out.
+        """Admit groups as slots become free, until the budget has been handed out.
 
         Called once. Cancelling it cancels every unfinished group, and `next_batch` raises from then on, also if it
         was cancelled before its first turn.
@@ -232,7 +232,7 @@ class GroupScheduler:
         self._waiting.finished(lease)
 
     def _drop(self, lease: Lease, reason: str, group: RolloutGroup | None = None) -> None:
-        """Give up on a group; another one is admitted for it."""
+        """Drop a group; another one is admitted in its place."""
         self._waiting.remove(lease)
         lease.settle()
         self._budget.replace()
@@ -304,7 +304,7 @@ class GroupScheduler:
 
     @property
     def _are_all(self) -> bool:
-        """Whether no group can be admitted before the next batch is found."""
+        """Whether no group can be admitted before the next batch is formed."""
         return len(self._waiting) in (self._slots.size, self._budget.left)
 
     def _release(self, leases: Sequence[Lease], version: int) -> None:
@@ -357,7 +357,8 @@ class GroupScheduler:
 
         In a run that was not killed, admission alone keeps the bound. A group from the journal may be older, if part
         of it was lost or the settings changed. So may a group that is generated now, if its turn was lost with the
-        journal. This happens to a group once: if it is too old a second time, a generator reports wrong versions.
+        journal. This happens to a group at most once: if it is too old a second time, a generator has reported a wrong
+        version.
         """
         for index, lease in list(self._restored.items()):
             if lease.state in (None, GroupState.TRAINING):
@@ -396,7 +397,7 @@ class GroupScheduler:
             return
         size, more_can_come = self._batch_size, self._slots.free > 0 and self._budget.may_admit
         checked_at = self._waiting.num_changes, num_suspended, size, more_can_come
-        if checked_at == self._resume_checked_at:  # another group has finished, which changes nothing
+        if checked_at == self._resume_checked_at:  # another group has finished; the situation is the same
             return
         self._resume_checked_at = checked_at
         if num_suspended >= size or (not more_can_come and not self._waiting.could_give(size, self._next_version)):

@@ -26,7 +26,7 @@ MODES: Mapping[Mode, Mapping[str, Any]] = {
     "streaming": {"max_staleness": 0, "oversample": 0.5},
     "async": {"max_staleness": 3, "oversample": 1.0, "max_group_age": 7},
 }
-"""Presets of `scheduling.mode`: the settings that each sets where they are not given."""
+"""Presets of `scheduling.mode`: values for settings that are not given."""
 
 
 TAIL = one_of('must be "carry_over", "tail_batch", "drop" or a number above 0')
@@ -36,44 +36,48 @@ class SchedulingConfig(Section):
     """Number of groups that run, their staleness, and the handling of the long tail."""
 
     mode: Mode | None = None
-    """Preset of the settings below, each of which may still be given. sync: max_staleness = 0. one_step_off:
+    """Preset of the settings below; settings that are given override it. sync: max_staleness = 0. one_step_off:
     max_staleness = 1. streaming: max_staleness = 0 and oversample = 0.5. async: max_staleness = 3, oversample = 1.0 and
     max_group_age = 7, unless window is given."""
     groups_per_step: PositiveInt = 16
     """Groups trained on in one optimizer step."""
     max_staleness: NonNegativeInt = 1
-    """Optimizer steps between the weights that sampled a token and the step it is trained in. 0 is on-policy."""
+    """Maximum number of optimizer steps between the weights that sampled a token and the step that trains on it. 0 is
+    on-policy."""
     oversample: NonNegativeFloat = 0.0
-    """Groups that run beyond those needed, as a share of groups_per_step, rounded up; the first to finish go first."""
+    """Additional groups in flight, as a share of groups_per_step, rounded up. A step trains on the groups that finish
+    first."""
     window: Annotated[PositiveInt | None, TakesEffect("scheduling.num_slots", up_to=True)] = None
-    """A finished group overtakes an unfinished one by fewer places than this. By default 1, which is data order, or
-    with oversample as many as run for a step."""
+    """A finished group may overtake unfinished ones by fewer than this many places. By default 1, which is data order;
+    with oversample, the number of groups that run for one step."""
     max_group_age: NonNegativeInt | None = None
-    """Most versions from a group's admission to the one that its step starts from. Finished groups overtake unfinished
-    ones as far as that allows, in the place of window: more than any window with the same bound lets them."""
+    """Maximum number of versions between a group's admission and the start of its step. It replaces window: finished
+    groups overtake unfinished ones as far as this bound allows, which is further than with any window of the same
+    bound."""
     on_batch_ready: Literal["continue", "keep", "abort", "sleep"] = "continue"
-    """While a batch is trained and pulled, generation goes on, is frozen with its KV cache, leaves the engines, or
-    leaves them while they give the memory of weights and KV cache to a trainer on the same GPUs, until the pull.
-    "sleep" is experimental."""
+    """Generation while a batch is trained and pulled. continue: it continues. keep: requests are frozen, with their KV
+    cache. abort: requests leave the engines, and continue from their tokens after the pull. sleep (experimental): like
+    abort, and a trainer on the same GPUs can use the engines' memory until the pull."""
     tail: Annotated[Literal["carry_over", "tail_batch", "drop"] | PositiveInt, TAIL] = "carry_over"
-    """Unfinished groups that a batch overtook run on, wait until groups_per_step of them do, or are dropped: with a
-    number once so many versions were pulled since their admission, with "drop" after one."""
+    """Treatment of unfinished groups that a batch has overtaken. carry_over: they keep running. tail_batch: they are
+    suspended until groups_per_step of them wait. A number: they are dropped once so many versions were pulled since
+    their admission; drop is the same as 1."""
     max_token_age: NonNegativeInt | None = None
-    """Tokens older than this many versions are context and not trained. By default all are trained."""
+    """Tokens older than this many versions are used as context only. By default all tokens are trained on."""
     stale_groups: Literal["drop", "mask"] = "drop"
-    """With max_token_age: a finished group all of whose tokens are older is dropped and replaced by another, or takes
-    its turn with nothing of it trained. "mask" drops only batches that would have no token to train."""
+    """Treatment of a finished group whose tokens are all older than max_token_age. drop: it is replaced by another
+    group. mask: it stays in its batch with all tokens masked; a batch is dropped only if all its tokens are masked."""
     max_running_rollouts: PositiveInt | None = None
-    """Most rollouts in flight, a game counting once for all its seats; a group starts when all its siblings fit. By
-    default as many as the groups have."""
+    """Maximum number of rollouts in flight; a game counts once for all its seats. A group starts when all its siblings
+    fit. By default only the number of groups is limited."""
     filters: tuple[Annotated[str, FunctionName(tuple(BY_NAME), ("group",), may_be_class=False)], ...] = Field(
         default=(), strict=False
     )
-    """Filters of finished groups, besides the one for groups with fewer than two siblings left."""
+    """Filters of finished groups, in addition to the built-in one for groups with fewer than two siblings left."""
     max_refills: PositiveInt = 4
-    """A step whose groups are all filtered is refilled this often before the run stops."""
+    """The run ends if so many times groups_per_step groups in a row are dropped."""
     max_failed_groups: PositiveInt = 8
-    """Groups in a row that may be lost to errors before the run stops with the most frequent."""
+    """The run ends, with the most frequent error, if so many groups in a row are lost to errors."""
 
     @model_validator(mode="wrap")
     @classmethod
@@ -119,17 +123,18 @@ class SchedulingConfig(Section):
 
     @property
     def num_oversampled(self) -> int:
-        """Groups that run beyond those needed."""
+        """Number of additional groups in flight due to `oversample`."""
         return math.ceil(self.oversample * self.groups_per_step)
 
     @property
     def num_slots(self) -> int:
-        """Groups admitted and not yet trained on, at most: (S+1)P and the oversampled."""
+        """Maximum number of groups admitted and not yet trained on: (S+1)P plus the oversampled ones."""
         return (self.max_staleness + 1) * self.groups_per_step + self.num_oversampled
 
     @property
     def drop_age(self) -> int | None:
-        """Versions pulled since its admission at which an unfinished group is dropped; None where none is."""
+        """Number of versions pulled since its admission at which an unfinished group is dropped; None if groups are not
+        dropped."""
         return 1 if self.tail == "drop" else self.tail if isinstance(self.tail, int) else None
 
     @property
@@ -138,10 +143,10 @@ class SchedulingConfig(Section):
 
     @property
     def age_bound(self) -> int:
-        """Most versions between the one that sampled a token and the one that the step on it starts from.
+        """Maximum number of versions between the one that sampled a token and the one from which the step on it starts.
 
         With B slots and a window of W places, at most B - 1 groups hold a slot before a group that is admitted, and at
-        most W - 1 overtake it: it is trained at most (B + W - 2) // P steps after the version it was admitted at.
+        most W - 1 overtake it: it is trained at most (B + W - 2) // P steps after the version at its admission.
         """
         if self.max_group_age is not None:
             return self.max_group_age

@@ -1,4 +1,4 @@
-"""Mix of tasks: the task and the sample that the group at each position in the data plays, by turns dealt by weight."""
+"""Mix of tasks: the task and the sample of the group at each position in the data. Turns are dealt by weight."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class TaskTurns:
 
 @dataclass(frozen=True, slots=True)
 class Assigned:
-    """The group at a position in the data plays a sample of a task."""
+    """Event: the group at a position in the data was assigned a sample of a task."""
 
     index: int
     task: str  # its name
@@ -155,7 +155,7 @@ class Assigned:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The group at a position has ended."""
+    """Event: the group at a position has ended."""
 
     index: int
     rewards: tuple[float, ...]  # of its rollouts that have one
@@ -163,7 +163,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """The group at a position is not trained on."""
+    """Event: the group at a position was dropped."""
 
     index: int
 
@@ -188,7 +188,7 @@ class OpenGroup:
 
 @dataclass(slots=True)
 class Position:
-    """State of a mix: all that is needed to continue it."""
+    """State of a mix, from which it can continue."""
 
     weights: dict[str, float]
     shares: Shares
@@ -346,7 +346,7 @@ class TaskMix:
         for event in events:
             self._apply(event)
         for index in [index for index in self._at.open if is_dropped(index)]:
-            self._apply(Dropped(index))  # else its turn would wait for a group that is never played
+            self._apply(Dropped(index))  # else its turn would wait for a group that never runs
         by_place = sorted(self._at.open, key=self.place_of)
         self._restored = {  # groups that are not admitted yet, by their task's order
             name: {index: None for index in by_place if self._at.open[index].task == name} for name in tasks
@@ -394,7 +394,8 @@ class TaskMix:
                 self._at.turns.batched(group.task)
 
     def window(self, task: str, window: int) -> int:
-        """Places of its task by which a finished group may overtake, so that no other is moved by `window` turns.
+        """Number of places within its task by which a finished group may overtake, so that no other group is delayed by
+        `window` turns.
 
         With share w, k + 1 turns of a task span at most (k + 1) / w turns, rounded up.
         """
@@ -484,6 +485,6 @@ class TaskMix:
             sample: Any = self._tasks[task].curriculum.next_sample(state)
             if is_checked and repr(state) != before:
                 raise TypeError("it changed the state, and may be asked again; `given` is what changes it")
-            if not isinstance(sample, int) or not 0 <= sample < 2**63:  # the journal keeps it in 64 bits
+            if not isinstance(sample, int) or not 0 <= sample < 2**63:  # the journal stores it in 64 bits
                 raise TypeError(f"it gave {sample!r}; it must give the number of a sample, from 0 to 2**63 - 1")
         return sample

@@ -1,4 +1,4 @@
-"""Task group that records its first failure at once, and a coroutine whose end is always reported."""
+"""Task group that records its first failure immediately, and a coroutine whose end is always reported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from titan_rl.core.errors import StrayCancellationError, TrainingError
 
 
 class TaskScope(asyncio.TaskGroup):
-    """A task group that records what failed before the other tasks have been cancelled, which may take a while.
+    """Task group that records the first failure before it cancels the other tasks, which may take a while.
 
     A task may end as cancelled only if this scope cancelled it: with `cancel`, or all when it ends. Any other
     cancellation is a failure.
@@ -53,7 +53,7 @@ class TaskScope(asyncio.TaskGroup):
             error = task.exception()
         except asyncio.CancelledError as cancellation:
             if not was_to_end:
-                error = StrayCancellationError(f"{task.get_name()} was cancelled, though nobody had asked for that")
+                error = StrayCancellationError(f"{task.get_name()} was cancelled, although nobody requested it")
                 error.__cause__ = cancellation
                 self.create_task(_fail(error))  # a task group ignores cancelled tasks
         if error is not None and self.error is None:

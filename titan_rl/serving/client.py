@@ -259,7 +259,7 @@ class HttpGenerateFn:
         for span in told:
             start, end = span["start"], span["end"]
             if not (is_int(start) and is_int(end) and at == start <= end):
-                raise ValueError(f"weight_versions goes on at token {at} with {start!r} to {end!r}")
+                raise ValueError(f"weight_versions continues at token {at} with {start!r} to {end!r}")
             spans.append(VersionSpan(self._version_of(span["version"]), end - start))
             at = end
         return tuple(spans)

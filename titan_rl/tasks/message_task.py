@@ -216,7 +216,7 @@ class MessageTask(Section):
         """
         if type(self).demonstrate is MessageTask.demonstrate:
             raise ConfigError(
-                f"{type(self).__name__} shows nothing to learn from; define demonstrate(self, sample, messages, rng), "
+                f"{type(self).__name__} has no demonstrations; define demonstrate(self, sample, messages, rng), "
                 "which returns the assistant's answer"
             )
         careful = count - int(CARELESS * count)

@@ -133,7 +133,7 @@ class SeatedTask(Section):
         if strange := sorted(self.seats.keys() - set(self.seat_names)):
             raise ConfigError(f"task.seats has {', '.join(strange)}; the seats are {', '.join(self.seat_names)}")
         if all(self.seats.get(seat, "policy") != "policy" for seat in self.seat_names):
-            raise ConfigError('task.seats leaves the policy none; give one of them "policy"')
+            raise ConfigError('task.seats gives the policy no seat; set one of them to "policy"')
 
     @asynccontextmanager
     async def open(self, run: RunContext) -> AsyncGenerator[None]:

@@ -38,7 +38,7 @@ def read_rows(path: str | Path) -> list[Row]:
     path = Path(path)
     read = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet}.get(path.suffix.lower())
     if read is None:
-        raise ConfigError(f"{path} is of no kind that has rows; give a .jsonl, .json, .csv or .parquet file")
+        raise ConfigError(f"{path} has an unsupported format; use a .jsonl, .json, .csv or .parquet file")
     return _listed(path, read(path))
 
 
@@ -73,7 +73,7 @@ def _jsonl(path: Path) -> Iterator[Row]:
 def _json(path: Path) -> Iterator[Row]:
     rows = _parsed(path.read_text(encoding="utf-8-sig"), str(path))
     if not isinstance(rows, list):
-        raise ConfigError(f"{path} is no JSON list of objects")
+        raise ConfigError(f"{path} is not a JSON list of objects")
     for number, row in enumerate(cast("list[Any]", rows)):
         yield _row(row, f"{path}[{number}]")
 
@@ -82,7 +82,7 @@ def _csv(path: Path) -> Iterator[Row]:
     with path.open(encoding="utf-8-sig", newline="") as file:
         for row in (reader := csv.DictReader(file)):
             if None in row or None in row.values():
-                raise ConfigError(f"{path}:{reader.line_num} has another number of values than the header")
+                raise ConfigError(f"{path}:{reader.line_num} has a different number of values than the header")
             yield dict(row)
 
 
@@ -93,19 +93,19 @@ def _parquet(path: Path) -> Iterator[Row]:
     except OSError:
         raise
     except Exception as error:  # pyarrow's own
-        raise ConfigError(f"{path} is no Parquet file: {error}") from None
+        raise ConfigError(f"{path} is not a Parquet file: {error}") from None
 
 
 def _parsed(text: str, where: str) -> Any:
     try:
         return parse_json(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where} is no JSON: {error}") from None
+        raise ConfigError(f"{where} is not valid JSON: {error}") from None
 
 
 def _row(value: Any, where: str) -> Row:
     if not isinstance(value, dict):
-        raise ConfigError(f"{where} is no JSON object: {json.dumps(value)[:80]}")
+        raise ConfigError(f"{where} is not a JSON object: {json.dumps(value)[:80]}")
     return cast("Row", value)
 
 
@@ -261,7 +261,7 @@ class Rows(RowTask):
 
     def demonstrate(self, sample: Row, messages: Sequence[Message], rng: random.Random) -> str | Message:
         if not self.demonstration:
-            raise ConfigError('task.demonstration = "" names no column with answers to teach; set it to one')
+            raise ConfigError('task.demonstration = "" names no column with answers to train on; set it to one')
         return str(sample[self.demonstration])
 
     def rubric(self) -> Rubric:

@@ -115,9 +115,9 @@ class Tool:
             try:
                 arguments = json.loads(arguments or "{}")
             except (ValueError, RecursionError) as error:
-                raise ArgumentsError(f"the arguments are no JSON: {error}") from None
+                raise ArgumentsError(f"the arguments are not valid JSON: {error}") from None
         if not isinstance(arguments, Mapping | None):
-            raise ArgumentsError("the arguments are no JSON object")
+            raise ArgumentsError("the arguments are not a JSON object")
         try:
             model = self.arguments.model_validate(dict(cast("Mapping[Any, Any]", arguments or {})))
         except ValidationError as error:
@@ -163,7 +163,7 @@ def _tools_of_one(given: object) -> list[Tool]:
     if isinstance(given, Tool):
         return [given]
     if inspect.isclass(given):
-        raise ValueError(f"tools are {given.__name__}, a class; give an object of it: {given.__name__}()")
+        raise ValueError(f"tools are {given.__name__}, a class; pass an instance: {given.__name__}()")
     if inspect.isroutine(given) or isinstance(given, functools.partial):
         return [Tool.of(cast("Callable[..., Any]", given))]
     names = [name for name in dir(type(given)) if not name.startswith("_") and name != "close"]
@@ -180,7 +180,9 @@ def _described(function: Callable[..., Any], is_method: bool) -> Tool:
     plain: Any = getattr(function, "func", function)  # of a partial
     name = getattr(function, "__name__", None) or getattr(plain, "__name__", "")
     if not _NAME.fullmatch(name):
-        raise ValueError(f"tool {function!r} has no name that a call could say; define it as a function of a module")
+        raise ValueError(
+            f"tool {function!r} has no name by which it could be called; define it as a function of a module"
+        )
     docs = docstring_parser.parse(inspect.getdoc(plain) or "")
     descriptions = {param.arg_name: param.description for param in docs.params if param.description}
     try:

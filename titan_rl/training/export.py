@@ -96,7 +96,7 @@ def check_export(path: Path, named_tensors: Iterable[tuple[str, torch.Tensor]]) 
         left = set(file.keys())
         for name, tensor in named_tensors:
             if name not in left or not torch.equal(file.get_tensor(name), tensor.detach().cpu()):
-                raise CheckpointError(f"{path}: {name} is not what was written; the disk may be at fault")
+                raise CheckpointError(f"{path}: {name} differs from what was written; the disk may be damaged")
             left.remove(name)
     if left:
         raise CheckpointError(f"{path} has tensors of another model: {', '.join(sorted(left))}")

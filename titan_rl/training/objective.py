@@ -94,7 +94,7 @@ class Objective:
         valid_N = torch.isfinite(log_ratio_N) & torch.isfinite(old_N)
         if reference_logprobs_N is not None:
             valid_N &= torch.isfinite(reference_logprobs_N)
-        # Values that are not finite are removed before the arithmetic: zero times their gradient would still be NaN.
+        # Non-finite values are removed before the arithmetic: zero times their gradient would still be NaN.
         at = valid_N.nonzero().squeeze(-1)
         sequences_M, num_sequences = batch.sequences_N[at], batch.num_sequences
         tokens = LossTokens(logprobs_N[at], old_N[at], batch.advantages_N[at], sequences_M, num_sequences)
@@ -205,8 +205,9 @@ def token_metrics(stats: TokenStats, version: int, world: World | None = None) -
         correction_weight_mean, correction_weight_max: of the off-policy correction, masked tokens included as 0.
         correction_masked_fraction: share of tokens that it masks.
         on_policy_logprob_diff_mean, on_policy_logprob_diff_max: absolute difference between the trainer's and the
-            generator's logprob of the same token under the same weights. Only samples that are wholly of this version
-            count: later tokens of others were sampled with keys and values of older weights. Absent if there is none.
+            generator's logprob of the same token under the same weights. Only samples whose tokens all have this
+            version count: later tokens of other samples were sampled with keys and values of older weights. Absent if
+            there is none.
     """
     world = world or World()
     log_ratio_M = stats.log_ratio_M.double()

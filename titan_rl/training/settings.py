@@ -57,7 +57,7 @@ class ModelConfig(Section):
     dtype: DType = "float32"
     """Dtype of the weights, in the trainer and in the engines."""
     max_context: PositiveInt = 512
-    """Most tokens of prompt and completion together."""
+    """Maximum number of tokens of prompt and completion together."""
     renderer: Annotated[str, FunctionName(tuple(RENDERERS), ("tokenizer",))] = "auto"
     """Converts messages to tokens and back. auto uses a renderer of the `renderers` package, which parses tool calls,
     if one supports the model, and otherwise chat_template, which does not parse them. A renderer of yours, such as
@@ -132,7 +132,7 @@ class TrainingConfig(Section):
     """Optimizer steps of the run."""
     adapter: AdapterConfig = AdapterConfig()
     lr: PositiveFloat | None = None
-    """Highest learning rate. By default 3e-4, and 3e-3 with training.adapter, whose best rate is ten times as large."""
+    """Peak learning rate. By default 3e-4, and 3e-3 with training.adapter, whose best rate is ten times as large."""
     warmup_steps: NonNegativeInt = 0
     """Steps over which the learning rate rises linearly to `lr`."""
     min_lr_ratio: Annotated[float, TakesEffect("training.lr_decay", none_of=("constant",))] = Field(
@@ -362,23 +362,26 @@ class CorrectionConfig(Section):
     """Off-policy correction of tokens that older weights, or another engine, sampled. By default only the clip."""
 
     proximal: Proximal = "behaviour"
-    """Ratios are clipped against the generator's policy, the one at the start of the step, or one between them."""
+    """Policy against which ratios are clipped: the generator's (behaviour), the trainer's at the start of the step
+    (recomputed), or an interpolation between the two."""
     weight: CorrectionWeight = "none"
-    """Weight of the losses: proximal over behaviour probability, of the token or of the whole sequence."""
+    """Weight of the losses: the proximal divided by the behaviour probability, of each token or of the whole
+    sequence."""
     cap: Annotated[PositiveFloat | None, TakesEffect("correction.weight", one_of=("token", "sequence"))] = None
-    """Largest such weight. By default there is no limit."""
+    """Upper limit of the weights. By default there is none."""
     mask: CorrectionMask = "none"
-    """Leave out tokens or sequences whose proximal over behaviour probability is outside `bounds`."""
+    """Mask tokens or sequences whose ratio of proximal to behaviour probability is outside `bounds`; geometric uses the
+    geometric mean over the sequence."""
     bounds: Annotated[tuple[PositiveFloat, PositiveFloat], TakesEffect("correction.mask", none_of=("none",))] = Field(
         default=(0.5, 5.0), strict=False
     )
     """Lowest and highest ratio that `mask` keeps."""
     veto: PositiveFloat | None = None
-    """Leave out sequences in which the ratio of any token is below this. By default none."""
+    """Mask sequences in which the ratio of any token is below this. By default none."""
     constrained: Constrained = "masked"
-    """Tokens sampled under a constraint (forced tool, JSON schema) are left out, trained as if the policy had chosen
-    them freely, or corrected: weighted by policy over constrained probability, of the whole rollout or of each
-    token."""
+    """Treatment of tokens sampled under a constraint (forced tool, JSON schema). masked: they are not trained on.
+    trained: as if the policy had chosen them freely. corrected, corrected_by_token: weighted by the ratio of
+    unconstrained to constrained probability, of the whole rollout or of each token."""
 
     @model_validator(mode="after")
     def _bounds_in_order(self) -> Self:

@@ -33,11 +33,11 @@ from titan_rl.training.tensor_batch import Minibatch, packing_metrics
 from titan_rl.weights.types import TensorSlice
 
 READ_LIMIT_S = 300.0
-"""Longest wait for a copy of the weights."""
+"""Time limit for a copy of the weights."""
 
 
 class Readers:
-    """Reads of the weights by other threads, each in progress until its future is done."""
+    """Reads of the weights by other threads. Each is in progress until its future is done."""
 
     def __init__(self) -> None:
         self._reads: list[Future[Any]] = []
@@ -46,7 +46,7 @@ class Readers:
         self._reads.append(read)
 
     def wait(self) -> float:
-        """Wait for all reads. Their errors are left to the threads that began them.
+        """Wait for all reads. Their errors are handled by the threads that began them.
 
         Returns:
             Seconds waited; exactly 0 if there was no read.
@@ -67,7 +67,7 @@ class Readers:
 
 
 class TrainerCore:
-    """Trains one policy in this process. A plain class: an actor only wraps it. Not thread-safe.
+    """Trainer of one policy in this process. A plain class without Monarch. Not thread-safe.
 
     Weights and optimizer state are float32 unless `master_dtype` and `optimizer_dtype` say otherwise. With
     `dtype = "bfloat16"` the forward pass runs in bfloat16, and published and exported weights are bfloat16.
@@ -119,7 +119,7 @@ class TrainerCore:
         self._writer = TrainStateWriter(self._world)
         self._readers = Readers()
         self._version = 0
-        self._is_between_versions = False  # only some minibatches of a step have changed the weights
+        self._is_between_versions = False  # a step failed after some of its minibatches had changed the weights
 
     def _reference(self, training: TrainingConfig) -> Scorer:
         if self._policy.adapter is not None:
@@ -152,7 +152,7 @@ class TrainerCore:
 
     @property
     def max_context(self) -> int:
-        """Most tokens of a sequence: `model.max_context`."""
+        """Maximum number of tokens of a sequence: `model.max_context`."""
         return self._config.max_context
 
     @property
@@ -256,9 +256,8 @@ class TrainerCore:
             return self.score(sequences)
 
     def draw(self, num_sequences: int, length: int, seed: int) -> list[list[int]]:
-        """Sequences sampled from the current policy at temperature 1, after a random first token.
-
-        Takes one forward pass for each token: meant for a few short probe sequences, not for rollouts.
+        """Sample sequences from the current policy at temperature 1, after a random first token. Needs one forward pass
+        per token, so it is meant for a few short probe sequences, not for rollouts.
 
         Returns:
             [num_sequences][length]
@@ -284,7 +283,7 @@ class TrainerCore:
         return self._policy.held_slices()
 
     def hold_weights(self, until: Future[Any]) -> None:
-        """Keep steps from changing a weight before this future is done, because another thread reads the weights. Its
+        """Prevent steps from changing a weight until this future is done, because another thread reads the weights. Its
         error, if any, is ignored here."""
         self._readers.add(until)
 

@@ -115,7 +115,7 @@ def ends_with_its_workers(cluster: SlurmCluster, config: str, runs: Path) -> Non
     wait_for(cluster, job, "FAILED")
     assert cluster.job(job)["ExitCode"] == "143:0"
     show_end(runs)
-    assert "each host of the run is told to end (its worker got SIGTERM)" in log_of(runs).read_text()
+    assert "all hosts of the run were asked to leave (its worker got SIGTERM)" in log_of(runs).read_text()
     shows_that_it_was_saved(runs)
 
 

@@ -344,10 +344,10 @@ def test_steps_of_so_many_tokens_are_as_long_as_fits(toml: Path) -> None:
 
 def test_what_sft_did_not_make_is_not_replaced(toml: Path) -> None:
     (toml.parent / "base").mkdir()
-    with pytest.raises(ConfigError, match="base is there already, and not made by titan-rl sft: it is not replaced"):
+    with pytest.raises(ConfigError, match="base exists, and was not created by titan-rl sft, so it is not replaced"):
         load_sft_config(toml)
     make_tiny_model(toml.parent / "start", texts=[], level="byte", parameters=60_000)
-    with pytest.raises(ConfigError, match=r"To teach that model, set sft\.start to it and sft\.out to another"):
+    with pytest.raises(ConfigError, match=r"To train that model, set sft\.start to it and sft\.out to another"):
         load_sft_config(toml, [("sft.start", "start"), ("sft.out", "start")])
     assert load_sft_config(toml, [("sft.start", "start"), ("sft.out", "other")]).sft.start == str(toml.parent / "start")
 
@@ -389,5 +389,5 @@ def test_a_run_goes_on_with_the_demonstrations_that_it_began_with(toml: Path) ->
     _check_data(file, digest(find_demonstrations(config)))
     _check_data(file, digest(find_demonstrations(config)))
     fewer = load_sft_config(toml, [("sft.demonstrations", "99")])
-    with pytest.raises(CheckpointError, match="learned other demonstrations than there are now"):
+    with pytest.raises(CheckpointError, match="was trained on other demonstrations"):
         _check_data(file, digest(find_demonstrations(fewer)))

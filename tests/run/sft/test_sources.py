@@ -163,7 +163,7 @@ def test_chats_are_read_with_their_tools_and_their_lines(tmp_path: Path) -> None
         ({"messages": ["a"]}, ':2: messages[0] must be an object with role and content, not "a"'),
         ({"messages": [{"role": "bot", "content": "a"}]}, ':2: messages[0].role is "bot"; it must be one of system,'),
         ({"messages": [*CHAT, {"role": "user", "content": 5}]}, ":2: messages[2].content must be a string, not 5"),
-        ({"messages": CHAT[:1]}, ":2: messages has none of the assistant"),
+        ({"messages": CHAT[:1]}, ":2: messages has no assistant message"),
         ({"messages": CHAT, "tools": {"a": 1}}, ':2: tools must be a list of objects, not {"a": 1}'),
     ],
 )

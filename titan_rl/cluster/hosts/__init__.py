@@ -1,1 +1,1 @@
-"""The hosts of a run: how they are found, what is asked of each, and which process goes where."""
+"""Hosts of a run: discovery, preflight checks, lifecycle, and placement of processes."""

@@ -1,5 +1,4 @@
-"""Host agent: the process of a run on each host that belongs to the host: it reports facts, makes folders, sends
-output."""
+"""Host agent: the run's process on each host, which reports the state of the host, creates folders and sends output."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ its bytes."""
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """New content of a file behind the content that was sent before.
+    """New content of a file, after the content that was sent before.
 
     Args:
         name: of a file below the run's folder.
@@ -93,7 +92,7 @@ class RunOnHost:
     """The run's folders on a host.
 
     Attributes:
-        run_dir: the run's own folder if the host sees it, else a folder in its place.
+        run_dir: the run's folder if the host sees it, or a local substitute.
         scratch: for temporary files.
         interface: the name of the network interface that has the host's address.
     """
@@ -104,8 +103,8 @@ class RunOnHost:
 
 
 class HostAgent(AnsweringActor):
-    """Agent of one host. On this machine it lives in the controller's process, on others in a process of its own. When
-    that ends, its folders are removed at the latest by the next agent that starts there."""
+    """Agent of one host. On this machine it is part of the controller's process; on other hosts it has its own process.
+    If that dies, the next agent that starts there removes its folders."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,8 +150,8 @@ class HostAgent(AnsweringActor):
 
     @concurrent_endpoint
     async def start_watchdog(self, settings: WatchdogSettings) -> Path:
-        """Start the watchdog, which reports to the controller, and ends the processes of the run here if it cannot
-        reach it.
+        """Start the watchdog, which reports to the controller, and ends the run's processes on this host if it cannot
+        reach the controller.
 
         Returns:
             the socket where processes answer pings.

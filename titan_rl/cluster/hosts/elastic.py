@@ -35,7 +35,8 @@ RETRY_S = 5.0
 ASK_S = 5.0
 ANSWER_S = 30.0
 MISSES = 3
-"""Answers in a row without a host after which it is gone: DNS, for one, leaves out a name now and then."""
+"""Number of successive answers without a host after which it counts as gone. DNS, for example, omits a name now and
+then."""
 
 
 class HostedProcesses(Protocol):
@@ -56,11 +57,11 @@ class HostedProcesses(Protocol):
 
 
 class ElasticHosts(HostListener):
-    """Joins and drains hosts of a run that goes on. A host that does not respond is lost, and may join again.
+    """Joins and drains hosts of a run in progress. A host that does not respond is lost, and may join again.
 
     Args:
-        all_leave: called if each remaining host announces that it is about to go, so that none is left to move to. None
-            has the run wait for other hosts.
+        all_leave: called if all remaining hosts announce that they are about to shut down, so that work cannot move.
+            With None the run waits for other hosts.
     """
 
     def __init__(
@@ -93,15 +94,15 @@ class ElasticHosts(HostListener):
 
         Raises:
             ActorDiedError: no worker answers there, or its processes do not start.
-            ConfigError: it is in the run already, or differs from this machine in something that the run needs.
+            ConfigError: it is already in the run, or differs from this machine in something that the run needs.
         """
         if not self._hosts.config.elsewhere:
             raise ConfigError(
-                "the run is on this machine alone, where no other reaches it: begin it with hosts.addresses"
+                "the run uses this machine alone, and other hosts cannot reach it: start it with hosts.addresses"
             )
         record = self.lifecycles.of(address)
         if record.is_present or record.state is HostState.JOINING:
-            raise ConfigError(f"the host at {address} is in the run already")
+            raise ConfigError(f"the host at {address} is already in the run")
         await self._hosts.attach([address])
         name = record.name
         self.tell(f"host {name} at {address} joins, and its processes start")
@@ -114,7 +115,7 @@ class ElasticHosts(HostListener):
         self.tell(f"host {name} at {address} has joined{brings}")
 
     async def is_new(self, address: str) -> bool:
-        """Whether the worker at this address is another than when the host was drained.
+        """Whether the worker at this address has been restarted since the host was drained.
 
         Raises:
             ActorDiedError: no worker answers there.
@@ -136,12 +137,12 @@ class ElasticHosts(HostListener):
                 raise ConfigError(f"host {name} {how} already: {ended.reason}")
             raise ConfigError(f"there is no host {name!r}; there are {', '.join(self._hosts.names)}")
         if record.state is HostState.DRAINING:
-            raise ConfigError(f"host {name} is draining already")
+            raise ConfigError(f"host {name} is already draining")
         record.worker_id = self._hosts[name].worker_id
         self.lifecycles.move(record, HostState.DRAINING, why)
         try:
             await self._processes.leave(name, why)
-            if record.state is not HostState.DRAINING:  # it was lost meanwhile, which a person has been told
+            if record.state is not HostState.DRAINING:  # it was lost meanwhile, which has been reported
                 return
             await self._hosts.detach(name, why)
         finally:
@@ -150,7 +151,7 @@ class ElasticHosts(HostListener):
         self.tell(f"host {name} is drained: {why}")
 
     def close(self) -> None:
-        """Move nothing from hosts that are about to go any more, because the run ends."""
+        """Cancel the drains of hosts that are about to shut down, because the run ends."""
         for task in self._drains:
             task.cancel()
 
@@ -161,7 +162,7 @@ class ElasticHosts(HostListener):
     def host_leaving(self, record: HostRecord) -> None:
         if self._all_leave is not None and all(one.leaving for one in self.lifecycles.present):
             self.close()
-            self.tell(f"each host of the run is told to end ({record.leaving}), and so the run ends")
+            self.tell(f"all hosts of the run were asked to leave ({record.leaving}), so the run ends")
             self._all_leave()
             return
         task = asyncio.ensure_future(self._drain(record.name, record.leaving))
@@ -172,11 +173,11 @@ class ElasticHosts(HostListener):
         try:
             await self.drain(name, why)
         except Exception as error:  # nobody else receives it
-            self.tell(f"host {name} says that it is about to go ({why}), and cannot be drained: {reason(error)}")
+            self.tell(f"host {name} is about to shut down ({why}), and cannot be drained: {reason(error)}")
 
 
 class ProvidedHosts:
-    """Hosts that a provider has now, which is asked again and again.
+    """Current hosts of a provider, which is polled.
 
     Args:
         addresses: of the hosts that the run begins with.
@@ -207,7 +208,7 @@ class ProvidedHosts:
                 async with asyncio.timeout(ANSWER_S):
                     self._note({_full(address) for address in await self._current()})
             except Exception as error:
-                logger.warning("the provider does not say which hosts there are: %s", reason(error))
+                logger.warning("the provider's list of hosts cannot be read: %s", reason(error))
 
     def _note(self, now: Collection[str]) -> None:
         self._missed = Counter({address: self._missed[address] + 1 for address in self._addresses.difference(now)})
@@ -216,7 +217,7 @@ class ProvidedHosts:
 
 @dataclass(slots=True)
 class _List:
-    """A list of wanted addresses that changes.
+    """Changing list of wanted addresses.
 
     Args:
         why: reason for draining a host whose address is no longer listed.
@@ -229,15 +230,15 @@ class _List:
 
 
 class HostReconciler:
-    """Compares the hosts of a run with those that it should have, and begins joins and drains.
+    """Reconciles the hosts of a run with the wanted ones: starts joins and drains.
 
-    Wanted hosts are those of the settings, a file of addresses, a provider and `titan-rl hosts`. One that was lost is
-    tried again until it answers. One that was drained joins again once it is listed again, or once another worker
-    listens at its address. One that is no longer listed is drained.
+    Wanted hosts are those of the settings, a file of addresses, a provider and `titan-rl hosts`. A lost host is tried
+    again until it answers. A drained host joins again once it is listed again, or once its worker has been restarted. A
+    host that is no longer listed is drained.
 
     Args:
         addresses: in the settings.
-        addresses_file: read again and again.
+        addresses_file: polled for changes.
         history: updated at each look.
         provided: hosts of a provider that come and go.
     """
@@ -328,7 +329,8 @@ class HostReconciler:
         self._write()
 
     async def _try_new_worker(self, record: HostRecord) -> None:
-        """Have a drained host join if its worker is another. Nobody waits for it, so failures are not shown."""
+        """Have a drained host join if its worker has been restarted. Nobody waits for this, so failures are not
+        shown."""
         with contextlib.suppress(Exception):
             if await self._hosts.is_new(record.address):
                 await self._try(record)
@@ -365,7 +367,7 @@ class HostReconciler:
             self._files.write(states)
         except OSError as error:
             if not self._cannot_write:
-                self._tell(f"which hosts the run has is not written down for now, and the run goes on: {error}")
+                self._tell(f"the list of hosts cannot be written at the moment, and the run continues:  {error}")
             self._cannot_write = True
         else:
             self._written, self._cannot_write = states, False
@@ -378,10 +380,10 @@ def hosts_watcher(
     history: HostHistory | None = None,
     provided: ProvidedHosts | None = None,
 ) -> Callable[[], Coroutine[Any, Any, None]]:
-    """Background task that keeps the hosts of a run as they should be, until it is cancelled.
+    """Background task that reconciles the hosts of a run with the wanted ones until it is cancelled.
 
     Args:
-        files: requests of others, and the run's answers.
+        files: requests from `titan-rl hosts`, and the run's answers.
         history: updated with the states of hosts.
         provided: hosts of a provider that come and go.
     """

@@ -46,8 +46,8 @@ def make_worker_folder() -> OwnedFolder:
 
 
 def clean_up_after_dead_runs(root: Path) -> None:
-    """Remove the scratch folders in `root`, the logs of Monarch and the weights in shared memory of runs whose process
-    is gone, and the folders of workers that are."""
+    """Remove what dead runs and workers left: scratch folders in `root`, Monarch's logs, and weights in shared
+    memory."""
     for folder in (*clean_dead_folders(WORKER, root), *clean_dead_folders(SCRATCH, root)):
         remove_monarch_logs(folder.name)
     clean_dead_shards()
@@ -56,7 +56,7 @@ def clean_up_after_dead_runs(root: Path) -> None:
 def remove_monarch_logs(suffix: str) -> None:
     """Remove the logs of Monarch processes whose MONARCH_LOG_SUFFIX begins with `suffix`."""
     for folder in Path("/tmp").iterdir():  # there wherever TMPDIR points
-        with contextlib.suppress(OSError):  # others remove folders of their own meanwhile
+        with contextlib.suppress(OSError):  # other processes may remove folders at the same time
             for log in folder.glob(f"monarch_log_{suffix}*"):
                 log.unlink(missing_ok=True)
 
@@ -67,14 +67,15 @@ _LEAVING = "leaving"
 
 
 def say_leaving(folder: Path, reason: str) -> None:
-    """Announce that the host is about to go. Called by the worker."""
+    """Announce that the host is about to shut down. Called by the worker."""
     fresh = folder / f".{_LEAVING}"
     fresh.write_text(reason)
     fresh.replace(folder / _LEAVING)
 
 
 def leaving_file() -> Path | None:
-    """File with the reason why the host is about to go, which is there once it is. None outside of a worker."""
+    """Path of the file that the worker writes when the host is about to shut down, with the reason. None outside of a
+    worker."""
     folder = os.environ.get(FOLDER)
     return None if folder is None else Path(folder) / _LEAVING
 
@@ -121,7 +122,7 @@ def token_in(run_dir: Path) -> str | None:
 
 CHUNK = 4 << 20
 MOST_CODE = 256 << 20  # bytes of one folder of modules
-GIT_S = 30.0  # where git takes longer, on a network's file system, files are found without it
+GIT_S = 30.0  # if git takes longer, as on a network file system, files are found without it
 LEFT_OUT = ("__pycache__", "node_modules", "runs")
 
 Chunk = tuple[str, bytes]

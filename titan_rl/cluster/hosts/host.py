@@ -40,7 +40,7 @@ class Host:
         watcher: reports the ends and the health of its processes.
         worker: HOST:PORT where its worker listens.
         worker_id: identity of that worker; a restarted one has another.
-        ping_socket: the socket there where they answer pings; None where nobody asks.
+        ping_socket: the socket there where they answer pings; None if there are no health checks.
         clocks: their offset when it joined; None for this machine.
         link: makes calls that fail at once when the host is lost.
     """
@@ -87,7 +87,7 @@ T = TypeVar("T")
 
 
 class WorkerConnection:
-    """Connection to a worker, from the first contact until the watchdog of its host takes over.
+    """Connection to a worker, used from the first contact until the watchdog of the host takes over.
 
     Attributes:
         worker: HOST:PORT in the settings.
@@ -120,7 +120,7 @@ class WorkerConnection:
         self._parts = [asyncio.ensure_future(part) for part in (self._listen(), self._look())]
 
     async def monarch(self) -> str:
-        """Address at which Monarch listens there for this run alone.
+        """Address at which a Monarch process for this run listens there.
 
         Raises:
             ActorDiedError: the worker ended, does not answer in time, or is busy with another run.
@@ -132,18 +132,19 @@ class WorkerConnection:
         except ActorDiedError:
             if self._is_busy and self.link.reason is None:
                 raise ActorDiedError(
-                    f"the worker at {self.worker} has another run, and takes one after the other: end that one first, "
-                    "or name other workers"
+                    f"the worker at {self.worker} is in use by another run, and serves one run at a time: stop that "
+                    "run first, or use other workers"
                 ) from None
             if self.has_begun:
                 raise
             raise ActorDiedError(
-                f"what listens at {self.worker} does not answer as a worker of this titan_rl does; "
-                f"see what it is, and start `titan-rl worker --listen {self.worker}` there"
+                f"the process that listens at {self.worker} does not respond like a worker of this titan_rl version; "
+                "check which "
+                f"process it is, and start `titan-rl worker --listen {self.worker}` there"
             ) from None
 
     async def is_lost(self) -> bool:
-        """Whether the host is gone. May take a moment to find out."""
+        """Whether the host is gone. This may take a moment to determine."""
         try:
             async with asyncio.timeout(self._silence_s + REACH_TIMEOUT_S):
                 await self.link.ended.wait()
@@ -209,7 +210,7 @@ async def worker_id_at(worker: str) -> str:
         async with asyncio.timeout(REACH_TIMEOUT_S):
             return str((await receive(reader)).get("id", ""))
     except (OSError, TimeoutError):
-        raise ActorDiedError(f"what listens at {worker} does not answer as a worker does") from None
+        raise ActorDiedError(f"the process that listens at {worker} does not respond like a worker") from None
     finally:
         writer.close()
 
@@ -278,8 +279,8 @@ CLOSE_TIMEOUT_S = 10.0
 
 
 class JoiningHost:
-    """A host that joins a run: `look`, `become`, `prepare` and `watch` are called in this order. Its worker has to send
-    heartbeats all the while.
+    """A host that joins a run: `look`, `become`, `prepare` and `watch` are called in this order. Its worker must send
+    heartbeats throughout.
 
     Attributes:
         key: its name for the supervisor.
@@ -385,12 +386,12 @@ class JoiningHost:
         return self._connection is not None and self._connection.has_begun
 
     async def is_lost(self) -> bool:
-        """Whether it was in contact and is lost. May take a moment to find out."""
+        """Whether it was in contact and is lost. This may take a moment to determine."""
         return self._connection is not None and self.was_there and await self._connection.is_lost()
 
     @property
     def lost(self) -> str:
-        """Reason why it is known to be lost; "" while it is not."""
+        """Reason why it is lost; "" while it is not known to be."""
         return (self._connection and self._connection.link.reason) or ""
 
     async def give_back(self) -> None:

@@ -35,12 +35,12 @@ from titan_rl.core.errors import ActorDiedError
 INTERVAL_S = 0.5
 TIMEOUT_S = 10.0  # longest wait for an answer
 REST_S = 60.0
-"""Longest time for the rest of the output at the end, for instance over a slow link, because a process there may go on
+"""Time limit for the rest of the output at the end, for instance over a slow link, because a process there may keep
 writing."""
 
 
 class HostOutput:
-    """Copies logs and traces of a host into the run's folder as they grow. A failure there, or of the disk here, costs
+    """Copies logs and traces of a host into the run's folder as they grow. A failure there, or of the disk here, loses
     only this output.
 
     Args:
@@ -53,7 +53,7 @@ class HostOutput:
         self._run_dir = run_dir
         self._console = console
         self._had: dict[str, tuple[int, int]] = {}  # inode and number of bytes of each file that arrived
-        self._begins: dict[str, int] = {}  # offset of each file, behind earlier output of the same name
+        self._begins: dict[str, int] = {}  # offset of each file, after earlier output of the same name
         self._failed = False
         self._collecting: asyncio.Task[None] | None = None
 
@@ -88,7 +88,7 @@ class HostOutput:
                 self._append(piece)
         except OSError as error:
             if not self._failed:
-                self._console.warning(f"what host {self._host.name} says is not written here for now: {error}")
+                self._console.warning(f"the output of host {self._host.name} cannot be written at the moment: {error}")
             self._failed = True
             return False
         return bool(pieces)
@@ -176,11 +176,11 @@ class Hosts:
         return {host.name: host.gpus for host in self}
 
     def add(self, host: Host) -> None:
-        """Have a host be part of the run that needs no preparation."""
+        """Add a host that needs no preparation to the run."""
         self.lifecycles.add(host)
 
     async def attach(self, workers: Sequence[str], *, begins: bool = False) -> list[Host]:
-        """Have the hosts of workers join the run. In everything that a run needs they must be like this machine.
+        """Have the hosts of workers join the run. They must match this machine in everything that a run needs.
 
         Args:
             begins: the run starts with these hosts, without those that are lost meanwhile if the others are enough.
@@ -208,7 +208,7 @@ class Hosts:
         question = self._question()
 
         async def all_there(step: Callable[[JoiningHost], Coroutine[Any, Any, None]]) -> list[JoiningHost]:
-            failed: dict[str, str] = {}  # by worker; all are named, so that one start tells of each
+            failed: dict[str, str] = {}  # by worker; all are listed, so that one start reports every problem
 
             async def one(host_joining: JoiningHost) -> None:
                 try:
@@ -255,8 +255,8 @@ class Hosts:
         logger.info("the clock of host %s is %s", name, clocks)
         if clocks.matters:
             self.tell(
-                f"the clock of host {name} is {clocks}: what its logs say happened when is so far off, and nothing "
-                "else is; have NTP set it"
+                f"the clock of host {name} is {clocks}: timestamps in its logs are off by this, and nothing else; "
+                "synchronize it with NTP"
             )
 
     def _check_enough(self, lost: Mapping[str, str], workers: Sequence[str]) -> None:
@@ -277,8 +277,8 @@ class Hosts:
         if problems:
             raise ActorDiedError("; ".join([*lost.values(), *problems]))
 
-    async def detach(self, name: str, why: str = "the run goes on without it") -> None:
-        """Take the rest of a host's output, free what the run has there, and go on without it."""
+    async def detach(self, name: str, why: str = "the run continues without it") -> None:
+        """Collect the rest of a host's output, free the run's resources there, and continue without it."""
         output, host = self._outputs.get(name), self[name]
         self._release(host, HostState.LEFT, why)
         if output is not None:
@@ -297,7 +297,7 @@ class Hosts:
             self.lifecycles.move(record, state, reason)
 
     def host_leaving(self, name: str, reason: str) -> None:
-        """For the monitor: a host announces that it is about to go."""
+        """For the monitor: a host announces that it is about to shut down."""
         if (record := self.lifecycles.named(name)) is not None:
             self.lifecycles.announce_leaving(record, reason)
 
@@ -307,7 +307,7 @@ class Hosts:
         self.console.warning(text)
 
     def host_lost(self, name: str, reason: str) -> None:
-        """For the monitor: a host does not respond. One that still joins fails to do so."""
+        """For the monitor: a host does not respond. If it was joining, the join fails."""
         record = self.lifecycles.named(name)
         if record is None or record.host is None:
             return
@@ -348,7 +348,7 @@ class Hosts:
         self.lifecycles.joined(host_joining.record, state)
         if host_joining.lost:
             self.host_lost(host.name, host_joining.lost)
-            raise ActorDiedError(f"host {host.name} was lost as it joined: {host_joining.lost}")
+            raise ActorDiedError(f"host {host.name} was lost while it joined: {host_joining.lost}")
         output = self._outputs[host.name] = HostOutput(host, run_dir, self.console)
         output.start()
 

@@ -1,4 +1,4 @@
-"""Lifecycle of the hosts of a run: one state machine for all of them, and their history for the screen, metrics and the
+"""Lifecycle of the hosts of a run: one state machine for all of them, and their history for display, metrics and the
 timeline."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TRANSITIONS: Mapping[HostState, frozenset[HostState]] = {
 
 @dataclass(frozen=True, slots=True)
 class HostStatus:
-    """State of one host as the run shows it, on the screen and in `hosts.json`.
+    """State of one host as shown in the terminal and in `hosts.json`.
 
     Args:
         name: "" while it is not known yet.
@@ -104,13 +104,13 @@ class HostRecord:
 
 
 class HostListener:
-    """Receiver of events of hosts. Does nothing by default."""
+    """Listener for host events. Does nothing by default."""
 
     def host_changed(self, record: HostRecord, before: HostState) -> None:
-        """A host is in another state than before."""
+        """The state of a host has changed."""
 
     def host_leaving(self, record: HostRecord) -> None:
-        """A host announces that it is about to go."""
+        """A host announces that it is about to shut down."""
 
 
 class HostLifecycles:
@@ -253,13 +253,13 @@ class HostLifecycles:
 
 HERE = ("in the run", "draining")
 BECOMES = {"in the run": "joined", "draining": "drains", "left": "left", "gone": "lost"}
-"""Events of hosts by their new state. A drain that was given up is no join."""
+"""Events of hosts by their new state. A drain that was cancelled does not count as a join."""
 COUNTED = "joined", "left", "lost"
 MOST_EVENTS = 200
 
 
 class HostHistory:
-    """History of hosts, made of their repeated statuses. A run that has only ever had one host has none.
+    """History of hosts, built from successive statuses. It stays empty for a run that has had only one host.
 
     Attributes:
         states: the last statuses.
@@ -305,7 +305,7 @@ class HostHistory:
                     contextvars.copy_context().run(self._draw, host)
 
     def look(self) -> Sequence[HostStatus]:
-        """Statuses to show on the screen."""
+        """Statuses to display."""
         return self.states if self.is_of_several else ()
 
     def take_metrics(self) -> dict[str, float]:

@@ -49,7 +49,8 @@ GPUs = Mapping[str, Sequence[str]]
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlace:
-    """Place of one process: its host and the GPUs that it sees. `local_rank` is the index of its own GPU among them."""
+    """Placement of one process: its host and the GPUs that it sees. `local_rank` is the index of its own GPU among
+    them."""
 
     host: str
     gpus: tuple[str, ...] = ()
@@ -83,15 +84,15 @@ def place_trainer(training: TrainingConfig, hosts: Sequence[str], gpus: GPUs) ->
 def place_trainer_again(
     training: TrainingConfig, before: Sequence[ProcessPlace], gpus: GPUs, taken: Collection[tuple[str, str]] = ()
 ) -> tuple[ProcessPlace, ...]:
-    """Place the ranks of a trainer that died, as before if its hosts are still there. Another host, preferably one with
-    free GPUs, takes the ranks of a lost one. With too few hosts, each takes more ranks.
+    """Place the ranks of a trainer that died, on the same hosts if they are still there. Another host, preferably one
+    with free GPUs, takes the ranks of a lost one. With too few hosts, each takes more ranks.
 
     Args:
         gpus: of the hosts that are there.
         taken: hosts and GPUs that others have.
 
     Raises:
-        ConfigError: the hosts that are there cannot take the ranks.
+        ConfigError: the remaining hosts cannot take the ranks.
     """
     hosts = list(dict.fromkeys(place.host for place in before))
     there = [host for host in hosts if host in gpus]
@@ -107,7 +108,7 @@ def place_trainer_again(
             room = {host: free[host] if len(free[host]) >= a_host else gpus[host] for host in chosen}
             return place_trainer(training, chosen, room)
     raise ConfigError(
-        "no host is left that may train, which sees the run's folder; `titan-rl hosts RUN add ADDRESS` adds one"
+        "no host that sees the run's folder, and so may train, is left; `titan-rl hosts RUN add ADDRESS` adds one"
     )
 
 
@@ -132,7 +133,7 @@ def place_generators(
         left = [gpu for gpu in there if (host, gpu) not in taken]
         free = left if len(left) >= size else there
         own = tuple(free[at % len(free)] for at in range(on_host * size, (on_host + 1) * size)) if free else ()
-        placed.append(tuple(ProcessPlace(host, own, rank) for rank in range(size)))  # ranks look at each other's
+        placed.append(tuple(ProcessPlace(host, own, rank) for rank in range(size)))  # ranks access each other's GPUs
     return tuple(placed)
 
 
@@ -202,7 +203,7 @@ def choose_transport(
 
     Args:
         trainer, generators: the places of their ranks.
-        gpu_bytes: gives the memory of the smallest GPU, None if unknown. Called if nothing else decides.
+        gpu_bytes: gives the memory of the smallest GPU, None if unknown. Called only if other criteria do not decide.
 
     Example: `("cuda_ipc", "trainer and generators have GPUs of one host, with room for ...")`.
     """

@@ -27,8 +27,8 @@ from titan_rl.core.errors import ConfigError, ModelError
 from titan_rl.weights.shard_files import shard_root
 
 LIMIT_S = 0.5
-"""Difference of wall clocks above which a person is told, because the logs of the two hosts would be misleading side by
-side."""
+"""Difference of wall clocks above which a warning is shown, because timestamps in the logs of the two hosts cannot be
+compared."""
 ASKED = 5
 
 
@@ -71,8 +71,8 @@ class ClockDifference:
 async def compare_clocks(
     ask: Callable[[], Awaitable[Clocks]], now: Callable[[], Clocks] = Clocks.now
 ) -> ClockDifference:
-    """Measure the clock offset of another host over several round trips. The host is taken to answer in the middle of
-    each, and the shortest one counts, since it leaves the least room for error.
+    """Measure the clock offset of another host over several round trips. The host is assumed to answer in the middle of
+    each. The shortest one counts, because its error is smallest.
 
     Example: asked at 100.000 s, and answered "102.250 s" at 100.500 s, that host is 2 s ahead, give or take 0.25 s.
     """
@@ -99,7 +99,7 @@ MODEL_FILES = ("*.json", "*.jinja", "*.txt")  # config, index, tokenizer: small,
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Request for the facts of a host: the things that the run needs there.
+    """Request for the facts of a host, with the requirements to look for.
 
     Args:
         run_dir: the run's folder.
@@ -246,7 +246,7 @@ class HostNeeds:
     generates: bool = True
 
     def roles(self, config: HostsConfig, hosts: Sequence[str], *, begins: bool = True) -> Roles:
-        """Roles of the hosts with these names. A run that goes on may have fewer hosts than the settings name.
+        """Roles of the hosts with these names. A run in progress may have fewer hosts than the settings name.
 
         Raises:
             ConfigError: a role needs more hosts than there are.
@@ -261,7 +261,7 @@ class HostNeeds:
 
 @dataclass(frozen=True, slots=True)
 class HostDifference:
-    """A difference that keeps a host from taking part."""
+    """Difference that excludes a host from the run."""
 
     host: str
     what: str
@@ -277,8 +277,7 @@ def check_hosts(
     Args:
         expected: what the controller's machine has.
         found: of each host by its name.
-        roles: what the hosts are to do.
-        sync: the model and the modules are brought to whom lacks them.
+        roles: of the hosts. sync: the model and the modules are copied to hosts that lack them.
 
     Raises:
         ConfigError: a table of all differences.

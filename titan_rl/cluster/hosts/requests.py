@@ -1,4 +1,5 @@
-"""Requests about the hosts of a run, and its answers, as files in its folder, whose permissions decide who may ask."""
+"""Requests about the hosts of a run, and its answers, as files in its folder. The folder's permissions decide who may
+send requests."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
 PROMISE_S = 1.0
-"""Time after which the request is said to be accepted: refusals mostly come sooner."""
+"""Time after which the request is reported as accepted: refusals usually arrive sooner."""
 
 ENDED = {"finished": "it finished", "stopped": "it was stopped", "failed": "it failed"}
 """Description of the state of a run that has ended."""
@@ -99,7 +100,7 @@ class HostFiles:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the run goes on."""
+        """Whether the run is in progress."""
         return read_status(self._run_dir).state == "running"
 
     def states(self, wait_s: float = 0.0, waits: Callable[[], object] = lambda: None) -> HostStates:
@@ -119,7 +120,7 @@ class HostFiles:
             time.sleep(POLL_S)
         if (states := self._said()) is None:
             raise ConfigError(
-                f"the run in {self._run_dir} says nothing of hosts: they are listed once its processes have started, "
+                f"the run in {self._run_dir} does not list its hosts: they are listed once its processes have started, "
                 "and never where it has none"
             )
         return states
@@ -134,7 +135,7 @@ class HostFiles:
         """Send a request to the run, and wait until it is done. A run whose processes still start answers after that.
 
         Args:
-            asked: called if the run has not answered at once. It will do so whether or not anybody waits.
+            asked: called if the run does not answer immediately. It answers even if nobody waits.
 
         Raises:
             ConfigError: the run has ended, or refuses with a reason.
@@ -142,14 +143,14 @@ class HostFiles:
         """
         self._check_goes_on()
         request = HostRequest(secrets.token_hex(8), do, what)
-        allowed = stat.S_IMODE(self._run_dir.stat().st_mode) & 0o666  # whoever may read the folder
+        allowed = stat.S_IMODE(self._run_dir.stat().st_mode) & 0o666  # readable by everyone who may read the folder
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
         try:
             with open(os.open(self._asked, flags, allowed), "ab") as file:
                 file.write(msgspec.json.encode(request) + b"\n")
         except OSError as error:
             raise ConfigError(
-                f"{self._asked} cannot be written: {error.strerror}; it must be a file that you may write to, no link"
+                f"{self._asked} cannot be written: {error.strerror}; it must be a writable file, not a link"
             ) from None
         began, promised = time.monotonic(), False
         while (waited := time.monotonic() - began) < wait_s:
@@ -163,13 +164,13 @@ class HostFiles:
             if answer == "":
                 return
             self._check_goes_on()
-        raise TitanRLError(f"the run has been asked to {do} {what}, and has not answered within {wait_s:g} s")
+        raise TitanRLError(f"the run was asked to {do} {what}, and did not answer within {wait_s:g} s")
 
     def _check_goes_on(self) -> None:
         if (state := read_status(self._run_dir).state) == "running":
             return
         how, command = ENDED[state], "sft" if (self._run_dir / "supervised.json").exists() else "train"
-        again = "" if state == "finished" else f"; titan-rl {command} --resume {self._run_dir} goes on with it"
+        again = "" if state == "finished" else f"; titan-rl {command} --resume {self._run_dir} continues it"
         raise ConfigError(f"the run in {self._run_dir} has ended: {how}{again}")
 
     def _said(self) -> HostStates | None:

@@ -1,5 +1,5 @@
-"""Worker server: accepts runs on a host. Each run gets a Monarch of its own there, at a new address: Monarch keeps a
-connection by its address, and never makes another one to an address that it has lost."""
+"""Worker server: accepts runs on a host. Each run gets a new Monarch process there, at a new address: Monarch
+identifies connections by address, and never reconnects to an address that it has lost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ MEETING_S = 600.0
 LOOK_S = 0.1
 LONGEST_NAME = 80
 FAREWELL_S = 2.0
-"""Time for Monarch to tell the run that the last process has ended; without that the run waits for long."""
+"""Time for Monarch to notify the run that the last process has ended; without this the run would wait for a long
+time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +75,15 @@ class WorkerServer:
         self._listener = listener
         self._console = console
         self._id = secrets.token_hex(8)
-        self._runs: dict[asyncio.Task[None], _Guest] = {}  # in the order in which they came
+        self._runs: dict[asyncio.Task[None], _Guest] = {}  # in order of arrival
 
     @property
     def is_in_use(self) -> bool:
-        """Whether a run uses this worker. Any thread may ask."""
+        """Whether a run uses this worker. Thread-safe."""
         return bool(self._runs)
 
     async def serve(self) -> None:
-        """Serve until cancelled. Everything that runs have here ends then."""
+        """Serve until cancelled. All processes of runs on this host then end."""
         try:
             async with await asyncio.start_server(self._answer, sock=self._listener) as server:
                 await server.serve_forever()
@@ -112,7 +113,7 @@ class WorkerServer:
             with contextlib.suppress(asyncio.CancelledError):
                 await run
         except OSError as error:
-            logger.info("a meeting ended: %r", error)
+            logger.info("a connection ended: %r", error)
         finally:
             writer.close()
 
@@ -164,7 +165,7 @@ class WorkerServer:
 
 async def _end_before(others: list[asyncio.Task[None]], reader: asyncio.StreamReader) -> bool:
     """Wait until other runs have ended. Returns False if the waiting run is gone first."""
-    gone = asyncio.ensure_future(reader.read(1))  # a run says no more
+    gone = asyncio.ensure_future(reader.read(1))  # runs send nothing further
     try:
         waits: set[asyncio.Future[Any]] = {*others}
         while waits and not gone.done():
@@ -200,7 +201,7 @@ async def _monarch(host: str) -> AsyncGenerator[tuple[Process, str]]:
         prefix="monarch-", dir=os.environ.get(FOLDER), ignore_cleanup_errors=True
     ) as temporary:
         folder = Path(temporary)
-        suffix = f"{folder.parent.name}-{folder.name}"  # who clears up after a dead worker knows the first part
+        suffix = f"{folder.parent.name}-{folder.name}"  # cleanup after a dead worker matches on the first part
         environment = {**os.environ, "TMPDIR": temporary, "MONARCH_LOG_SUFFIX": suffix}
         process = await asyncio.create_subprocess_exec(
             *command, stdin=PIPE, stdout=PIPE, start_new_session=True, env=environment
@@ -210,7 +211,7 @@ async def _monarch(host: str) -> AsyncGenerator[tuple[Process, str]]:
             async with asyncio.timeout(START_S):
                 while (line := await process.stdout.readline()) != f"{READY}\n".encode():
                     if not line:
-                        raise ConnectionError("Monarch did not start; the worker's output says why")
+                        raise ConnectionError("Monarch did not start; see the worker's output for the reason")
             yield process, address
         finally:
             with contextlib.suppress(ProcessLookupError):

@@ -53,12 +53,13 @@ limit is much shorter than the one for silence."""
 class HealthTracker:
     """Measures the time without a sign of life of one process.
 
-    Answering a ping is a sign of life, and so is computing: a native call that holds Python's lock (loading a model,
-    compiling, capturing graphs) lets no thread answer, and is no hang. A stopped or deadlocked process does neither.
-    Work progresses if the process says so or computes: an answering thread proves nothing about a stuck collective.
+    Answering a ping is a sign of life, and so is computing: a native call that holds the GIL (loading a model,
+    compiling, capturing graphs) prevents all threads from answering, but is not a hang. A stopped or deadlocked process
+    does neither. Work progresses if the process says so or computes: a thread may answer although a collective is
+    stuck.
 
-    Each interval between two calls of `look` counts for at most `longest_look_s`: if the observer itself was stopped or
-    starved, so may have been the process.
+    Each interval between two calls of `look` counts for at most `longest_look_s`, because if the observer itself was
+    stopped or starved, the process may have been, too.
 
     Example, with calls a second apart:
 
@@ -100,7 +101,7 @@ class HealthTracker:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether it gave no sign of life since the last `look`, so that its CPU use has to be measured."""
+        """Whether it has given no sign of life since the last `look`, so that its CPU use must be measured."""
         return not self._heard or (self._at_work and not self._moved)
 
 
@@ -151,8 +152,8 @@ class WorkProgress:
 
 
 def answer_pings(path: Path, work: WorkProgress) -> None:
-    """Answer the pings of the health checks that listen at a socket of this host, from a thread, for the rest of this
-    process. The process ends once nobody listens there, because nobody would notice its end.
+    """Answer pings of the health checks that listen at a socket of this host, from a thread, for the rest of this
+    process's life. The process exits once nobody listens there, because it would otherwise be orphaned.
 
     Raises:
         OSError: nobody listens there.
@@ -184,7 +185,7 @@ class Watched(Protocol):
     def kill(self) -> None: ...
 
     def close(self) -> None:
-        """Stop watching: an end from now on is intended."""
+        """Stop watching: from now on an exit is intentional."""
         ...
 
 

@@ -21,7 +21,7 @@ class SilenceTimer:
     """Measures how long nothing has arrived from the other end of a link.
 
     Each interval between two calls of `look` counts for at most `longest_look_s`: if the observer itself was stopped or
-    starved, messages that arrived meanwhile are still unread, and nobody has been silent.
+    starved, messages that arrived meanwhile are still unread, so the other end was not silent.
 
     Example: a host may be silent for 3 s, and is checked four times a second:
 
@@ -112,10 +112,10 @@ async def receive(reader: StreamReader) -> dict[str, Any]:
 
 
 BEAT_S = 0.25
-DISMISSED = "the run goes on without this host"
+DISMISSED = "the run continues without this host"
 UNANSWERED_S = 4 * BEAT_S
-"""Time without an answer after which a new connection is made, because one that waits for lost packets continues
-late."""
+"""Time without an answer after which a new connection is made, because TCP retransmits lost packets only after growing
+delays."""
 _ATTEMPTS = 12  # connections that are being made at a time
 
 
@@ -126,7 +126,7 @@ class WatchdogSettings:
     Args:
         address, port: of the controller's monitor.
         token: identifies the host, and authorizes it.
-        lease_s: time for which the processes of the host continue without hearing of the controller.
+        lease_s: time for which the processes of the host continue without a message from the controller.
     """
 
     address: str
@@ -137,7 +137,7 @@ class WatchdogSettings:
 
 class HostWatchdog:
     """Watchdog of one host: sends heartbeats and the state of its processes to the controller, and ends the processes
-    if it hears nothing of the controller for `lease_s`, because others have replaced them by then.
+    if it hears nothing from the controller for `lease_s`, because replacements run elsewhere by then.
 
     Args:
         path: of the socket for `answer_pings` on this host.
@@ -191,7 +191,7 @@ class HostWatchdog:
                 looked_at, self._health = now, self._watch.look()
             if self._silence.look(now):
                 self._end(f"nothing has been heard of the controller for {self._settings.lease_s:g} s")
-            if not is_stopped(os.getppid()):  # nobody else would notice that it starts nothing
+            if not is_stopped(os.getppid()):  # nobody else would notice that it cannot start processes
                 self._starter.heard()
             if self._starter.look(now):
                 self._end(f"what starts processes here has been stopped for {self._settings.lease_s:g} s")
@@ -210,8 +210,8 @@ class HostWatchdog:
                     writer.close()
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Return the first connection that succeeds. A new attempt begins every `BEAT_S`, because an attempt from a
-        time when the link was down is repeated late."""
+        """Return the first connection that succeeds. A new attempt begins every `BEAT_S`, because an attempt made while
+        the link was down is retried late."""
         attempts: list[asyncio.Task[tuple[asyncio.StreamReader, asyncio.StreamWriter]]] = []
         try:
             while True:

@@ -41,19 +41,19 @@ class _Host:
 
 
 class HostOwner(Protocol):
-    """Receiver of what the monitor finds out about a host."""
+    """Listener for the monitor's findings about a host."""
 
     def host_lost(self, name: str, reason: str) -> None:
         """The host does not respond."""
         ...
 
     def host_leaving(self, name: str, reason: str) -> None:
-        """The host announces that it is about to go."""
+        """The host announces that it is about to shut down."""
         ...
 
 
 class HostMonitor:
-    """Receives the heartbeats of hosts in a thread of its own, so that hosts do not take a busy controller for a dead
+    """Receives the heartbeats of hosts in its own thread, so that hosts do not mistake a busy controller for a dead
     one. A context manager for the duration of a run.
 
     Args:
@@ -80,10 +80,10 @@ class HostMonitor:
         self._thread.__exit__()
 
     def expect(self, name: str, owner: HostOwner) -> RemoteWatcher:
-        """Watch a host that is about to send heartbeats. Called in the event loop in which the owner is told.
+        """Watch a host that is about to send heartbeats. Called in the event loop in which the owner is notified.
 
         Args:
-            owner: told once if the host does not respond, and once if it announces that it is about to go.
+            owner: notified once if the host does not respond, and once if it announces that it is about to shut down.
         """
         token = secrets.token_hex(16)
         settings = WatchdogSettings(self._address, self._socket.getsockname()[1], token, self._lease_s)
@@ -153,7 +153,7 @@ class RemoteWatcher:
         name: of the host.
         settings: for the watchdog there.
         reason: why the host is gone; None while it is not.
-        heard: set once the host has been heard of.
+        heard: set once a heartbeat of the host has arrived.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class RemoteWatcher:
         if self.reason is None:
             self.reason = reason
             watched, self._watched = self._watched, {}
-            self._owner.host_lost(self.name, reason)  # first, so that these ends are excused
+            self._owner.host_lost(self.name, reason)  # first, so that these exits count as intentional
             for one in watched.values():
                 one.observer.ended(f"host {self.name} is lost: {reason}")
 

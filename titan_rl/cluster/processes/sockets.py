@@ -151,8 +151,8 @@ def listen_on(address: str, folder: Path) -> None:
         enable_transport(transport)
     except RuntimeError:
         raise ConfigError(
-            "hosts: Monarch listens already for runs on this machine alone, and cannot be started again; start a run "
-            "with other hosts in a process of its own"
+            "hosts: Monarch already listens for runs on this machine only, and cannot be restarted; start a run with "
+            "other hosts in a separate process"
         ) from None
     _start(folder)
 

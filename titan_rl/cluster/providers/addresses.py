@@ -10,7 +10,7 @@ from titan_rl.core.errors import ProviderError
 
 
 def addresses_of(
-    names: Sequence[str], said: Mapping[str, str] | None = None, *, fix: str = "mend DNS or /etc/hosts"
+    names: Sequence[str], said: Mapping[str, str] | None = None, *, fix: str = "fix DNS or /etc/hosts"
 ) -> dict[str, str]:
     """An IP address for each host by its name.
 

@@ -39,8 +39,8 @@ async def workers(spec: ProviderSpec) -> AsyncGenerator[Iterable[str]]:
     names = os.environ.get(WORKERS, "").split()
     if not names:
         raise ConfigError(
-            'hosts.provider = "kubernetes" takes the workers that titan-rl launch CONFIG makes, and here are none '
-            f"({WORKERS} is not set): begin the run with that"
+            'hosts.provider = "kubernetes" uses the workers that titan-rl launch CONFIG creates, and there are none '
+            f"({WORKERS} is not set): start the run with that command"
         )
     port = spec.settings.port
     addresses = await found_by(partial(_reached, port=port), names, spec.wait_s)
@@ -100,7 +100,7 @@ async def found_by(find: Callable[[str], str], names: Sequence[str], wait_s: flo
     except TimeoutError:
         missing = [name for name in names if name not in found]
         raise ProviderError(
-            f"{', '.join(missing)}: no worker listens there after {wait_s:g} s; kubectl describe pod says what keeps it"
+            f"{', '.join(missing)}: no worker listens there after {wait_s:g} s; see kubectl describe pod for the reason"
         ) from None
     return [found[name] for name in names]
 
@@ -148,7 +148,7 @@ def submit(submission: Submission, manifests: str) -> str:
         run_tool([*kubectl, "patch", kind, name, "--type", "merge", "--patch", patch])
     shown = shlex.join(kubectl)
     shows, ends = f"{shown} logs --follow job/{name}", f"{shown} delete job {name}"
-    return f"job {name} is submitted; {shows} shows it, {ends} ends it in order"
+    return f"job {name} is submitted; {shows} shows it, {ends} stops it"
 
 
 def object_name(run: str, time: str) -> str:

@@ -49,7 +49,7 @@ async def nodes_of_this_job() -> list[str]:
     nodes = os.environ.get("SLURM_JOB_NODELIST")
     if not nodes:
         raise ConfigError(
-            'hosts.provider = "slurm" takes the nodes of an allocation, and SLURM_JOB_NODELIST is not set: begin the '
+            'hosts.provider = "slurm" uses the nodes of an allocation, and SLURM_JOB_NODELIST is not set: start the '
             "run with titan-rl launch CONFIG, or in a job of sbatch or salloc"
         )
     return await _names(nodes)
@@ -194,4 +194,4 @@ def submit(submission: Submission, script: str) -> str:
     (submission.folder / submission.run_dir).mkdir(parents=True, exist_ok=True)  # Slurm makes no folder for its log
     job = run_tool(["sbatch", "--parsable"], script).strip().partition(";")[0]
     log = Path(submission.run_dir) / f"{submission.name[:LONGEST_NAME]}-{job}.log"
-    return f"job {job} is submitted; its output: {log}; squeue --job {job} shows it, scancel {job} ends it in order"
+    return f"job {job} is submitted; its output: {log}; squeue --job {job} shows it, scancel {job} stops it"

@@ -83,4 +83,4 @@ async def _name(host: str, options: Sequence[str]) -> str:
         key, _, value = line.partition(" ")
         if key == "hostname" and value:
             return value
-    raise ProviderError(f"ssh -G {host} says no hostname; see what ~/.ssh/config says of {host}, and which ssh is here")
+    raise ProviderError(f"ssh -G {host} prints no hostname; check {host} in ~/.ssh/config, and the ssh in use")

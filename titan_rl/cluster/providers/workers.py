@@ -229,7 +229,7 @@ class KeptWorkers:
         if not self._began_with:
             raise ProviderError("; ".join(problems.values()) or "there is no host")
         for host, problem in problems.items():
-            self._console.warning(f"the run begins without {host}, which is asked again: {problem}")
+            self._console.warning(f"the run starts without {host}, and will try it again: {problem}")
 
     async def _keep(self, host: str, kept: _Kept) -> None:
         clock, wait_s, told = asyncio.get_running_loop().time, self._first_wait_s, ""
@@ -237,7 +237,7 @@ class KeptWorkers:
             kept.listens_since = None
             ended = await self._run(host, kept)
             if ended is None:
-                self._console.warning(f"the worker on {host} has ended as it was told to, and is not started again")
+                self._console.warning(f"the worker on {host} has ended as requested, and is not restarted")
                 return
             is_first, kept.problem = not kept.tried.is_set(), ended
             kept.tried.set()
@@ -245,7 +245,7 @@ class KeptWorkers:
                 wait_s, told = self._first_wait_s, ""
             logger.info("%s; another is started in %g s", ended, wait_s)
             if not is_first and told != ended:  # the first is told by `begin`
-                self._console.warning(f"{ended}; another is started as soon as that can be")
+                self._console.warning(f"{ended}; another is started as soon as possible")
             told = ended
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, self._most_wait_s)

@@ -102,7 +102,7 @@ class BoundedCall(Generic[T]):
             return task.result()
         except asyncio.CancelledError as error:
             self._close_what_never_began()
-            raise StrayCancellationError(f"{self._what} was cancelled, though nobody had asked for that") from error
+            raise StrayCancellationError(f"{self._what} was cancelled, although nobody requested it") from error
 
     def _expire(self) -> None:
         if not self._task.done():
@@ -131,7 +131,7 @@ class BoundedCall(Generic[T]):
             self._close_what_never_began()
         else:
             seconds = f"{self._cleanup_s:g} s"
-            logger.warning("%s does not end %s after it was cancelled, and is left behind", self._what, seconds)
+            logger.warning("%s does not end within %s of its cancellation, and is abandoned", self._what, seconds)
         return cancelled
 
     def _close_what_never_began(self) -> None:

@@ -44,7 +44,7 @@ def stray_cancellation_fails(what: str) -> Generator[None]:
             ...
 
     Args:
-        what: begins the message: "closing the environment was cancelled, though nobody had asked for that".
+        what: begins the message: "closing the environment was cancelled, although nobody requested it".
 
     Raises:
         StrayCancellationError: what was awaited was cancelled, and this task was not.
@@ -54,7 +54,7 @@ def stray_cancellation_fails(what: str) -> Generator[None]:
     except asyncio.CancelledError as error:
         if asked_to_cancel():
             raise
-        raise StrayCancellationError(f"{what} was cancelled, though nobody had asked for that") from error
+        raise StrayCancellationError(f"{what} was cancelled, although nobody requested it") from error
 
 
 def is_ctrl_c(error: BaseException) -> bool:

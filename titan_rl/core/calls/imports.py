@@ -50,7 +50,7 @@ def find_attribute(module: ModuleType, name: str) -> Any:
     try:
         return getattr(module, name, None)
     except Exception as error:
-        raise ConfigError(f"{module.__name__}.{name} cannot be had: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{module.__name__}.{name} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def find_function(setting: str, name: str, known: Mapping[str, T]) -> T:

@@ -106,7 +106,7 @@ class UsersThreads(ThreadPoolExecutor):
 
         with self._lock:
             if self._closed:
-                raise RuntimeError("the run's event loop takes no more work for threads")
+                raise RuntimeError("the run's event loop is closing, and accepts no more work for threads")
             self._waiting.append(work)
             if self._running == self._size:
                 return future
@@ -212,7 +212,7 @@ class DaemonThreads:
             self._threads -= 1
             if (waiting := self._next()) is not None:
                 self._start(waiting)
-        logger.warning("%s has not returned in %g s; its thread is left to itself", self._name, job.timeout_s)
+        logger.warning("%s has not returned in %g s; its thread is abandoned", self._name, job.timeout_s)
 
 
 class _Job:

@@ -78,7 +78,7 @@ def summary(error: BaseException) -> str:
     try:
         text = terminal_text(str(error))
     except BaseException as broken:  # also SystemExit, which would not mean the program here
-        text = f"(its text cannot be had: {type(broken).__name__})"
+        text = f"(its text cannot be read: {type(broken).__name__})"
     return f"{kind}: {text}" if text.strip() else kind
 
 

@@ -105,7 +105,7 @@ class LoopWatchdog:
         took = time.monotonic() - began
         if told_at:
             self._blocker = None
-            self._say(f"the event loop goes on after {took:.0f} s")
+            self._say(f"the event loop continues after {took:.0f} s")
         elif took >= self._blocked_after_s:  # this thread could not run either
             self._say(
                 f"the event loop has stood still for {took:.0f} s, and so have all threads: the process was stopped, "
@@ -119,7 +119,7 @@ class LoopWatchdog:
         stack = traceback.extract_stack(frame)
         callback = _callback(frame)
         self._blocker = innermost(callback) or f"{stack[-1].filename}:{stack[-1].lineno} in {stack[-1].name}"
-        logger.warning("what blocks the event loop:\n%s", "".join(traceback.format_list(stack)))
+        logger.warning("the event loop is blocked at:\n%s", "".join(traceback.format_list(stack)))
         self._say(
             f"the event loop has stood still for {seconds:.0f} s: {self._blocker} blocks it, and nothing else runs. "
             f"{_advice(callback)}"

@@ -272,7 +272,7 @@ class TraceRecorder:
                 self._file.append(events)
             except OSError as error:
                 self._failed = True
-                reason = f"the trace of {self._process} ends here, and the run goes on without it: {error}"
+                reason = f"the trace of {self._process} ends here, and the run continues without it: {error}"
                 logger.warning("%s", reason)
                 if self._console is not None:
                     self._console.message(reason)

@@ -141,7 +141,7 @@ def _played_by_person(
     if has_model:
         _show(rollouter, screen, player)
         return Cast(rollouter, player.generate, renderer, screen, player)
-    console.message(f"model.path = {config.model.path!r} is not there, so this is played in messages, without tokens")
+    console.message(f"model.path = {config.model.path!r} does not exist, so this is played in messages, without tokens")
     play_by_chat(rollouter, player.chat, lambda env: ShownMessageEnv(env, screen))
     return Cast(rollouter, speaks_no_tokens, renderer, screen, player)
 

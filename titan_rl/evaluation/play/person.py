@@ -139,7 +139,7 @@ class Person:
             elif command == "/tokens":
                 self._console.message("there are none without the model's tokenizer")
             elif command.startswith("/"):
-                self._console.message(f"there is no {command}; /help says what there is")
+                self._console.message(f"there is no command {command}; see /help")
             else:
                 return text
 
@@ -148,7 +148,7 @@ class Person:
         try:
             arguments: Any = parse_json(given or "{}")
         except ValueError as error:
-            self._console.message(f"{given!r} is no JSON: {error}")
+            self._console.message(f"{given!r} is not valid JSON: {error}")
             return None
         return ToolCall(name, arguments)
 
@@ -170,7 +170,7 @@ class Person:
         written = whole[len(before) :]
         end = next((place for place, token in enumerate(written) if token in stops), None)
         if whole[: len(before)] != before or end is None:
-            self._console.message("this renderer writes no calls; type the call as the model would")
+            self._console.message("this renderer does not render calls; type the call as the model would write it")
             return None
         return written[: end + 1]
 
@@ -186,7 +186,7 @@ class Person:
         while (line := await self._line("... ")) is not None and line.strip() != QUOTES:
             lines.append(line)
         if line is None:
-            self._console.message(f"the input ends within {QUOTES}: that is no reply")
+            self._console.message(f"the input ends within {QUOTES}, so there is no reply")
             return None
         return "\n".join(lines)
 

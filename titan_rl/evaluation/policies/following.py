@@ -155,7 +155,7 @@ class RunFollower:
         try:
             source = await in_thread(newest_checkpoint, self._run)
         except OSError as error:
-            logger.warning("%s cannot be looked at: %s", self._run, error)
+            logger.warning("%s cannot be read: %s", self._run, error)
             return
         if source is None or source.version <= self.version:
             return

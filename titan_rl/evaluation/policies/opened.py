@@ -193,7 +193,7 @@ async def speaks_no_tokens(
     prompt_token_ids: Sequence[int], *, request_id: str, session_id: str | None = None, sampling: SamplingParams
 ) -> Completion:
     """The `generate` of a policy of messages."""
-    raise RequestError("this policy answers in messages, and is asked for tokens")
+    raise RequestError("this policy answers with messages, but tokens were requested")
 
 
 async def _only_model(url: str, key: str | None, transport: httpx.AsyncBaseTransport | None) -> str:
@@ -204,9 +204,9 @@ async def _only_model(url: str, key: str | None, transport: httpx.AsyncBaseTrans
             answer = (await client.get(endpoint, headers=headers)).raise_for_status().json()
         names = [str(model["id"]) for model in answer["data"]]
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise GenerationError(f"{endpoint} cannot be asked for its models: {error}; give --model NAME") from error
+        raise GenerationError(f"{endpoint} cannot list its models: {error}; give --model NAME") from error
     except (LookupError, TypeError, ValueError) as error:
-        raise GenerationError(f"{endpoint} gives no list of models; give --model NAME") from error
+        raise GenerationError(f"{endpoint} lists no models; give --model NAME") from error
     if len(names) != 1:
         raise ConfigError(f"--model is needed: {endpoint} has {len(names)} models: {', '.join(names[:20])}")
     return names[0]

@@ -193,7 +193,7 @@ def _saved(given: str) -> PolicySource:
 
 def _check_free(out: Path) -> None:
     if out.exists():
-        raise ConfigError(f"{out} exists, and nothing is written over; name a folder that does not")
+        raise ConfigError(f"{out} exists, and nothing is overwritten; name a new folder")
     above = next(folder for folder in out.parents if folder.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         raise ConfigError(f"{out} cannot be made: nothing can be written in {above}; name another folder")

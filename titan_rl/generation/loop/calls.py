@@ -73,7 +73,7 @@ class PendingCall:
         self._clock = clock
         self.token_ids = array(TOKENS)
         self.logprobs = array(LOGPROBS)
-        self._routed_experts: list[ExpertRows] = []  # of one token each
+        self._routed_experts: list[ExpertRows] = []  # lists of one token's values
         self._top_logprobs: list[Sequence[tuple[int, float]]] = []
         self._allowed_logprobs = array(LOGPROBS)
         self._prompt_scores: PromptScores | None = None
@@ -283,7 +283,7 @@ class PendingCalls:
         """Remove all calls.
 
         Returns:
-            All calls, which the caller has to fail, and the ids of those that ran.
+            All calls, which the caller must fail, and the ids of those that ran.
         """
         calls, running = [*self.waiting.values(), *self.running.values()], tuple(self.running)
         self.waiting.clear()

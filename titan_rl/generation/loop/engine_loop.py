@@ -9,7 +9,7 @@ Calls only enqueue and await a future. Between two engine steps the loop decides
     SLEEP   release memory, in a pause of mode "sleep"
     STEP    let waiting requests join, and advance the batch by a token
 
-so a pull or an abort waits for one engine step at most.
+So a pull or an abort waits for at most one engine step.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ class EngineLoop:
         Args:
             make_items: Opens the version: (Hugging Face parameter name, tensor) pairs.
             verify: Checks the loaded engine in its thread, and raises if the weights are wrong.
-            manifest: From which the other ranks open the version. It pickles.
+            manifest: Used by the other ranks to open the version; it can be pickled.
             published: Checksums by Hugging Face name. The weights that a `ReadableEngine` holds are compared with them
                 before `verify` is called.
 

@@ -32,7 +32,7 @@ class EngineTrack:
         self._steps = self._tokens = 0
 
     def rested(self, began_ns: int, *, paused: bool) -> None:
-        """Note that there was nothing to decide since that time."""
+        """Note that there has been nothing to do since that time."""
         if time.monotonic_ns() - began_ns > REST_NS:
             self._rest("paused" if paused else "idle", began_ns)
 

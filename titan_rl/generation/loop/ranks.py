@@ -56,7 +56,7 @@ class OneRank:
         pass
 
     def receive(self) -> LoopDecision:
-        raise RuntimeError("a single rank decides; it has nobody to follow")
+        raise RuntimeError("a single rank has no leader to follow")
 
     def gather(self, value: Any) -> list[Any]:
         return [value]
@@ -116,7 +116,7 @@ Stepping = Callable[[], AbstractContextManager[object]]
 
 
 class EngineRank:
-    """One engine and its rank. A failure on one rank is agreed on, so that all ranks stay alike.
+    """One engine and its rank. If one rank fails, all ranks agree on the failure, so that their states stay equal.
 
     Args:
         make_engine: Called by `start`.

@@ -38,7 +38,7 @@ class LoopAction(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LoopDecision:
-    """One turn of the loop. It pickles, and names everything that a follower needs.
+    """One decision of the loop. It can be pickled, and contains everything that a follower needs.
 
     Example: two requests join the batch before this step.
 
@@ -76,7 +76,7 @@ class PendingPull:
         self._source: Any = None
 
     def open(self, make_items: Callable[[], Items], verify: Verify | None, published: Any) -> None:
-        """Take the first pair, before which a transport checks all it can, and put it back in front.
+        """Read the first pair, before which a transport does all its checks, and put it back.
 
         Raises:
             UnavailableWeightsError: it failed.
@@ -92,8 +92,7 @@ class PendingPull:
         self.weights = Weights(items, verify, published or {})
 
     def close(self) -> None:
-        """Close the source of the items. An error is logged: it is no reason to stop serving, and says nothing against
-        weights that were loaded and verified."""
+        """Close the source of the items. An error is only logged, because the weights were loaded and verified."""
         try:
             if (close := getattr(self._source, "close", None)) is not None:
                 close()

@@ -1,4 +1,4 @@
-"""Many generators behind one `generate`. Plain asyncio: an actor only wraps it."""
+"""Router: many generators behind one `generate`. Plain asyncio, without Monarch."""
 
 from titan_rl.generation.router.control import PauseReport, PullMode, PullReport
 from titan_rl.generation.router.pool import ReplicaStatus

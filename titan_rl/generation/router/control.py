@@ -16,13 +16,13 @@ from titan_rl.generation.types import PauseMode
 
 @dataclass(frozen=True, slots=True)
 class PauseReport:
-    """Duration of a pause, and the requests and replicas that it gave up on: `PauseReport("wait", 300.2,
+    """Duration of a pause, and the requests and replicas that exceeded its limits: `PauseReport("wait", 300.2,
     aborted=("g1/0/2",), cancelled=(), failed={})`."""
 
     mode: PauseMode
     seconds: float
     aborted: tuple[str, ...]  # ids of requests that were ended early
-    cancelled: tuple[str, ...]  # the part of them that did not return, and lost their tokens
+    cancelled: tuple[str, ...]  # those of them that did not return in time, and lost their tokens
     failed: Mapping[str, Exception]  # replicas that did not pause, by name; they are out of service
 
 
@@ -209,7 +209,7 @@ class Puller:
             self._pool.quarantine(replica, error)
 
     def _give_up(self, version: int) -> bool:
-        """Return to the version before, unless a replica has loaded this one or a newer one was asked for."""
+        """Return to the previous version, unless a replica has loaded this one or a newer one was requested."""
         target = self._target
         if target.version != version or (target.loaded is not None and target.loaded >= version):
             return False
@@ -230,7 +230,8 @@ class Puller:
         return []
 
     async def _wait_for_one(self, version: int, failed: Mapping[str, Exception]) -> None:
-        """Wait for a replica that recovers or joins, which then has the version. Wrong weights are not waited for."""
+        """Wait for a replica that recovers or joins, and then has the version. Do not wait for one with wrong
+        weights."""
         cause = next((error for error in failed.values() if isinstance(error, StateDictError)), None)
         if cause is None:
             try:

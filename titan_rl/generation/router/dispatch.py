@@ -46,7 +46,7 @@ class Failed:
     replica: PooledReplica
     epoch: int  # of the replica, when the attempt began
     error: Exception
-    num_served: int  # the replica's signs of service to other requests, when the attempt failed
+    num_served: int  # number of signs that the replica served other requests, when the attempt failed
 
     @property
     def outlived(self) -> bool:
@@ -196,8 +196,8 @@ class Dispatcher:
         The first failure is the replica's, and so is each one of an engine that ended or hangs. If the request fails in
         the same way on another replica, or on the same one in all attempts that it has, and the replicas that failed it
         go on to serve others, then the request is at fault: it fails alone, and the last replica stays in service.
-        Repeated failures on one replica are otherwise the replica's, which may be flaky. Replicas without other
-        requests get no chance to prove themselves; their failures are theirs, which hurts nobody else.
+        Repeated failures on one replica are otherwise the replica's, which may be flaky. A replica without other
+        requests cannot prove that it works, so its failures count against it; no other request suffers.
 
         Raises:
             RequestError: the request is at fault.
@@ -222,7 +222,7 @@ class Dispatcher:
 
 
 LOOK_S = 1.0
-"""Delay between an event that may call for moves and the look at the numbers of requests."""
+"""Delay between an event that may call for moves and the check of the numbers of requests."""
 
 PlannedMove = tuple[PooledReplica, RequestInFlight, PooledReplica]  # source, request and target
 
@@ -232,8 +232,8 @@ class Moves:
 
     A replica that has at most `below` of the requests of the fullest one that can give some receives requests from it,
     up to the mean. A request that moves is ended as by an abort, returns with all of its tokens, and continues in a
-    place that is reserved from then on: no token is lost or generated again, and whoever waits for the target to be
-    idle, such as a drain or a pause, waits for the request as well.
+    place that is reserved from then on: no token is lost or generated again, and a drain or a pause that waits for the
+    target to be idle waits for the request as well.
 
     Requests that were sent last move first: they may still be queued in an engine, and have the fewest tokens to be
     computed again. A request moves again when its tokens have more than doubled, which bounds the tokens of an answer
@@ -243,9 +243,9 @@ class Moves:
     A target has the same version, so that no answer returns to older weights, has answered since its last failure, and
     has not failed this request. If it fails nevertheless, that does not count as an attempt of the request.
 
-    It looks `LOOK_S` after an answer, after a replica enters service and after a resume; and again while only a
-    doubling of tokens or the end of a pull is missing. A look costs a pass over the replicas, a pass over the requests
-    of the giving replicas, and the logarithm of the number of replicas for each move.
+    Checks run `LOOK_S` after an answer, after a replica enters service and after a resume, and are repeated while moves
+    only wait for tokens to double or a pull to end. A check costs a pass over the replicas, a pass over the requests of
+    the fullest replicas, and the logarithm of the number of replicas for each move.
 
     Args:
         below: Above 0 and less than 1, or None for no moves.
@@ -272,7 +272,7 @@ class Moves:
         self.num_moved = (self.num_moved or 0) + 1
         place = request.place
         if place is not None and _is_behind(place.replica, source, completion):
-            # The source has pulled meanwhile, and the target has not yet: the request stays.
+            # The source has pulled since, and the target has not yet: the request stays.
             request.give_place_back()
             request.place = Reservation(source, request.partial.request.cost, self._pool)
 
@@ -323,7 +323,7 @@ class Moves:
         counts = {replica: replica.num_requests for replica in self._pool if replica.serving}
         self._under_way = {request for request in self._under_way if request.place is not None}
         for request in self._under_way:
-            if request.replica in counts:  # it counts where its place is
+            if request.replica in counts:  # it counts for the replica that has its reservation
                 counts[request.replica] -= 1
         return counts
 
@@ -353,8 +353,8 @@ class Moves:
                 heapq.heappush(fullest, one)
 
     def _movable(self, replica: PooledReplica) -> list[RequestInFlight]:
-        """Requests of a replica that may move, in the order in which they were sent. If others may move once their
-        tokens have doubled, there is another look."""
+        """Requests of a replica that may move, in the order in which they were sent. Schedule another check if others
+        may move once their tokens have doubled."""
         free = [
             request
             for request in self._requests.on(replica)

@@ -41,7 +41,7 @@ class PooledReplica:
         self.removed = False  # for good
         self.version: int | None = None  # pulled through this router; None if unknown
         self.paused: PauseMode | Literal["unknown"] | None = None  # "unknown" after a call that failed
-        self.epoch = 0  # admissions so far: tells a late failure from a new one
+        self.epoch = 0  # admissions so far: distinguishes a late failure from a new one
         self.failures = 0  # in a row, without an answered request between them
         self.last_error: Exception | None = None
         self.num_served = 0  # answers and chunks of tokens so far
@@ -102,7 +102,7 @@ class Aborts:
     def __init__(self, tasks: BackgroundTasks, call_s: float) -> None:
         self._tasks = tasks
         self._call_s = call_s
-        self._orphans: dict[PooledReplica, list[str]] = {}  # of this turn of the event loop
+        self._orphans: dict[PooledReplica, list[str]] = {}  # of this iteration of the event loop
         self._untaken: dict[PooledReplica, list[str]] = {}  # of aborts that failed
         self._unheard = Counter[str]()  # all orphans that their replica may still run
 
@@ -121,8 +121,8 @@ class Aborts:
         return True
 
     def send_soon(self, replica: PooledReplica, engine_id: str) -> None:
-        """Abort a request that has no caller any more, because its engine may still run it. Requests of one turn of the
-        event loop share one call: losing a replica orphans many at once."""
+        """Abort a request that has no caller any more, because its engine may still run it. Requests of one iteration
+        of the event loop share a call, because the loss of a replica orphans many at once."""
         if not self._orphans:
             asyncio.get_running_loop().call_soon(self._send_orphans)
         self._orphans.setdefault(replica, []).append(engine_id)
@@ -133,7 +133,7 @@ class Aborts:
         return engine_id in self._unheard
 
     def send_again(self, replica: PooledReplica) -> None:
-        """Repeat the aborts that the replica did not take."""
+        """Repeat the aborts that did not reach the replica."""
         self._start(replica, ())
 
     def forget(self, replica: PooledReplica) -> None:
@@ -164,10 +164,10 @@ class Aborts:
 
 
 class TargetState:
-    """State that every replica is brought to: the newest version of the weights, and the pause mode.
+    """Target state of all replicas: the newest version of the weights, and the pause mode.
 
     Attributes:
-        version: Newest version asked for, except versions that no replica could load. None before the first pull.
+        version: Newest requested version, except versions that no replica could load. None before the first pull.
         loaded: Newest version that a replica has loaded.
         mode: Mode of the present pause.
     """
@@ -383,7 +383,7 @@ class Pool:
         return f"none of {count} generators is in service" if count else "there is no generator"
 
     async def close(self) -> None:
-        """Remove and close all replicas. Errors are logged, and a call past its limit is left behind."""
+        """Remove and close all replicas. Errors are logged, and a call past its limit is abandoned."""
         await asyncio.gather(*(self._close(self.remove(replica.name)) for replica in self))
 
     async def _close(self, replica: PooledReplica) -> None:

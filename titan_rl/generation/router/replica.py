@@ -1,4 +1,4 @@
-"""Contract of a replica with the router, and the router's calls: to replicas, of its users, and in the background."""
+"""Interface of a replica, and the router's calls: to replicas, from its users, and in the background."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Limits:
     reabort_interval_s: float = 2.0  # until an abort is repeated, for requests that reached their engine after it
     cancel_s: float = 5.0  # cancelled calls and tasks end; the rest is logged and left behind
     call_s: float = 10.0  # one pause, resume, abort or close call to a replica
-    blame_s: float = 2.0  # replicas that failed a request prove that they serve others, and the request is at fault
+    blame_s: float = 2.0  # if replicas that failed a request serve others meanwhile, the request is at fault
     quarantine_s: float = 1.0  # before a failed replica is tried again; doubles with each failure in a row
     max_quarantine_s: float = 60.0
 
@@ -75,7 +75,7 @@ class Replica(Protocol):
             The version that is loaded then. None stands for `version`.
 
         Raises:
-            UnavailableWeightsError: the weights cannot be had. The loaded ones are untouched and serve on.
+            UnavailableWeightsError: the weights cannot be read. The loaded ones are untouched and stay in service.
             StateDictError: the weights are wrong. It is unknown which are loaded; requests fail until a pull succeeds.
         """
         ...
@@ -146,16 +146,16 @@ T = TypeVar("T")
 
 
 class ReplicaCalls:
-    """A replica whose calls fail by an `Exception` if they fail, and end soon after they are cancelled.
-
-    Each call but `generate` is a task of its own, which is left behind if it does not end after its cancellation.
+    """Wrapper of a replica: calls fail only with an `Exception`, and end soon after they are cancelled. Each call
+    except `generate` runs in its own task, which is abandoned if it does not end after its cancellation.
 
     Args:
         cancel_s: Time for a cancelled call to end.
 
     Raises:
-        StrayCancellationError: by any call that was cancelled though nobody had requested it.
-        GenerationError: by any call, instead of anything but an `Exception`, such as a panic of native code.
+        StrayCancellationError: by any call that was cancelled although nobody requested it.
+        GenerationError: by any call, in place of a `BaseException` that is not an `Exception`, such as a panic of
+            native code.
         Exception: whatever the replica fails with.
     """
 
@@ -277,7 +277,7 @@ class BackgroundTasks:
         if not task.cancelled():
             error = task.exception()
         elif not asked_to_cancel(task):
-            error = StrayCancellationError(f"{task.get_name()!r} was cancelled, though nobody had asked for that")
+            error = StrayCancellationError(f"{task.get_name()!r} was cancelled, although nobody requested it")
         else:
             return
         if error is not None:

@@ -30,7 +30,7 @@ class CutShortError(Exception):
 
 
 class Waiter:
-    """Waits for one thing at a time, in `within`, and can be frozen meanwhile.
+    """Time-limited waits of one request, one at a time, in `within`. They can be frozen.
 
     Args:
         what: Names it in messages.
@@ -183,7 +183,7 @@ class RequestInFlight(Waiter):
         self._requests.pool.tasks.start(self._requests.abort([self]), f"end {self.request_id}")
 
     def leave(self, place: Reservation) -> None:
-        """Plan to continue at `place`, once the attempt has been ended."""
+        """Plan to continue on the replica of `place`, once the attempt has ended."""
         self.is_leaving, self.place, self.moved_with = True, place, self.partial.num_tokens
 
     def give_place_back(self) -> None:
@@ -211,9 +211,9 @@ class StallWatch:
     request that queues behind others waits as long as those progress. Frozen time does not count. A stalled replica is
     quarantined, and its requests continue elsewhere.
 
-    A sign costs one store: each replica with requests has one timer, which looks at the time of the last sign. It looks
-    twice before it reports a stall, because after the event loop was blocked, timers run before the signs that arrived
-    meanwhile.
+    Recording a sign costs one store: each replica with requests has one timer, which checks the time of the last sign.
+    It checks twice before it reports a stall, because after the event loop was blocked, timers run before the signs
+    that arrived meanwhile.
     """
 
     def __init__(self, limit_s: float, pool: Pool) -> None:
@@ -263,7 +263,7 @@ class StallWatch:
                 self._watch(replica)
 
     def _watch(self, replica: PooledReplica) -> None:
-        """Look when a sign is almost overdue, or at the deadline if that is near."""
+        """Check when a sign is almost overdue, or at the deadline if that is near."""
         if self._frozen_at is None:
             deadline = replica.heard_at + self._limit_s
             first = deadline - self._grace_s
@@ -286,7 +286,7 @@ class StallWatch:
             self._watch(replica)
 
     def _stalled(self, replica: PooledReplica) -> None:
-        error = EngineStalledError(f"nothing has come from {replica.name} for {self._limit_s:g} s")
+        error = EngineStalledError(f"no sign of life from {replica.name} for {self._limit_s:g} s")
         self._pool.quarantine(replica, error)
         for request in self.running(replica):
             request.end(error)
@@ -366,7 +366,7 @@ class RequestsInFlight:
         """Abort requests and wait until they have ended.
 
         The abort is repeated at an interval, because a request may reach its engine after an earlier one. Requests
-        still in flight after `abort_s` are cancelled, and left behind after another `cancel_s`.
+        still in flight after `abort_s` are cancelled, and abandoned after another `cancel_s`.
 
         Returns:
             Ids of requests that had to be cancelled.

@@ -79,13 +79,13 @@ class GeneratorRouter:
         return tuple(ReplicaStatus.of(replica) for replica in self._pool)
 
     def has_replica(self, name: str) -> bool:
-        """Whether a replica of that name was added and not removed."""
+        """Whether the router has a replica of that name."""
         return name in self._pool
 
     @property
     def version(self) -> int | None:
-        """The version that every replica is brought to: the newest one asked for, except versions that no replica could
-        get. None before the first pull."""
+        """Target version of all replicas: the newest requested one, except versions that no replica could load. None
+        before the first pull."""
         return self._pool.target.version
 
     def trouble(self) -> str | None:
@@ -127,7 +127,7 @@ class GeneratorRouter:
         return self._dispatcher.generate(request, on_chunk)
 
     async def pull_state_dict(self, version: int, mode: PullMode = "hot_swap") -> PullReport:
-        """Bring every replica to `version`, or to a newer one that was asked for meanwhile.
+        """Bring every replica to `version`, or to a newer one that was requested meanwhile.
 
         "hot_swap" pulls while requests run. "drain" takes one replica at a time out of service and lets its requests
         finish first. A replica that cannot pull stays out of service until it can, and the others continue.
@@ -146,8 +146,8 @@ class GeneratorRouter:
         """Stop generating on every replica: "keep" freezes requests, "wait" lets them finish, "abort" ends them.
 
         New requests wait for `resume`; in mode "abort" they return aborted at once, and never reach a replica.
-        Returns within the limits whatever the replicas do; the report names the requests and replicas that it gave up
-        on.
+        Returns within the limits even if replicas do not respond; the report names the requests and replicas that
+        exceeded them.
 
         Raises:
             RuntimeError: it is paused already.

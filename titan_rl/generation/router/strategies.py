@@ -18,7 +18,8 @@ from titan_rl.core.calls.user_code import describe
 from titan_rl.core.errors import ConfigError
 
 MAX_SESSIONS = 1 << 18
-"""Sessions that a strategy remembers; more than the rollouts in flight of any run, or those lose their KV cache."""
+"""Maximum number of sessions that a strategy remembers. If a run has more rollouts in flight, some lose their KV
+cache."""
 
 
 class Candidate(Protocol):
@@ -39,11 +40,11 @@ class Strategy(ABC):
     _owner: object | None = None  # a class attribute, so that a strategy of one's own need not call `__init__`
 
     def belong_to(self, owner: object) -> None:
-        """Called once by the router that uses it, before any other call. One that holds other strategies has them
-        belong to the same owner.
+        """Called once by the router that uses it, before any other call. A strategy that holds others passes the owner
+        on to them.
 
         Raises:
-            ValueError: it belongs to another: its replicas would be chosen for requests of this one.
+            ValueError: it belongs to another router, whose replicas would be chosen for requests of this one.
         """
         if self._owner is not None and self._owner is not owner:
             raise ValueError(
@@ -58,7 +59,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def withdraw(self, candidate: Candidate) -> None:
-        """`candidate`, admitted before, is not to be chosen until it is admitted again."""
+        """`candidate`, admitted before, may not be chosen until it is admitted again."""
 
     @abstractmethod
     def choose(self, session_id: str | None, cost: int) -> Candidate:
@@ -74,15 +75,15 @@ class Strategy(ABC):
         """The load of `candidate` has fallen."""
 
     def moved(self, session_id: str, candidate: Candidate) -> None:  # noqa: B027
-        """A request of this session goes on at `candidate`, which serves and was not chosen: what the next ones can
-        reuse is there."""
+        """A request of this session continues on `candidate`, which `choose` did not select. The KV cache that later
+        requests can reuse is there."""
 
     def finish_session(self, session_id: str) -> None:  # noqa: B027
-        """No further request of this session comes. Unknown ids are ignored."""
+        """The session sends no further request. Unknown ids are ignored."""
 
 
 class RoundRobin(Strategy):
-    """Each replica in turn, whatever its load."""
+    """Round robin: each replica in turn, regardless of its load."""
 
     def __init__(self) -> None:
         self._turns: deque[Candidate] = deque()
@@ -104,11 +105,12 @@ Entry = tuple[int, int, Candidate]  # load, number of the choice that took it la
 
 
 class LeastLoaded(Strategy):
-    """The replica with the fewest reserved tokens; of equals, the one chosen longest ago. O(log replicas).
+    """Least loaded: the replica with the fewest reserved tokens; among equals, the one chosen longest ago. O(log
+    replicas).
 
     A heap of (load, last choice, replica) with lazy deletion. Each replica has one live entry, whose load is never
-    above the true one: a risen load is corrected when its entry comes up, a fallen load pushes a new entry, and
-    the dead ones are dropped as they come up or when they outnumber the living.
+    above the true one. An increased load is corrected when its entry is popped; a decreased load pushes a new entry,
+    and the old one is dropped when it is popped or when dead entries outnumber the live ones.
     """
 
     def __init__(self) -> None:
@@ -153,10 +155,10 @@ class LeastLoaded(Strategy):
 
 
 class WithFallback(Strategy):
-    """Decides about some requests, and leaves the others to `fallback`.
+    """Base of strategies that choose for some requests, and leave the others to `fallback`.
 
     Args:
-        fallback: told of every change; by default `LeastLoaded`.
+        fallback: receives every change; by default `LeastLoaded`.
     """
 
     def __init__(self, fallback: Strategy | None = None) -> None:
@@ -180,7 +182,8 @@ class WithFallback(Strategy):
 
 
 class StickySession(WithFallback):
-    """The replica that served the session before, for its KV cache; `fallback` chooses for new sessions.
+    """Sticky sessions: the replica that served the session before, for its KV cache; `fallback` chooses for new
+    sessions.
 
     A session whose replica is out of service moves to another and stays there.
 
@@ -214,7 +217,8 @@ class StickySession(WithFallback):
 
 
 class ConsistentHash(WithFallback):
-    """The same session to the same replica without remembering sessions, also over restarts and several routers.
+    """Consistent hashing: the same session goes to the same replica without remembering sessions, even across restarts
+    and several routers.
 
     Each replica owns `points` places on a ring of hashes, and a session belongs to the next place after its own
     hash: when a replica leaves, only its sessions move (Karger et al., 1997). O(log(replicas x points)), and a sort for
@@ -234,7 +238,7 @@ class ConsistentHash(WithFallback):
         self._points = points
         super().__init__(fallback)
         self._owners: dict[int, list[Candidate]] = {}  # of each place; several only where hashes are equal
-        self._places: list[int] | None = None  # sorted; None while they are to be sorted anew
+        self._places: list[int] | None = None  # sorted; None if they have to be sorted again
 
     def admit(self, candidate: Candidate) -> None:
         super().admit(candidate)
@@ -253,7 +257,7 @@ class ConsistentHash(WithFallback):
     def choose(self, session_id: str | None, cost: int) -> Candidate:
         if session_id is None:
             return self._fallback.choose(None, cost)
-        if self._places is None:  # once, however many have come and gone since the last choice
+        if self._places is None:  # once, however many replicas have joined or left since the last choice
             self._places = sorted(self._owners)
         index = bisect.bisect(self._places, _hash(session_id))
         return self._owners[self._places[index % len(self._places)]][0]
@@ -263,7 +267,7 @@ class ConsistentHash(WithFallback):
 
 
 class GroupAffinity(WithFallback):
-    """The siblings of a group to one replica, because their first prompts are the same.
+    """Group affinity: the siblings of a group go to one replica, because they have the same first prompt.
 
     As the fallback of `StickySession` it places first turns only: `StickySession(fallback=GroupAffinity())`.
     The group of the sessions "g7/3" and "g7/3/first" is "g7"; it is forgotten when its last session finishes.
@@ -316,7 +320,7 @@ def _hash(text: str) -> int:
 
 
 StrategyFn = Callable[[int], Strategy]
-"""Makes the strategy of one router, given how many sessions it may remember. A class is one, too."""
+"""Factory of a router's strategy, called with the maximum number of sessions to remember. A class is a factory, too."""
 
 BY_NAME: dict[str, StrategyFn] = {
     "sticky": lambda max_sessions: StickySession(LeastLoaded(), max_sessions),
@@ -325,7 +329,7 @@ BY_NAME: dict[str, StrategyFn] = {
     "least_loaded": lambda _: LeastLoaded(),
     "round_robin": lambda _: RoundRobin(),
 }
-"""The library's own that `routing.strategy` names."""
+"""Built-in strategies that `routing.strategy` can name."""
 
 
 def find_strategy(name: str) -> StrategyFn:

@@ -184,7 +184,7 @@ class CallsInThread:
 
 def _log_failure(answer: asyncio.Future[Any]) -> None:
     if not answer.cancelled() and (error := answer.exception()) is not None:
-        logger.warning("closing an environment that had been given up failed: %s", describe(error))
+        logger.warning("closing an abandoned environment failed: %s", describe(error))
 
 
 T = TypeVar("T")

@@ -34,7 +34,8 @@ class RolloutEnded(Exception):
 
 
 class TimeIsUp(RolloutEnded):
-    """End of a rollout whose own time is used up. Requests in flight return with the tokens they have, which count."""
+    """End of a rollout whose own time is used up. Requests in flight return with the tokens they have, which become
+    part of the rollout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +142,7 @@ class EnvCalls:
     that `reset` entered.
 
     A call whose caller is cancelled, by a time limit for instance, is cancelled and has `CLEANUP_S` seconds to end. If
-    it does not, it is left behind with a warning, and the environment is closed when it ends, if it ever does.
+    it does not, it is abandoned with a warning, and the environment is closed when the call ends, if it ever does.
     """
 
     def __init__(self, env: TokenEnv | AgentEnv | SeatedEnv) -> None:
@@ -153,7 +154,7 @@ class EnvCalls:
         self._task: asyncio.Task[None] | None = None
         self._left_behind = False
         self._seconds = 0.0  # of calls except `close`
-        # Checking a protocol takes many times as long as looking for one method.
+        # Checking a protocol takes many times as long as looking up one method.
         self.has_seats = hasattr(env, "play_seats") and isinstance(env, SeatedEnv)
         self.is_agent = hasattr(env, "play") and isinstance(env, AgentEnv)
 
@@ -180,7 +181,8 @@ class EnvCalls:
 
     async def close(self, timeout_s: float) -> Failure | None:
         """Close the environment and return its failure, if any. Cancellation waits for that up to the time limit, which
-        is at most `MAX_CLOSE_S`. Returns at once if a call is left behind; closing follows it."""
+        is at most `MAX_CLOSE_S`. Returns immediately if a call was abandoned; the environment is then closed after that
+        call."""
         timeout_s = min(timeout_s, MAX_CLOSE_S)
         self._closes = True
         call, task = self._begin("close")
@@ -230,7 +232,7 @@ class EnvCalls:
         if call.failure is not None:
             raise call.failure
         if not call.is_over:
-            raise StrayCancellationError("the environment's task was cancelled, though nobody had asked for that")
+            raise StrayCancellationError("the environment's task was cancelled, although nobody requested it")
         return call.result
 
     def _begin(self, method: str, *arguments: Any) -> tuple[_Call, asyncio.Task[None]]:
@@ -253,7 +255,7 @@ class EnvCalls:
             self._left_behind = True
             _left_behind.add(task)
             task.add_done_callback(_left_behind.discard)
-            logger.warning("a call into %s does not end after it was cancelled, and is left behind", self._name)
+            logger.warning("a call into %s does not end after its cancellation, and is abandoned", self._name)
 
     async def _work(self) -> None:
         while True:

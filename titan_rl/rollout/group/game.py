@@ -85,10 +85,10 @@ class Game:
 
     @contextmanager
     def asking(self) -> Generator[None]:
-        """Context of a request to a seat, which has its own time limits."""
+        """Context of a request to a seat. The seat has its own time limits."""
         task = asyncio.current_task()
         if not self._is_going or task is None:
-            raise RuntimeError("a seat was asked after the end of the game")
+            raise RuntimeError("a seat received a request after the end of the game")
         self._asked.add(task)
         self._expect_a_request()
         try:
@@ -209,7 +209,7 @@ async def play_game(
 
 
 class _Seat:
-    """Base of the seats: each is asked for one answer at a time, until it is out.
+    """Base class of seats: each answers one request at a time, until it is out.
 
     Attributes:
         out: reason why it cannot continue.
@@ -223,7 +223,7 @@ class _Seat:
         self._is_asked = False
 
     async def reply(self, messages: Sequence[Message]) -> Message:
-        raise TypeError(f"seat {self.name!r} is asked in messages, and no MessagePlayer plays it")
+        raise TypeError(f"seat {self.name!r} receives messages, but its player is not a MessagePlayer")
 
     def leave(self, status: RolloutStatus, why: str) -> SeatOutError:
         self.out = self.out or SeatOutError(self.name, status, why)
@@ -241,7 +241,9 @@ class _Seat:
         if self.out is not None:
             raise self.out
         if self._is_asked:
-            raise RuntimeError(f"seat {self.name!r} was asked again before it answered; await its answer first")
+            raise RuntimeError(
+                f"seat {self.name!r} received a request before it answered the previous one; await its answer first"
+            )
         self._is_asked = True
         try:
             with self._game.asking():
@@ -310,7 +312,7 @@ class _OtherSeat(_Seat):
     async def generate(self, prompt_token_ids: Sequence[int]) -> Completion:
         player = self.player
         if not isinstance(player, TokenPlayer):
-            raise TypeError(f"seat {self.name!r} is asked in tokens, and no TokenPlayer plays it")
+            raise TypeError(f"seat {self.name!r} receives tokens, but its player is not a TokenPlayer")
         prompt = token_ids_of(prompt_token_ids, "the prompt")
         if len(prompt) >= self._max_context:
             raise self.leave(RolloutStatus.TRUNCATED_PROMPT, f"its prompt has {len(prompt)} tokens")

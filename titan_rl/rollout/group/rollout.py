@@ -141,7 +141,7 @@ class RolloutRunner:
         return RolloutStatus.TRUNCATED_TURNS
 
     def _prompt_of(self, given: Sequence[int], what: str) -> list[int]:
-        """Copy of a prompt. One longer than the context will be refused for its length, so its tokens are not read."""
+        """Copy of a prompt. A prompt longer than the context will be refused, so its tokens are not read."""
         too_long = isinstance(given, Sized) and len(given) > self.max_context  # pyright: ignore[reportUnnecessaryIsInstance]
         return [0] * len(given) if too_long else token_ids_of(given, what)
 
@@ -204,7 +204,7 @@ async def _play_agent(env: EnvCalls, turns: TurnTaker, env_rewards: Sequence[str
 
 @asynccontextmanager
 async def _signalled_when_over(watch: Stopwatch, time_is_up: asyncio.Event, grace_s: float) -> AsyncGenerator[None]:
-    """Set the event once the watch is over. The block may take `grace_s` longer.
+    """Set the event when the stopwatch's time is used up. The block may take `grace_s` longer.
 
     Raises:
         OutOfTimeError: it took longer.

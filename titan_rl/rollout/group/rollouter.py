@@ -1,4 +1,4 @@
-"""Groups of rollouts: siblings of one sample run at once, are scored, and are compared with each other."""
+"""Groups of rollouts: siblings of one sample run concurrently, are scored, and are compared with each other."""
 
 from __future__ import annotations
 
@@ -135,12 +135,13 @@ class Rollouter:
         sampling: SamplingParams,
         on_finished: Callable[[Rollout], None] | None = None,
     ) -> RolloutGroup:
-        """Run `group_size` siblings at once, score each as it ends, and fill in their advantages.
+        """Run `group_size` siblings concurrently, score each as it ends, and fill in their advantages.
 
         A sibling that fails is data and does not affect the others. After a fault that is not the policy's, it is run
         again in a fresh environment, up to `limits.max_retries` times for the group.
 
-        A reward that fails for good ends the group at once: running siblings are stopped. Then its `FailurePolicy`
+        A reward that fails permanently ends the group immediately: running siblings are stopped. Then its
+        `FailurePolicy`
         decides: the group has a `failure` and neither rewards nor advantages, or the run ends.
 
         Args:
@@ -171,10 +172,10 @@ class Rollouter:
 
 
 class _RunningGroup:
-    """Siblings of one group while they run: each is run again after a fault, and judged when it ends.
+    """Siblings of one group while they run: each is retried after a fault, and judged when it ends.
 
-    The group has no rewards if a sibling was aborted or a reward fails for good. A failed reward also stops the running
-    siblings.
+    The group has no rewards if a sibling was aborted or a reward fails permanently. A failed reward also stops the
+    running siblings.
     """
 
     def __init__(self, rollouter: Rollouter, runner: RolloutRunner, rollouts: Sequence[Rollout]) -> None:
@@ -204,7 +205,7 @@ class _RunningGroup:
         for task, rollouts in zip(self._tasks, self._siblings, strict=True):
             if task.cancelled():
                 what = f"rollout {rollouts[0].rollout_id!r}"
-                raise StrayCancellationError(f"{what} was cancelled, though nobody had asked for that")
+                raise StrayCancellationError(f"{what} was cancelled, although nobody requested it")
         return [rollout for rollouts in self._siblings for rollout in rollouts]
 
     async def score(self, group: RolloutGroup) -> None:
@@ -372,7 +373,7 @@ class JudgingPause:
 
 
 class Callbacks:
-    """Guard of users' callbacks: exceptions are logged, once for each name, and go no further.
+    """Guard for users' callbacks: exceptions are logged, once for each name, and suppressed.
 
     Example:
 

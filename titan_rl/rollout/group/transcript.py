@@ -17,7 +17,7 @@ _FIRST, _LAST = 100, 500  # characters of an error's text in a message; the caus
 
 
 def error_kind(rollout: Rollout) -> str:
-    """Key of an error: equal for errors of one type from one line of code, whatever their texts."""
+    """Key of an error: equal for errors of the same type from the same line of code, even if their texts differ."""
     return f"{rollout.status}: {rollout.failure.kind}" if rollout.failure is not None else str(rollout.status)
 
 
@@ -168,7 +168,7 @@ def _advantages(rollout: Rollout, turn: Turn) -> float | list[float] | None:
 
 
 def transcript(rollout: Rollout, tokens: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
-    """Transcript of a rollout for people, as values that JSON does not change.
+    """Human-readable transcript of a rollout, as values that JSON preserves.
 
     Tokens are counted, and listed in the `tokens` of each turn if they are given. Other values are converted by
     `plain_json`: objects become their `str`, and NaN becomes null. With several seats it also has `seat`, and if an

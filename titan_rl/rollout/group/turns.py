@@ -47,7 +47,7 @@ class RequestIds:
 
     An ID consists of the rollout's ID, a digest of prompt and sampling, and the number of earlier requests with that
     digest, so it is unique in the rollout. A rollout that is run again gives its requests the same IDs, even in another
-    order, so that recorded answers are found by them. Identical requests may swap theirs.
+    order, so that their recorded answers are found. Identical requests may swap IDs.
 
     Example: `RequestIds("train-17/3").next(prompt, sampling)` is "train-17/3/5f0c41a2b9d63e87/0", and then ".../1".
     """
@@ -69,14 +69,14 @@ class RequestIds:
 
 
 LAST_CALL_S = 1.0
-"""Least time for an environment to see an answer that was finished in time."""
+"""Minimum time for an environment to process an answer that was finished in time."""
 
 RETURN_S = 60.0
 """Time for a request to return with its tokens after it is told to end, before it is cancelled. A router with default
 limits needs less, even if an engine does not answer."""
 
 
-_LOOK_S = 0.05  # least time between two checks of a paused watch
+_LOOK_S = 0.05  # minimum time between two checks of a paused stopwatch
 
 
 async def used_up(watch: Stopwatch) -> None:
@@ -157,7 +157,7 @@ class TurnTaker:
             prompt: owned by the rollout.  # [num_prompt_tokens]
 
         Returns:
-            Whether the completion was cut off because the time was used up.
+            Whether the completion was cut off because the rollout's time was used up.
 
         Raises:
             RolloutEnded: there is no time, or no room for a token; the completion was aborted, or generation failed.

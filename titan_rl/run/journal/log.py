@@ -229,7 +229,8 @@ class LogWriter:
             raise NoSpaceError(f"no space left in {self._folder}: {self._pending_bytes} bytes of the journal wait")
         if self._progress == progress:
             raise CheckpointError(
-                f"the journal's disk has taken nothing for {self._stall_s:g} s; {self._pending_bytes} bytes wait for it"
+                f"nothing could be written to the journal for {self._stall_s:g} s; {self._pending_bytes} bytes are "
+                "waiting"
             )
 
     def _write(self, path: Path) -> None:
@@ -265,7 +266,7 @@ class LogWriter:
         try:
             file.close()
         except OSError as error:  # everything is on the disk, and the descriptor is gone all the same
-            logger.warning("%s: the disk complained when it was closed: %s", self._folder, error)
+            logger.warning("%s: closing it failed: %s", self._folder, error)
 
     def _with_room(self, write: Callable[[], R]) -> R:
         """Call `write` again while the disk is full, and return its result."""

@@ -152,7 +152,7 @@ def rollout_of(stored: StoredRollout) -> Rollout:
         prompt = array_from_bytes(TOKENS, turn.added)
         if turn.num_shared:
             if not 0 <= turn.base < len(turns):
-                raise ValueError(f"turn {len(turns)} goes on from turn {turn.base}, which is not before it")
+                raise ValueError(f"turn {len(turns)} continues turn {turn.base}, which is not before it")
             prompt = context_after(turns[turn.base])[: turn.num_shared] + prompt
         advantages = turn.token_advantages
         turns.append(

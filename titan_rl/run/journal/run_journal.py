@@ -271,7 +271,7 @@ class RunJournal:
         if len(batches) < version - position.version:
             lost = f": {'; '.join(found.losses)}" if found.losses else ""
             raise CheckpointError(
-                f"{self._folder} does not have what step {position.version + len(batches) + 1} was trained on{lost}"
+                f"{self._folder} lacks the batch of step {position.version + len(batches) + 1} was trained on{lost}"
             )
         return [[group_of(found.state.finished[index], None) for index in batch] for batch in batches]
 
@@ -281,7 +281,7 @@ class RunJournal:
             try:
                 path.unlink(missing_ok=True)
             except OSError as error:  # it does no harm
-                logger.warning("%s is not needed and cannot be deleted: %s", path, error.strerror)
+                logger.warning("%s is no longer needed and cannot be deleted: %s", path, error.strerror)
 
     def drain(self) -> None:
         """Block until everything is on the disk."""
@@ -320,5 +320,5 @@ def _make(folder: Path) -> None:
         if means_no_space(error):
             raise NoSpaceError(f"no space left in {folder.parent} for the folder of the journal") from error
         raise CheckpointError(
-            f"{folder}, the folder of the journal, cannot be made: {error.strerror}; move away what is in its place"
+            f"{folder}, the folder of the journal, cannot be created: {error.strerror}; move away the file in its place"
         ) from error

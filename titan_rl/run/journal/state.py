@@ -109,7 +109,7 @@ class RunState:
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
-                f"{path} does not say where its run stood: {error!r}; put the original file back, or resume with the "
+                f"{path} has no valid state of the run: {error!r}; restore the original file, or resume with the "
                 "version of titan_rl that wrote it"
             ) from error
 
@@ -291,8 +291,8 @@ def read_segments(segments: Sequence[Path], position: DataPosition) -> JournalCo
     events: list[MixEvent] = []
     if position.version == 0 and segments and version_of(segments[0]) > 0:
         raise CheckpointError(
-            f"{segments[0]} is of a checkpoint that is gone, and there is no other: put it back, or move the journal's "
-            "folder away to begin with the model as loaded"
+            f"{segments[0]} belongs to a checkpoint that is gone, and there is no other: restore it, or move the "
+            "journal's folder away to start from the initial model"
         )
     for path in segments:
         damages: list[Damage] = []
@@ -307,8 +307,8 @@ def read_segments(segments: Sequence[Path], position: DataPosition) -> JournalCo
             if isinstance(record, StartRecord):
                 if record.run != position.run:
                     raise CheckpointError(
-                        f"{path} is of another run than the checkpoint of version {position.version}; put this run's "
-                        f"own back, or move the folder {path.parent} away to continue from the checkpoint alone"
+                        f"{path} belongs to another run than the checkpoint of version {position.version}; restore "
+                        f"this run's own, or move the folder {path.parent} away to continue from the checkpoint alone"
                     )
                 if record.version == position.version:
                     starts.append(record)
@@ -326,7 +326,7 @@ def read_segments(segments: Sequence[Path], position: DataPosition) -> JournalCo
         raise CheckpointError(
             f"the checkpoint of version {position.version} has data before {position.next_index}, without "
             f"{ranges(position.unsettled)}, and its journal has data before {start.next_index}, without "
-            f"{ranges(start.unsettled)}: they are not of one run. Move the folder {segments[0].parent} away to "
+            f"{ranges(start.unsettled)}: they belong to different runs. Move the folder {segments[0].parent} away to "
             "continue from the checkpoint alone"
         )
     if not agrees and (segments or replace(position, run="") != DataPosition()):
@@ -342,7 +342,7 @@ def _records(path: Path, damages: list[Damage]) -> Iterator[bytes]:
         yield from read_log(path, damages)
     except OSError as error:
         raise CheckpointError(
-            f"{path}, a segment of the journal, cannot be read: {error.strerror}; mend it, or move the folder "
+            f"{path}, a segment of the journal, cannot be read: {error.strerror}; repair it, or move the folder "
             f"{path.parent} away to continue from the checkpoint alone"
         ) from error
 
@@ -351,7 +351,7 @@ def _without_beginning(version: int) -> str:
     whose = f"the checkpoint of step {version}" if version else "the run"
     return (
         f"{segment_name(version)}, the segment of the journal that {whose} begins with, is missing or damaged. The run "
-        "goes on all the same: no sample of the data is left out or trained twice, and rollouts that are not recorded "
+        "continues anyway: no sample of the data is left out or trained twice, and rollouts that are not recorded "
         "are generated again"
     )
 

@@ -79,7 +79,7 @@ def run_environment(pythonpath: Sequence[str] = ()) -> Generator[None]:
 
 
 PRIVATE = "Monarch's sockets are for this user alone"
-EXPOSED = "every user of this machine can run code as you while a run goes on, through Monarch's abstract socket"
+EXPOSED = "every user of this machine can run code as you during a run, through Monarch's abstract socket"
 OWN_NAMESPACE = "run it in a network namespace or container of its own: docs/concepts/security.md"
 
 

@@ -137,7 +137,7 @@ class RolloutLog:
         self._lost_texts.setdefault(failure.kind, str(failure))
         if self._lost[failure.kind] == 1:
             logger.error("group %s is dropped: %s\n%s", group.group_id, failure, failure.traceback)
-            self._console.warning(f"group {group.group_id} is dropped, as others will be: {failure}")
+            self._console.warning(f"group {group.group_id} is dropped, and so will others be: {failure}")
 
     def finished(
         self,

@@ -55,7 +55,7 @@ class BestEffort:
         self._in_a_row += 1
         if self._in_a_row == 1:
             logger.warning("%s failed", self._what, exc_info=error)
-            self._console.warning(f"{self._what} failed, and the run goes on without it: {summary(error)}")
+            self._console.warning(f"{self._what} failed, and the run continues without it: {summary(error)}")
 
     def _worked(self) -> None:
         if self._in_a_row:

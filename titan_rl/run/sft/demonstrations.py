@@ -124,7 +124,7 @@ def _chat(line: str, where: str) -> Demonstration:
     try:
         row = parse_json(line)
     except json.JSONDecodeError as error:
-        raise DataError(f"{where}: no JSON: {error}") from None
+        raise DataError(f"{where}: not valid JSON: {error}") from None
     if not isinstance(row, dict):
         raise DataError(f"{where}: must be an object with messages, not {_shown(row)}")
     fields = cast("dict[str, Any]", row)
@@ -134,7 +134,7 @@ def _chat(line: str, where: str) -> Demonstration:
     for number, message in enumerate(cast("list[Any]", messages)):
         _check_message(message, f"{where}: messages[{number}]")
     if not any(message["role"] == "assistant" for message in cast("list[Any]", messages)):
-        raise DataError(f"{where}: messages has none of the assistant, so there is nothing to learn")
+        raise DataError(f"{where}: messages has no assistant message, so there is nothing to train on")
     if tools is not None and not (
         isinstance(tools, list) and all(isinstance(tool, dict) for tool in cast("list[Any]", tools))
     ):

@@ -346,13 +346,10 @@ def _check_data(file: Path, now: str) -> None:
     try:
         before = cast("dict[str, Any]", parse_json(file.read_text(encoding="utf-8")))["demonstrations"]
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise CheckpointError(
-            f"{file} does not say which demonstrations the run learns: {error}; put it back"
-        ) from None
+        raise CheckpointError(f"{file} does not identify the demonstrations of the run: {error}; put it back") from None
     if before != now:
         raise CheckpointError(
-            f"{file.parent} learned other demonstrations than there are now, or in another order; put them back, or "
-            "begin a new run"
+            f"{file.parent} was trained on other demonstrations, or in another order; restore them, or start a new run"
         )
 
 

@@ -154,7 +154,9 @@ class WeightSync:
             with span("publish", "sync", version=version) as publishing:
                 manifest = await self._trainer.finish_publish()
             if manifest.version != version:
-                raise TrainingError(f"the trainer published version {manifest.version}, and the run is at {version}")
+                raise TrainingError(
+                    f"the trainer published version {manifest.version}, but the run is at version {version}"
+                )
             self._published.announce(manifest)
             with span("pull", "sync", version=version) as pulling:
                 await self._pull(version)

@@ -168,4 +168,4 @@ class LostInARow:
         """
         self._count = 0 if group.failure is None else self._count + 1
         if group.failure is not None and self._count == self._most:
-            raise RewardError(f"{self._count} held-out groups in a row were lost to rewards that fail: {group.failure}")
+            raise RewardError(f"{self._count} held-out groups in a row were lost to failing rewards: {group.failure}")

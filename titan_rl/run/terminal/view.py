@@ -43,11 +43,11 @@ class ForgivingConsole(Console):
             self._fall_silent(error)
 
     def on_broken_pipe(self) -> None:
-        self._fall_silent(BrokenPipeError("nobody reads the output"))
+        self._fall_silent(BrokenPipeError("the reader of the output has closed it"))
 
     def _fall_silent(self, error: OSError) -> None:
         self.quiet = True
-        logger.warning("the output cannot be written, and the run goes on without it: %r", error)
+        logger.warning("the output cannot be written; the run continues without it: %r", error)
         for stream in (sys.stdout, sys.stderr):
             if self.file is stream:
                 silence(stream)

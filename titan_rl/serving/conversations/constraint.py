@@ -193,7 +193,7 @@ class Constraining:
         before, name, rest = self._text.shown(reply).partition(_NAME)
         arguments = _ARGUMENTS.search(rest)
         if not name or arguments is None:
-            return "the arguments of a call are no JSON object there"
+            return "the arguments of a call are not a JSON object there"
         begin = before.rpartition(_THINK_END)[2].lstrip("\n")  # reasoning has a place of its own
         return begin, rest[: arguments.start()], rest[arguments.end() :]
 

@@ -162,7 +162,7 @@ def socket_url(url: str) -> str:
     scheme, host, path, query, _ = urlsplit(url)
     schemes = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
     if scheme not in schemes or not host:
-        raise ValueError(f"{url!r} is no server's address; give one such as http://localhost:8000")
+        raise ValueError(f"{url!r} is not a server address; use one such as http://localhost:8000")
     return urlunsplit((schemes[scheme], host, f"{path.rstrip('/')}/ws", query, ""))
 
 
@@ -344,7 +344,7 @@ def object_of(message: Message) -> Mapping[str, Any]:
     """
     action: Any = json.loads(text_of(message))
     if not isinstance(action, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     return cast("dict[str, Any]", action)
 
 

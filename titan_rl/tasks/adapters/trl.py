@@ -58,7 +58,7 @@ def load_dataset(dataset: str, subset: str, split: str, revision: str) -> Any:
 
 def _of_file(datasets: Any, path: Path, split: str) -> Any:
     if path.suffix not in KINDS:
-        raise ConfigError(f"task.dataset = {str(path)!r} is of no kind that has rows; give one of {', '.join(KINDS)}")
+        raise ConfigError(f"task.dataset = {str(path)!r} has an unsupported format; use one of {', '.join(KINDS)}")
     options = {"delimiter": "\t"} if path.suffix == ".tsv" else {}
     return datasets.load_dataset(KINDS[path.suffix], data_files=str(path), split=split, **options)
 

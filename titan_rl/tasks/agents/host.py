@@ -164,7 +164,7 @@ async def _served(app: PolicyApp, settings: AgentSettings) -> AsyncGenerator[str
 
 
 async def _nobody(request: EngineRequest, on_chunk: OnChunk | None) -> Completion:
-    raise RequestError("this key only opens episodes; send requests with the key of an episode")
+    raise RequestError("this key can only open episodes; use the key of an episode for requests")
 
 
 SAMPLE = "sample.json"

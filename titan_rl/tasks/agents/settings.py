@@ -86,8 +86,10 @@ def check_command(command: Sequence[str], environment: Mapping[str, str], fields
     if not program.strip():
         raise ConfigError(f"{begins}; name a program, or leave the setting out for harnesses that run elsewhere")
     if len(program.split()) > 1:
-        raise ConfigError(f"{begins}, which is no program; each word is an item: {split_command(' '.join(command))}")
-    raise ConfigError(f"{begins}, which is no program that can be run: neither a file nor in PATH")
+        raise ConfigError(
+            f"{begins}, which is not a program; each word must be an item: {split_command(' '.join(command))}"
+        )
+    raise ConfigError(f"{begins}, which is not an executable program: neither a file nor in PATH")
 
 
 def _filled_in(setting: str, text: str, fields: Mapping[str, Any]) -> str:

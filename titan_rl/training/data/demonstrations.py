@@ -75,7 +75,7 @@ def _answers(messages: Sequence[Any]) -> Iterator[int]:
     """Indices of the assistant's messages."""
     answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
-        raise DataError("the assistant says nothing in it, so there is nothing to learn")
+        raise DataError("the assistant says nothing in it, so there is nothing to train on")
     for before, at in zip([-1, *answers], answers, strict=False):
         if at == before + 1:
             what = "begins with" if at == 0 else f"has, in messages[{at - 1}] and [{at}], two in a row of"
@@ -100,8 +100,8 @@ def _prompt(
         raise DataError(f"the messages before messages[{at}] cannot be rendered: {describe(error)}") from error
     if extended is None:
         raise DataError(
-            f"{type(renderer).__name__} cannot extend the conversation by messages[{asked}:{at}] without rewriting "
-            "what was said before, as it could not in a rollout; use another renderer (model.renderer)"
+            f"{type(renderer).__name__} cannot extend the conversation by messages[{asked}:{at}] without changing "
+            "earlier tokens, as a rollout could not; use another renderer (model.renderer)"
         )
     return list(extended.token_ids)
 
@@ -118,11 +118,11 @@ def _completion(
         raise DataError(f"messages[{at}] cannot be rendered: {describe(error)}") from error
     if whole[: len(before)] != before:
         raise DataError(
-            f"messages[{at}] is not rendered behind what the answer is asked for with: the text may begin with a blank "
-            "or line break that joins with it; leave that out, or use another renderer (model.renderer)"
+            f"messages[{at}] is not rendered as a continuation of its prompt: the text may begin with a space or "
+            "line break that merges with it; remove that, or use another renderer (model.renderer)"
         )
     said = whole[len(before) :]
     ends = [place for place, token_id in enumerate(said) if token_id in stop_token_ids]
     if len(ends) > 1:
-        raise DataError(f"messages[{at}] has within its text what ends an answer; take it out")
+        raise DataError(f"messages[{at}] contains a stop token in its text; remove it")
     return said[: ends[0] + 1] if ends else [*said, stop_token_ids[0]]

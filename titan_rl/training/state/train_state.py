@@ -397,7 +397,7 @@ def _read(directory: Path, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     stored = parse_json((directory / STATE).read_text())
     if stored["format"] != FORMAT:
         raise ValueError(
-            f"it has format {stored['format']}, and this titan_rl reads {FORMAT}; go on with the version that wrote "
+            f"it has format {stored['format']}, and this titan_rl reads {FORMAT}; continue with the version that wrote "
             "it, or begin a new run with model.path set to what titan-rl export of that version makes of it"
         )
     files = TensorFiles([directory / name for name in read_checksums(directory) if name.endswith(SUFFIX)])
