@@ -50,8 +50,10 @@ TARGETS = {
     "arithmetic": Target(0.75),
     "bandit": Target(0.75),
     "calculator": Target(0.75),
+    "distillation": Target(0.85),
     "gsm8k": Target(0.75),
     "guessing_game": Target(0.75),
+    "judge": Target(0.85),
     "kuhn_poker": Target(0.1, "validation/exploitability", "chips a hand, at most"),
 }
 
@@ -62,13 +64,13 @@ def run(*command: str) -> None:
 
 
 def make_base(name: str) -> None:
+    """Make the base model of an example, and its teacher, where they are missing."""
     folder = REPOSITORY / "examples" / name
-    if (folder / "base").is_dir():
-        return
-    if (folder / "base_model.py").exists():
+    if (folder / "base_model.py").exists() and not (folder / "base").is_dir():
         run(f"examples.{name}.base_model", "--out", str(folder / "base"))
-    else:
-        run("titan_rl.cli.main", "sft", str(folder / "cpu.toml"))
+    for toml, made in (("cpu.toml", "base"), ("teacher.toml", "teacher")):
+        if (folder / toml).exists() and not (folder / made).is_dir():
+            run("titan_rl.cli.main", "sft", str(folder / toml))
 
 
 def train(name: str, seed: int) -> tuple[float, float, float]:
