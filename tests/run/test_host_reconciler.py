@@ -279,7 +279,7 @@ async def test_a_run_whose_processes_start_forgets_what_it_said_before_and_answe
     (files := HostFiles(run_dir)).begin()
     with pytest.raises(ConfigError, match="they are listed once its processes have started"):
         HostFiles(run_dir).states()
-    with pytest.raises(TitanRLError, match="has not answered within 0 s"):
+    with pytest.raises(TitanRLError, match="did not answer within 0 s"):
         HostFiles(run_dir).ask("add", "10.0.0.1", 0.0)
     hosts = Hosts(H1)
     elastic: Any = hosts
@@ -310,7 +310,7 @@ def test_what_is_asked_may_be_read_by_whom_the_run_is_for(run_dir: Path, mode: i
     run_dir.chmod(mode)
     before = os.umask(0o022)
     try:
-        with pytest.raises(TitanRLError, match="has not answered within 0 s"):
+        with pytest.raises(TitanRLError, match="did not answer within 0 s"):
             HostFiles(run_dir).ask("drain", "h1", 0.0)
     finally:
         os.umask(before)

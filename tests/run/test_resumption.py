@@ -124,7 +124,7 @@ def test_other_weights_are_refused_where_the_policy_is_held_to_them(of_known_mod
 def test_another_tokenizer_template_or_config_is_refused_whatever_checkpoint_there_is(of_known_model, file, part):
     with (Path("policy") / file).open("a") as text:
         text.write(" ")
-    with pytest.raises(CheckpointError, match=f"policy' is not the initial model of the run: {part} changed; put"):
+    with pytest.raises(CheckpointError, match=f"policy' is not the initial model of the run: {part} changed; restore"):
         resume(of_known_model)
 
 
@@ -285,7 +285,7 @@ def test_a_run_whose_checkpoints_are_gone_from_its_journal_is_refused_and_keeps_
     for step in (1, 3):
         shutil.rmtree(step_directory(run_dir.checkpoints, step))
     before = {path: path.read_bytes() for path in run_dir.path.rglob("*") if path.is_file()}
-    with pytest.raises(CheckpointError, match="put it back"):
+    with pytest.raises(CheckpointError, match="restore it"):
         resume(run_dir, ("training.steps", "9"))
     assert {path: path.read_bytes() for path in run_dir.path.rglob("*") if path.is_file()} == before
 
