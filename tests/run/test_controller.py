@@ -557,7 +557,7 @@ async def test_a_sample_older_than_the_bound_stops_the_run(tmp_path):
 async def test_a_trainer_and_a_run_that_count_differently_end_the_run_where_it_first_shows(tmp_path):
     rig = Rig(tmp_path / "step")
     rig.trainer.version = 1  # of weights that the run takes for version 0
-    with pytest.raises(TrainingError, match="published version 1, and the run is at 0"):
+    with pytest.raises(TrainingError, match="published version 1, but the run is at version 0"):
         await rig.run()
 
     rig = Rig(tmp_path / "twice")

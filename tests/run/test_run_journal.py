@@ -429,7 +429,7 @@ async def test_a_journal_of_another_run_is_refused_with_the_way_out(tmp_path):
 
 async def test_a_journal_without_its_checkpoint_does_not_begin_anew_in_silence(tmp_path):
     await checkpointed(tmp_path)
-    with pytest.raises(CheckpointError, match="of a checkpoint that is gone"):
+    with pytest.raises(CheckpointError, match="to a checkpoint that is gone"):
         reopened(tmp_path)
 
 

@@ -355,7 +355,7 @@ def test_what_sft_did_not_make_is_not_replaced(toml: Path) -> None:
 def test_what_is_not_there_is_named(toml: Path) -> None:
     with pytest.raises(ConfigError, match=r"command line: sft\.start = 'none' is not a folder here"):
         load_sft_config(toml, [("sft.start", "none")])
-    with pytest.raises(ConfigError, match=r"command line: sft\.data = 'none\.jsonl' is not there, here"):
+    with pytest.raises(ConfigError, match=r"command line: sft\.data = 'none\.jsonl' does not exist here"):
         load_sft_config(toml, [("sft.data", "none.jsonl")])
     with pytest.raises(ConfigError, match=r"sft\.data = '\.' is a folder without rollouts\.jsonl"):
         load_sft_config(toml, [("sft.data", ".")])

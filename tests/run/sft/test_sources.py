@@ -157,7 +157,7 @@ def test_chats_are_read_with_their_tools_and_their_lines(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("row", "complaint"),
     [
-        ("{", ":2: no JSON"),
+        ("{", ":2: not valid JSON"),
         ([1], ":2: must be an object with messages, not [1]"),
         ({"prompt": "a"}, ":2: messages must be a list of messages, not null"),
         ({"messages": ["a"]}, ':2: messages[0] must be an object with role and content, not "a"'),
