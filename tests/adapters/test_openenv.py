@@ -75,7 +75,7 @@ async def test_actions_that_the_environment_does_not_take_are_told_and_end_the_r
     assert rollout.status is RolloutStatus.COMPLETED
     assert rollout.reward_breakdown["invalid_actions"] == 3.0
     assert [message["data"] for message in server.heard[1:3]] == [{"move": 1}, {"move": 2}]
-    assert "no JSON object" in rollout.messages[-1]["content"]
+    assert "JSON object" in rollout.messages[-1]["content"]
 
 
 async def test_tools_of_the_environment_are_the_policys() -> None:

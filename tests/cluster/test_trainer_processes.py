@@ -105,7 +105,7 @@ async def test_where_no_host_is_left_it_waits_for_one_and_says_so(monkeypatch: p
     for _ in range(20):
         await asyncio.sleep(0)
     assert not restarting.done()
-    assert training.waits_for.startswith("hosts, 60 s at most: no host is left")
+    assert training.waits_for.startswith("hosts, 60 s at most: no host that sees the run")
     hosts["c"] = ()
     await restarting
     assert not training.waits_for
