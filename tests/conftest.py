@@ -22,7 +22,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TESTS = Path(__file__).parent
-# Files that take long, the longest first: one that came last would run alone.
+# The files that take longest. They come first, because one that came last would run alone.
 LONGEST = [
     "e2e/test_train.py",
     "e2e/test_stopped_and_killed.py",
@@ -43,7 +43,7 @@ LONGEST = [
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collections of garbage skip the thousands of modules that tests import: a quarter of the time of fast tests."""
+    """Exempt imported modules from garbage collection, which otherwise takes a quarter of the time of fast tests."""
     gc.disable()
     collected = yield
     gc.freeze()
@@ -52,7 +52,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_sessionfinish() -> None:
-    atexit.register(gc.unfreeze)  # after the last collections; what is skipped at exit, native modules report as leaked
+    atexit.register(gc.unfreeze)  # else native modules report objects that are never collected as leaked
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _turn(item: pytest.Item) -> int:
-    """Among the others, what starts engines and trainers comes before what does not."""
+    """Sort key of a test: the files of `LONGEST`, then those of engines, trainers and hosts, then all others."""
     file = item.path.relative_to(TESTS)
     if file.as_posix() in LONGEST:
         return LONGEST.index(file.as_posix())

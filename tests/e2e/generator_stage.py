@@ -1,4 +1,4 @@
-"""Two real generators behind a router, for the tests of what they go through."""
+"""Fixture of two real generators behind a router, which tests pause, update and kill."""
 
 import asyncio
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ LIMIT_S = 480
 
 
 class Stage:
-    """Two real generators that run two requests each."""
+    """Two real generators, with at most two running requests each, and the trainer whose weights they serve."""
 
     def __init__(
         self, processes: RunProcesses, published: PublishedWeights, router: GeneratorRouter, run_dir: RunDirectory
@@ -36,13 +36,13 @@ class Stage:
         ]
 
     async def running(self, requests: Sequence[asyncio.Future[Any]], tokens: int = 8) -> None:
-        """Return once one of these has streamed that many tokens."""
+        """Wait until one of the requests has streamed that many tokens."""
         async with asyncio.timeout(LIMIT_S):
             while max((len(c.token_ids) for c in self.router.tokens_so_far().values()), default=0) < tokens:
                 await asyncio.wait(requests, timeout=0.001)
 
     async def all_running(self, requests: asyncio.Future[Any]) -> None:
-        """Return once each request in flight has streamed a token, so that no death of a generator meets none."""
+        """Wait until each request in flight has streamed a token, so that every generator has some to lose."""
         async with asyncio.timeout(LIMIT_S):
             while not (so_far := self.router.tokens_so_far().values()) or not all(c.token_ids for c in so_far):
                 await asyncio.wait([requests], timeout=0.001)
@@ -55,10 +55,10 @@ class Stage:
         await self.processes.training.trainer.step([sample])
 
     async def publish(self, mode: str = "hot_swap", host: str | None = None) -> int:
-        """The version that all have pulled.
+        """Publish the trainer's weights, have all generators pull them, and return their version.
 
         Args:
-            host: where its memory is said to be.
+            host: Name of the host that is announced as the one with the weights' memory.
         """
         manifest = await self.processes.training.trainer.publish()
         if host is not None:
@@ -76,7 +76,7 @@ class Stage:
         assert [replica.version for replica in self.router.replicas] == [self.version] * 2
 
     async def swap_the_same_until(self, done: asyncio.Future[Any]) -> None:
-        """Pull the weights that are there as one version after the other, ten times a second."""
+        """Announce and pull the same weights as ever newer versions, ten times a second."""
         manifest = self.published.manifest_of(self.version)
         while not done.done():
             self.version += 1

@@ -1,4 +1,4 @@
-"""Runs of the command line in processes of their own, and what they leave behind."""
+"""Commands run in processes of their own, with access to their output, files, processes and leftovers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ QUICK = {
 
 
 class Run:
-    """`titan-rl train`, or another command, on a config, made small with one generator; what it starts is marked."""
+    """A started `titan-rl train`, or another command, made short by `QUICK`. A variable marks all its processes."""
 
     def __init__(self, folder: Path, config: str, settings: dict[str, object], command: str = "train") -> None:
         self._command = command
@@ -72,7 +72,7 @@ class Run:
         return folder
 
     def metrics(self) -> list[dict[str, float]]:
-        """The records written so far. The table of metrics has whatever is in them."""
+        """Read the records of `metrics.jsonl`, and check that each metric is documented."""
         records: list[dict[str, float]] = []
         with contextlib.suppress(FileNotFoundError, ValueError):
             lines = (self.folder / "metrics.jsonl").read_text().splitlines(keepends=True)
@@ -82,7 +82,7 @@ class Run:
         return records
 
     def wait_for_step(self, step: int, timeout_s: float = RUN_S) -> None:
-        """Return once optimizer step `step` is recorded."""
+        """Wait until optimizer step `step` is recorded, while the command runs."""
         deadline = time.monotonic() + timeout_s
         while not any("train/loss" in record and record["step"] >= step for record in self.metrics()):
             assert self.process.poll() is None, f"the run ended before step {step}:\n{self.output}"
@@ -91,7 +91,7 @@ class Run:
                 self.process.wait(0.2)
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float = RUN_S) -> None:
-        """Return once it holds."""
+        """Wait until the condition holds, while the command runs."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert self.process.poll() is None, self.output
@@ -107,7 +107,7 @@ class Run:
         return process_writing_to(self.folder / "logs" / f"{name}.log")
 
     def processes(self) -> list[int]:
-        """Every living process of this run."""
+        """Ids of all living processes of this run."""
         found: list[int] = []
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError, ValueError, IndexError):
@@ -117,7 +117,7 @@ class Run:
         return found
 
     def listeners(self) -> list[str]:
-        """What the run's processes listen on: paths, and names of abstract sockets, which begin with "@"."""
+        """Unix sockets that the processes listen on: paths, and names of abstract sockets, which begin with "@"."""
         own: set[str] = set()
         for pid in self.processes():
             with contextlib.suppress(OSError):
@@ -139,12 +139,12 @@ class Run:
 
 
 def _heed_ctrl_c() -> None:
-    """A shell has commands in the background ignore it, and those they start."""
+    """Restore the default effect of SIGINT, which a shell makes its background commands, and their children, ignore."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def process_writing_to(log: Path) -> int:
-    """Id of the living actor whose standard output is this file, which that of helpers it has started is, too."""
+    """Id of the living actor process whose standard output is this file. Its helpers write to the same file."""
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):  # not a process, gone by now, or another user's
             is_actor = b"monarch._src.actor.bootstrap_main" in (entry / "cmdline").read_bytes()
@@ -157,7 +157,7 @@ def process_writing_to(log: Path) -> int:
 def run_training(
     folder: Path, *, config: str = "examples/alphabet_sort/cpu.toml", command: str = "train", **settings: object
 ) -> Iterator[Run]:
-    """A run that is killed with its children if the test ends before it does.
+    """Start a run, and kill it with its children if the test ends before it does.
 
     Settings are named with double underscores for dots: `training__steps=2`.
     """

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
 
 import torch
+from depth import in_depth
 from e2e.tiny_policy import make_tiny_qwen3, make_trainer, on_policy_samples, weights
 
 from titan_rl.training.data.sample import TrainingSample
@@ -34,8 +35,20 @@ def in_groups(samples: list[TrainingSample]) -> list[TrainingSample]:
     return [replace(sample, group_id=f"g{index // 2}") for index, sample in enumerate(samples)]
 
 
-@pytest.mark.parametrize("loss", BY_NAME)
-@pytest.mark.parametrize("proximal", ["behaviour", "recomputed", "interpolated"])
+@pytest.mark.parametrize(
+    ("loss", "proximal"),
+    [
+        *[(loss, "behaviour") for loss in BY_NAME],
+        ("grpo", "recomputed"),
+        ("grpo", "interpolated"),
+        *[
+            pytest.param(loss, proximal, marks=in_depth)
+            for loss in BY_NAME
+            if loss != "grpo"
+            for proximal in ("recomputed", "interpolated")
+        ],
+    ],
+)
 def test_on_policy_every_ratio_is_one_and_nothing_is_clipped_or_masked(folder: Path, loss: str, proximal: str) -> None:
     correction = CorrectionConfig(proximal=proximal)  # pyright: ignore[reportArgumentType]
     if proximal != "behaviour":

@@ -1,4 +1,4 @@
-"""Processes that need no seconds to import: they are forked from a server that has imported torch and torchtitan."""
+"""Worlds of ranks, in processes that are forked from a server that has already imported torch and torchtitan."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ _context.set_forkserver_preload(["titan_rl.training.trainer", "e2e.sharded_steps
 
 
 def run_world(function: Callable[..., Any], num_ranks: int, **arguments: Any) -> list[Any]:
-    """What `function(**arguments)` returns on each rank of a world, each a process with torch.distributed's
-    environment.
+    """Call `function(**arguments)` on each rank of a world, and return the results in the order of the ranks.
+
+    Each rank is a process with torch.distributed's environment variables.
 
     Raises:
-        AssertionError: a rank raised, with its traceback, or took longer than `LIMIT_S`.
+        AssertionError: A rank raised, with its traceback, or took longer than `LIMIT_S`.
     """
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""What runs on hosts where no model is needed: scripted generators, and the program of a controller that asks them."""
+"""Scripted generators on hosts, which need no model, and the program of a controller that sends them requests."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def make_at_gate(spec: EngineSpec) -> Engine:
 
 
 def config(addresses: Sequence[str], **sections: Any) -> RunConfig:
-    """Of scripted generators on these workers."""
+    """Settings of a run with scripted generators on these workers."""
     from run.test_controller import Counting
 
     given: dict[str, Any] = {
@@ -96,7 +96,7 @@ async def generators(config: RunConfig, folder: Path) -> AsyncGenerator[tuple[An
 
 
 async def ask(router: Any, count: int, tokens: int = 16) -> list[list[int]]:
-    """What generators answer to as many prompts."""
+    """Send `count` prompts at once, and return the tokens of the answers."""
     sampling = SamplingParams(max_tokens=tokens, min_tokens=tokens, temperature=1.0)
     async with asyncio.timeout(HANG_S):
         answers = await asyncio.gather(
@@ -106,15 +106,15 @@ async def ask(router: Any, count: int, tokens: int = 16) -> list[list[int]]:
 
 
 def processes_of(host: NamespaceHost) -> list[str]:
-    """Of runs."""
+    """Command lines of the processes of runs on a host."""
     return [line for line in host.processes() if "bootstrap_main" in line or "monarch_host" in line]
 
 
 def run_controller(program: str, *arguments: str, timeout_s: float = HANG_S) -> str:
-    """What a program prints that runs in a process of its own, since Monarch listens where it first did.
+    """Run a program and return what it prints. It has a process of its own, since Monarch keeps its first socket.
 
     Args:
-        program: Python, in which everything of this module is there.
+        program: Python code that can use all names of this module.
     """
     text = f"from hosts.scripted import *\nimport asyncio, sys, os\n{program}"
     environment = {**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"}
