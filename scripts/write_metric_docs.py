@@ -13,19 +13,20 @@ PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 HEAD = """\
 # Metrics
 
-This page lists the meaning of each metric, its normal range, and what to do if it is outside. A run writes its
-metrics to `metrics.jsonl` in its folder, one line per step:
+This page explains each metric, its normal range, and what to do when a value is outside that range. A run writes its
+metrics to `metrics.jsonl` in its folder, one JSON object per step:
 `{"step": 3, "time_s": 12.5, "rollout/reward_mean": 0.41, ...}`.
 
-A part in angle brackets stands for a name of your run: a task, a reward, a filter's reason. Each metric of `rollout/`
-and `completion/` is also computed on held-out samples: `validation/turns_mean` with one suite, and
-`validation/sums/turns_mean` for the suite `sums` if there are several. The metrics `titan_rl_...` are those that the
-server of `titan-rl serve` exports to Prometheus at `/metrics`.
+A part in angle brackets is a placeholder for a name in your run, such as that of a task or a reward. Every `rollout/`
+and `completion/` metric also exists for held-out samples: as `validation/turns_mean` if there is one suite, or as
+`validation/sums/turns_mean` for the suite `sums` if there are several. The `titan_rl_...` metrics are exported to
+Prometheus by `titan-rl serve`, at `/metrics`.
 
-The metrics of `hosts/` exist if a run has or had several hosts. The state and the history of each host are on the page
-of `titan-rl view` and in `titan-rl hosts RUN list` ([several hosts](hosts.md#when-hosts-come-and-go)).
+The `hosts/` metrics exist only for a run that has, or once had, several hosts. `titan-rl view` and
+`titan-rl hosts RUN list` show the state and the history of each host
+([several hosts](hosts.md#when-hosts-come-and-go)).
 
-`scripts/write_metric_docs.py` writes this page from `titan_rl/metrics/`.
+This page is generated from `titan_rl/metrics/` by `scripts/write_metric_docs.py`.
 """
 
 

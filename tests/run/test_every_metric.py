@@ -144,7 +144,8 @@ def test_a_name_of_nothing_has_no_entry():
 def test_what_is_said_of_rollouts_is_said_of_held_out_ones():
     metric = find_metric("validation/hard/turns_mean")
     assert metric is not None
-    assert (metric.help, metric.group) == ("Turns of a rollout. Of held-out samples.", MetricGroup.VALIDATION)
+    help = "Mean number of turns per rollout. Measured on held-out samples."
+    assert (metric.help, metric.group) == (help, MetricGroup.VALIDATION)
 
 
 def test_entries_are_whole_and_name_settings_that_there_are():

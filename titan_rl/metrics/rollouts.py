@@ -7,45 +7,46 @@ from titan_rl.metrics.metric import Metric, MetricGroup
 REWARD, ENDS = MetricGroup.REWARD, MetricGroup.ENDS
 
 _EQUAL_REWARDS = (
-    "If no answer is right: easier samples, or titan-rl sft on demonstrations. If all are: harder samples. In "
-    'general: a larger rollout.group_size, a higher sampling.temperature, or scheduling.filters = ["zero_variance"].'
+    "If no answer is right, use easier samples, or run titan-rl sft on demonstrations. If all are right, use harder "
+    "samples. Otherwise raise rollout.group_size or sampling.temperature, or set "
+    'scheduling.filters = ["zero_variance"].'
 )
 
 ROLLOUT_METRICS = (
     Metric(
         "rollout/finished_reward_mean",
         "reward",
-        "Mean reward of all finished rollouts, before filters: the best measure of the policy.",
+        "Mean reward of all finished rollouts, before filters: the best measure of the policy's performance.",
         REWARD,
-        "It rises over tens of steps, and varies from step to step by about its standard deviation divided by "
-        "the square root of the number of rollouts.",
-        "Flat from the start: see rollout/zero_variance_groups and train/entropy. Rising, then falling: a "
-        "lower training.lr. In either case, read the answers first: rollouts.jsonl.",
+        "Rises over tens of steps. From step to step it fluctuates by about rollout/reward_std divided by the "
+        "square root of the number of rollouts.",
+        "Read some transcripts first (rollouts.jsonl). If it is flat from the start, see "
+        "rollout/zero_variance_groups and train/entropy. If it rises and then falls, lower training.lr.",
     ),
     Metric(
         "rollout/reward_mean",
         "reward",
-        "Mean reward of the rollouts that the step was trained on. Filters affect it, so "
-        "rollout/finished_reward_mean is the better measure of the policy.",
+        "Mean reward of the rollouts in the training batch. It depends on the filters, so use "
+        "rollout/finished_reward_mean to judge the policy.",
         REWARD,
     ),
     Metric(
         "rollout/reward_std",
         "reward",
-        "Standard deviation (population) of the rewards that the step was trained on.",
+        "Population standard deviation of the rewards in the training batch.",
         REWARD,
         "Above 0.",
     ),
-    Metric("rollout/reward_min", "reward", "Lowest reward that the step was trained on.", REWARD),
-    Metric("rollout/reward_max", "reward", "Highest reward that the step was trained on.", REWARD),
+    Metric("rollout/reward_min", "reward", "Lowest reward in the training batch.", REWARD),
+    Metric("rollout/reward_max", "reward", "Highest reward in the training batch.", REWARD),
     Metric(
         "rollout/reward/<reward>",
         "reward",
-        "Mean of one reward function of the rubric, unweighted, over the rollouts that have it. The rubric "
-        "combines these into rollout/reward_mean, as a weighted mean or a weighted sum.",
+        "Unweighted mean of one reward function of the rubric, over the rollouts that it scored. The rubric "
+        "combines its functions into the reward, as a weighted mean or a weighted sum.",
         REWARD,
         "All of them rise or stay constant.",
-        "If one falls while the total rises, the policy trades it away: change its weight in the rubric.",
+        "If one falls while the total rises, the policy sacrifices it for the others: change its weight in the rubric.",
     ),
     Metric("rollout/seat/<seat>/reward_mean", "reward", "Mean reward of one seat of a game.", REWARD),
     Metric(
@@ -56,12 +57,12 @@ ROLLOUT_METRICS = (
         "0.1 to 0.7.",
         _EQUAL_REWARDS,
     ),
-    Metric("rollout/num_groups", "groups", "Groups that the step was trained on.", ENDS),
-    Metric("rollout/num_rollouts", "rollouts", "Rollouts that the step was trained on.", ENDS),
+    Metric("rollout/num_groups", "groups", "Groups in the training batch.", ENDS),
+    Metric("rollout/num_rollouts", "rollouts", "Rollouts in the training batch.", ENDS),
     Metric(
         "rollout/finished_groups",
         "groups",
-        "Groups that the step was trained on, and groups that were dropped in favour of them.",
+        "Groups in the training batch, plus finished groups that were dropped instead of joining it.",
         ENDS,
     ),
     Metric("rollout/finished_rollouts", "rollouts", "Rollouts in rollout/finished_groups.", ENDS),
@@ -76,164 +77,168 @@ ROLLOUT_METRICS = (
     Metric(
         "rollout/status/completed",
         "share",
-        "Share of the rollouts that ended regularly.",
+        "Share of rollouts that ran to completion.",
         ENDS,
         "Near 1.",
-        "The other shares show how the rest ended.",
+        "The other statuses show how the remaining rollouts ended.",
     ),
     Metric(
         "rollout/status/truncated_length",
         "share",
-        "Share in which a completion reached sampling.max_tokens.",
+        "Share of rollouts with a completion that reached sampling.max_tokens.",
         ENDS,
         "Below 0.1.",
-        "A larger sampling.max_tokens, or a prompt that asks for less.",
+        "Raise sampling.max_tokens, or ask for shorter answers in the prompt.",
     ),
     Metric(
         "rollout/status/truncated_prompt",
         "share",
-        "Share in which the next prompt left no room for an answer.",
+        "Share of rollouts whose next prompt left no room for an answer in model.max_context.",
         ENDS,
         "Near 0.",
-        "A larger model.max_context, fewer turns, or shorter observations.",
+        "Raise model.max_context, or use fewer turns or shorter observations.",
     ),
     Metric(
         "rollout/status/truncated_turns",
         "share",
-        "Share that reached rollout.max_turns.",
+        "Share of rollouts that reached rollout.max_turns.",
         ENDS,
         "Near 0.",
-        "A larger rollout.max_turns, or a reward for ending.",
+        "Raise rollout.max_turns, or reward the policy for finishing.",
     ),
     Metric(
         "rollout/status/truncated_time",
         "share",
-        "Share that exceeded rollout.rollout_timeout_s, not counting waits for generation.",
+        "Share of rollouts that exceeded rollout.rollout_timeout_s, not counting waits for generation.",
         ENDS,
         "Near 0.",
-        "A longer rollout.rollout_timeout_s, or a faster environment.",
+        "Raise rollout.rollout_timeout_s, or speed up the environment.",
     ),
     Metric(
         "rollout/status/undecided",
         "share",
-        "Share of seats that never had a turn, or whose game ended early because of another seat.",
+        "Share of rollouts of a seat that never had a turn, or whose game ended early because of another seat.",
         ENDS,
     ),
     Metric(
         "rollout/status/aborted",
         "share",
-        "Share that ended early because generation was stopped.",
+        "Share of rollouts that ended early because generation was stopped.",
         ENDS,
         '0, or few with scheduling.on_batch_ready = "abort".',
     ),
     Metric(
         "rollout/status/error_parse",
         "share",
-        "Share whose answer could not be parsed: the policy's own error.",
+        "Share of rollouts with an answer that could not be parsed, which is an error of the policy.",
         ENDS,
-        "It falls.",
-        "Check that model.renderer fits the model; titan-rl sft on demonstrations teaches the format.",
+        "Falls.",
+        "Check that model.renderer fits the model. Run titan-rl sft on demonstrations to teach the format.",
     ),
     Metric(
         "rollout/status/error_timeout",
         "share",
-        "Share in which an environment or a reward did not answer in time.",
+        "Share of rollouts in which a call of the environment or of a reward function timed out.",
         ENDS,
         "0.",
-        "Raise the timeouts of [rollout], or find out what the environment waits for.",
+        "Find out what the environment waits for, or raise the timeouts in [rollout].",
     ),
     Metric(
         "rollout/status/error_env",
         "share",
-        "Share in which the environment raised an exception.",
+        "Share of rollouts in which the environment raised an exception.",
         ENDS,
         "0.",
-        "The message in the terminal has the line of your code.",
+        "The message in the terminal names the line of your code.",
     ),
     Metric(
         "rollout/status/error_generate",
         "share",
-        "Share with a request that could not be answered.",
+        "Share of rollouts in which a generation request failed.",
         ENDS,
         "0.",
-        "logs/ has the generator's messages.",
+        "See the generators' messages in logs/.",
     ),
     Metric(
         "rollout/completion_tokens_mean",
         "tokens",
-        "Mean completion tokens of a rollout, over all its turns.",
+        "Mean number of completion tokens per rollout, over all its turns.",
         ENDS,
-        "Steady, or changing for a reason visible in the answers.",
-        "Growing while the reward does not: reward shorter answers. Shrinking to 0: the reward favours silence.",
+        "Steady, or changing for a reason that the transcripts show.",
+        "If it grows while the reward does not, reward shorter answers. If it shrinks to 0, the reward favours "
+        "empty answers.",
     ),
-    Metric("rollout/completion_tokens_max", "tokens", "Completion tokens of the longest rollout.", ENDS),
-    Metric("rollout/turns_mean", "turns", "Turns of a rollout.", ENDS),
+    Metric("rollout/completion_tokens_max", "tokens", "Number of completion tokens of the longest rollout.", ENDS),
+    Metric("rollout/turns_mean", "turns", "Mean number of turns per rollout.", ENDS),
     Metric(
         "rollout/branches_per_rollout",
         "samples",
         "Training samples per rollout.",
         ENDS,
-        "1, as long as each prompt extends the one before.",
-        "More: the history is edited between turns, and each branch is trained with its full context.",
+        "1 as long as each prompt extends the previous one.",
+        "Above 1, the history is edited between turns. Each branch is trained with its full context, which costs time.",
     ),
     Metric(
         "rollout/constrained_fraction",
         "share",
         "Share of completion tokens that were restricted by a forced tool or a schema. Absent if there are none.",
         ENDS,
-        "Depends on the agent. `correction.constrained` configures how these tokens are trained.",
-        'Near 1 with `correction.constrained = "masked"`: hardly anything is trained.',
+        "Depends on the agent. correction.constrained sets how these tokens are trained.",
+        'Near 1 with correction.constrained = "masked", almost no tokens are trained.',
     ),
     Metric(
         "rollout/constraint_weight_mean",
         "share",
-        "Mean over constrained rollouts of the probability that the policy gives to the allowed texts: "
-        'the weight of `correction.constrained = "corrected"`.',
+        "Mean probability, over constrained rollouts, that the policy assigns to the outputs that the constraint "
+        'allows. It is the weight used by correction.constrained = "corrected".',
         ENDS,
         "Rises as the policy learns to satisfy the constraints by itself.",
-        'Near 0: with "corrected" hardly anything is learned from these rollouts.',
+        'Near 0 with correction.constrained = "corrected", almost nothing is learned from these rollouts.',
     ),
-    Metric("rollout/metrics/seconds", "s", "Mean time of a rollout from its reset to its end.", ENDS),
+    Metric("rollout/metrics/seconds", "s", "Mean time from a rollout's reset to its end.", ENDS),
     Metric(
         "rollout/metrics/own_seconds",
         "s",
-        "Mean time of a rollout in its environment and its agent, without waiting for generation.",
+        "Mean time that a rollout spends in its environment and its agent, excluding waits for generation.",
         ENDS,
         "Less than half of rollout/metrics/seconds.",
-        "Steps wait for the environment: make it faster, or allow more rollouts in flight.",
+        "Steps wait for the environment: speed it up, or allow more rollouts in flight.",
     ),
     Metric(
         "rollout/metrics/env_seconds",
         "s",
-        "Mean time of a rollout in calls of its environment, or of its agent without the requests.",
+        "Mean time that a rollout spends in calls of its environment or, for an agent, outside of requests.",
         ENDS,
         "Less than half of rollout/metrics/seconds.",
-        "Steps wait for the environment: make it faster, or allow more rollouts in flight.",
+        "Steps wait for the environment: speed it up, or allow more rollouts in flight.",
     ),
-    Metric("rollout/metrics/reward_seconds", "s", "Mean time of a rollout in reward functions.", ENDS, "Near 0."),
+    Metric(
+        "rollout/metrics/reward_seconds", "s", "Mean time that a rollout spends in reward functions.", ENDS, "Near 0."
+    ),
     Metric(
         "rollout/metrics/teacher_seconds",
         "s",
-        "Mean time until a teacher has scored a rollout, outages included. Other groups are generated meanwhile.",
+        "Mean time until the teacher has scored a rollout, including outages. Other groups are generated in the "
+        "meantime.",
         ENDS,
         "Less than rollout/metrics/seconds.",
-        "The teacher's server is too slow, or down: logs/controller.log.",
+        "The teacher's server is too slow or unavailable: see logs/controller.log.",
     ),
     Metric(
         "rollout/metrics/teacher_kl",
         "nats",
-        "Mean of the policy's logprob minus the teacher's, over the sampled tokens: an estimate of the reverse KL "
-        "divergence for each token.",
+        "Estimate of the reverse KL divergence from the teacher per token: the mean of the policy's logprob "
+        "minus the teacher's, over the sampled tokens.",
         REWARD,
-        "It falls.",
-        "Constant: see train/clip_fraction, or a larger training.lr. Large from the start: the policy's answers are "
-        "unlike the teacher's; titan-rl sft on the teacher's answers first.",
+        "Falls.",
+        "If it is constant, see train/clip_fraction, or raise training.lr. If it is large from the start, the "
+        "policy's answers are unlike the teacher's: run titan-rl sft on answers of the teacher first.",
     ),
-    Metric("rollout/metrics/retries", "retries", "Mean number of restarts of a rollout.", ENDS, "0."),
+    Metric("rollout/metrics/retries", "retries", "Mean number of times that a rollout was restarted.", ENDS, "0."),
     Metric(
         "rollout/metrics/close_failed",
         "rollouts",
-        "1 for a rollout whose environment failed to close; mean over the rollouts.",
+        "1 if the environment of a rollout failed to close; absent otherwise.",
         ENDS,
     ),
     Metric("rollout/metrics/branches", "samples", "Mean number of branches of an agent's conversation.", ENDS),
@@ -242,24 +247,24 @@ ROLLOUT_METRICS = (
     Metric(
         "rollout/values_left_out",
         "values",
-        "Rewards and metrics that are not finite numbers, and are excluded from all means.",
+        "Number of rewards and metrics that are excluded from all means because they are not finite numbers.",
         ENDS,
         "0.",
-        "A reward or metric is NaN, infinite or not a number.",
+        "Find the reward or metric that is NaN, infinite or not a number.",
     ),
     Metric(
         "transcripts/left_out",
         "rollouts",
-        "Rollouts with an error, or of dropped groups, whose transcripts are not written because enough of the "
-        "same kind have been.",
+        "Number of failed rollouts, and rollouts of dropped groups, whose transcripts are omitted because enough "
+        "transcripts of that kind have been written.",
         ENDS,
     ),
     Metric(
         "transcripts/lost",
         "rollouts",
-        "Transcripts that could not be written, in the whole run.",
+        "Number of transcripts in the whole run that could not be written.",
         ENDS,
         "0.",
-        "The disk is full, or the folder is not writable.",
+        "Check that the disk is not full and that the run's folder is writable.",
     ),
 )

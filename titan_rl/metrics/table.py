@@ -27,8 +27,9 @@ VALIDATION_METRICS = (
         "reward",
         "Mean reward on held-out samples, over all suites.",
         VALIDATION,
-        "It rises with rollout/finished_reward_mean.",
-        "Falling while that rises: the policy memorizes the training samples; use more or other samples.",
+        "Rises with rollout/finished_reward_mean.",
+        "If it falls while rollout/finished_reward_mean rises, the policy overfits to the training samples: use "
+        "more, or more varied, samples.",
     ),
     Metric(
         "validation/<suite>/reward_mean",
@@ -39,36 +40,45 @@ VALIDATION_METRICS = (
     Metric(
         "validation/loss",
         "",
-        "In titan-rl sft: the loss on held-out demonstrations.",
+        "Loss on held-out demonstrations (titan-rl sft only).",
         VALIDATION,
-        "It falls.",
-        "Rising while train/loss falls: fewer epochs, or more demonstrations.",
+        "Falls.",
+        "If it rises while train/loss falls, train for fewer epochs or add demonstrations.",
     ),
     Metric(
         "validation/unscored",
         "rollouts",
-        "Held-out rollouts without a reward, or that ended in an error other than the policy's.",
+        "Held-out rollouts that have no reward, or that failed for a reason other than the policy.",
         VALIDATION,
         "0.",
-        "rollouts.jsonl has them, with phase validation.",
+        "Look them up in rollouts.jsonl, where their phase is validation.",
     ),
     Metric("validation/<suite>/unscored", "rollouts", "validation/unscored of one suite.", VALIDATION),
-    Metric("validation/<measure>", "", "Result of the task's `measure` on its held-out groups.", VALIDATION),
     Metric(
-        "validation/<suite>/<measure>", "", "Result of the task's `measure` on the groups of one suite.", VALIDATION
+        "validation/<measure>",
+        "",
+        "Value that the task's `measure` method returns for its held-out groups.",
+        VALIDATION,
+    ),
+    Metric(
+        "validation/<suite>/<measure>",
+        "",
+        "Value that the task's `measure` method returns for the groups of one suite.",
+        VALIDATION,
     ),
 )
 """There are also `validation/<name>` and `validation/<suite>/<name>` for each `rollout/<name>` and `completion/...`."""
 
 TASK_METRICS = (
-    Metric("task/<task>/num_groups", "groups", "Groups of one task that the step was trained on.", TASKS),
+    Metric("task/<task>/num_groups", "groups", "Groups of one task in the training batch.", TASKS),
     Metric(
         "task/<task>/share",
         "share",
-        "Share of one task in the groups of the step.",
+        "Share of the training batch's groups that belong to one task.",
         TASKS,
-        "The task's weight over the sum of all weights.",
-        "Less: its groups are dropped (task/<task>/dropped/<reason>), or overtaken by others (scheduling.window).",
+        "The task's weight divided by the sum of all weights.",
+        "If it is lower, groups of the task are dropped (task/<task>/dropped/<reason>), or groups of other tasks "
+        "overtake them (scheduling.window).",
     ),
     *(
         replace(
@@ -93,7 +103,7 @@ TASK_METRICS = (
             "rollout/finished_errors",
         }
     ),
-    Metric("task/<task>/dropped/<reason>", "groups", "Groups of one task that were not trained on.", TASKS),
+    Metric("task/<task>/dropped/<reason>", "groups", "Groups of one task that were dropped, by reason.", TASKS),
 )
 
 METRICS: tuple[Metric, ...] = (
@@ -129,7 +139,8 @@ class Match:
 def find_metric(name: str) -> Metric | None:
     """The entry of a name in `metrics.jsonl`.
 
-    Example: `find_metric("validation/turns_mean").help` is "Turns of a rollout. Of held-out samples."
+    Example: `find_metric("validation/turns_mean").help` is
+        "Mean number of turns per rollout. Measured on held-out samples."
     """
     match = match_metric(name)
     return None if match is None else match.metric
@@ -154,7 +165,7 @@ def _held_out(name: str) -> Match | None:
             derived = replace(
                 metric,
                 name=f"{prefix}/{metric.name.removeprefix('rollout/')}",
-                help=f"{metric.help} Of held-out samples.",
+                help=f"{metric.help} Measured on held-out samples.",
                 group=VALIDATION,
             )
             return Match(derived, {**labels, **match.labels})
