@@ -90,12 +90,15 @@ def test_yarn_is_also_read_where_older_folders_have_it(tmp_path: Path) -> None:
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, r"partial_rotary_factor 0\.5"),
     ],
 )
-def test_rotations_that_are_not_known_are_refused(tmp_path: Path, rope: dict[str, Any], message: str) -> None:
+def test_rotations_that_torchtitan_does_not_know_are_refused_if_it_is_asked_for(
+    tmp_path: Path, rope: dict[str, Any], message: str
+) -> None:
     folder = make_tiny_qwen3(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+    asked = ModelConfig(path=str(folder), implementation="torchtitan")
     with pytest.raises(ModelError, match=message):
-        make_trainer(folder)
+        TrainerCore(asked, TrainingConfig(steps=10), seed=0)
 
 
 def test_scores_and_published_names_are_those_of_transformers(folder: Path) -> None:

@@ -100,7 +100,7 @@ def _dry_run(config: RunConfig, resume: Path | None, arguments: argparse.Namespa
     from titan_rl.cluster.hosts.placement import visible_gpus
     from titan_rl.config.load import dump_config
     from titan_rl.run.directory import check_run_dir
-    from titan_rl.run.machine.requirements import describe_transport
+    from titan_rl.run.machine.requirements import describe_implementation, describe_transport
 
     if resume is None:
         check_run_dir(config)
@@ -111,6 +111,7 @@ def _dry_run(config: RunConfig, resume: Path | None, arguments: argparse.Namespa
             tell(f"titan-rl: {loss}")
     say(dump_config(config, with_defaults=verbosity_of(arguments) is Verbosity.VERBOSE))
     tell(f"titan-rl: {describe_transport(config)}")
+    tell(f"titan-rl: {describe_implementation(config)}")
     if not (config.hosts.elsewhere or visible_gpus()):
         tell(f"titan-rl: {describe_trainer_threads(config.training.num_ranks, usable_cores())}")
     code = _rehearse(config)

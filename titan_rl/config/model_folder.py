@@ -14,6 +14,7 @@ from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import GenerationConfig, SpeculativeConfig
 from titan_rl.core.errors import ConfigError, ModelError
 from titan_rl.generation.gpu_share import planned_kv_gib
+from titan_rl.training.models.choice import choose_implementation
 from titan_rl.training.settings import TARGETS, AdapterConfig, ModelConfig
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -136,6 +137,7 @@ def check_training_fit(config: RunConfig) -> None:
 
     Raises:
         ConfigError: names the setting, its value and the fix.
+        ModelError: no implementation can train the model.
     """
     architecture = read_json(Path(config.model.path), "config.json")
     kv_heads = architecture.get("num_key_value_heads") or architecture.get("num_attention_heads")
@@ -144,6 +146,13 @@ def check_training_fit(config: RunConfig) -> None:
         raise ConfigError(
             f"training.tensor_parallel = {ranks} does not divide the model's {kv_heads} key-value heads; choose one "
             "that does"
+        )
+    if "model_type" in architecture:
+        choose_implementation(
+            architecture,
+            config.model.implementation,
+            tensor_parallel=ranks,
+            has_adapter=config.training.adapter.is_on,
         )
 
 

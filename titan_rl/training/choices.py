@@ -4,6 +4,7 @@ from typing import Literal
 
 DType = Literal["float32", "bfloat16"]
 StateDType = Literal["float32", "bfloat16", "int8"]
+Implementation = Literal["auto", "torchtitan", "transformers"]
 Attention = Literal["auto", "document", "flex"]
 ActivationCheckpointing = Literal["none", "selective", "full"]
 LearningRateDecay = Literal["constant", "linear", "cosine"]

@@ -25,6 +25,7 @@ from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.errors import CheckpointError
 from titan_rl.rollout.renderer.registry import fit_template
 from titan_rl.training.choices import DType
+from titan_rl.training.decoder import PREFIX as MODULE
 from titan_rl.training.models.peft_folder import PREFIX
 from titan_rl.training.models.peft_folder import WEIGHTS as PEFT_WEIGHTS
 from titan_rl.training.parallel import World, local_slice
@@ -59,6 +60,8 @@ def export_checkpoint(
     verify(checkpoint)
     files = TensorFiles([checkpoint / name for name in read_checksums(checkpoint) if name.endswith(SUFFIX)])
     masters: DType = "bfloat16" if files.has_dtype("model/", "BF16") else "float32"
+    is_of_transformers = any(name.startswith(f"model/{MODULE}") for name in files.names)
+    adapter = adapter_of(checkpoint)
     policy = Policy(  # computes nothing
         source,
         World(),
@@ -66,7 +69,8 @@ def export_checkpoint(
         row_tokens=1,
         dtype=dtype,
         master_dtype=masters,
-        adapter=adapter_of(checkpoint),
+        adapter=adapter,
+        implementation="transformers" if is_of_transformers else "torchtitan",
     )
     tensors, _ = flatten({"model": get_model_state_dict(policy.model, options=TRAINED)})
     try:

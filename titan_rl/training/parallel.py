@@ -1,6 +1,6 @@
 """Sharding: the `World` of the ranks that train one policy together, and the part of the model that each rank holds.
 
-Parameters are sharded by FSDP2, tensor parallelism, or both, through torchtitan.
+Parameters are sharded by FSDP2, tensor parallelism, or both.
 """
 
 from __future__ import annotations
@@ -20,15 +20,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from titan_rl.core.errors import ConfigError, TitanRLError, TrainingError
 from titan_rl.training.attention.attention import ContextRanks
-from titan_rl.training.attention.document_attention import DocumentAttention
 from titan_rl.training.choices import ActivationCheckpointing
+from titan_rl.training.decoder import DecoderModel
 from titan_rl.training.device import local_device  # before torchtitan
 from titan_rl.weights.types import SlicePosition, TensorSlice
 
 # isort: split
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
-from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
-from torchtitan.models.common.moe import MoE
 
 T = TypeVar("T")
 
@@ -154,7 +152,7 @@ _CHECKPOINTING = {"full": FullAC.Config, "selective": SelectiveAC.Config}
 
 
 def parallelize(
-    model: Any,
+    model: DecoderModel,
     world: World,
     *,
     dtype: torch.dtype = torch.float32,
@@ -175,24 +173,15 @@ def parallelize(
     """
     assert world.size > 1 or not offload_parameters, "FSDP moves parameters, and takes several ranks"
     if world.tensor_parallel > 1:
-        model.parallelize(world.dims)
-        if model.enable_weight_tying:
-            model.tok_embeddings.weight = model.lm_head.weight  # sharding has untied them
+        model.split_matrices(world.dims)
     if compile:  # inside checkpointing, because torch does not compile around it
         _compile_blocks(model)
     if (checkpointing := _CHECKPOINTING.get(activation_checkpointing)) is not None:
-        checkpointing().build(dump_folder="").apply(model)
+        model.wrap_blocks(checkpointing().build(dump_folder=""))
     if world.size == 1:
         return
-    apply_fsdp_to_decoder(
-        model,
-        world.dims.get_mesh(["fsdp"]),
-        param_dtype=dtype,
-        reduce_dtype=torch.float32,
-        pp_enabled=False,
-        cpu_offload=offload_parameters,
-    )
-    for module in model.modules():
+    model.shard(world.dims.get_mesh(["fsdp"]), dtype, offload=offload_parameters)
+    for module in model.module.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # the only reduction of gloo
             if local_device().type == "cpu":
@@ -258,16 +247,12 @@ def entries_of(
         yield name, TensorSlice(empty, SlicePosition((0,) * len(shape), tuple(shape)))
 
 
-UNCOMPILED = (DocumentAttention, MoE)
-"""Modules whose shapes depend on the batch, by its documents or its tokens' experts. They run uncompiled between the
-compiled parts of a block; otherwise torch would recompile them for every batch."""
-
-
-def _compile_blocks(model: Any) -> None:
+def _compile_blocks(model: DecoderModel) -> None:
     """Compile in place, so that parameters keep their names. torch compiles during the first batches: with and without
     gradients, and for one row and several.
 
-    torchtitan's `apply_compile` does not support blocks with an uncompiled part.
+    Modules whose shapes depend on the batch run uncompiled between the compiled parts of a block; otherwise torch would
+    recompile them for every batch. torchtitan's `apply_compile` does not support that.
 
     Raises:
         ConfigError: this machine lacks the compiler that torch needs on a CPU.
@@ -277,8 +262,7 @@ def _compile_blocks(model: Any) -> None:
             "training.compile = true needs a C++ compiler where there is no accelerator, and found none; install g++, "
             "name yours in the environment variable CXX, or set compile = false"
         )
-    for module in model.modules():
-        if isinstance(module, UNCOMPILED):
-            module.forward = cast(Any, torch.compiler.disable(module.forward))
-    for block in model.layers.children():
+    for module in model.uncompiled:
+        module.forward = cast(Any, torch.compiler.disable(module.forward))
+    for block in model.blocks.values():
         block.compile(dynamic=True)

@@ -19,13 +19,14 @@ from torch.autograd.graph import save_on_cpu
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from titan_rl.core.errors import ConfigError
 from titan_rl.training.attention.attention import Layout, layout_documents
 from titan_rl.training.attention.flex_attention import layout_blocks
-from titan_rl.training.choices import ActivationCheckpointing, Attention, DType
+from titan_rl.training.choices import ActivationCheckpointing, Attention, DType, Implementation
 from titan_rl.training.data.packing import Family
 from titan_rl.training.data.sample import TrainingSample
+from titan_rl.training.decoder import DecoderModel, replay
 from titan_rl.training.device import local_device
-from titan_rl.training.models.experts import replay, routers
 from titan_rl.training.models.hf_model import HFModel, read_hf_config
 from titan_rl.training.models.lora import Adapter
 from titan_rl.training.parallel import World, local, parallelize
@@ -39,15 +40,27 @@ FLEX_HEAD_DIM = 16
 """Smallest head of flex attention's kernel."""
 
 
-def choose_attention(attention: Attention, device_type: str, head_dim: int) -> Attention:
-    """Resolve `training.attention` on a device to "document" or "flex"."""
+def choose_attention(attention: Attention, device_type: str, head_dim: int, *, has_variants: bool = False) -> Attention:
+    """Resolve `training.attention` on a device to "document" or "flex".
+
+    Args:
+        has_variants: whether the model has sliding windows, caps on scores or sinks, which flex does not have.
+
+    Raises:
+        ConfigError: flex is asked for and cannot compute the model.
+    """
+    if attention == "flex" and has_variants:
+        raise ConfigError(
+            'training.attention = "flex" has no sliding windows, caps on scores or sinks, which this model needs; '
+            'set it to "auto" or "document"'
+        )
     if attention != "auto":
         return attention
-    return "flex" if device_type == "cuda" and head_dim >= FLEX_HEAD_DIM else "document"
+    return "flex" if device_type == "cuda" and head_dim >= FLEX_HEAD_DIM and not has_variants else "document"
 
 
 class Policy:
-    """torchtitan's model of a Hugging Face folder, on this process's device. With `dtype = "bfloat16"` the forward pass
+    """The model of a Hugging Face folder, on this process's device. With `dtype = "bfloat16"` the forward pass
     runs in bfloat16.
 
     Its batches are made with its `lay_out`. In a world of several ranks each holds a part, and all of them call every
@@ -64,6 +77,7 @@ class Policy:
             checkpointing, one hidden state for each layer.
         offload_weights: keep the weights of a model that is not trained on the host between passes.
         offload_parameters: see `parallelize`.
+        implementation: see `choose_implementation`.
 
     Raises:
         ModelError: the folder lacks a file, or its config and weights do not fit together.
@@ -86,6 +100,7 @@ class Policy:
         offload_activations: bool = False,
         offload_weights: bool = False,
         offload_parameters: bool = False,
+        implementation: Implementation = "auto",
     ) -> None:
         self.device = local_device()
         self._world_size = world.size
@@ -101,13 +116,17 @@ class Policy:
             adapter=adapter,
             base_dtype=self.dtype,
             seed=seed,
+            implementation=implementation,
         )
-        self.model = self._hf.decoder
-        attends = choose_attention(attention, self.device.type, self.model.config.layers[0].attention.head_dim)
+        self._decoder: DecoderModel = self._hf.decoder
+        self.model: Any = self._decoder.module
+        attends = choose_attention(
+            attention, self.device.type, self._decoder.head_dim, has_variants=self._decoder.has_variants
+        )
         self.lay_out: LayOut = partial(_LAY_OUT[attends], ranks=world.context)
-        self._routers = routers(self.model)
+        self._routers = self._decoder.routers
         parallelize(
-            self.model,
+            self._decoder,
             world,
             dtype=self.dtype,
             compile=compile,
@@ -121,7 +140,7 @@ class Policy:
         self._offloads = offload_activations
         self._keeps_no_state = activation_checkpointing == "none" and not (compile or offload_activations)
         self._host_weights = (
-            HostWeights(self.model, by_layer=world.size == 1 and not compile) if offload_weights else None
+            HostWeights(self._decoder, by_layer=world.size == 1 and not compile) if offload_weights else None
         )
 
     @property
@@ -139,7 +158,7 @@ class Policy:
     @property
     def vocab_size(self) -> int:
         """Number of token ids."""
-        return self.model.config.vocab_size
+        return self._decoder.vocab_size
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `HFModel.named_tensors`; here in the policy's dtype."""
@@ -200,8 +219,8 @@ class Policy:
             if self._autocasts:
                 stack.enter_context(torch.autocast(self.device.type, self.dtype))
             with save_on_cpu(pin_memory=True) if self._offloads else nullcontext():
-                hidden_BLD = local(self.model(token_ids_BL, positions_BL, batch.layout))
-            found = self.model.lm_head(hidden_BLD.flatten(0, 1).index_select(0, predictors_M), *scored)
+                hidden_BLD = local(self._decoder.hidden(token_ids_BL, positions_BL, batch.layout))
+            found = self._decoder.head(hidden_BLD.flatten(0, 1).index_select(0, predictors_M), *scored)
         if share is None or mine_M is None:
             return found
         spread = partial(share.ranks.spread, at_M=mine_M, size=len(batch.predictors_N))
@@ -352,12 +371,12 @@ class HostWeights:
             pass, because FSDP gathers the layers from it in streams of its own.
     """
 
-    def __init__(self, model: Any, *, by_layer: bool) -> None:
-        self._model = model
+    def __init__(self, decoder: DecoderModel, *, by_layer: bool) -> None:
+        self._model = model = decoder.module
         self._by_layer = by_layer
         self._kept: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}  # (on the device, on the host)
         if by_layer:
-            for module in (model.tok_embeddings, *model.layers.values(), model.norm, model.lm_head):
+            for module in decoder.parts:
                 module.register_forward_pre_hook(self._bring)
                 module.register_forward_hook(self._release, always_call=True)
         self._release(model)

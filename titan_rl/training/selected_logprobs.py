@@ -36,17 +36,21 @@ def selected_logprobs(
     targets_N: torch.Tensor,
     temperatures_N: torch.Tensor,
     *,
+    bias_V: torch.Tensor | None = None,
+    softcap: float | None = None,
     shard: VocabularyShard | None = None,
     chunk_logits: int = CHUNK_LOGITS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logprobs of the targets and the entropy of the whole distribution, both at each place's temperature.
 
-    Logits are computed in the dtype of the hidden states, everything from there on in float32. The entropy is a metric
-    and carries no gradient.
+    Logits are computed in the dtype of the hidden states, everything from there on in float32 (float64 if they are).
+    The entropy is a metric and carries no gradient.
 
     Args:
         targets_N: one token for each place, or several: [N, J].
         weight_VD: weights of the output layer, or this rank's rows of them.
+        bias_V: of the output layer.
+        softcap: logits x become softcap * tanh(x / softcap), before the temperature.
         shard: position of these rows. The ranks of its mesh call this together, with the same tokens, and all get the
             results.
         chunk_logits: most logits of a chunk.
@@ -56,8 +60,19 @@ def selected_logprobs(
     """
     chunk = max(1, chunk_logits // max(1, len(weight_VD)))
     targets_NJ = targets_N if targets_N.dim() == 2 else targets_N[:, None]
-    logprobs_NJ, entropies_N = _SelectedLogprobs.apply(hidden_ND, weight_VD, targets_NJ, temperatures_N, shard, chunk)
+    layer = _OutputLayer(softcap, shard)
+    logprobs_NJ, entropies_N = _SelectedLogprobs.apply(
+        hidden_ND, weight_VD, bias_V, targets_NJ, temperatures_N, layer, chunk
+    )
     return logprobs_NJ.view(targets_N.shape), entropies_N
+
+
+@dataclass(frozen=True, slots=True)
+class _OutputLayer:
+    """The output layer, besides its weights."""
+
+    softcap: float | None
+    shard: VocabularyShard | None
 
 
 class _SelectedLogprobs(torch.autograd.Function):
@@ -68,17 +83,21 @@ class _SelectedLogprobs(torch.autograd.Function):
         ctx: Any,
         hidden_ND: torch.Tensor,
         weight_VD: torch.Tensor,
+        bias_V: torch.Tensor | None,
         targets_NJ: torch.Tensor,
         temperatures_N: torch.Tensor,
-        shard: VocabularyShard | None,
+        layer: _OutputLayer,
         chunk: int,
     ) -> Any:
-        size = len(targets_NJ)
-        logprobs_NJ = torch.empty(targets_NJ.shape, device=hidden_ND.device)
-        entropies_N = torch.empty(size, device=hidden_ND.device)
+        size, shard = len(targets_NJ), layer.shard
+        dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
+        logprobs_NJ = torch.empty(targets_NJ.shape, device=hidden_ND.device, dtype=dtype)
+        entropies_N = torch.empty(size, device=hidden_ND.device, dtype=dtype)
         probs_NV = None
         for rows in _chunks(size, chunk):
-            shifted_NV, probs_NV, log_sums_N = _distribution(hidden_ND[rows], weight_VD, temperatures_N[rows], shard)
+            shifted_NV, probs_NV, log_sums_N, _ = _distribution(
+                hidden_ND[rows], weight_VD, bias_V, temperatures_N[rows], layer
+            )
             at_NJ, is_here_NJ = _places(targets_NJ[rows], weight_VD, shard)
             chosen_NJ = shifted_NV.gather(-1, at_NJ) * is_here_NJ
             expected_N = torch.linalg.vecdot(probs_NV, shifted_NV)
@@ -87,48 +106,75 @@ class _SelectedLogprobs(torch.autograd.Function):
                 shard.reduce(expected_N)
             logprobs_NJ[rows] = chosen_NJ - log_sums_N[:, None]
             entropies_N[rows] = log_sums_N - expected_N
-        ctx.save_for_backward(hidden_ND, weight_VD, targets_NJ, temperatures_N, probs_NV if size <= chunk else None)
-        ctx.shard, ctx.chunk = shard, chunk
+        kept_NV = probs_NV if size <= chunk and layer.softcap is None else None  # the slope of a cap needs the logits
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_NJ, temperatures_N, kept_NV)
+        ctx.layer, ctx.chunk = layer, chunk
         ctx.mark_non_differentiable(entropies_N)
         return logprobs_NJ, entropies_N
 
     @staticmethod
     def backward(ctx: Any, grad_NJ: torch.Tensor, _: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        hidden_ND, weight_VD, targets_NJ, temperatures_N, kept_NV = ctx.saved_tensors
+        hidden_ND, weight_VD, bias_V, targets_NJ, temperatures_N, kept_NV = ctx.saved_tensors
+        shard: VocabularyShard | None = ctx.layer.shard
         grad_hidden_ND = torch.zeros_like(hidden_ND)
         grad_weight_VD = None
+        grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V)
         for rows in _chunks(len(targets_NJ), ctx.chunk):
-            probs_NV = kept_NV
+            probs_NV, slope_NV = kept_NV, None
             if probs_NV is None:
-                _, probs_NV, _ = _distribution(hidden_ND[rows], weight_VD, temperatures_N[rows], ctx.shard)
-            at_NJ, is_here_NJ = _places(targets_NJ[rows], weight_VD, ctx.shard)
+                _, probs_NV, _, slope_NV = _distribution(
+                    hidden_ND[rows], weight_VD, bias_V, temperatures_N[rows], ctx.layer
+                )
+            at_NJ, is_here_NJ = _places(targets_NJ[rows], weight_VD, shard)
             scaled_NJ = grad_NJ[rows] / temperatures_N[rows, None]
             grad_NV = probs_NV * -scaled_NJ.sum(-1, keepdim=True)
-            grad_NV.scatter_add_(-1, at_NJ, scaled_NJ * is_here_NJ)
+            grad_NV.scatter_add_(-1, at_NJ, (scaled_NJ * is_here_NJ).to(grad_NV.dtype))
+            if slope_NV is not None:
+                grad_NV *= slope_NV
             grad_NV = grad_NV.to(hidden_ND.dtype)
+            if grad_bias_V is not None:
+                grad_bias_V += grad_NV.sum(0)
             grad_hidden_ND[rows] = grad_NV @ weight_VD
             # No name keeps the product of a chunk, which is as large as the weight, until the result is converted.
             if grad_weight_VD is None:
-                grad_weight_VD = (grad_NV.T @ hidden_ND[rows]).float()
+                grad_weight_VD = _wide(grad_NV.T @ hidden_ND[rows])
             else:
                 grad_weight_VD += grad_NV.T @ hidden_ND[rows]
-        if ctx.shard is not None:
-            ctx.shard.reduce(grad_hidden_ND)
+        if shard is not None:
+            shard.reduce(grad_hidden_ND)
         if grad_weight_VD is None:
             grad_weight_VD = torch.zeros_like(weight_VD)
-        return grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype), None, None, None, None
+        return grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype), grad_bias_V, None, None, None, None
 
 
 def _chunks(size: int, chunk: int) -> Iterator[slice]:
     return (slice(start, start + chunk) for start in range(0, size, chunk))
 
 
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def capped(logits_NV: torch.Tensor, softcap: float) -> torch.Tensor:
+    """Limit logits smoothly to a range of -softcap to softcap (arXiv:2408.00118, section 2).  # [N, V]"""
+    return (logits_NV / softcap).tanh() * softcap
+
+
 def _distribution(
-    hidden_ND: torch.Tensor, weight_VD: torch.Tensor, temperatures_N: torch.Tensor, shard: VocabularyShard | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits minus the maximum over the whole vocabulary, their probabilities, and the log-normalizers that turn the
-    former into logprobs.  # [N, V], [N, V], [N]"""
-    scaled_NV = F.linear(hidden_ND, weight_VD).float().div_(temperatures_N[:, None])
+    hidden_ND: torch.Tensor,
+    weight_VD: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    temperatures_N: torch.Tensor,
+    layer: _OutputLayer,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Logits minus the maximum over the whole vocabulary, their probabilities, the log-normalizers that turn the former
+    into logprobs, and the slope of the cap on the logits, if there is one.  # [N, V], [N, V], [N], [N, V]"""
+    shard = layer.shard
+    logits_NV, slope_NV = _wide(F.linear(hidden_ND, weight_VD, bias_V)), None
+    if layer.softcap is not None:
+        logits_NV = capped(logits_NV, layer.softcap)
+        slope_NV = 1 - (logits_NV / layer.softcap).square()
+    scaled_NV = logits_NV.div_(temperatures_N[:, None])
     greatest_N1 = scaled_NV.amax(-1, keepdim=True)
     if shard is not None:
         shard.reduce(greatest_N1, dist.ReduceOp.MAX)
@@ -138,7 +184,7 @@ def _distribution(
     if shard is not None:
         shard.reduce(sums_N1)
     probs_NV /= sums_N1
-    return shifted_NV, probs_NV, sums_N1.squeeze(-1).log()
+    return shifted_NV, probs_NV, sums_N1.squeeze(-1).log(), slope_NV
 
 
 def _places(

@@ -30,6 +30,7 @@ from titan_rl.training.choices import (
     CorrectionWeight,
     DistillKind,
     DType,
+    Implementation,
     KLEstimate,
     LearningRateDecay,
     Proximal,
@@ -58,6 +59,9 @@ class ModelConfig(Section):
     """Dtype of the weights, in the trainer and in the engines."""
     max_context: PositiveInt = 512
     """Maximum number of tokens of prompt and completion together."""
+    implementation: Implementation = "auto"
+    """Modeling code of the trained policy. auto uses torchtitan's where it has the family, and otherwise
+    transformers'; --dry-run says which, and why."""
     renderer: Annotated[str, FunctionName(tuple(RENDERERS), ("tokenizer",))] = "auto"
     """Converts messages to tokens and back. auto uses a renderer of the `renderers` package, which parses tool calls,
     if one supports the model, and otherwise chat_template, which does not parse them. A renderer of yours, such as

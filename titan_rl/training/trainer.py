@@ -1,4 +1,4 @@
-"""The trainer of one policy: torchtitan's model, an optimizer, and a step for each batch of samples."""
+"""The trainer of one policy: its model, an optimizer, and a step for each batch of samples."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from titan_rl.rollout.renderer.registry import TemplateFit, fit_template
 from titan_rl.training.data.packing import StepPlan, plan_step
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.export import export_hf
+from titan_rl.training.family_check import require_proved
 from titan_rl.training.gradient_pass import GradientPass, MinibatchGradient
 from titan_rl.training.models.lora import Adapter
 from titan_rl.training.objective import Objective, TokenStats, token_metrics
@@ -423,6 +424,8 @@ def _make_policy(
             'training.offload = ["parameters"] with one trainer process: FSDP, which moves them, takes several; '
             'set training.data_parallel to the number of GPUs, or leave "parameters" out'
         )
+    if is_trained:
+        require_proved(Path(model.path), model.implementation)
     return Policy(
         Path(model.path),
         world,
@@ -433,6 +436,7 @@ def _make_policy(
         adapter=training.adapter if training.adapter.is_on and is_trained else None,
         seed=seed,
         attention=training.attention,
+        implementation=model.implementation,
         compile=training.compile,
         activation_checkpointing=training.activation_checkpointing,
         offload_activations="activations" in training.offload,

@@ -15,9 +15,11 @@ from titan_rl.cluster.hosts.placement import (
     visible_gpus,
 )
 from titan_rl.config.experimental import experimental_warning
+from titan_rl.config.model_files import read_json
 from titan_rl.config.model_folder import BYTES, count_adapter, count_parameters
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import ConfigError, MissingExtraError, NoSpaceError
+from titan_rl.training.models.choice import choose_implementation
 from titan_rl.weights.transports.registry import find_transport
 
 LEFT_FREE = 1 << 24
@@ -148,6 +150,23 @@ def describe_transport(config: RunConfig) -> str:
     """
     name, why = _chosen_transport(config)
     return f"statedict.transport is {name}{why}"
+
+
+def describe_implementation(config: RunConfig) -> str:
+    """Name of the implementation of a run's policy, and the reason for it.
+
+    Example: `model.implementation is transformers: torchtitan's models here have no model_type 'qwen2', only ...`
+
+    Raises:
+        ModelError: the model cannot be trained.
+    """
+    chosen = choose_implementation(
+        read_json(Path(config.model.path), "config.json"),
+        config.model.implementation,
+        tensor_parallel=config.training.tensor_parallel,
+        has_adapter=config.training.adapter.is_on,
+    )
+    return f"model.implementation is {chosen.name}: {chosen.reason}"
 
 
 def warn_of_experimental(config: RunConfig) -> str | None:

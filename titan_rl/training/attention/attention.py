@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,6 +25,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from titan_rl.training.attention.variants import PLAIN, Variant, attend_by_scores
 
 # Earlier versions of torch have only the deprecated names.
 _gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -180,6 +182,7 @@ class Layout(Protocol):
         *,
         scale: float | None = None,
         enable_gqa: bool = False,
+        variant: Variant = PLAIN,
     ) -> torch.Tensor: ...
 
 
@@ -191,10 +194,24 @@ class Bucket:
     width: int
     prefix_tokens: torch.Tensor | None = None  # [num_documents * prefix_width], padded with token 0
     mask: Mask | None = None  # [num_documents, 1, width, prefix_width + width]; without it causal
+    causal: dict[torch.device, Mask] = field(default_factory=dict, compare=False)  # made when a mask is needed
 
     @property
     def num_slots(self) -> int:
         return self.num_documents * self.width
+
+    def mask_of(self, variant: Variant, device: torch.device) -> Mask | None:
+        """Mask of an attention; None if it is plain and causal."""
+        if self.mask is not None:
+            return self.mask
+        is_narrow = variant.window is not None and variant.window < self.width
+        if not is_narrow and not variant.needs_scores:
+            return None
+        if device not in self.causal:
+            positions_1W = torch.arange(self.width, device=device)[None]
+            allowed = torch.ones(self.width, self.width, dtype=torch.bool, device=device).tril()
+            self.causal[device] = Mask(allowed[None, None], positions_1W, positions_1W)
+        return self.causal[device]
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,18 +236,28 @@ def choose_kernel(device_type: str, dtype: torch.dtype, head_dim: int, *, masked
 
 
 class Mask:
-    """Additive attention mask. All layers share one tensor, which is kept for the backward pass."""
+    """Additive attention mask. All layers share one tensor for each window, which is kept for the backward pass.
 
-    def __init__(self, allowed: torch.Tensor) -> None:
+    Args:
+        allowed: pairs of tokens of a document, in causal order.  # bool [D or 1, 1, Q, K]
+        queries_DQ: positions of the queries in their documents.  # int64 [D or 1, Q]
+        keys_DK: positions of the keys.
+    """
+
+    def __init__(self, allowed: torch.Tensor, queries_DQ: torch.Tensor, keys_DK: torch.Tensor) -> None:
         self._allowed = allowed
-        self._added: torch.Tensor | None = None
+        self._queries_DQ, self._keys_DK = queries_DQ, keys_DK
+        self._added: dict[tuple[int | None, torch.dtype], torch.Tensor] = {}
 
-    def added(self, dtype: torch.dtype) -> torch.Tensor:
+    def added(self, dtype: torch.dtype, window: int | None = None) -> torch.Tensor:
         """0 where attention is allowed, and minus infinity elsewhere."""
-        if self._added is None or self._added.dtype != dtype:
-            nothing = torch.zeros((), dtype=dtype, device=self._allowed.device)
-            self._added = nothing.where(self._allowed, -torch.inf)
-        return self._added
+        if (found := self._added.get((window, dtype))) is None:
+            allowed = self._allowed
+            if window is not None:
+                allowed = allowed & (self._queries_DQ[:, None, :, None] - self._keys_DK[:, None, None, :] < window)
+            nothing = torch.zeros((), dtype=dtype, device=allowed.device)
+            found = self._added[window, dtype] = nothing.where(allowed, -torch.inf)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,8 +287,10 @@ class DocumentLayout:
         *,
         scale: float | None = None,
         enable_gqa: bool = False,
+        variant: Variant = PLAIN,
     ) -> torch.Tensor:
-        """Attend within documents.  # [B, L, N, H]"""
+        """Attend within documents. Heads of values may have another size than those of queries and keys.
+        # [B, L, N, H]"""
         q, *kv = (x.flatten(0, 1) for x in (q_BLNH, k_BLNH, v_BLNH))
         of_all = kv
         if self.share is not None:
@@ -283,19 +312,26 @@ class DocumentLayout:
                 q.device.type
             ):  # so that the mask is made once in that dtype, not in each layer
                 q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
-            kernel = choose_kernel(q.device.type, q.dtype, q.shape[-1], masked=bucket.mask is not None)
+            mask = bucket.mask_of(variant, q.device)
+            added = None if mask is None else mask.added(q.dtype, variant.window)
+            if added is not None and variant.needs_scores:
+                outputs.append(attend_by_scores(q, k, v, added, scale, variant).flatten(0, 1))
+                continue
+            kernel = choose_kernel(
+                q.device.type, q.dtype, q.shape[-1], masked=added is not None or q.shape[-1] != v.shape[-1]
+            )
             if enable_gqa and not kernel.takes_groups:
                 k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
             with sdpa_kernel(list(kernel.backends)) if kernel.backends else nullcontext():
                 out = F.scaled_dot_product_attention(
                     *(x.transpose(1, 2) for x in (q, k, v)),
-                    attn_mask=bucket.mask.added(q.dtype) if bucket.mask else None,
-                    is_causal=bucket.mask is None,
+                    attn_mask=added,
+                    is_causal=added is None,
                     scale=scale,
                     enable_gqa=enable_gqa and kernel.takes_groups,
                 )
             outputs.append(out.transpose(1, 2).flatten(0, 1))
-        return _Ungather.apply(torch.cat(outputs), self).view(q_BLNH.shape)
+        return _Ungather.apply(torch.cat(outputs), self).view(*q_BLNH.shape[:-1], v_BLNH.shape[-1])
 
 
 def layout_documents(
@@ -384,9 +420,13 @@ def _bucket(pieces: Sequence[_Piece], share: TokenShare | None, device: torch.de
     tokens_DP = torch.from_numpy(prefixes_DP).to(device)
     in_prefix = tokens_DP >= 0
     causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
-    mask = torch.cat([in_prefix[:, None, None].expand(-1, -1, width, -1), causal.expand(count, 1, -1, -1)], dim=-1)
+    allowed = torch.cat([in_prefix[:, None, None].expand(-1, -1, width, -1), causal.expand(count, 1, -1, -1)], dim=-1)
+    # Padding is between the prefix and the document, so positions are counted over the tokens that are there.
+    before_D1 = in_prefix.sum(-1, keepdim=True)
+    own_DW = before_D1 + torch.arange(width, device=device)
+    mask = Mask(allowed, own_DW, torch.cat([in_prefix.cumsum(-1) - 1, own_DW], dim=-1))
     tokens = tokens_DP.clamp(min=0).flatten()
-    return Bucket(count, width, tokens if share is None else share.place_T[tokens], Mask(mask))
+    return Bucket(count, width, tokens if share is None else share.place_T[tokens], mask)
 
 
 class _Gather(torch.autograd.Function):

@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, FlexKernelOptions, create_mask, flex_attention
 
+from titan_rl.core.errors import ConfigError
 from titan_rl.training.attention.attention import ContextRanks, Document, TokenShare, share_tokens
+from titan_rl.training.attention.variants import PLAIN, Variant
 
 BLOCK = 128
 """Tokens on each side of a block."""
@@ -45,8 +47,18 @@ class BlockLayout:
         *,
         scale: float | None = None,
         enable_gqa: bool = False,
+        variant: Variant = PLAIN,
     ) -> torch.Tensor:
-        """Attend within documents.  # [B, L, N, H]"""
+        """Attend within documents.  # [B, L, N, H]
+
+        Raises:
+            ConfigError: the attention is not plain.
+        """
+        if variant is not PLAIN:
+            raise ConfigError(
+                'training.attention = "flex" has no sliding windows, caps on scores or sinks, which this model needs; '
+                'set it to "auto" or "document"'
+            )
         device = q_BLNH.device.type
         tokens = [x.flatten(0, 1) for x in (q_BLNH, k_BLNH, v_BLNH)]
         if self.share is not None:
@@ -60,7 +72,7 @@ class BlockLayout:
             # In a block that is being compiled, the kernel is a part of the block.
             kernel = flex_attention if torch.compiler.is_compiling() else _compiled()
             out = kernel(q, k, v, block_mask=self.block_mask, scale=scale, enable_gqa=enable_gqa, kernel_options=KERNEL)
-        return out[0].transpose(0, 1).view(q_BLNH.shape)
+        return out[0].transpose(0, 1).view(*q_BLNH.shape[:-1], v_BLNH.shape[-1])
 
     def _mask(self) -> torch.Tensor:
         """Mask of all pairs of tokens.  # bool [1, 1, num_queries, num_keys]"""

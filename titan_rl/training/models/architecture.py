@@ -85,13 +85,11 @@ class Architecture:
     """One `model_type` of config.json.
 
     Args:
-        supported: required values of fields of config.json, which are also their defaults.
         build: makes torchtitan's model config from the dimensions and config.json.
         adapter: torchtitan's translation of parameter names.
         plan_sharding: sets the tensor-parallel sharding in a model config.
     """
 
-    supported: Mapping[str, Any]
     build: Callable[[Dimensions, Mapping[str, Any]], Any]
     adapter: type[Any]
     plan_sharding: Callable[[Any], None]

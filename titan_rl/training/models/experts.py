@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -133,9 +132,3 @@ def moe_config(
 def routers(model: nn.Module) -> list[Router]:
     """The routers in the order of the layers; none in a dense model."""
     return [module for module in model.modules() if isinstance(module, Router)]
-
-
-def replay(routers: Sequence[Router], experts_BLRK: torch.Tensor | None) -> None:
-    """Make the R routers use these experts from now on, forward and backward. None lets them choose again."""
-    for index, router in enumerate(routers):
-        router.replayed_BLK = None if experts_BLRK is None else experts_BLRK[:, :, index]

@@ -1,4 +1,4 @@
-"""Model families that can be trained: Qwen3, dense and with a mixture of experts, and Llama 3."""
+"""Model families of torchtitan's implementation: Qwen3, dense and with a mixture of experts, and Llama 3."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import titan_rl.training.device  # noqa: F401  before torchtitan
 from titan_rl.core.errors import ModelError
 from titan_rl.training.models.architecture import Architecture, Dimensions, HalvesRoPE, PairsRoPE, rope_scaling
+from titan_rl.training.models.choice import TORCHTITAN_ROPE
 from titan_rl.training.models.experts import moe_config
 
 # isort: split
@@ -24,7 +25,7 @@ def _build_qwen3(size: Dimensions, hf: Mapping[str, Any]) -> Qwen3Model.Config:
         dim=size.head_dim,
         max_seq_len=size.max_context,
         theta=float(size.rope["rope_theta"]),
-        **rope_scaling(size.rope, ("default", "yarn")),
+        **rope_scaling(size.rope, TORCHTITAN_ROPE["qwen3"]),
     )
     layers = [
         Qwen3TransformerBlock.Config(
@@ -59,19 +60,10 @@ def _mlp(size: Dimensions, hf: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-_COMMON = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
-
 QWEN3 = Architecture(
-    supported=_COMMON,
     build=_build_qwen3,
     adapter=Qwen3StateDictAdapter,
     plan_sharding=lambda config: set_qwen3_sharding_config(config, enable_sp=False, enable_ep=False),
-)
-QWEN3_MOE = Architecture(
-    supported={**_COMMON, "decoder_sparse_step": 1, "mlp_only_layers": []},
-    build=_build_qwen3,
-    adapter=Qwen3StateDictAdapter,
-    plan_sharding=QWEN3.plan_sharding,
 )
 
 
@@ -80,7 +72,7 @@ def _build_llama3(size: Dimensions, hf: Mapping[str, Any]) -> Llama3Model.Config
         dim=size.head_dim,
         max_seq_len=size.max_context,
         theta=float(size.rope["rope_theta"]),
-        **rope_scaling(size.rope, ("default", "llama3", "yarn")),
+        **rope_scaling(size.rope, TORCHTITAN_ROPE["llama"]),
     )
     layers = [
         Llama3TransformerBlock.Config(
@@ -95,11 +87,10 @@ def _build_llama3(size: Dimensions, hf: Mapping[str, Any]) -> Llama3Model.Config
 
 
 LLAMA3 = Architecture(
-    supported={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
     build=_build_llama3,
     adapter=Llama3StateDictAdapter,
     plan_sharding=lambda config: set_llama3_sharding_config(config, enable_sp=False),
 )
 
-ARCHITECTURES: dict[str, Architecture] = {"qwen3": QWEN3, "qwen3_moe": QWEN3_MOE, "llama": LLAMA3}
-"""Families by the `model_type` of their config.json."""
+ARCHITECTURES: dict[str, Architecture] = {"qwen3": QWEN3, "qwen3_moe": QWEN3, "llama": LLAMA3}
+"""Families by the `model_type` of their config.json. `choice.py` has the fields that they support."""

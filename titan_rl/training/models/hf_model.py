@@ -1,4 +1,4 @@
-"""torchtitan's model of a Hugging Face folder: loading its weights, and the slices that each rank publishes.
+"""The model of a Hugging Face folder: loading its weights, and the slices that each rank publishes.
 
 The folder's config and weights are compared by name and shape before anything is loaded, so that a mismatch is an
 error that names the tensor, not a model that generates noise.
@@ -6,16 +6,16 @@ error that names the tensor, not a model that generates noise.
 No rank holds more than its part of the model and one tensor: the model is built without memory, sharded over the
 ranks, and each rank then reads its part from the files.
 
-If torchtitan and Hugging Face only name a parameter differently, or if it is one tensor in torchtitan and one for each
-row in Hugging Face (experts), the ranks that hold it publish it without communication. A tensor that a translation
-computes (Llama's queries and keys) is gathered, and the ranks take turns in publishing such tensors.
+If the module and the folder only name a parameter differently, or if it is one tensor in the module and one for each
+row in the folder (experts), the ranks that hold it publish it without communication. A tensor that a translation
+computes (torchtitan's queries and keys of Llama) is gathered, and the ranks take turns in publishing such tensors.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -24,26 +24,22 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError, safe_open
 
-import titan_rl.training.device  # noqa: F401  before torchtitan
 from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.errors import ModelError
-from titan_rl.training.models.architecture import Architecture, Dimensions
-from titan_rl.training.models.families import ARCHITECTURES
-from titan_rl.training.models.lora import Adapter, with_adapter
+from titan_rl.training.choices import Implementation
+from titan_rl.training.decoder import DecoderModel
+from titan_rl.training.models.choice import choose_implementation
+from titan_rl.training.models.lora import Adapter
 from titan_rl.training.parallel import World, entries_of, full_tensor, local_slice, own_copy, owned_slice
 from titan_rl.training.settings import AdapterConfig
 from titan_rl.weights.types import SlicePosition, TensorSlice
-
-# isort: split
-from torchtitan.models.common.decoder import Decoder
-from torchtitan.protocols.sharding import ShardingConfig
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
     """The folder's config.json.
 
     Raises:
-        ModelError: it is missing, not JSON, or of a model that cannot be trained.
+        ModelError: it is missing, or not JSON.
     """
     path = folder / "config.json"
     try:
@@ -52,17 +48,11 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
         raise ModelError(f"{folder} has no config.json; model.path must be a Hugging Face model folder") from None
     except ValueError as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from error
-    if (name := config.get("model_type")) not in ARCHITECTURES:
-        raise ModelError(f"{path} has model_type {name!r}; {', '.join(ARCHITECTURES)} can be trained")
-    for key, value in ARCHITECTURES[name].supported.items():
-        if (found := config.get(key, value)) != value:
-            raise ModelError(f"{path} has {key} {found!r}; only {value!r} is supported")
     return cast(dict[str, Any], config)
 
 
 class HFModel:
-    """A decoder and its names in a Hugging Face folder. Its forward returns hidden states; `lm_head` is applied
-    separately.
+    """A decoder and its names in a Hugging Face folder.
 
     It has no memory before `load`, so that it can be sharded first.
 
@@ -72,6 +62,7 @@ class HFModel:
         adapter: Settings of an adapter, with which nothing else is trained.
         base_dtype: of the parameters that an adapter leaves frozen.
         seed: of the adapter's first values.
+        implementation: see `choose_implementation`.
 
     Raises:
         ModelError: the folder lacks a file, is of a model that cannot be trained, or its config and weights do not fit
@@ -88,34 +79,35 @@ class HFModel:
         adapter: AdapterConfig | None = None,
         base_dtype: torch.dtype | None = None,
         seed: int = 0,
+        implementation: Implementation = "auto",
     ) -> None:
         hf = read_hf_config(folder)
-        self._architecture: Architecture = ARCHITECTURES[hf["model_type"]]
-        config = self._architecture.build(Dimensions.of(hf, max_context), hf)
-        if world.tensor_parallel > 1:
-            self._architecture.plan_sharding(config)
-            # The head takes inputs that every rank has whole, and joins the ranks' results itself.
-            held = config.lm_head.sharding_config.state_shardings
-            config.lm_head.sharding_config = ShardingConfig(state_shardings=held)
-        if adapter is not None:
-            config = with_adapter(config, adapter)
-        with torch.device("meta"):
-            self.decoder = cast(Decoder, config.build())
-        for parameter in self.decoder.parameters():
-            parameter.data = parameter.data.to(dtype if parameter.requires_grad else base_dtype or dtype)
-        # The head is applied only to the hidden states of trained tokens.
-        self.decoder._skip_lm_head = True
+        chosen = choose_implementation(
+            hf, implementation, tensor_parallel=world.tensor_parallel, has_adapter=adapter is not None
+        )
+        self.decoder: DecoderModel
+        if chosen.name == "transformers":
+            from titan_rl.training.models.transformers_decoder import TransformersDecoder
+
+            self.decoder = TransformersDecoder(folder, max_context=max_context, dtype=dtype)
+        else:
+            from titan_rl.training.models.torchtitan_decoder import TorchtitanDecoder
+
+            self.decoder = TorchtitanDecoder(
+                hf,
+                max_context=max_context,
+                dtype=dtype,
+                splits_matrices=world.tensor_parallel > 1,
+                adapter=adapter,
+                base_dtype=base_dtype,
+            )
         self._world = world
         self._seed = seed
-        self._names = {name: _hf_names(self._translation(), name, tensor.shape) for name, tensor in self._base()}
-        self.adapter = None if adapter is None else Adapter(self.decoder, adapter, self._hf_weight)
+        self._names = {name: _hf_names(self.decoder.adapter, name, tensor.shape) for name, tensor in self._base()}
+        self.adapter = None if adapter is None else Adapter(self.decoder.module, adapter, self._hf_weight)
         self.layout = dict(self.named_tensors())  # dtypes and shapes, without memory
         expected = {name: tuple(tensor.shape) for name, tensor in self.layout.items()}
-        self._weights = HFWeights(
-            folder,
-            expected,
-            optional={"lm_head.weight"} if self.decoder.enable_weight_tying else (),
-        )
+        self._weights = HFWeights(folder, expected, self.decoder.optional_names, self.decoder.optional_patterns)
 
     def load(self, device: torch.device, *, on_host: bool = False) -> None:
         """Allocate the decoder's memory, and read this rank's part into it.
@@ -127,8 +119,7 @@ class HFModel:
         Raises:
             ModelError: a file cannot be read.
         """
-        self.decoder.to_empty(device="cpu" if on_host else device)
-        self.decoder.init_states(buffer_device=device)  # only the buffers: `KEPT` initializes no weights
+        self.decoder.allocate(device, on_host=on_host)
         for parameter, tensor in self._base():
             piece = local_slice(tensor)
             if (direct := self._names[parameter]) is None:
@@ -151,7 +142,7 @@ class HFModel:
         An adapter is merged into the weights: W + (alpha / rank) B A, computed in float32. All ranks iterate at the
         same time. With tied embeddings there is no `lm_head.weight`.
         """
-        translation = self._translation()
+        translation = self.decoder.adapter
         deltas = {} if self.adapter is None else self.adapter.deltas()
         for parameter, tensor in self._base():
             for name, weight in translation.to_hf({parameter: full_tensor(tensor)}).items():
@@ -169,7 +160,7 @@ class HFModel:
         """
         if self.adapter is not None:
             return self.adapter.held_slices(dtype, self._world)
-        translation, world = self._translation(), self._world
+        translation, world = self.decoder.adapter, self._world
         turns = count()
         found: list[tuple[str, TensorSlice]] = []
         for parameter, tensor in self._base():
@@ -188,26 +179,20 @@ class HFModel:
 
     def _computed(self, parameter: str, position: SlicePosition) -> torch.Tensor:
         """A whole parameter that the translation computes from its Hugging Face tensors."""
-        config = copy(self.decoder.config)
-        config.enable_weight_tying = False  # otherwise a translation also needs the embedding, whatever it translates
-        translation = self._architecture.adapter(config, None)
+        translation = self.decoder.adapter
         names = translation.to_hf({parameter: torch.empty(position.whole_shape, device="meta")})
         return translation.from_hf({name: self._weights.read(name) for name in names})[parameter]
 
     def _base(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Parameters by torchtitan's names, without those of an adapter."""
-        for name, tensor in self.decoder.state_dict().items():
+        """Parameters by the module's names, without those of an adapter."""
+        for name, tensor in self.decoder.module.state_dict().items():
             if ".lora_a." not in name and ".lora_b." not in name:
                 yield name, tensor
 
     def _hf_weight(self, parameter: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
         """Hugging Face name and layout of one weight."""
-        ((name, weight),) = self._translation().to_hf({parameter: tensor}).items()
+        ((name, weight),) = self.decoder.adapter.to_hf({parameter: tensor}).items()
         return name, weight
-
-    def _translation(self) -> Any:
-        """Torchtitan's translation of parameter names."""
-        return self._architecture.adapter(self.decoder.config, None)
 
 
 def _cut(whole: torch.Tensor, piece: TensorSlice) -> torch.Tensor:
@@ -260,12 +245,19 @@ class HFWeights:
     Args:
         expected: shapes by name, as config.json describes them.
         optional: names of tensors that are ignored if the folder has them, besides rotary frequencies.
+        patterns: regular expressions of further such names.
 
     Raises:
         ModelError: the folder has no weights, or other ones.
     """
 
-    def __init__(self, folder: Path, expected: Mapping[str, tuple[int, ...]], optional: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        expected: Mapping[str, tuple[int, ...]],
+        optional: Collection[str] = (),
+        patterns: Collection[str] = (),
+    ) -> None:
         files = sorted(folder.glob("*.safetensors"))
         if not files:
             raise ModelError(f"{folder} has no *.safetensors")
@@ -274,6 +266,8 @@ class HFWeights:
             with _opened(file) as tensors:
                 for name in tensors.keys():  # noqa: SIM118  a safe_open is not a mapping
                     if name in optional or name.endswith("rotary_emb.inv_freq"):
+                        continue
+                    if name not in expected and any(re.search(pattern, name) for pattern in patterns):
                         continue
                     if name not in expected:
                         raise ModelError(f"{file} has {name!r}, which config.json does not describe")

@@ -1,0 +1,85 @@
+"""Families of transformers with a tiny random model of each, and the checks that they are refused."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from titan_rl.training.models.tiny import make_tiny, tiny_config
+
+YARN = {"rope_type": "yarn", "rope_theta": 50000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "qwen2": {},
+    "qwen3": {},
+    "llama": {},
+    "llama, tied": {"tie_word_embeddings": True},
+    "llama, linear rope": {"rope_parameters": LINEAR},
+    "mistral": {},
+    "mistral, YaRN": {"rope_parameters": YARN},
+    "ministral3": {},
+    "gemma": {},
+    "gemma2": {},
+    "gemma3_text": {},
+    "vaultgemma": {},
+    "phi": {},
+    "phi3": {},
+    "olmo": {},
+    "olmo2": {},
+    "olmo3": {},
+    "smollm3": {},
+    "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.7},
+    "glm": {},
+    "glm4": {},
+    "seed_oss": {},
+    "cohere": {},
+    "cohere2": {},
+    "starcoder2": {},
+    "stablelm": {},
+    "nemotron": {"num_key_value_heads": 2},
+    "hunyuan_v1_dense": {},
+    "ernie4_5": {},
+    "exaone4": {},
+    "arcee": {},
+    "helium": {},
+    "apertus": {},
+    "nanochat": {},
+    "gpt2": {},
+    "gpt_neox": {},
+    "gpt_oss": {},
+    "qwen2_moe": {},
+    "qwen3_moe": {},
+    "mixtral": {},
+    "olmoe": {},
+    "granitemoe": {},
+    "phimoe": {},
+    "ernie4_5_moe": {},
+    "glm4_moe": {},
+    "deepseek_v3": {},
+    "minimax_m2": {},
+}
+"""Fields of a tiny config, besides those of `tiny_config`, by the name of the test: the model_type, and what is special
+about it after a comma."""
+
+MOST_DIFFERENT = ("qwen2", "gemma2", "gemma3_text", "gpt_oss", "cohere2", "glm4_moe")
+"""Families that every run of the tests includes; `make test-models` includes all."""
+
+ALL = bool(os.environ.get("TITAN_RL_TEST_MODELS"))
+SELECTED = tuple(FAMILIES) if ALL else MOST_DIFFERENT
+
+
+def model_type(name: str) -> str:
+    return name.partition(",")[0]
+
+
+def make_family(name: str, folder: Path) -> Path:
+    """Write a tiny random model of a family."""
+    config = tiny_config(AutoConfig.for_model(model_type(name)), **FAMILIES[name])
+    make_tiny(config, folder)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    return folder

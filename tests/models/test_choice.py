@@ -1,0 +1,54 @@
+"""The implementation of a policy is chosen from config.json, and a model that none can train is refused before a run
+begins, with the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from titan_rl.core.errors import ModelError
+from titan_rl.training.models.choice import choose_implementation
+
+
+@pytest.mark.parametrize(
+    ("hf", "name", "reason"),
+    [
+        ({"model_type": "qwen3"}, "torchtitan", "it has this family"),
+        ({"model_type": "qwen2"}, "transformers", "no model_type 'qwen2'"),
+        ({"model_type": "qwen3", "attention_bias": True}, "transformers", "supports only attention_bias False"),
+        ({"model_type": "llama", "rope_scaling": {"type": "linear"}}, "transformers", "rope type 'linear'"),
+        ({"model_type": "qwen3", "rope_parameters": {"partial_rotary_factor": 0.5}}, "transformers", "partial_rotary"),
+    ],
+)
+def test_auto_is_torchtitan_where_it_has_the_family(hf: dict[str, Any], name: str, reason: str) -> None:
+    chosen = choose_implementation(hf)
+    assert chosen.name == name
+    assert reason in chosen.reason
+
+
+def test_the_one_that_is_asked_for_is_used() -> None:
+    assert choose_implementation({"model_type": "qwen3"}, "transformers").name == "transformers"
+    with pytest.raises(ModelError, match=r'model.implementation = "torchtitan": .* no model_type \'qwen2\''):
+        choose_implementation({"model_type": "qwen2"}, "torchtitan")
+
+
+@pytest.mark.parametrize(
+    ("hf", "message"),
+    [
+        ({"model_type": "qwen3_next"}, "'linear_attention' carry a state along a row"),
+        ({"model_type": "new", "layer_types": ["full_attention", "conv"]}, "layers of type 'conv' carry a state"),
+        ({"model_type": "gemma3", "text_config": {}}, "reads more than text"),
+        ({"model_type": "t5gemma", "is_encoder_decoder": True}, "has an encoder"),
+        ({"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}, r"quantized \(mxfp4\)"),
+        ({"model_type": "mistral", "rope_scaling": {"type": "dynamic"}}, "rope type 'dynamic'"),
+    ],
+)
+def test_models_that_cannot_be_trained_are_refused_with_the_reason(hf: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        choose_implementation(hf)
+
+
+def test_matrices_are_not_split_by_transformers() -> None:
+    with pytest.raises(ModelError, match=r"tensor_parallel = 2, .* does not split matrices; set"):
+        choose_implementation({"model_type": "qwen2"}, tensor_parallel=2)

@@ -1,0 +1,153 @@
+"""Every family in the trainer: its numbers are transformers' own, alone or packed, on one rank or two, and after a
+resume."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
+
+import torch
+from e2e.tiny_policy import on_policy_samples, weights
+from e2e.warm import run_world
+from models.families import FAMILIES, make_family, model_type
+from models.steps import make, two_steps
+from safetensors.torch import load_file
+
+from titan_rl.training.export import export_checkpoint
+from titan_rl.training.family_check import (
+    GRADIENT_TOLERANCE,
+    TOLERANCE,
+    draw_sequences,
+    eager_logprobs,
+    logprob_error,
+    packing_error,
+)
+from titan_rl.training.models.choice import PROVED
+from titan_rl.training.parallel import World
+from titan_rl.training.policy import Policy
+
+UNTRAINED = ("e_score_correction_bias", "expert_bias")
+"""Parameters that balance the experts' loads, and have no gradient."""
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def policy(folder: Path) -> Policy:
+    return Policy(folder, World(), max_context=128, row_tokens=512, implementation="transformers")
+
+
+def test_the_proved_families_are_those_of_these_tests() -> None:
+    assert {model_type(name) for name in FAMILIES} == set(PROVED)
+
+
+@pytest.mark.check("a")
+def test_logprobs_are_those_of_transformers_in_float64(name: str, folder: Path, policy: Policy) -> None:
+    assert logprob_error(policy, folder, draw_sequences(40, 17, 33, 90)) < TOLERANCE
+
+
+@pytest.mark.check("c")
+def test_gradients_of_packed_sequences_are_those_of_each_alone(name: str, policy: Policy) -> None:
+    error, frozen = packing_error(policy)
+    assert error < GRADIENT_TOLERANCE
+    assert all(parameter.endswith(UNTRAINED) for parameter in frozen)
+
+
+@pytest.mark.check("d")
+def test_two_ranks_make_the_steps_of_one(name: str, folder: Path, tmp_path: Path) -> None:
+    expected = two_steps(folder, tmp_path / "one")
+    for found in run_world(two_steps, 2, folder=folder, out=tmp_path / "two", data_parallel=2):
+        assert found == pytest.approx(expected, rel=1e-3)
+    ours, theirs = (load_file(tmp_path / each / "model.safetensors") for each in ("one", "two"))
+    assert ours.keys() == theirs.keys()
+    for key, tensor in ours.items():
+        torch.testing.assert_close(theirs[key], tensor, rtol=0, atol=1e-4)
+
+
+@pytest.mark.check("e")
+def test_an_export_has_the_trainers_logprobs_in_transformers(name: str, folder: Path, tmp_path: Path) -> None:
+    trainer = make(folder)
+    trainer.step(on_policy_samples(trainer, 40, 33))
+    trainer.export_hf(tmp_path / "export")
+    sequences = draw_sequences(40, 17)
+    for mine, theirs in zip(trainer.score(sequences), eager_logprobs(tmp_path / "export", sequences), strict=True):
+        torch.testing.assert_close(torch.tensor(mine, dtype=torch.float64), theirs, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.check("f")
+def test_a_resumed_trainer_goes_on_to_the_bit(name: str, folder: Path, tmp_path: Path) -> None:
+    whole = make(folder)
+    samples = on_policy_samples(whole, 40, 33, 64)
+    whole.step(samples)
+    whole.save(tmp_path / "step-000001")
+    export_checkpoint(folder, tmp_path / "step-000001", tmp_path / "export")
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    assert all(torch.equal(tensor, exported[key]) for key, tensor in whole.named_tensors())
+    expected = whole.step(samples).metrics
+    resumed = make(folder)
+    resumed.load(tmp_path / "step-000001")
+    assert resumed.step(samples).metrics == expected
+    after = weights(whole)
+    assert all(torch.equal(tensor, after[key]) for key, tensor in resumed.named_tensors())
+
+
+@pytest.mark.check("g")
+def test_given_experts_are_used_and_those_chosen_anyway_change_nothing(name: str, folder: Path) -> None:
+    trainers = [make(folder) for _ in range(3)]
+    routers = trainers[0]._policy._routers  # pyright: ignore[reportPrivateUsage]
+    if not routers:
+        pytest.skip("a dense model")
+    (sample,) = on_policy_samples(trainers[0], 30)
+    trained = [False, *[True] * 29]
+    sample = replace(sample, loss_mask=trained, versions=[-1, *[0] * 29], advantages=[0.0, *[1.0] * 29])
+    plain, again = (trainer.step([each]).metrics for trainer, each in zip(
+        trainers, (sample, with_experts(sample, own_choice(folder, sample))), strict=False,
+    ))  # fmt: skip
+    for metric in ("loss", "grad_norm", "ratio_max"):
+        assert again[metric] == pytest.approx(plain[metric], rel=1e-4), metric
+    given = [[0, 1]] * len(routers)
+    other = trainers[2].step([with_experts(sample, [given] * 29)]).metrics
+    assert other["grad_norm"] != pytest.approx(plain["grad_norm"], rel=1e-3)
+
+
+def with_experts(sample: Any, chosen: Any) -> Any:
+    return replace(sample, routed_experts=[None, *chosen])
+
+
+def own_choice(folder: Path, sample: Any) -> list[Any]:
+    """Experts that each block's router chooses for each token but the last.  # [length - 1][num_layers][top_k]"""
+    trainer = make(folder)
+    policy = trainer._policy  # pyright: ignore[reportPrivateUsage]
+    found: list[torch.Tensor] = []
+    hooks = [
+        module.experts.register_forward_pre_hook(lambda _, args: found.append(args[1].clone()))
+        for module in policy.model.modules()
+        if isinstance(getattr(module, "experts", None), torch.nn.Module)
+    ]
+    trainer.score([list(sample.token_ids)])
+    for hook in hooks:
+        hook.remove()
+    return torch.stack([each[: len(sample.token_ids) - 1] for each in found], 1).tolist()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_both_implementations_make_the_same_step(tied: bool, tmp_path: Path) -> None:
+    folder = make_family("llama, tied" if tied else "qwen3", tmp_path / "model")
+    losses = {each: two_steps(folder, tmp_path / each, implementation=each) for each in ("torchtitan", "transformers")}
+    assert losses["torchtitan"] == pytest.approx(losses["transformers"], rel=1e-3)
+    ours, theirs = (load_file(tmp_path / each / "model.safetensors") for each in losses)
+    assert ours.keys() == theirs.keys()
+    for key, tensor in ours.items():
+        torch.testing.assert_close(theirs[key], tensor, rtol=0, atol=1e-4)
+
+
+def test_micro_batches_in_threads_make_the_step_of_one_thread(tmp_path: Path) -> None:
+    folder = make_family("gemma2", tmp_path / "model")
+    alone, threaded = (make(folder, rows_per_micro_batch=1, num_threads=threads) for threads in (1, 2))
+    samples = on_policy_samples(alone, 100, 100, 100, 100)
+    assert threaded.step(samples).metrics == pytest.approx(alone.step(samples).metrics)

@@ -1,0 +1,121 @@
+"""Interface between a policy and the implementation of its decoder, torchtitan's or transformers'."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from titan_rl.training.attention.attention import Layout
+
+PREFIX = "causal."
+"""Of the parameters' names in a module of the transformers implementation. torchtitan's have another."""
+
+
+class NameAdapter(Protocol):
+    """Translation between the parameters of a module and the tensors of a Hugging Face folder."""
+
+    def to_hf(self, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Tensors of the folder that these parameters are; none for a parameter that is tied to another."""
+        ...
+
+    def from_hf(self, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Parameters that these tensors of the folder are."""
+        ...
+
+
+class ReplayedRouter(Protocol):
+    """A router of a mixture of experts, whose choice can be replaced: router replay (R3, arXiv:2510.11370)."""
+
+    top_k: int
+    num_experts: int
+    replayed_BLK: torch.Tensor | None
+
+
+class DecoderModel(Protocol):
+    """A decoder without memory, until `allocate`.
+
+    Attributes:
+        module: holds all parameters. FSDP, optimizers and checkpoints use it.
+        head_dim: entries of a query head.
+        is_tied: whether the output layer has the embedding's weights.
+        has_variants: whether its attention is not plain: see `Variant`.
+        optional_names: tensors of the folder that are ignored.
+        optional_patterns: regular expressions of further such names.
+    """
+
+    module: Any
+    vocab_size: int
+    head_dim: int
+    is_tied: bool
+    has_variants: bool
+    optional_names: frozenset[str]
+    optional_patterns: tuple[str, ...]
+
+    @property
+    def head(self) -> nn.Module:
+        """Output layer: `head(hidden_ND)` are logits, and `head(hidden_ND, targets_N, temperatures_N)` the result of
+        `selected_logprobs`."""
+        ...
+
+    @property
+    def adapter(self) -> NameAdapter:
+        """Names of the parameters in Hugging Face folders."""
+        ...
+
+    @property
+    def routers(self) -> Sequence[ReplayedRouter]:
+        """Routers in the order of the layers; none in a dense model."""
+        ...
+
+    @property
+    def blocks(self) -> Mapping[str, nn.Module]:
+        """The transformer blocks by name, in order."""
+        ...
+
+    @property
+    def parts(self) -> Sequence[nn.Module]:
+        """Modules that together hold all parameters, and that a pass calls one after the other."""
+        ...
+
+    @property
+    def uncompiled(self) -> Sequence[nn.Module]:
+        """Modules whose shapes depend on the batch, by its documents or its tokens' experts."""
+        ...
+
+    def hidden(self, token_ids_BL: torch.Tensor, positions_BL: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """Hidden states before the output layer. The layout is used until the next call, because backward may
+        recompute the pass.  # [B, L, D]"""
+        ...
+
+    def allocate(self, device: torch.device, *, on_host: bool) -> None:
+        """Allocate parameters, without values, and buffers, with theirs.
+
+        Args:
+            on_host: Keep the parameters in the host's memory.
+        """
+        ...
+
+    def wrap_blocks(self, checkpointing: Any) -> None:
+        """Checkpoint the activations of the blocks, with a policy of torchtitan's."""
+        ...
+
+    def split_matrices(self, dims: Any) -> None:
+        """Tensor parallelism."""
+        ...
+
+    def shard(self, mesh: Any, dtype: torch.dtype, *, offload: bool) -> None:
+        """FSDP2, layer by layer.
+
+        Args:
+            dtype: in which parameters are gathered.
+        """
+        ...
+
+
+def replay(routers: Sequence[ReplayedRouter], experts_BLRK: torch.Tensor | None) -> None:
+    """Make the R routers use these experts from now on, forward and backward. None lets them choose again."""
+    for index, router in enumerate(routers):
+        router.replayed_BLK = None if experts_BLRK is None else experts_BLRK[:, :, index]

@@ -1,0 +1,165 @@
+"""Checks of a family with a tiny model of it: that its logprobs are those of transformers' own attention, and that
+packed sequences do not see each other."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from titan_rl.core.errors import ModelError
+from titan_rl.training.choices import Implementation
+from titan_rl.training.data.packing import Family, find_families
+from titan_rl.training.data.sample import TrainingSample
+from titan_rl.training.models.choice import PROVED, choose_implementation
+from titan_rl.training.models.hf_model import read_hf_config
+from titan_rl.training.models.tiny import VOCABULARY, tiny_of_folder
+from titan_rl.training.parallel import World
+from titan_rl.training.policy import Policy, score
+from titan_rl.training.tensor_batch import make_tensor_batch
+
+TOLERANCE = 2e-5
+"""Largest difference between logprobs in float32 and float64, of tiny models."""
+
+GRADIENT_TOLERANCE = 1e-4
+"""Largest difference between gradients, relative to the largest entry."""
+
+_CONTEXT = 128
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyCheck:
+    """Result of checking a tiny model.
+
+    Attributes:
+        logprobs: largest difference to transformers' eager forward pass in float64, in nats.
+        gradients: largest difference between gradients of packed sequences and of each sequence alone, relative to the
+            largest entry of each parameter's gradient.
+        frozen: parameters without a gradient.
+    """
+
+    logprobs: float
+    gradients: float
+    frozen: tuple[str, ...]
+
+    @property
+    def problem(self) -> str | None:
+        """Reason why the family cannot be trained; None if it can."""
+        if not self.logprobs <= TOLERANCE:
+            return f"its logprobs differ from transformers' own by {self.logprobs:.2g} nats"
+        if not self.gradients <= GRADIENT_TOLERANCE:
+            return f"gradients of packed sequences differ from those of each alone by {self.gradients:.2g}"
+        return None
+
+
+def check_family(folder: Path, implementation: Implementation = "auto") -> FamilyCheck:
+    """Check a tiny model, such as `tiny_of_folder` writes.
+
+    Raises:
+        ModelError: it cannot be trained.
+    """
+    policy = Policy(
+        folder, World(), max_context=_CONTEXT, row_tokens=4 * _CONTEXT, attention="document",
+        implementation=implementation,
+    )  # fmt: skip
+    sequences = draw_sequences(40, 17, 33)
+    gradients, frozen = packing_error(policy)
+    return FamilyCheck(logprob_error(policy, folder, sequences), gradients, frozen)
+
+
+def require_proved(folder: Path, implementation: Implementation) -> None:
+    """Check a tiny model of a family that the library's tests do not have, which takes a second or two.
+
+    Raises:
+        ModelError: the family cannot be trained.
+    """
+    hf = read_hf_config(folder)
+    if choose_implementation(hf, implementation).name == "torchtitan" or hf["model_type"] in PROVED:
+        return
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary, torch.random.fork_rng(devices=[]):
+        problem = check_family(tiny_of_folder(folder, Path(temporary) / "tiny"), "transformers").problem
+    if problem is not None:
+        raise ModelError(
+            f"{folder} is of model_type {hf['model_type']!r}, which cannot be trained: a tiny model of it was tried, "
+            f"and {problem}"
+        )
+
+
+def draw_sequences(*lengths: int) -> list[list[int]]:
+    """Random token ids."""
+    rng = random.Random(0)
+    return [[rng.randrange(2, VOCABULARY) for _ in range(length)] for length in lengths]
+
+
+def eager_logprobs(folder: Path, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Logprobs of each sequence's tokens but the first, by transformers in float64.  # [num_sequences][length - 1]"""
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+    found: list[torch.Tensor] = []
+    with torch.no_grad():
+        for sequence in sequences:
+            token_ids = torch.tensor([sequence])
+            logprobs = model(token_ids, use_cache=False).logits[0].double().log_softmax(-1)
+            found.append(logprobs[:-1].gather(-1, token_ids[0, 1:, None])[:, 0])
+    return found
+
+
+def logprob_error(policy: Policy, folder: Path, sequences: Sequence[Sequence[int]]) -> float:
+    """Largest difference between a policy's logprobs of packed sequences and transformers' of each."""
+    found = score(policy, World(), sequences, max_context=_CONTEXT)
+    expected = eager_logprobs(folder, sequences)
+    return max(
+        float((torch.tensor(mine, dtype=torch.float64) - theirs).abs().max())
+        for mine, theirs in zip(found, expected, strict=True)
+    )
+
+
+def packing_error(policy: Policy) -> tuple[float, tuple[str, ...]]:
+    """Largest relative difference between gradients of packed sequences, some of which share their prompt, and the sum
+    of those of each alone; and the names of parameters without a gradient."""
+    samples = _samples()
+    packed = find_families(samples, 4 * _CONTEXT)
+    together = _gradients(policy, [packed])
+    alone = _gradients(policy, [[Family((sample,))] for sample in samples], one_by_one=True)
+    errors: list[float] = []
+    frozen: list[str] = []
+    for name, expected in alone.items():
+        found = together[name]
+        if expected is None or found is None:
+            frozen.append(name)
+            continue
+        scale = float(expected.abs().max())
+        errors.append(float((found - expected).abs().max()) / max(scale, 1e-6))
+    return max(errors), tuple(frozen)
+
+
+def _samples() -> list[TrainingSample]:
+    prompt, *answers = draw_sequences(31, 9, 14, 11, 26, 19)
+    shared = [[*prompt, *answer] for answer in answers[:3]]
+    samples: list[TrainingSample] = []
+    for index, ids in enumerate([*shared, *answers[3:]]):
+        mask = [t >= (len(prompt) if index < 3 else 1) for t in range(len(ids))]
+        zeros = [0.0] * len(ids)
+        group = "shared" if index < 3 else str(index)
+        samples.append(TrainingSample(group, str(index), ids, mask, zeros, zeros, [0] * len(ids), 1.0))
+    return samples
+
+
+def _gradients(policy: Policy, rows: list[list[Family]], *, one_by_one: bool = False) -> dict[str, torch.Tensor | None]:
+    """Gradients of the sum of all logprobs, each weighted by its token id."""
+    policy.model.zero_grad()
+    for each in [[row] for row in rows] if one_by_one else [rows]:
+        batch = make_tensor_batch(each, policy.device, policy.lay_out)
+        logprobs_N, _ = policy.logprobs(batch)
+        weights_N = (batch.targets_N % 7 - 3).to(logprobs_N.dtype)
+        cast(Any, (logprobs_N * weights_N).sum()).backward()
+    found = {name: None if p.grad is None else p.grad.clone() for name, p in policy.model.named_parameters()}
+    policy.model.zero_grad()
+    return found

@@ -1,0 +1,172 @@
+"""Choice between the two implementations of a policy, from config.json alone.
+
+torchtitan's models have tensor parallelism, flex attention and compiled blocks; transformers' modeling code has all
+other families. Importing this file needs neither of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from titan_rl.core.errors import ModelError
+from titan_rl.training.choices import Implementation
+
+_QWEN3 = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
+
+TORCHTITAN_FIELDS: Mapping[str, Mapping[str, Any]] = {
+    "qwen3": _QWEN3,
+    "qwen3_moe": {**_QWEN3, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+}
+"""Required values of fields of config.json, which are also their defaults, by `model_type`."""
+
+TORCHTITAN_ROPE: Mapping[str, tuple[str, ...]] = {
+    "qwen3": ("default", "yarn"),
+    "qwen3_moe": ("default", "yarn"),
+    "llama": ("default", "llama3", "yarn"),
+}
+"""Types of rotary embeddings by `model_type`."""
+
+PROVED = frozenset(
+    {
+        "apertus", "arcee", "cohere", "cohere2", "deepseek_v3", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma",
+        "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt2", "gpt_neox", "gpt_oss", "granite",
+        "granitemoe", "helium", "hunyuan_v1_dense", "llama", "minimax_m2", "ministral3", "mistral", "mixtral",
+        "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "phimoe", "qwen2",
+        "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma",
+    }
+)  # fmt: skip
+"""Families whose transformers implementation this library's tests prove, by `model_type`. Of any other, a trainer
+checks a tiny model before it begins."""
+
+_CARRIES = "layers of type {} carry a state along a row, from one packed sequence into the next"
+
+REFUSED: Mapping[str, str] = {
+    "bamba": _CARRIES.format("'mamba'"),
+    "falcon_h1": _CARRIES.format("'mamba'"),
+    "falcon_mamba": _CARRIES.format("'mamba'"),
+    "granitemoehybrid": _CARRIES.format("'mamba'"),
+    "jamba": _CARRIES.format("'mamba'"),
+    "mamba": _CARRIES.format("'mamba'"),
+    "mamba2": _CARRIES.format("'mamba'"),
+    "nemotron_h": _CARRIES.format("'mamba'"),
+    "zamba": _CARRIES.format("'mamba'"),
+    "zamba2": _CARRIES.format("'mamba'"),
+    "recurrent_gemma": _CARRIES.format("'recurrent'"),
+    "rwkv": _CARRIES.format("'rwkv'"),
+    "xlstm": _CARRIES.format("'xlstm'"),
+    "lfm2": _CARRIES.format("'conv'"),
+    "lfm2_moe": _CARRIES.format("'conv'"),
+    "qwen3_next": _CARRIES.format("'linear_attention'"),
+    "qwen3_5_text": _CARRIES.format("'linear_attention'"),
+    "qwen3_5_moe_text": _CARRIES.format("'linear_attention'"),
+    "kimi_linear": _CARRIES.format("'linear_attention'"),
+    "minimax": _CARRIES.format("'linear_attention'"),
+    "olmo_hybrid": _CARRIES.format("'linear_attention'"),
+    "gemma3n_text": "transformers computes its sparse activations and per-layer inputs outside the attention interface",
+    "llama4_text": "its chunked attention is not one of this library's attentions",
+    "falcon": "its modeling code in transformers does not use the attention interface",
+    "gptj": "its modeling code in transformers does not use the attention interface",
+    "codegen": "its modeling code in transformers does not use the attention interface",
+    "gpt_neo": "its modeling code in transformers does not use the attention interface",
+    "bloom": "its modeling code in transformers does not use the attention interface",
+    "mpt": "its modeling code in transformers does not use the attention interface",
+}
+"""Families that transformers has and that are not trained, with the reason."""
+
+_STATEFUL = ("linear_attention", "conv", "mamba", "recurrent")
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenImplementation:
+    """The implementation of a policy, and the reason for it."""
+
+    name: Literal["torchtitan", "transformers"]
+    reason: str
+
+
+def choose_implementation(
+    hf: Mapping[str, Any],
+    asked: Implementation = "auto",
+    *,
+    tensor_parallel: int = 1,
+    has_adapter: bool = False,
+) -> ChosenImplementation:
+    """Resolve `model.implementation`.
+
+    Args:
+        hf: config.json of the model.
+        has_adapter: whether an adapter is trained, which torchtitan's models have.
+
+    Raises:
+        ModelError: no implementation, or not the one that is asked for, can train the model.
+
+    Example: Qwen2.5, whose model_type is "qwen2", is trained with transformers, and Qwen3 with torchtitan.
+    """
+    lacks = torchtitan_lacks(hf)
+    if asked == "torchtitan" or (asked == "auto" and lacks is None):
+        if lacks is not None:
+            raise ModelError(
+                f'model.implementation = "torchtitan": {lacks}; set it to "auto" to use transformers\' implementation'
+            )
+        asked_for = "model.implementation asks for it" if asked == "torchtitan" else "it has this family"
+        return ChosenImplementation("torchtitan", asked_for)
+    if (refused := transformers_refuses(hf)) is not None:
+        if lacks is None:
+            raise ModelError(f'model.implementation = "transformers": {refused}; set it to "auto"')
+        raise ModelError(f"this model cannot be trained: {refused}; and {lacks}")
+    if has_adapter:
+        why = "which is asked for" if lacks is None else f"needed because {lacks}"
+        raise ModelError(
+            f"training.adapter.rank is set, and transformers' implementation of the model, {why}, has no adapters; "
+            "leave [training.adapter] out"
+        )
+    if tensor_parallel > 1:
+        why = "which is asked for" if lacks is None else f"needed because {lacks}"
+        raise ModelError(
+            f"training.tensor_parallel = {tensor_parallel}, and transformers' implementation of the model, {why}, "
+            "does not split matrices; set training.tensor_parallel = 1 and use training.data_parallel"
+        )
+    return ChosenImplementation("transformers", "model.implementation asks for it" if lacks is None else lacks)
+
+
+def torchtitan_lacks(hf: Mapping[str, Any]) -> str | None:
+    """Reason why torchtitan's models cannot train a model; None if they can."""
+    name: Any = hf.get("model_type")
+    if name not in TORCHTITAN_FIELDS:
+        return f"torchtitan's models here have no model_type {name!r}, only {', '.join(TORCHTITAN_FIELDS)}"
+    for key, value in TORCHTITAN_FIELDS[name].items():
+        if (found := hf.get(key, value)) != value:
+            return f"torchtitan's {name} supports only {key} {value!r}, and config.json has {found!r}"
+    rope: Mapping[str, Any] = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type not in TORCHTITAN_ROPE[name]:
+        known = " and ".join(map(repr, TORCHTITAN_ROPE[name]))
+        return f"config.json has rope type {rope_type!r}; only {known} are supported by torchtitan's {name}"
+    if (share := rope.get("partial_rotary_factor") or 1.0) != 1.0:
+        return f"config.json has partial_rotary_factor {share}, which torchtitan's {name} does not support"
+    return None
+
+
+def transformers_refuses(hf: Mapping[str, Any]) -> str | None:
+    """Reason why a model is not trained with transformers' modeling code; None if it is, as far as its config.json
+    tells."""
+    name: Any = hf.get("model_type")
+    if name in REFUSED:
+        return f"model_type {name!r} is refused: {REFUSED[name]}"
+    if "text_config" in hf or "vision_config" in hf:
+        return f"model_type {name!r} reads more than text; only models of text are trained"
+    if hf.get("is_encoder_decoder"):
+        return f"model_type {name!r} has an encoder; only decoders are trained"
+    if "quantization_config" in hf:
+        method = hf["quantization_config"].get("quant_method")
+        return f"its weights are quantized ({method}); save them in bfloat16 first"
+    kinds = {*(hf.get("layer_types") or ()), *(hf.get("layers_block_type") or ())}
+    if found := sorted(kinds.intersection(_STATEFUL)):
+        return _CARRIES.format(repr(found[0]))
+    rope: Mapping[str, Any] = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type")) == "dynamic":
+        return "rope type 'dynamic' turns the tokens of a sequence by its length, which changes as it grows"
+    return None
