@@ -57,6 +57,16 @@ ROLLOUT_METRICS = (
         "0.1 to 0.7.",
         _EQUAL_REWARDS,
     ),
+    Metric(
+        "rollout/metrics/teacher_kl",
+        "nats",
+        "Estimate of the reverse KL divergence from the teacher per token: the mean of the policy's logprob "
+        "minus the teacher's, over the sampled tokens.",
+        REWARD,
+        "Falls.",
+        "If it is constant, see train/clip_fraction, or raise training.lr. If it is large from the start, the "
+        "policy's answers are unlike the teacher's: run titan-rl sft on answers of the teacher first.",
+    ),
     Metric("rollout/num_groups", "groups", "Groups in the training batch.", ENDS),
     Metric("rollout/num_rollouts", "rollouts", "Rollouts in the training batch.", ENDS),
     Metric(
@@ -223,16 +233,6 @@ ROLLOUT_METRICS = (
         ENDS,
         "Less than rollout/metrics/seconds.",
         "The teacher's server is too slow or unavailable: see logs/controller.log.",
-    ),
-    Metric(
-        "rollout/metrics/teacher_kl",
-        "nats",
-        "Estimate of the reverse KL divergence from the teacher per token: the mean of the policy's logprob "
-        "minus the teacher's, over the sampled tokens.",
-        REWARD,
-        "Falls.",
-        "If it is constant, see train/clip_fraction, or raise training.lr. If it is large from the start, the "
-        "policy's answers are unlike the teacher's: run titan-rl sft on answers of the teacher first.",
     ),
     Metric("rollout/metrics/retries", "retries", "Mean number of times that a rollout was restarted.", ENDS, "0."),
     Metric(

@@ -416,7 +416,7 @@ ENGINE_METRICS = (
     Metric("engine/idle_s", "s", "Total time that engines spent paused or without requests.", ENGINES),
     Metric(
         "engine/idle_share",
-        "",
+        "share",
         "Share of the engines' total time in which they were idle.",
         ENGINES,
         "Near 0 with scheduling.max_staleness of 1 or more.",

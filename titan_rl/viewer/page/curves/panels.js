@@ -91,7 +91,7 @@ function panel(title, curves, known, taken) {
 
 function told({ name, help, normal, otherwise }) {
   if (!help) return "";
-  return [`${name}: ${help}`, normal && `Normal: ${normal}`, otherwise && `Otherwise: ${otherwise}`].filter(Boolean).join("\n");
+  return [`${name}: ${help}`, normal && `Normal: ${normal}`, otherwise && `If not: ${otherwise}`].filter(Boolean).join("\n");
 }
 
 function single(metric) {
