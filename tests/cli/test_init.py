@@ -125,5 +125,5 @@ def test_an_example_takes_the_place_of_nothing(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "kept.txt").write_text("mine")
     assert main(["init", "mine", "--example", "arithmetic"]) == 2
-    assert "holds something" in capsys.readouterr().err
+    assert "is not empty" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["kept.txt"]
