@@ -22,7 +22,7 @@ class Listener(Console):
     def warning(self, text: str) -> None:
         self.told.append(text)
         self.heard.set()
-        if "goes on" in text:
+        if "continues" in text:
             self.went_on.set()
 
 
