@@ -483,7 +483,7 @@ def test_what_the_weights_come_from_cannot_change_on_resume(stopped: RunDirector
     )
     assert f"titan-rl: {one}or begin a new run; training.steps, " in capsys.readouterr().err
     assert main([*resume, "--seed=9", "--scheduling.max_token_age=3"]) == 2
-    two = '--scheduling.max_token_age is 3, and the run has "none": that cannot'
+    two = '--scheduling.max_token_age is 3, and the run has "none": these cannot'
     told = capsys.readouterr().err
     assert "--seed is 9, and the run has 7; " in told
     assert two in told

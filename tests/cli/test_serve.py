@@ -135,7 +135,7 @@ def test_a_dry_run_prints_the_settings(project: Path, capsys):
             ["policy", "--follow"],
             "--follow: policy is not a run's folder, and so gets no newer versions; name a",
         ),
-        (["config.toml", "--server.follow_s=9"], "server.follow_s = 9: config.toml is not the folder of a run"),
+        (["config.toml", "--server.follow_s=9"], "server.follow_s = 9: config.toml is not a run's folder"),
         (["policy", "--server.follow_s=4000"], "server.follow_s = 4000 must be less than or equal to 3600"),
         (["policy", "--generation.engine", "echo_task:engin"], "generation.engine = 'echo_task:engin'"),
     ],
