@@ -159,7 +159,7 @@ def test_the_lock_keeps_its_bytes_and_is_opened_through_no_link(stopped: RunDire
     lock.unlink()
     target.write_text("precious")
     lock.symlink_to(target)
-    with pytest.raises(titan_rl.TitanRLError, match=r"lock cannot be opened: .*no link"), stopped.locked():
+    with pytest.raises(titan_rl.TitanRLError, match=r"lock cannot be opened: .*not a link"), stopped.locked():
         pass
     assert target.read_text() == "precious"
 

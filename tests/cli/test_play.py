@@ -62,7 +62,7 @@ def test_several_samples_are_played_until_there_is_no_more_to_read(
     assert play('/nonsense\n"""\n2\n"""\n2\n', "--sample", "1", "--count", "9") == 0
     out, err = capfd.readouterr()
     assert "does not exist, so this is played in messages, without tokens" in err
-    assert "titan-rl: there is no /nonsense" in err
+    assert "titan-rl: there is no command /nonsense" in err
     assert "a line is a reply" in err
     assert "a line is a reply" not in out
     assert out.count("=== completed") == 2
