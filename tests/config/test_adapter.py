@@ -58,7 +58,7 @@ def test_a_target_that_is_not_supported_is_refused_with_the_reason(target: str) 
         ([("generation.adapter_swap", "pinned"), ("generation.pull_mode", "drain")], "leave pull_mode out"),
         (
             [("training.adapter.rank", "0"), ("generation.adapter_swap", "pinned")],
-            "adapter_swap = 'pinned' has no effect",
+            'adapter_swap = "pinned" has no effect',
         ),
     ],
 )
