@@ -12,8 +12,8 @@
   pass.
 - lora_trainer_peak_vs_full and lora_step_vs_full: memory and seconds of an optimizer step with an adapter of rank 8,
   over those of training all weights. The model has 30M parameters.
-- adapter_reward_vs_full: reward of alphabet-sort in the last validation at rank 1, over that of training all weights, for
-  each seed; and the same at rank 8.
+- adapter_reward_vs_full: reward of alphabet-sort in the last validation at rank 1, over that of training all weights,
+  for each seed; and the same at rank 8.
 """
 
 from __future__ import annotations
