@@ -131,13 +131,13 @@ def decode(folder: Path, rounds: int) -> None:
     from titan_rl.generation import vllm_adapters
 
     engines = {"base": make_engine(folder, adapter=None), "grouped": make_engine(folder)}
-    grouping, vllm_adapters.group_tokens = vllm_adapters.group_tokens, lambda: None
+    grouping, vllm_adapters.prepare_cpu_adapters = vllm_adapters.prepare_cpu_adapters, lambda: None
     from vllm.platforms import current_platform
 
     own = "vllm.lora.punica_wrapper.punica_cpu.PunicaWrapperCPU"
     type(current_platform).get_punica_wrapper = classmethod(lambda cls: own)  # pyright: ignore[reportAttributeAccessIssue]
     engines["vllm"] = make_engine(folder)
-    vllm_adapters.group_tokens = grouping
+    vllm_adapters.prepare_cpu_adapters = grouping
     trainer = make_trainer(folder)
     trainer.step(samples(0))
     for name in ("grouped", "vllm"):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.fused_moe import layer as fused_moe_layer
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -271,7 +272,16 @@ class GroupedLayer:
         return a_RI.t().contiguous(), b_OR.t().contiguous()
 
 
-def group_tokens() -> None:
-    """Have vLLM compute adapters on a CPU with `GroupedPunica`. Called before an engine is made."""
+def prepare_cpu_adapters() -> None:
+    """Have vLLM compute adapters on a CPU with `GroupedPunica`, and the experts of a mixture as without adapters: they
+    have none, and vLLM's kernels for such experts need a GPU. Called before an engine is made."""
+    original: Any = fused_moe_layer.FusedMoEConfig
+    if not hasattr(original, "plain"):
+
+        def plain_config(**options: Any) -> Any:
+            return original(**options | {"is_lora_enabled": False})
+
+        plain_config.plain = original  # pyright: ignore[reportFunctionMemberAccess]
+        fused_moe_layer.FusedMoEConfig = plain_config  # pyright: ignore[reportAttributeAccessIssue]
     name = f"{GroupedPunica.__module__}.{GroupedPunica.__qualname__}"
     type(current_platform).get_punica_wrapper = classmethod(lambda cls: name)  # pyright: ignore[reportAttributeAccessIssue]

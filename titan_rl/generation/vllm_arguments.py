@@ -140,9 +140,9 @@ def prepare_cpu(spec: EngineSpec) -> None:
     if spec.speculative is not None:
         repair_sampler()
     if spec.adapter is not None:
-        from titan_rl.generation.vllm_adapters import group_tokens
+        from titan_rl.generation.vllm_adapters import prepare_cpu_adapters
 
-        group_tokens()
+        prepare_cpu_adapters()
 
 
 def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> EngineArgs:
