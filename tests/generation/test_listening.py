@@ -93,5 +93,5 @@ async def test_an_answer_is_what_was_heard_of_it_and_nothing_is_heard_after_it()
     await resume.whole(ask, request, heard.append)
     late[0](TokenChunk("r", [7], [-0.5], (VersionSpan(0, 1),)))
     assert tokens_of(heard) == [5, 6]
-    with pytest.raises(GenerationError, match="other tokens than it had streamed"):
+    with pytest.raises(GenerationError, match="differs from the tokens streamed before"):
         await resume.whole(ask, request, heard.append)

@@ -18,7 +18,7 @@ def test_a_worker_waits_for_longer_than_its_host_is_drained(drain_s: float, wait
 
 @pytest.mark.parametrize("limit", ["1", "2", "1:59", "0-0:02", "00:02:00"])
 def test_a_job_ends_in_order_after_it_has_begun(limit: str) -> None:
-    with pytest.raises(ValidationError, match=rf"options has '--time={limit}'.* 120 s before its time is up"):
+    with pytest.raises(ValidationError, match=rf"options has '--time={limit}'.* 120 s before its time limit"):
         ProviderSettings(provider="slurm", options=(f"--time={limit}",))
 
 

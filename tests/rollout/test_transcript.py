@@ -62,6 +62,7 @@ def test_a_transcript_survives_json() -> None:
                     "stop_token_ids": [2],
                     "return_routed_experts": False,
                     "top_logprobs": 0,
+                    "prompt_logprobs": None,
                     "presence_penalty": 0.0,
                     "frequency_penalty": 0.0,
                     "repetition_penalty": 1.0,

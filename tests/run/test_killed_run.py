@@ -344,7 +344,7 @@ async def test_stopped_at_any_moment_of_the_trainer_nothing_is_lost_or_trained_t
     undisturbed = whole.trainer.weights
     assert whole.trainer.moments > 30
     off_schedule = 0
-    for moment in range(1, whole.trainer.moments + 1, 1 if DEEP else 6):
+    for moment in range(1, whole.trainer.moments + 1, 1 if DEEP else 4):
         folder = tmp_path / f"stopped-{moment}"
         first = Rig(folder, 0, steps=steps, interval=2, **scheduling)
         await first.run_until(moment)

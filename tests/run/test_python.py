@@ -326,7 +326,7 @@ def test_a_function_of_messages_plays_tasks_of_messages(tmp_path: Path) -> None:
     async def chat(messages: Any, *, tools: Any = None, request_id: str, session_id: Any = None, sampling: Any) -> Any:
         return ChatReply({"role": "assistant", "content": "x"})
 
-    with pytest.raises(titan_rl.GenerationError, match="plays in tokens"):
+    with pytest.raises(titan_rl.GenerationError, match="uses tokens, but this policy answers with messages"):
         titan_rl.evaluate(config(tmp_path), chat)
 
 

@@ -262,7 +262,7 @@ def test_splitting_a_batch_changes_nothing() -> None:
 
 
 def capped(tokens: LossTokens, clip: ClipRange) -> TokenLoss:
-    """-min(r_t, 1 + high) * A_t: the ratio is bounded from above, whatever the advantage."""
+    """-min(r_t, 1 + high) * A_t: the ratio is bounded from above, for any sign of the advantage."""
     ratios_N = tokens.log_ratios().exp()
     most = 1 + clip.high
     return TokenLoss(-ratios_N.clamp(max=most) * tokens.advantages_N, ratios_N > most)
