@@ -8,6 +8,7 @@ import re
 import struct
 import subprocess
 import sys
+import time
 import tomllib
 import urllib.request
 from collections.abc import Iterator
@@ -77,7 +78,10 @@ def test_wandb_offline_writes_a_run_with_its_steps_and_options(tmp_path: Path, m
         sinks.log(1, {"validation/reward_mean": 0.75})
     assert told == []
     (file,) = (tmp_path / "r1").glob("wandb/offline-run-*/*.wandb")
-    records = list(read_wandb(file))
+    records, ends = list(read_wandb(file)), time.monotonic() + HANG_S
+    while sum(isinstance(record, list) for record in records) < 2 and time.monotonic() < ends:
+        time.sleep(0.1)  # wandb's own process writes the file
+        records = list(read_wandb(file))
     history = [dict(row) for row in records if isinstance(row, list)]
     assert [(row["step"], row.get("rollout/reward_mean"), row.get("validation/reward_mean")) for row in history] == [
         (1, 0.25, None),
@@ -95,6 +99,8 @@ def read_wandb(file: Path) -> Iterator[list[tuple[str, object]] | dict[str, obje
     while position + 7 <= len(data):  # a log of LevelDB: checksum, length and kind of each part
         _, length, kind = struct.unpack_from("<IHB", data, position)
         assert kind in (0, 1), "the records here fit in a block"
+        if position + 7 + length > len(data):
+            return  # it is being written
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data[position + 7 : position + 7 + length])
         position += 7 + length
