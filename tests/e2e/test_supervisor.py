@@ -43,8 +43,9 @@ class Echo(AnsweringActor):
 def test_death_is_reported_and_contained(tmp_path: Path) -> None:
     """In a process of its own, since Monarch reads when it is imported how often it looks."""
     polls = {"HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s"}
+    environment = os.environ | polls | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, __file__, str(tmp_path)]
-    done = subprocess.run(command, env=os.environ | polls, capture_output=True, text=True, timeout=HANG_S)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -245,9 +245,9 @@ def test_a_bad_request_is_refused_with_its_numbers(engine: VLLMEngine) -> None:
         (prompt(0, CONTEXT), "has 128 prompt tokens.*max_context, which is 128"),
         ([], "has 0 prompt tokens"),
         ([1, VOCAB], "token 128; the vocabulary has 128"),
-        ([1, 2.5], "something else than token ids"),
-        ([1, 10**30], "something else than token ids"),
-        ([1, None], "something else than token ids"),
+        ([1, 2.5], "something other than token ids"),
+        ([1, 10**30], "something other than token ids"),
+        ([1, None], "something other than token ids"),
     ):
         with pytest.raises(RequestError, match=message):
             engine.add(EngineRequest("bad", token_ids, sampling))
