@@ -47,8 +47,8 @@ def test_long_contexts_of_longrope_are_refused(tmp_path: Path) -> None:
         "rope_type": "longrope",
         "rope_theta": 10000.0,
         "original_max_position_embeddings": 64,
-        "short_factor": [1.0] * 8,
-        "long_factor": [2.0] * 8,
+        "short_factor": [1.0] * 16,
+        "long_factor": [2.0] * 16,
     }
     (folder / "config.json").write_text(
         json.dumps(config | {"original_max_position_embeddings": 64, "rope_parameters": rope})

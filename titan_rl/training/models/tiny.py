@@ -15,7 +15,7 @@ from titan_rl.core.errors import ModelError
 VOCABULARY = 128
 WINDOW = 8
 HEADS = 4
-HEAD_DIM = 16
+HEAD_DIM = 32
 
 _SIZES: Mapping[str, int] = {
     "hidden_size": HEADS * HEAD_DIM,

@@ -1,0 +1,104 @@
+"""Every family in vLLM: the engine's logprobs are the trainer's, of an export and after each of three swaps with
+requests running."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
+pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
+
+import torch
+from e2e.tiny_policy import on_policy_samples
+from models.families import ENGINE_PROBLEMS, ENGINES, WRONG_IN_THE_ENGINE, make_family
+from models.steps import make
+
+from titan_rl.core.errors import VerificationError
+from titan_rl.generation.engine import EngineSpec, TokenDelta
+from titan_rl.generation.request import EngineRequest
+from titan_rl.generation.vllm_engine import VLLMEngine
+from titan_rl.training.family_check import draw_sequences
+from titan_rl.training.publishing import WeightPublisher
+from titan_rl.training.trainer import TrainerCore
+from titan_rl.types import SamplingParams
+from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
+from titan_rl.weights.verification import SwapCheck
+
+TOLERANCE = 2e-5
+PROMPT = [5, 6, 7, 8]
+
+
+@pytest.mark.check("b")
+def test_an_engine_has_the_trainers_logprobs_before_and_after_three_swaps(
+    name: str, folder: Path, tmp_path: Path
+) -> None:
+    if name not in ENGINES:
+        pytest.skip("make test-models starts the engines of all families")
+    if (problem := ENGINE_PROBLEMS.get(name)) is not None:
+        pytest.xfail(problem)
+    trainer = make(folder, lr=1e-2)
+    trainer.step(on_policy_samples(trainer, 40, 33))
+    trainer.export_hf(tmp_path / "export")
+    engine = VLLMEngine(EngineSpec(str(tmp_path / "export"), max_context=128, kv_cache_gib=0.1))
+    try:
+        assert difference(engine, trainer) < TOLERANCE
+        for number in range(2):
+            sampling = SamplingParams(max_tokens=100, min_tokens=100)
+            engine.add(EngineRequest(str(number), PROMPT, sampling))
+        first = steps(engine, 5)
+        check_sampled(first, trainer)
+        for version in range(1, 4):
+            trainer.step(on_policy_samples(trainer, 40, 33))
+            engine.load_state_dict(list(trainer.named_tensors()), version)
+            assert difference(engine, trainer) < TOLERANCE, version
+            assert steps(engine, 5), "the requests go on"
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("wrong", WRONG_IN_THE_ENGINE)
+def test_weights_that_an_engine_computes_otherwise_are_refused_by_the_probes(wrong: str, tmp_path: Path) -> None:
+    trainer = make(make_family(wrong, tmp_path / "model"))
+    engine = VLLMEngine(EngineSpec(str(tmp_path / "model"), max_context=128, kv_cache_gib=0.1))
+    transport = SharedMemoryTransport("test-wrong", root=tmp_path)
+    publisher = WeightPublisher(trainer, transport)
+    try:
+        with pytest.raises(VerificationError, match="probe logprobs that differ"):
+            pull_two_versions(trainer, publisher, transport, engine)
+    finally:
+        publisher.close()
+        engine.close()
+
+
+def pull_two_versions(
+    trainer: TrainerCore, publisher: WeightPublisher, transport: SharedMemoryTransport, engine: VLLMEngine
+) -> None:
+    swaps = SwapCheck()
+    for version in range(2):
+        manifest = publisher.publish()
+        engine.load_state_dict(list(transport.pull(manifest)), version)
+        swaps.verify(manifest.probes, engine.score, manifest.tolerance, version=version)
+        trainer.step(on_policy_samples(trainer, 40, 33))
+
+
+def difference(engine: VLLMEngine, trainer: TrainerCore) -> float:
+    """Largest difference between the two sides' logprobs of sequences."""
+    sequences = draw_sequences(40, 17)
+    pairs = zip(engine.score(sequences), trainer.score(sequences), strict=True)
+    return max(float((torch.tensor(theirs) - torch.tensor(mine)).abs().max()) for theirs, mine in pairs)
+
+
+def steps(engine: VLLMEngine, count: int) -> list[TokenDelta]:
+    return [delta for _ in range(count) for delta in engine.step()]
+
+
+def check_sampled(deltas: list[TokenDelta], trainer: TrainerCore) -> None:
+    """Compare logprobs of sampled tokens with the trainer's."""
+    for request_id in {delta.request_id for delta in deltas}:
+        own = [delta for delta in deltas if delta.request_id == request_id]
+        tokens = [token for delta in own for token in delta.token_ids]
+        logprobs = [value for delta in own for value in delta.logprobs]
+        expected = trainer.score([[*PROMPT, *tokens]])[0][len(PROMPT) - 1 :]
+        torch.testing.assert_close(torch.tensor(logprobs), torch.tensor(expected), rtol=0, atol=TOLERANCE)
