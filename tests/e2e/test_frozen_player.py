@@ -3,11 +3,15 @@ elsewhere."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
 import pytest
+from background import HANG_S
 
 from titan_rl import SamplingParams, TokenPlayer
 from titan_rl.core.console import LOG
@@ -48,11 +52,31 @@ async def test_it_answers_in_tokens_while_the_task_is_open_and_is_gone_after_tha
         assert len(completion.token_ids) == 5
         generate = player.generate
         assert isinstance(generate, HttpGenerateFn)
+        os.kill(server_of(tmp_path / "model"), signal.SIGKILL)
+        assert len(await answer(player, "g/1/second/0")) == 5, "another server listens at the same address"
     (log,) = (tmp_path / "run" / "logs").glob("player-second-*.log")
     url = log.read_text().partition("OPENAI_BASE_URL=")[2].split()[0]
     async with httpx.AsyncClient() as client:
         with pytest.raises(httpx.ConnectError):
             await client.get(f"{url}/models")
+
+
+def server_of(folder: Path) -> int:
+    """Process id of `titan-rl serve` of a folder."""
+    commands = {int(each.name): each / "cmdline" for each in Path("/proc").iterdir() if each.name.isdigit()}
+    wanted = b"\0serve\0" + os.fsencode(folder) + b"\0"
+    return next(pid for pid, command in commands.items() if wanted in command.read_bytes())
+
+
+async def answer(player: TokenPlayer, request_id: str) -> Sequence[int]:
+    """Tokens of a player, as soon as its server answers."""
+    async with asyncio.timeout(HANG_S):
+        while True:
+            try:
+                sampling = SamplingParams(max_tokens=5)
+                return (await player.generate([1, 2, 3], request_id=request_id, sampling=sampling)).token_ids
+            except GenerationError:
+                await asyncio.sleep(0.2)
 
 
 async def test_one_that_cannot_be_served_says_what_its_server_said(tmp_path: Path) -> None:

@@ -393,4 +393,4 @@ async def test_a_journal_that_has_lost_a_step_is_named(tmp_path: Path) -> None:
     rig.replica.pull = pull_and_lose
     with pytest.raises(ExceptionGroup) as caught:
         await rig.run()
-    assert caught.group_contains(CheckpointError, match="journal lacks the batch of step 1 was trained on")
+    assert caught.group_contains(CheckpointError, match="journal lacks the batch of step 1")

@@ -20,11 +20,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from titan_rl.core.calls.backoff import Backoff
 from titan_rl.core.errors import GenerationError, RequestError, RewardError
 
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+
+MOST_IN_MEMORY = 16_384
+"""Most verdicts of a judge without a folder; the oldest are forgotten, so that memory does not grow with the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +94,7 @@ class VerdictCache:
     def put(self, key: str, verdict: Verdict) -> None:
         """Keep a verdict. One that cannot be written is kept in memory."""
         if self._folder is None:
-            self._known[key] = verdict
+            self._remember(key, verdict)
             return
         path = self._path(key)
         try:
@@ -101,7 +105,12 @@ class VerdictCache:
             os.replace(name, path)
         except (OSError, TypeError) as error:
             logger.warning("the verdict %s cannot be kept on the disk: %s", path, error)
-            self._known[key] = verdict
+            self._remember(key, verdict)
+
+    def _remember(self, key: str, verdict: Verdict) -> None:
+        self._known[key] = verdict
+        if len(self._known) > MOST_IN_MEMORY:
+            del self._known[next(iter(self._known))]
 
     def _path(self, key: str) -> Path:
         assert self._folder is not None
@@ -209,21 +218,19 @@ class JudgeCalls:
         return verdict
 
     async def _until_answered(self, ask: Callable[[], Awaitable[Verdict]]) -> Verdict:
-        clock = asyncio.get_running_loop().time
-        began, pause_s = clock(), FIRST_PAUSE_S
+        backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, limit_s=self.outage_s)
         while True:
             await self._turn()
             try:
-                async with asyncio.timeout(max(0.0, began + self.outage_s - clock())):
+                async with asyncio.timeout(backoff.left_s):
                     return await ask()
             except RequestError as error:
                 raise RewardError(f"judge {self.name!r} refuses a question: {error}") from error
             except (GenerationError, TimeoutError) as error:
-                if clock() - began + pause_s > self.outage_s:
+                if backoff.is_over:
                     raise RewardError(f"judge {self.name!r} has failed for {self.outage_s:g} s: {error}") from error
-                logger.warning("judge %r failed: %s; asked again in %g s", self.name, error, pause_s)
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                logger.warning("judge %r failed: %s; asked again in %g s", self.name, error, backoff.next_s)
+            await backoff.pause()
 
     async def _turn(self) -> None:
         """Wait for the next call that the rate allows."""

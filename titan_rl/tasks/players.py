@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, PrivateAttr, Tag
 
+from titan_rl.core.calls.backoff import Backoff
 from titan_rl.core.calls.imports import find_function
 from titan_rl.core.calls.plain import plain_json
 from titan_rl.core.errors import ConfigError, GenerationError
@@ -256,7 +257,7 @@ class EndpointPlayer:
         await self._client.aclose()
 
     async def _post(self, body: dict[str, Any]) -> httpx.Response:
-        pause_s = _FIRST_PAUSE_S
+        backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)  # the caller limits the time
         while True:
             try:
                 response = await self._client.post(self._url, json=body)
@@ -266,5 +267,4 @@ class EndpointPlayer:
                 return response
             if response is not None and response.status_code != 429 and response.status_code < 500:
                 raise GenerationError(f"{self._url} answered {response.status_code}: {response.text[:200]}")
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            await backoff.pause()

@@ -18,8 +18,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import count
 
+from titan_rl.core.calls.backoff import Backoff
 from titan_rl.core.errors import GenerationError, RequestError, TrainingError
 from titan_rl.core.tracing.spans import span
 from titan_rl.rollout.copies import context_after
@@ -131,10 +131,9 @@ class Teacher:
         return scored
 
     async def _ask(self, prompt: Sequence[int], request_id: str) -> PromptScores:
-        """Scores of a prompt. A failing teacher is asked again, ever more slowly."""
-        clock = asyncio.get_running_loop().time
-        began, pause_s = clock(), FIRST_PAUSE_S
-        for attempt in count():
+        """Scores of a prompt. A failing teacher is asked again after growing pauses."""
+        backoff, attempt = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, limit_s=self._outage_s), 0
+        while True:
             unique = request_id if not attempt else f"{request_id}-{attempt}"
             try:
                 async with self._places, asyncio.timeout(self._outage_s):
@@ -146,12 +145,11 @@ class Teacher:
                 raise TrainingError(f"the teacher {self.name} refuses to score {request_id!r}: {refused}") from refused
             except (GenerationError, TimeoutError) as failed:
                 error = failed
-            if clock() - began + pause_s > self._outage_s:
+            if backoff.is_over:
                 raise TrainingError(f"the teacher {self.name} has failed for {self._outage_s:g} s: {error}") from error
-            logger.warning("the teacher %s failed: %s; asked again in %g s", self.name, error, pause_s)
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-        raise AssertionError("the last attempt returns or raises")
+            logger.warning("the teacher %s failed: %s; asked again in %g s", self.name, error, backoff.next_s)
+            await backoff.pause()
+            attempt += 1
 
 
 def _is_trained(rollout: Rollout) -> bool:

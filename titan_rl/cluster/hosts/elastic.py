@@ -367,7 +367,7 @@ class HostReconciler:
             self._files.write(states)
         except OSError as error:
             if not self._cannot_write:
-                self._tell(f"the list of hosts cannot be written at the moment, and the run continues:  {error}")
+                self._tell(f"the list of hosts cannot be written at the moment, and the run continues: {error}")
             self._cannot_write = True
         else:
             self._written, self._cannot_write = states, False

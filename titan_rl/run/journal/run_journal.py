@@ -270,9 +270,7 @@ class RunJournal:
         batches = found.state.batches_from(position.version)[: version - position.version]
         if len(batches) < version - position.version:
             lost = f": {'; '.join(found.losses)}" if found.losses else ""
-            raise CheckpointError(
-                f"{self._folder} lacks the batch of step {position.version + len(batches) + 1} was trained on{lost}"
-            )
+            raise CheckpointError(f"{self._folder} lacks the batch of step {position.version + len(batches) + 1}{lost}")
         return [[group_of(found.state.finished[index], None) for index in batch] for batch in batches]
 
     def forget_before(self, version: int) -> None:

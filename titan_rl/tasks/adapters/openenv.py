@@ -13,6 +13,7 @@ from urllib.parse import urlsplit, urlunsplit
 from pydantic import Field, PositiveFloat, field_validator
 from pydantic_core import to_json
 
+from titan_rl.core.calls.backoff import Backoff
 from titan_rl.core.calls.imports import find_function, require
 from titan_rl.core.settings import FunctionName, Section
 from titan_rl.rollout.environment.messages import MessageTokenEnv
@@ -72,7 +73,7 @@ class Session:
             OpenEnvError: there is no session within the time limit.
         """
         deadline = asyncio.get_running_loop().time() + self._open_timeout_s
-        pause_s = 0.05
+        backoff = Backoff(0.05, LONGEST_PAUSE_S, limit_s=self._open_timeout_s)
         while True:
             try:
                 await self._connect(deadline)
@@ -81,14 +82,13 @@ class Session:
                 await self.close()
                 if error.code != "CAPACITY_REACHED":
                     raise
-                if asyncio.get_running_loop().time() + pause_s > deadline:
+                if backoff.is_over:
                     raise OpenEnvError(
                         f"{error}; have the server take more sessions (max_concurrent_envs), or set "
                         "scheduling.max_running_rollouts to what it takes",
                         error.code,
                     ) from None
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            await backoff.pause()
 
     async def step(self, action: Mapping[str, Any]) -> Observed:
         """Take an action.
