@@ -1,8 +1,8 @@
-"""`Judge`: a reward that a model gives, for each answer by itself or for the answers of a group in comparison.
+"""`Judge`: a reward computed by a model, for each answer alone or for the answers of a group in comparison.
 
 rubric = Rubric([
-Reward(is_right, weight=0.7),
-Judge(Endpoint(url="http://127.0.0.1:8000/v1", model="judge"), ask_for_style, grade, weight=0.3),
+    Reward(is_right, weight=0.7),
+    Judge(Endpoint(url="http://127.0.0.1:8000/v1", model="judge"), ask_for_style, grade, weight=0.3),
 ])
 """
 
@@ -33,7 +33,7 @@ ParseFn = Callable[[str], float | Sequence[float]]
 """Function from a judge's text to the value of a rollout, or to the values of a group."""
 
 MAX_TOKENS = 512
-"""Most tokens of a judge's answer, unless its endpoint says otherwise."""
+"""Default limit of the tokens of a judge's answer; `Endpoint.max_tokens` overrides it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class _Chat:
 
 
 class Judge(FunctionReward[Any]):
-    """Reward that a model gives.
+    """Reward computed by a model.
 
     Absolute, or against a reference, which is in the prompt:
 
@@ -67,9 +67,9 @@ class Judge(FunctionReward[Any]):
 
         Judge(endpoint, ask, lambda text: float(text) / 10)
 
-    Relative to the group, with `relative=True`: the prompt has all answers, and the parsed text a number for each, in
-    the order shown. Each group is asked about in a random order and in its reverse, and the numbers are averaged, which
-    cancels the preference for a position. What is left of it is measured.
+    Relative to the group, with `relative=True`: the prompt shows all answers, and the parsed text has a number for
+    each, in the order shown. The judge sees each group in a random order and in its reverse, and the numbers are
+    averaged, which cancels a preference for positions. That preference is also measured.
 
     Metrics of each rollout: NAME_seconds, NAME_tokens, NAME_cost (with a price), NAME_cached (1 if the answer was
     known), and of relative judges NAME_position_bias, the mean number of an answer in the first half of the order minus
@@ -78,13 +78,14 @@ class Judge(FunctionReward[Any]):
     Args:
         model: Endpoint of OpenAI's chat protocol, or a `ChatFn`, an async function of messages.
         prompt: Question about a rollout, or about the rollouts of a group; a text, or messages.
-        parse: Value in a judge's answer, or a value for each rollout. It raises where there is none.
+        parse: Function from the judge's answer to a value, or to a value for each rollout. It raises an exception
+            if the answer has none.
         relative: Whether the judge compares the rollouts of a group.
         weight, name: See `Reward`.
-        cache: Folder of the answers by their question's content, so that a resumed run asks none again. None keeps them
-            in memory.
-        in_flight: Most questions at once.
-        per_minute: Most questions in a minute.
+        cache: Folder with the answers, keyed by the content of the question, so that a resumed run repeats no question.
+            None keeps the newest answers in memory.
+        in_flight: Maximum number of questions in flight.
+        per_minute: Maximum number of questions per minute.
         price: Cost of a million tokens of prompt and of completion, for the metric.
         outage_s: Longest outage of the model. Groups wait for it in their slots.
         on_failure: Policy for answers that cannot be parsed and for longer outages; see `FailurePolicy`.

@@ -1,9 +1,9 @@
-"""Calls of a model that judges: at most so many at once and in a minute, each question once, retried and cached.
+"""Calls of a judge model: rate-limited, deduplicated, retried with backoff, and cached.
 
     question -> cache on disk -> same question in flight -> place in flight -> rate -> model, with retries -> cache
 
-A call goes on where its caller is cancelled, as when a pause of generation interrupts judging: the answer is in the
-cache when the reward is computed again.
+A call continues if its caller is cancelled, for example because a pause of generation interrupts judging. Its answer is
+in the cache when the reward is computed again.
 """
 
 from __future__ import annotations

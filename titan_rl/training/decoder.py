@@ -11,18 +11,18 @@ from torch import nn
 from titan_rl.training.attention.attention import Layout
 
 PREFIX = "causal."
-"""Of the parameters' names in a module of the transformers implementation. torchtitan's have another."""
+"""Prefix of parameter names in a module of the transformers implementation."""
 
 
 class NameAdapter(Protocol):
     """Translation between the parameters of a module and the tensors of a Hugging Face folder."""
 
     def to_hf(self, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Tensors of the folder that these parameters are; none for a parameter that is tied to another."""
+        """Convert parameters to tensors of the folder. A parameter that is tied to another has none."""
         ...
 
     def from_hf(self, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Parameters that these tensors of the folder are."""
+        """Convert tensors of the folder to parameters."""
         ...
 
 
@@ -35,13 +35,13 @@ class ReplayedRouter(Protocol):
 
 
 class DecoderModel(Protocol):
-    """A decoder without memory, until `allocate`.
+    """Decoder of a policy, whose parameters have no memory before `allocate`.
 
     Attributes:
         module: holds all parameters. FSDP, optimizers and checkpoints use it.
         head_dim: entries of a query head.
-        is_tied: whether the output layer has the embedding's weights.
-        has_variants: whether its attention is not plain: see `Variant`.
+        is_tied: whether the output layer shares the embedding's weights.
+        has_variants: whether some attention differs from plain causal attention; see `Variant`.
         optional_names: tensors of the folder that are ignored.
         optional_patterns: regular expressions of further such names.
     """
@@ -56,8 +56,8 @@ class DecoderModel(Protocol):
 
     @property
     def head(self) -> nn.Module:
-        """Output layer: `head(hidden_ND)` are logits, and `head(hidden_ND, targets_N, temperatures_N)` the result of
-        `selected_logprobs`."""
+        """Output layer. `head(hidden_ND)` returns logits. `head(hidden_ND, targets_N, temperatures_N)` returns the
+        result of `selected_logprobs`."""
         ...
 
     @property
@@ -77,12 +77,12 @@ class DecoderModel(Protocol):
 
     @property
     def parts(self) -> Sequence[nn.Module]:
-        """Modules that together hold all parameters, and that a pass calls one after the other."""
+        """Modules that together hold all parameters, in the order in which a forward pass calls them."""
         ...
 
     @property
     def uncompiled(self) -> Sequence[nn.Module]:
-        """Modules whose shapes depend on the batch, by its documents or its tokens' experts."""
+        """Modules that are not compiled, because their shapes depend on the documents or the routing of a batch."""
         ...
 
     def hidden(self, token_ids_BL: torch.Tensor, positions_BL: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -103,14 +103,14 @@ class DecoderModel(Protocol):
         ...
 
     def split_matrices(self, dims: Any) -> None:
-        """Tensor parallelism."""
+        """Split the weight matrices over ranks (tensor parallelism)."""
         ...
 
     def shard(self, mesh: Any, dtype: torch.dtype, *, offload: bool) -> None:
-        """FSDP2, layer by layer.
+        """Shard the parameters with FSDP2, layer by layer.
 
         Args:
-            dtype: in which parameters are gathered.
+            dtype: dtype in which parameters are gathered.
         """
         ...
 

@@ -1,11 +1,11 @@
 """Teachers: models that score the policy's own tokens, for on-policy distillation.
 
-A teacher is a `GenerateFn` that gives the logprobs of a prompt (`SamplingParams.prompt_logprobs`): a server, or the
-policy's own generators. It reads the policy's tokens as they are; nothing is tokenized again. The scores are those at
-temperature 1, and stay with the turns of a rollout, so the journal records them.
+A teacher is a `GenerateFn` that returns the logprobs of a prompt (`SamplingParams.prompt_logprobs`): a server, or the
+policy's own generators. It reads the policy's tokens as they are; nothing is tokenized again. The scores are logprobs
+at temperature 1. They are stored in the turns of a rollout, so the journal records them.
 
 Self-distillation: the policy itself is the teacher, and reads another prompt, with the answer, feedback or a hint. Only
-what stands before the first completion differs.
+the tokens before the first completion differ.
 
     student   prompt              completion  observation  completion
     teacher   privileged prompt   completion  observation  completion

@@ -38,8 +38,8 @@ PROVED = frozenset(
         "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma",
     }
 )  # fmt: skip
-"""Families whose transformers implementation this library's tests prove, by `model_type`. Of any other, a trainer
-checks a tiny model before it begins."""
+"""Families, by `model_type`, whose transformers implementation the tests check. For any other family the trainer checks
+a tiny model before it starts."""
 
 _CARRIES = "layers of type {} carry a state along a row, from one packed sequence into the next"
 
@@ -111,8 +111,8 @@ def choose_implementation(
             raise ModelError(
                 f'model.implementation = "torchtitan": {lacks}; set it to "auto" to use transformers\' implementation'
             )
-        asked_for = "model.implementation asks for it" if asked == "torchtitan" else "it has this family"
-        return ChosenImplementation("torchtitan", asked_for)
+        reason = "model.implementation asks for it" if asked == "torchtitan" else "it has this family"
+        return ChosenImplementation("torchtitan", reason)
     if (refused := transformers_refuses(hf)) is not None:
         if lacks is None:
             raise ModelError(f'model.implementation = "transformers": {refused}; set it to "auto"')
