@@ -115,7 +115,7 @@ def check_constraint(constraint: str) -> None:
         raise ValueError('its constraint is not a JSON object, such as {"type": "structural_tag", "format": {...}}')
     if has_xgrammar_unsupported_json_features(given):
         raise ValueError(
-            "its JSON schema uses what no grammar can enforce:  multipleOf, uniqueItems, contains, an unknown "
+            "its JSON schema uses what no grammar can enforce: multipleOf, uniqueItems, contains, an unknown "
             "format, a pattern beside lengths, patternProperties or propertyNames beside properties, or several allOf"
         )
 

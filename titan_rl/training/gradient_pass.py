@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import NoReturn
 
 import torch
@@ -67,6 +67,7 @@ class GradientPass:
         self._taught_share = 1.0  # of the present minibatch
         self._objective_lock = threading.Lock()  # a loss of the user's is called for one micro-batch at a time
         in_threads = all(each.runs_in_threads for each in (policy, reference) if each is not None)
+        self._num_threads = num_threads
         self._threads = ThreadPoolExecutor(num_threads, "micro-batch") if in_threads and num_threads > 1 else None
 
     def proximal_logprobs(self, minibatches: Sequence[Minibatch]) -> dict[int, torch.Tensor]:
@@ -158,18 +159,20 @@ class GradientPass:
                 summed.backward()
                 by_batch.append(stats)
             return by_batch
-        trained = [parameter for parameter in self._parameters if parameter.requires_grad]
-        running = deque(
-            self._threads.submit(self._gradient_of, batch, proximal.get(id(batch)), version, trained)
-            for batch in batches
+        # Batches are submitted as they are taken from here, no more than there are threads, because each result is as
+        # large as the model.
+        submitted = (
+            self._threads.submit(self._gradient_of, batch, proximal.get(id(batch)), version) for batch in batches
         )
+        running = deque(islice(submitted, self._num_threads))
         try:
             while running:
                 gradients, stats = running.popleft().result()
-                for parameter, gradient in zip(trained, gradients, strict=True):
+                for parameter, gradient in zip(self._parameters, gradients, strict=True):
                     if gradient is not None:
                         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
                 by_batch.append(stats)
+                running.extend(islice(submitted, 1))
         finally:
             wait(running)  # no thread may read weights that change after an error
         return by_batch
@@ -179,11 +182,10 @@ class GradientPass:
         batch: TensorBatch,
         proximal_N: torch.Tensor | None,
         version: int,
-        trained: Sequence[nn.Parameter],
     ) -> tuple[list[torch.Tensor | None], TokenStats]:
         """The gradient of one micro-batch's summed loss, in the order of the parameters."""
         summed, stats = self._forward(batch, proximal_N, version)
-        gradients = torch.autograd.grad(summed, trained, allow_unused=True)
+        gradients = torch.autograd.grad(summed, self._parameters, allow_unused=True)
         return [None if gradient is None else gradient.contiguous() for gradient in gradients], stats
 
     def _forward(
