@@ -23,10 +23,9 @@ Each row is a `model_type` of config.json, and after a comma a variant of it. Th
   to the bit; given experts of a mixture are replayed. transformers' implementation is used for every row.
 - engine: logprobs of vLLM are the trainer's, of an export and after each of three hot swaps with requests running.
 
-"no" says why the engine does not have the trainer's logprobs on a CPU with the installed version of vLLM. The
-tests show that the probes of a swap refuse the wrong weights of `cohere2` and `gpt2`; whether they refuse the smaller
-difference of `apertus` is not tested. Trained weights from the hub, GPUs and bfloat16 are not part of
-these checks.
+"no" says why the engine does not have the trainer's logprobs on a CPU with the installed version of vLLM. The tests
+show that the probes of a swap refuse the wrong logprobs of `cohere2` and `apertus`, so that a run with one of them ends
+at its first pull. Trained weights from the hub, GPUs and bfloat16 are not part of these checks.
 
 This page is generated from `tests/models/families.py` and `titan_rl/training/models/choice.py` by
 `scripts/write_model_docs.py`.

@@ -32,12 +32,12 @@ PROMPT = [5, 6, 7, 8]
 
 @pytest.mark.check("b")
 def test_an_engine_has_the_trainers_logprobs_before_and_after_three_swaps(
-    name: str, folder: Path, tmp_path: Path
+    name: str, folder: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     if name not in ENGINES:
         pytest.skip("make test-models starts the engines of all families")
     if (problem := ENGINE_PROBLEMS.get(name)) is not None:
-        pytest.xfail(problem)
+        request.applymarker(pytest.mark.xfail(reason=problem, strict=True))
     trainer = make(folder, lr=1e-2)
     trainer.step(on_policy_samples(trainer, 40, 33))
     trainer.export_hf(tmp_path / "export")

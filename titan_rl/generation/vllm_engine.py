@@ -81,6 +81,7 @@ class VLLMEngine:
             self._core = InprocClient(config, _executor(config), log_stats=False)
             assert isinstance(self._core.engine_core.scheduler, ScoringScheduler)
             self._scheduler = self._core.engine_core.scheduler
+            (self._has_output_layer,) = set(self._core.collective_rpc(has_output_layer))
             constraints = Constraints(config)
             self._core.engine_core.structured_output_manager = constraints
             self._scheduler.structured_output_manager = constraints
@@ -116,7 +117,7 @@ class VLLMEngine:
         if self._adapters is not None:
             self._adapters.load(items, version, set(self._adapter_ids.values()))
             return
-        pairs = with_tied_head(items) if self._tied else iter(items)
+        pairs = with_tied_head(items) if self._tied and self._has_output_layer else iter(items)
         if self._on_cpu:
             self._core.collective_rpc(drop_packed_experts)
         self._core.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
@@ -263,12 +264,22 @@ def _executor(config: Any) -> Any:
     return Executor.get_class(config)
 
 
+EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight")
+"""Hugging Face names of the embedding."""
+
+
+def has_output_layer(worker: Any) -> bool:
+    """Whether vLLM's model has an output layer. Without one it multiplies with the embedding."""
+    modules = worker.get_model().named_modules(remove_duplicate=False)
+    return any(name.rpartition(".")[2] == "lm_head" for name, _ in modules)
+
+
 def with_tied_head(items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Name the output head too: on CPU vLLM keeps a packed copy, which loading the embedding alone leaves as it was."""
+    """Name the output layer too: on CPU vLLM keeps a packed copy, which loading the embedding alone does not change."""
     embedding, names = None, set[str]()
     for name, tensor in items:
         names.add(name)
-        if name == "model.embed_tokens.weight":
+        if name in EMBEDDINGS:
             embedding = tensor
         yield name, tensor
     if embedding is not None and "lm_head.weight" not in names:
