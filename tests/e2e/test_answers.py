@@ -131,7 +131,8 @@ async def test_calls_in_flight_fail_when_their_process_ends(worker: ActorHandle)
 
 
 async def test_calls_leave_nothing_in_memory(worker: ActorHandle) -> None:
-    """Monarch itself would keep some 6 MB of these calls in this process, and 2 MB in the actor's."""
+    """Monarch itself would keep some 12 MB of these calls in this process, and 4 MB in the actor's. Allocators grow by a
+    megabyte at times."""
 
     async def calls(number: int) -> None:
         for _ in range(number // 100):
@@ -139,7 +140,7 @@ async def test_calls_leave_nothing_in_memory(worker: ActorHandle) -> None:
 
     await calls(2_000)
     before = memory_kb(), await worker.memory_kb.call_one()
-    await calls(6_000)
+    await calls(12_000)
     after = memory_kb(), await worker.memory_kb.call_one()
-    assert after[0] - before[0] < 3_000
-    assert after[1] - before[1] < 1_000
+    assert after[0] - before[0] < 6_000
+    assert after[1] - before[1] < 2_000
