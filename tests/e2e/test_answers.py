@@ -131,8 +131,8 @@ async def test_calls_in_flight_fail_when_their_process_ends(worker: ActorHandle)
 
 
 async def test_calls_leave_nothing_in_memory(worker: ActorHandle) -> None:
-    """Monarch itself would keep some 12 MB of these calls in this process, and 4 MB in the actor's. Allocators grow by a
-    megabyte at times."""
+    """Monarch itself would keep some 12 MB of these calls in this process, and 4 MB in the actor's. Allocators grow by
+    a megabyte at times."""
 
     async def calls(number: int) -> None:
         for _ in range(number // 100):
