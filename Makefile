@@ -6,7 +6,7 @@
 # make test-gpu      tests that need a GPU, in ten minutes, with the packages of GPU_PYTHON; reports what it skips and why
 # make test-hosts    tests with several hosts, as network namespaces of this machine, as root: a quarter of an hour
 # make test-clients  tests with published clients, agents, trainers and servers, which it installs from the package index
-# make test-models   every model family in the trainer and in the vLLM engine, with tiny models: half an hour
+# make test-models   every model family in the trainer and in the vLLM engine, with tiny models: five minutes; writes their page of the docs
 # make coverage      lines and branches that the tests run, including subprocesses; build/coverage/html has each file
 # make docs          the docs as a site, build/docs/index.html; a warning fails the build
 #
@@ -56,7 +56,8 @@ test-clients: $(STAMP)
 	TITAN_RL_TEST_CLIENTS=1 $(BIN)/pytest tests/serving/test_clients.py tests/adapters/test_real_trl.py tests/adapters/test_real_openenv.py tests/metrics/test_real_sinks.py tests/test_wheel.py
 
 test-models: $(STAMP)
-	TITAN_RL_TEST_MODELS=1 $(PYTEST) tests/models
+	TITAN_RL_TEST_MODELS=1 $(BIN)/pytest tests/models --deselect tests/models/test_models_page.py
+	$(BIN)/python -m scripts.write_model_docs
 
 # A Python that has torch for CUDA. The installed packages determine which tests run.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)

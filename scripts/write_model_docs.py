@@ -1,11 +1,13 @@
-"""Write docs/reference/models.md from the families that the tests have, and those that are refused:
+"""Write docs/reference/models.md from the results of `make test-models` and the refused families:
 `python -m scripts.write_model_docs`."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 
-from tests.models.families import ENGINE_PROBLEMS, FAMILIES, model_type
+from tests.models.families import ENGINE_PROBLEMS, FAMILIES, REPLAY_PROBLEMS, RESULTS, model_type
 from titan_rl.training.models.choice import REFUSED, choose_implementation
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "models.md"
@@ -13,32 +15,41 @@ PAGE = Path(__file__).parents[1] / "docs" / "reference" / "models.md"
 HEAD = """\
 # Model families
 
-Each row is a `model_type` of config.json, and after a comma a variant of it. The implementation is that of
-`model.implementation = "auto"` for a usual config.json ([models](../concepts/training.md#models)).
+Each row is a model family, named as `model_type` in config.json; text after a comma names a variant. The column
+*implementation* shows what `model.implementation = "auto"` selects for a typical
+config.json ([models](../concepts/training.md#models)).
 
-`make test-models` makes a tiny model with random weights of each row, and checks on a CPU:
+For each row, `make test-models` creates a tiny model with random weights, checks it on a CPU, and records the results.
+These checks use the transformers implementation, also in rows with torchtitan, which has
+[tests of its own](../concepts/training.md#models). A dash means that there is nothing to check.
 
-- trainer: logprobs are those of transformers in float64; gradients of packed sequences are those of each sequence
-  alone; two ranks make the steps of one; an export has the trainer's logprobs in transformers; a resumed run goes on
-  to the bit; given experts of a mixture are replayed. transformers' implementation is used for every row.
-- engine: logprobs of vLLM are the trainer's, of an export and after each of three hot swaps with requests running.
+| column | check |
+|---|---|
+| logprobs | the trainer's logprobs equal those of transformers' eager forward pass in float64 |
+| engine | vLLM's logprobs equal the trainer's: for an exported model, and after three hot swaps during requests |
+| gradients | the gradients of packed sequences equal those of separate sequences |
+| 2 ranks | training with FSDP on two ranks equals training on one |
+| export | transformers loads the exported model and computes the trainer's logprobs |
+| resume | the first step after a resume is bit-identical to that of an uninterrupted trainer |
+| replay | a mixture of experts uses the experts that it is given (router replay), instead of choosing them |
 
-"no" says why the engine does not have the trainer's logprobs on a CPU with the installed version of vLLM. The tests
-show that the probes of a swap refuse the wrong logprobs of `cohere2` and `apertus`, so that a run with one of them ends
-at its first pull. Trained weights from the hub, GPUs and bfloat16 are not part of these checks.
+If the column *engine* has "no", it gives the reason why vLLM's logprobs differ from the trainer's, or why vLLM cannot
+run the model, on a CPU with the installed version. For `cohere2` and `apertus`, the tests show that the probes detect
+the difference after a swap, so a run with one of these families ends with an error at its first pull. Trained weights
+from the hub, GPUs and bfloat16 are not part of these checks.
 
-This page is generated from `tests/models/families.py` and `titan_rl/training/models/choice.py` by
+This page is generated from `tests/models/results.json` and `titan_rl/training/models/choice.py` by
 `scripts/write_model_docs.py`.
 
-| family | implementation | trainer | engine |
-|---|---|---|---|
+| family | implementation | logprobs | engine | gradients | 2 ranks | export | resume | replay |
+|---|---|---|---|---|---|---|---|---|
 """
 
 REFUSED_HEAD = """
 ## Refused
 
-A run with one of these families is refused before it starts. So are quantized models, models that read more than
-text, and models with an encoder.
+A run with one of these families is refused before it starts. The same applies to quantized models, multimodal models,
+and encoder-decoder models.
 
 | family | reason |
 |---|---|
@@ -47,17 +58,25 @@ text, and models with an encoder.
 
 def page() -> str:
     """Text of the page."""
-    rows = [row(name) for name in sorted(FAMILIES)]
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    rows = [row(name, results[name]) for name in sorted(FAMILIES)]
     refused = [f"| `{name}` | {reason} |\n" for name, reason in sorted(REFUSED.items())]
     return "".join([HEAD, *rows, REFUSED_HEAD, *refused])
 
 
-def row(name: str) -> str:
+def row(name: str, results: Mapping[str, str]) -> str:
+    """Row of a family.
+
+    Args:
+        results: by the letters of the checks, in the order of the columns.
+    """
     base, _, variant = name.partition(",")
     implementation = choose_implementation({"model_type": model_type(name), **FAMILIES[name]}).name
-    problem = ENGINE_PROBLEMS.get(name)
-    engine = "yes" if problem is None else f"no: {problem}"
-    return f"| `{base}`{',' if variant else ''}{variant} | {implementation} | yes | {engine} |\n"
+    cells = dict(sorted(results.items()))
+    for check, problems in (("b", ENGINE_PROBLEMS), ("g", REPLAY_PROBLEMS)):
+        if cells[check] == "no":
+            cells[check] = f"no: {problems[name]}"
+    return f"| `{base}`{',' if variant else ''}{variant} | {implementation} | {' | '.join(cells.values())} |\n"
 
 
 if __name__ == "__main__":

@@ -36,8 +36,11 @@ def test_the_one_that_is_asked_for_is_used() -> None:
 @pytest.mark.parametrize(
     ("hf", "message"),
     [
-        ({"model_type": "qwen3_next"}, "'linear_attention' carry a state along a row"),
-        ({"model_type": "new", "layer_types": ["full_attention", "conv"]}, "layers of type 'conv' carry a state"),
+        ({"model_type": "qwen3_next"}, "'linear_attention' have a recurrent state"),
+        (
+            {"model_type": "new", "layer_types": ["full_attention", "conv"]},
+            "'conv' have a recurrent state",
+        ),
         ({"model_type": "gemma3", "text_config": {}}, "reads more than text"),
         ({"model_type": "t5gemma", "is_encoder_decoder": True}, "has an encoder"),
         ({"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}, r"quantized \(mxfp4\)"),

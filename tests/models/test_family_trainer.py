@@ -3,6 +3,7 @@ resume."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
 import torch
 from e2e.tiny_policy import on_policy_samples, weights
 from e2e.warm import run_world
-from models.families import FAMILIES, make_family, model_type
+from models.families import FAMILIES, REPLAY_PROBLEMS, make_family, model_type
 from models.steps import make, two_steps
 from safetensors.torch import load_file
 
+from titan_rl.core.errors import ModelError
 from titan_rl.training.export import export_checkpoint
 from titan_rl.training.family_check import (
     GRADIENT_TOLERANCE,
@@ -97,7 +99,9 @@ def test_a_resumed_trainer_goes_on_to_the_bit(name: str, folder: Path, tmp_path:
 
 
 @pytest.mark.check("g")
-def test_given_experts_are_used_and_those_chosen_anyway_change_nothing(name: str, folder: Path) -> None:
+def test_given_experts_are_used_and_those_chosen_anyway_change_nothing(
+    name: str, folder: Path, record_property: Callable[[str, object], None]
+) -> None:
     trainers = [make(folder) for _ in range(3)]
     routers = trainers[0]._policy._routers  # pyright: ignore[reportPrivateUsage]
     if not routers:
@@ -105,6 +109,11 @@ def test_given_experts_are_used_and_those_chosen_anyway_change_nothing(name: str
     (sample,) = on_policy_samples(trainers[0], 30)
     trained = [False, *[True] * 29]
     sample = replace(sample, loss_mask=trained, versions=[-1, *[0] * 29], advantages=[0.0, *[1.0] * 29])
+    if name in REPLAY_PROBLEMS:
+        record_property("works", False)
+        with pytest.raises(ModelError, match="does not choose experts by top-k"):
+            trainers[1].step([with_experts(sample, own_choice(folder, sample))])
+        return
     plain, again = (trainer.step([each]).metrics for trainer, each in zip(
         trainers, (sample, with_experts(sample, own_choice(folder, sample))), strict=False,
     ))  # fmt: skip

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
+
+from models.families import ENGINE_PROBLEMS, FAMILIES, REPLAY_PROBLEMS, RESULTS
 
 from scripts.write_model_docs import PAGE, page
 
 
 def test_the_page_of_model_families_is_current() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run: .venv/bin/python -m scripts.write_model_docs"
+
+
+def test_no_family_of_the_page_fails_in_the_trainer() -> None:
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    assert results.keys() == FAMILIES.keys()
+    for name, by_check in results.items():
+        expected = {"b"} if name in ENGINE_PROBLEMS else set[str]()
+        expected |= {"g"} if name in REPLAY_PROBLEMS else set()
+        assert {check for check, found in by_check.items() if found == "no"} == expected, (
+            f"{name}: run make test-models"
+        )

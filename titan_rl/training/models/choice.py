@@ -41,7 +41,7 @@ PROVED = frozenset(
 """Families, by `model_type`, whose transformers implementation the tests check. For any other family the trainer checks
 a tiny model before it starts."""
 
-_CARRIES = "layers of type {} carry a state along a row, from one packed sequence into the next"
+_CARRIES = "layers of type {} have a recurrent state, which would carry over from one packed sequence to the next"
 
 REFUSED: Mapping[str, str] = {
     "bamba": _CARRIES.format("'mamba'"),
@@ -66,7 +66,7 @@ REFUSED: Mapping[str, str] = {
     "minimax": _CARRIES.format("'linear_attention'"),
     "olmo_hybrid": _CARRIES.format("'linear_attention'"),
     "gemma3n_text": "transformers computes its sparse activations and per-layer inputs outside the attention interface",
-    "llama4_text": "its chunked attention is not one of this library's attentions",
+    "llama4_text": "chunked attention is not supported",
     "falcon": "its modeling code in transformers does not use the attention interface",
     "gptj": "its modeling code in transformers does not use the attention interface",
     "codegen": "its modeling code in transformers does not use the attention interface",

@@ -166,6 +166,7 @@ class _GivenExperts(TorchFunctionMode):
         super().__init__()
         self._experts_TK = experts_TK
         self._choice = (len(experts_TK), num_experts)
+        self.were_used = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
@@ -173,6 +174,7 @@ class _GivenExperts(TorchFunctionMode):
             return found
         if found.indices.shape != self._experts_TK.shape:
             return found
+        self.were_used = True
         indices_TK = self._experts_TK.where(self._experts_TK != FREE, found.indices)
         return torch.return_types.topk((args[0].gather(-1, indices_TK), indices_TK))
 
@@ -191,11 +193,21 @@ class Routing:
         block.forward = torch.compiler.disable(self.forward)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward pass of the block, with the experts that are given."""
+        """Forward pass of the block, with the experts that are given.
+
+        Raises:
+            ModelError: the router does not choose the best experts of a token by `topk`, so it cannot be given others.
+        """
         if self.replayed_BLK is None:
             return self._forward(*args, **kwargs)
-        with _GivenExperts(self.replayed_BLK.flatten(0, 1), self.num_experts):
-            return self._forward(*args, **kwargs)
+        with _GivenExperts(self.replayed_BLK.flatten(0, 1), self.num_experts) as given:
+            found = self._forward(*args, **kwargs)
+        if not given.were_used:
+            raise ModelError(
+                "the model's router does not choose experts by top-k, so the trainer cannot use the generator's; set "
+                "generation.return_routed_experts = false"
+            )
+        return found
 
 
 class TransformersAdapter:
