@@ -8,14 +8,17 @@ from hypothesis import strategies as st
 from titan_rl.rollout.rewards.advantages import (
     AdvantageFn,
     batch_mean,
+    compare,
     compare_batch,
     group_mean,
     leave_one_out,
     reward,
+    role_baseline,
     standardized,
 )
 from titan_rl.rollout.rewards.reward import SoftOverlong
 from titan_rl.rollout.types import Rollout, RolloutGroup, Turn
+from titan_rl.scheduling.filters import too_few_siblings, zero_variance
 from titan_rl.types import Completion, FinishReason, VersionSpan
 
 COMPARING = [group_mean, leave_one_out, standardized]
@@ -62,6 +65,44 @@ def test_a_baseline_of_the_whole_batch() -> None:
     compare_batch(groups, batch_mean)
     assert [r.advantage for group in groups for r in group.rollouts] == [-2.0, 0.0, 2.0, None]
     compare_batch([], batch_mean)
+
+
+def games(*rewards: dict[str, float]) -> RolloutGroup:
+    """Group with a game for each table of rewards by seat."""
+    rollouts = [
+        Rollout(f"g/{i}/{seat}", "g", i, None, reward=r, advantage=r, seat=seat)
+        for i, of_game in enumerate(rewards)
+        for seat, r in of_game.items()
+    ]
+    return RolloutGroup("g", None, rollouts)
+
+
+def test_numbered_seats_are_compared_within_their_game_and_others_over_the_group() -> None:
+    easy = {"proposer": 0.0, "solver.0": 1.0, "solver.1": 1.0}
+    hard = {"proposer": 1.0, "solver.0": 1.0, "solver.1": 0.0}
+    group = games(easy, hard)
+    compare(group, group_mean)
+    assert [rollout.advantage for rollout in group.rollouts] == [-0.5, 0.0, 0.0, 0.5, 0.5, -0.5]
+    assert {rollout.role for rollout in group.rollouts} == {"proposer", "solver"}
+
+
+def test_a_group_whose_numbered_seats_alone_differ_teaches_something() -> None:
+    group = games({"proposer": 0.5, "solver.0": 1.0, "solver.1": 0.0}, {"proposer": 0.5, "solver.0": 0.0})
+    assert (too_few_siblings(group), zero_variance(group)) == (None, None)
+    alike = games({"solver.0": 1.0, "solver.1": 1.0}, {"solver.0": 0.0, "solver.1": 0.0})
+    assert zero_variance(alike) == "zero_variance"
+
+
+def test_each_role_has_a_moving_baseline_of_its_own() -> None:
+    state: dict[str, float] = {}
+    first = [games({"first": 1.0, "second": -1.0}, {"first": 3.0, "second": -3.0})]
+    compare_batch(first, role_baseline, state)
+    assert [rollout.advantage for rollout in first[0].rollouts] == [-1.0, 1.0, 1.0, -1.0]
+    assert state == pytest.approx({"first": 0.95 * (0.95 * 2 + 0.05) + 0.15, "second": -(0.95 * 1.95 + 0.15)})
+    before = dict(state)
+    second = [games({"first": 5.0, "second": -5.0})]
+    compare_batch(second, role_baseline, state)
+    assert [rollout.advantage for rollout in second[0].rollouts] == [5.0 - before["first"], -5.0 - before["second"]]
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 
 import pytest
 
 from titan_rl.core.errors import RewardError
-from titan_rl.rollout.rewards.advantages import batch_mean, reward
+from titan_rl.rollout.rewards.advantages import batch_mean, reward, role_baseline
 from titan_rl.rollout.types import Rollout, RolloutGroup, Turn
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.data.sample_maker import SampleMaker
@@ -32,6 +33,31 @@ def test_an_advantage_says_itself_that_it_compares_with_the_batch_of_its_task():
     maker = SampleMaker({"sums": batch_mean, "words": reward})
     groups = [group_of("a", "sums", 1.0, 3.0), group_of("b", "words", 7.0), group_of("c", "sums", 5.0)]
     assert advantages(maker.samples(groups, version=0)) == [-2.0, 0.0, 7.0, 2.0]
+
+
+def test_baselines_continue_from_the_state_of_a_checkpoint():
+    batches = [[group_of("a", "sums", 1.0, 3.0)], [group_of("b", "sums", 5.0)], [group_of("c", "sums", 2.0)]]
+    whole = SampleMaker({"sums": role_baseline})
+    expected = [advantages(whole.samples(deepcopy(batch), version=0)) for batch in batches]
+    first = SampleMaker({"sums": role_baseline})
+    first.samples(deepcopy(batches[0]), version=0)
+    resumed = SampleMaker({"sums": role_baseline}, state=first.state())
+    assert [advantages(resumed.samples(batch, version=0)) for batch in batches[1:]] == expected[1:]
+    assert resumed.state() == whole.state()
+
+
+def test_the_state_of_an_advantage_must_be_json():
+    class Odd:
+        def __call__(self, rewards: Sequence[float]) -> Sequence[float]:
+            return rewards
+
+        def compare_running(self, groups: Sequence[RolloutGroup], state: dict[str, object]) -> None:
+            state["seen"] = {1, 2}
+
+    maker = SampleMaker({"": Odd()})
+    maker.samples([group_of("a", "", 1.0)], version=0)
+    with pytest.raises(RewardError, match="cannot be written as JSON"):
+        maker.state()
 
 
 def test_tokens_that_are_too_old_are_not_trained():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -129,13 +129,18 @@ async def open_rollouters(
         yield {source.name: make_rollouter(config, source, renderer) for source in config.sources}
 
 
-def make_sample_maker(config: RunConfig) -> SampleMaker:
-    """Construct the maker of a run's training samples."""
+def make_sample_maker(config: RunConfig, state: Mapping[str, Any] | None = None) -> SampleMaker:
+    """Construct the maker of a run's training samples.
+
+    Args:
+        state: `RunState.advantages` of the checkpoint from which the run continues.
+    """
     return SampleMaker(
         {source.name: find_advantage(config.advantage_of(source)) for source in config.tasks},
         constrained=config.correction.constrained,
         distillation=Distillation(config.training.distill, config.training.distill_coef),
         max_token_age=config.scheduling.max_token_age,
+        state=state,
     )
 
 

@@ -93,6 +93,13 @@ class Rollout:
         require_member(self, "status", RolloutStatus)
 
     @property
+    def role(self) -> str | None:
+        """Seat without its number: "solver" of the seats "solver.0" and "solver.1", which do the same thing in a game;
+        None without seats."""
+        role, dot, number = (self.seat or "").rpartition(".")
+        return role if dot and number.isdecimal() else self.seat
+
+    @property
     def num_completion_tokens(self) -> int:
         return sum(len(turn.completion.token_ids) for turn in self.turns)
 
@@ -114,6 +121,18 @@ class RolloutGroup:
         for rollout in self.rollouts:
             seats.setdefault(rollout.seat, []).append(rollout)
         return seats
+
+    @property
+    def compared(self) -> dict[str, list[Rollout]]:
+        """Rollouts that advantages compare with each other: those of one seat in all games of the group, and those of
+        the numbered seats of a role ("solver.0", "solver.1") in each game. The keys are names for messages."""
+        levels: dict[str, list[Rollout]] = {}
+        for rollout in self.rollouts:
+            name = "" if rollout.seat is None else f"seat {rollout.seat!r}"
+            if rollout.seat is not None and rollout.role != rollout.seat:
+                name = f"role {rollout.role!r} of game {rollout.sibling}"
+            levels.setdefault(name, []).append(rollout)
+        return levels
 
     @property
     def is_aborted(self) -> bool:

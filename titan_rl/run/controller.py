@@ -118,7 +118,7 @@ class Controller(TrainingLoop):
             teachers=teachers,
         )
         self._records = GroupRecords(self._mix, journal, self._transcripts, progress)
-        self._sample_maker = make_sample_maker(config)
+        self._sample_maker = make_sample_maker(config, start.advantages)
         self._scheduler = self._groups.make_scheduler(make_filters(config, filters), self._records, self.version)
         self._sync = WeightSync(
             trainer, published, router, "drain" if config.generation.pull_mode == "drain" else "hot_swap"
@@ -220,7 +220,12 @@ class Controller(TrainingLoop):
         result = await self._trainer.step(samples)
         batch.trained(result.version)
         self._mix.trained(train_index(group.group_id) for group in batch.groups)
-        self._state = replace(self._state, step=result.version, tokens=self._state.tokens + batch.num_tokens)
+        self._state = replace(
+            self._state,
+            step=result.version,
+            tokens=self._state.tokens + batch.num_tokens,
+            advantages=self._sample_maker.state(),
+        )
         skipped = self._skipped.note(result)
         metrics = {**result.metrics, "skipped_steps": float(self._skipped.count)}
         self._reports.trained(result.version, batch, self._records.take_dropped(batch.step), metrics, skipped)

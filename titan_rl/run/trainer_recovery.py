@@ -69,15 +69,16 @@ class JournaledSteps:
     """
 
     def __init__(self, config: RunConfig, journal: RunJournal, folder: Path) -> None:
-        self._sample_maker = make_sample_maker(config)
+        self._config = config
         self._journal = journal
         self._folder = folder
 
     async def since(self, checkpoint: Path | None, version: int) -> AsyncGenerator[Sequence[TrainingSample]]:
-        start = RunState.read(checkpoint or self._folder).position
-        batches = await self._journal.trained_since(start, version)
-        for before, groups in enumerate(batches, start.version):
-            yield self._sample_maker.samples(groups, before)
+        state = RunState.read(checkpoint or self._folder)
+        maker = make_sample_maker(self._config, state.advantages)
+        batches = await self._journal.trained_since(state.position, version)
+        for before, groups in enumerate(batches, state.step):
+            yield maker.samples(groups, before)
 
 
 NAMED_GROUPS = 4

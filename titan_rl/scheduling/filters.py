@@ -31,7 +31,7 @@ def too_few_siblings(group: RolloutGroup) -> str | None:
     `aborted`, `failed` for errors that are not the policy's, `reward_failed` for a reward, or `too_few_siblings`."""
     if group.failure is not None:
         return "reward_failed"
-    if any(sum(rollout.advantage is not None for rollout in of_a_seat) >= 2 for of_a_seat in group.by_seat.values()):
+    if any(sum(rollout.advantage is not None for rollout in level) >= 2 for level in group.compared.values()):
         return None
     if group.is_aborted:
         return "aborted"
@@ -42,8 +42,7 @@ def zero_variance(group: RolloutGroup) -> str | None:
     """Drop groups whose siblings, compared per seat, have equal rewards and so teach nothing: DAPO's dynamic sampling
     (arXiv:2503.14476)."""
     rewards = [
-        {rollout.reward for rollout in of_a_seat if rollout.advantage is not None}
-        for of_a_seat in group.by_seat.values()
+        {rollout.reward for rollout in level if rollout.advantage is not None} for level in group.compared.values()
     ]
     return "zero_variance" if max(map(len, rewards), default=0) == 1 else None
 

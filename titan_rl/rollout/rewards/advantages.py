@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from titan_rl.core.calls.cancellation import is_ctrl_c
 from titan_rl.core.calls.imports import find_function
@@ -63,17 +63,66 @@ class BatchMean:
         return list(rewards)
 
     def compare_batch(self, groups: Iterable[RolloutGroup]) -> None:
-        """Subtract the mean over all groups, in place; where there are several seats, the mean of the seat."""
-        by_seat: dict[str | None, list[Rollout]] = {}
-        for rollout in (rollout for group in groups for rollout in group.rollouts if rollout.advantage is not None):
-            by_seat.setdefault(rollout.seat, []).append(rollout)
-        for compared in by_seat.values():
+        """Subtract the mean over all groups, in place; where there are several seats, the mean of the role."""
+        for compared in _by_role(groups).values():
             mean = fmean(rollout.advantage or 0.0 for rollout in compared)
             for rollout in compared:
                 rollout.advantage = (rollout.advantage or 0.0) - mean
 
 
 batch_mean = BatchMean()
+
+
+@runtime_checkable
+class RunningAdvantage(Protocol):
+    """Advantage that depends on earlier batches. It is stateless: its method receives a state, which the run keeps, and
+    checkpoints hold as JSON. A resumed run restores it."""
+
+    def __call__(self, rewards: Sequence[float]) -> Sequence[float]:
+        """Advantages of siblings, before the batch is known."""
+        ...
+
+    def compare_running(self, groups: Sequence[RolloutGroup], state: dict[str, Any]) -> None:
+        """Complete the advantages of the groups of one task in a batch, in place, and update the state.
+
+        Args:
+            state: Empty before the first batch; later as this method left it.
+        """
+        ...
+
+
+class RoleBaseline:
+    """Distance from a moving average of the rewards of the rollout's role, `A_i = r_i - b_role`: role-conditioned
+    advantage estimation (RAE) of SPIRAL (Liu et al., 2025, arXiv:2506.24119, section 3.3). After each rollout
+
+        b_role = 0.95 * b_role + 0.05 * r_i
+
+    A task has a baseline for each of its roles, or one if it has no seats. The advantages of a batch use the baselines
+    before it, so that no rollout is its own baseline; those of the first batch use its mean.
+    """
+
+    __name__ = "role_baseline"
+    decay = 0.95
+
+    def __call__(self, rewards: Sequence[float]) -> list[float]:
+        return list(rewards)
+
+    def compare_running(self, groups: Sequence[RolloutGroup], state: dict[str, Any]) -> None:
+        """Subtract the baselines, in place, and update them in the order of the rollouts.
+
+        Args:
+            state: Baseline by role; "" is that of rollouts without a seat.
+        """
+        for role, rollouts in _by_role(groups).items():
+            rewards = [rollout.advantage or 0.0 for rollout in rollouts]
+            baseline = state[role] if role in state else fmean(rewards)
+            for rollout, reward in zip(rollouts, rewards, strict=True):
+                rollout.advantage = reward - baseline
+            for reward in rewards:
+                state[role] = self.decay * state.get(role, baseline) + (1 - self.decay) * reward
+
+
+role_baseline = RoleBaseline()
 
 
 def group_mean(rewards: Sequence[float]) -> list[float]:
@@ -115,15 +164,23 @@ def standardized(rewards: Sequence[float], eps: float = 1e-6) -> list[float]:
     return [distance / (std + eps) for distance in distances]
 
 
+def _by_role(groups: Iterable[RolloutGroup]) -> dict[str, list[Rollout]]:
+    """Rollouts of a batch that have an advantage, in their order, by role; "" without seats."""
+    roles: dict[str, list[Rollout]] = {}
+    for rollout in (rollout for group in groups for rollout in group.rollouts if rollout.advantage is not None):
+        roles.setdefault(rollout.role or "", []).append(rollout)
+    return roles
+
+
 def compare(group: RolloutGroup, advantage: AdvantageFn) -> None:
     """Fill in the advantages of the siblings that have a reward and did not end in a fault, in place. Each seat is
-    compared separately, since seats may have different odds.
+    compared separately, since seats may have different odds; see `RolloutGroup.compared`.
 
     Raises:
         RewardError: the function raised, or did not return one finite number per reward.
     """
-    for seat, rollouts in group.by_seat.items():
-        _compare(rollouts, advantage, f"group {group.group_id!r}" + ("" if seat is None else f", seat {seat!r}"))
+    for name, rollouts in group.compared.items():
+        _compare(rollouts, advantage, f"group {group.group_id!r}" + (f", {name}" if name else ""))
 
 
 def _compare(rollouts: Sequence[Rollout], advantage: AdvantageFn, whose: str) -> None:
@@ -150,17 +207,23 @@ def _compare(rollouts: Sequence[Rollout], advantage: AdvantageFn, whose: str) ->
         rollout.advantage = value
 
 
-def compare_batch(groups: Sequence[RolloutGroup], advantage: AdvantageFn) -> None:
+def compare_batch(groups: Sequence[RolloutGroup], advantage: AdvantageFn, state: dict[str, Any] | None = None) -> None:
     """Complete the advantages of the groups of one task in a batch, in place, if the advantage compares over batches.
+
+    Args:
+        state: State of a `RunningAdvantage`, which it updates.
 
     Raises:
         RewardError: the function raised, or left an advantage that is not finite.
     """
-    if not isinstance(advantage, BatchAdvantage):
+    if not isinstance(advantage, BatchAdvantage | RunningAdvantage):
         return
     name = getattr(advantage, "__name__", type(advantage).__name__)
     try:
-        advantage.compare_batch(groups)
+        if isinstance(advantage, RunningAdvantage):
+            advantage.compare_running(groups, {} if state is None else state)
+        else:
+            advantage.compare_batch(groups)
     except BaseException as error:
         if is_ctrl_c(error):
             raise
@@ -179,6 +242,7 @@ BY_NAME: dict[str, AdvantageFn] = {
     "leave_one_out": leave_one_out,
     "reward": reward,
     "batch_mean": batch_mean,
+    "role_baseline": role_baseline,
     "zero": zero,
 }
 """Built-in advantages that `training.advantage` can name."""

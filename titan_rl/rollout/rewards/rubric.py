@@ -196,9 +196,11 @@ class Rubric:
     async def _judge(self, rollouts: Sequence[Rollout], rewards: Sequence[WeightedReward]) -> list[dict[str, float]]:
         """Values of these rewards for each rollout. The first that fails for good cancels the others."""
         each = [[i] for i in range(len(rollouts))]
-        seats = {rollout.seat for rollout in rollouts}
-        of_a_seat = [[i for i, rollout in enumerate(rollouts) if rollout.seat == seat] for seat in seats]
-        calls = [(reward, chunk) for reward in rewards for chunk in (each if _per_rollout(reward) else of_a_seat)]
+        levels: dict[object, list[int]] = {}  # as `RolloutGroup.compared` has them
+        for i, rollout in enumerate(rollouts):
+            is_numbered = rollout.role != rollout.seat
+            levels.setdefault((rollout.role, rollout.sibling if is_numbered else None), []).append(i)
+        calls = [(reward, chunk) for reward in rewards for chunk in (each if _per_rollout(reward) else levels.values())]
         results = await together([self._values(reward, [rollouts[i] for i in chunk]) for reward, chunk in calls])
         judged: list[dict[str, float]] = [{} for _ in rollouts]
         for (reward, chunk), values in zip(calls, results, strict=True):

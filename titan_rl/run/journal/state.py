@@ -81,6 +81,7 @@ class RunState:
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])  # by dotted name, that the run was made with
     run: str = ""  # drawn when the run began
     tasks: Mapping[str, Any] = field(default_factory=dict[str, Any])  # state of their mix, see `TaskMix.state`
+    advantages: Mapping[str, Any] = field(default_factory=dict[str, Any])  # see `SampleMaker.state`
     model: Mapping[str, str] = field(default_factory=dict[str, str])  # at the start of the run, see `model_identity`
 
     @property
@@ -105,6 +106,7 @@ class RunState:
                 tasks=dict(values["tasks"]),
                 settings=dict(values["settings"]),
                 run=str(values["run"]),
+                advantages=dict(values.get("advantages", {})),
                 model=dict(values.get("model", {})),  # not of a run that is older than this
             )
         except (OSError, ValueError, KeyError, TypeError) as error:

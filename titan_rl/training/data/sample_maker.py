@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
+from typing import Any
 
-from titan_rl.rollout.rewards.advantages import AdvantageFn, compare_batch
+from titan_rl.core.errors import RewardError
+from titan_rl.rollout.rewards.advantages import AdvantageFn, RunningAdvantage, compare_batch
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.training.choices import Constrained
 from titan_rl.training.data.sample import TrainingSample
@@ -19,6 +22,7 @@ class SampleMaker:
         constrained: Treatment of tokens sampled under a constraint; see `build_samples`.
         distillation: Use of the teacher's scores; see `build_samples`.
         max_token_age: Largest age, in versions, of a token that is trained. By default there is no limit.
+        state: Earlier result of `state`. By default the run begins.
 
     Example: `SampleMaker({"sums": batch_mean}).samples(batch.groups, version=12)`
     """
@@ -30,11 +34,21 @@ class SampleMaker:
         constrained: Constrained = "masked",
         distillation: Distillation | None = None,
         max_token_age: int | None = None,
+        state: Mapping[str, Any] | None = None,
     ) -> None:
         self._advantages = advantages or {}
         self._constrained: Constrained = constrained
         self._distillation = distillation
         self._max_token_age = max_token_age
+        self._states: dict[str, dict[str, Any]] = _json_copy(state or {})  # of running advantages, by task
+
+    def state(self) -> dict[str, Any]:
+        """State of the advantages that depend on earlier batches, by task, as JSON values.
+
+        Raises:
+            RewardError: the state of an advantage cannot be written as JSON.
+        """
+        return _json_copy(self._states)
 
     def samples(self, groups: Iterable[RolloutGroup], version: int) -> list[TrainingSample]:
         """Training samples of a batch. Advantages over the whole batch are computed first, in place.
@@ -47,7 +61,8 @@ class SampleMaker:
         """
         groups = list(groups)
         for task, advantage in self._advantages.items():
-            compare_batch([group for group in groups if group.task == task], advantage)
+            state = self._states.setdefault(task, {}) if isinstance(advantage, RunningAdvantage) else None
+            compare_batch([group for group in groups if group.task == task], advantage, state)
         oldest = 0 if self._max_token_age is None else version - self._max_token_age
         return [
             sample
@@ -56,3 +71,10 @@ class SampleMaker:
                 group, oldest_version=oldest, constrained=self._constrained, distillation=self._distillation
             )
         ]
+
+
+def _json_copy(state: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return json.loads(json.dumps(state, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise RewardError(f"the state of an advantage, {state!r}, cannot be written as JSON: {error}") from error
