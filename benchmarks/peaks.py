@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,9 +22,13 @@ def peak_of(work: Callable[[], Any]) -> tuple[int, Any]:
 
 
 def in_its_own_process(work: Callable[..., T], *args: Any) -> T:
-    """Run some work in a process of its own, so that the peaks of different parts are independent."""
-    with CONTEXT.Pool(1) as pool:
-        return pool.apply(work, args)
+    """Run some work in a process of its own, so that the peaks of different parts are independent.
+
+    Raises:
+        BrokenProcessPool: the process died.
+    """
+    with ProcessPoolExecutor(1, mp_context=CONTEXT) as pool:
+        return pool.submit(work, *args).result()
 
 
 def _status(name: str) -> int:

@@ -20,6 +20,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,9 @@ def on_ranks(work: Callable[[Path, int, int, int], Any], folder: Path, ranks: in
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    with CONTEXT.Pool(ranks) as pool:
-        started = [pool.apply_async(work, (folder, rank, ranks, port)) for rank in range(ranks)]
-        return [each.get(timeout=300) for each in started]
+    with ProcessPoolExecutor(ranks, mp_context=CONTEXT) as pool:
+        started = [pool.submit(work, folder, rank, ranks, port) for rank in range(ranks)]
+        return [each.result(timeout=300) for each in started]
 
 
 def make_model(folder: Path, megabytes: int, width: int = 512, kv_heads: int = 8) -> None:

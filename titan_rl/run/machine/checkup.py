@@ -193,10 +193,21 @@ _PRIVATE_SOCKETS = (
     "import os, pathlib, monarch.actor; from titan_rl.cluster.processes.sockets import bind_below\n"
     f"assert bind_below(pathlib.Path(os.devnull)); found = {PRIVATE!r}"
 )
+_TORCH = """
+import torch
+from importlib.util import find_spec
+from pathlib import Path
+found = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
+vllm = find_spec("vllm")  # importing all of it takes three times as long as loading what may not fit torch
+if vllm is not None and vllm.origin is not None:
+    kernels = next(iter(sorted(Path(vllm.origin).parent.glob("_C*.so"))), None)
+    assert kernels is not None, "vllm is installed without its kernels, _C*.so"
+    torch.ops.load_library(kernels)
+    found += ", which loads the kernels of vllm"
+"""
 _TRIALS = {
-    "import torch": "import torch; found = f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPU build'",
+    "import torch": _TORCH,
     "import monarch": "import monarch.actor, monarch.rdma as r; found = f'RDMA over {r.get_rdma_backend()}'",
-    "import vllm": "import vllm; from vllm.platforms import current_platform as p; found = f'device {p.device_type}'",
     "import torchtitan": (
         "import torchtitan, transformers; from importlib.util import find_spec\n"
         "if find_spec('torchvision'): import torchvision  # one built for another torch breaks transformers' models\n"
