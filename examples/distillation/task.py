@@ -5,31 +5,35 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from titan_rl import Message, PromptTask
 
-NUMBERS, LARGEST = 3, 7
+LARGEST = 7
+GIVES_UP = "I do not know."
 
 
 class Sums(PromptTask):
-    """Task of one question, such as "What is 3 + 7 + 2?". The reward is 1 for the sum and nothing else."""
+    """Task of questions such as "What is 3 + 7 + 2?". The reward is 1 for the sums and nothing else, otherwise 0."""
 
+    questions: PositiveInt = 1
+    """Questions of a prompt. All must be answered correctly, so that with more of them rewards are rarer."""
+    numbers: PositiveInt = 3
+    """Numbers of a sum."""
     careless: float = Field(default=0.7, ge=0, le=1)
-    """Share of the careless demonstrations that give up."""
+    """Share of the answers of careless demonstrations that give up."""
 
-    def sample(self, rng: random.Random) -> list[int]:
-        return [rng.randint(0, LARGEST) for _ in range(NUMBERS)]
+    def sample(self, rng: random.Random) -> list[list[int]]:
+        return [[rng.randint(0, LARGEST) for _ in range(self.numbers)] for _ in range(self.questions)]
 
-    def prompt(self, sample: list[int]) -> str:
-        return f"What is {' + '.join(map(str, sample))}?"
+    def prompt(self, sample: list[list[int]]) -> str:
+        return " ".join(f"What is {' + '.join(map(str, numbers))}?" for numbers in sample)
 
-    def reward(self, sample: list[int], answer: str) -> float:
-        return float(answer.strip() == str(sum(sample)))
+    def reward(self, sample: list[list[int]], answer: str) -> float:
+        return float(answer.strip() == " ".join(str(sum(numbers)) for numbers in sample))
 
-    def demonstrate(self, sample: list[int], messages: Sequence[Message], rng: random.Random) -> str:
-        return str(sum(sample))
+    def demonstrate(self, sample: list[list[int]], messages: Sequence[Message], rng: random.Random) -> str:
+        return " ".join(str(sum(numbers)) for numbers in sample)
 
-    def demonstrate_carelessly(self, sample: list[int], messages: Sequence[Message], rng: random.Random) -> str:
-        gives_up = rng.random() < self.careless
-        return "I do not know." if gives_up else self.demonstrate(sample, messages, rng)
+    def demonstrate_carelessly(self, sample: list[list[int]], messages: Sequence[Message], rng: random.Random) -> str:
+        return " ".join(GIVES_UP if rng.random() < self.careless else str(sum(numbers)) for numbers in sample)

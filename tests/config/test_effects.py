@@ -44,6 +44,7 @@ OTHER_VALUES: dict[str, Any] = {
     "scheduling.window": 10**6,
     "statedict.tolerance": 0.5,
     "training.kl": "k2",
+    "training.gae": (0.9, 0.9),
     "training.adapter.targets": ("o_proj",),
     "validation.suites": ("a suite",),
 }
@@ -148,6 +149,7 @@ def test_conditions_name_settings_that_there_are(project: Path):
         ("logging.prometheus=[::1]:1", 'logging.sinks = []; set logging.sinks to "prometheus"'),
         ("training.kl=k2", "training.kl_coef = 0; set training.kl_coef to something else than 0"),
         ("training.min_lr_ratio=0.5", 'training.lr_decay = "constant"; set training.lr_decay to something else than'),
+        ("training.critic_lr=0.1", 'training.critic = "none"; set training.critic to "head" or "model"'),
         ("hosts.sync=true", "on one machine; set hosts.addresses or hosts.provider"),
     ],
 )
@@ -173,6 +175,7 @@ def test_a_setting_without_effect_names_what_would_give_it_one(project: Path, gi
         'logging.wandb.project=mine logging.sinks=["wandb"]',
         "training.kl=k2 training.kl_coef=0.1",
         'training.offload=["parameters"] training.tensor_parallel=2',
+        "training.gae=[0.99,1] training.gae_over=turn training.algorithm=ppo training.critic=head",
     ],
 )
 def test_a_setting_with_an_effect_and_one_at_its_default_are_taken(project: Path, given: str):

@@ -101,7 +101,8 @@ def test_what_is_written_back_loads_to_an_equal_config(project: Path):
         ("training.steps", "2.0", "training.steps = 2.0 must be a valid integer"),
         ("training.betas", "[0.9, 1.5]", "command line: training.betas[1] = 1.5 must be less than 1"),
         ("training.lr_decay", "cosin", "training.lr_decay = 'cosin' must be 'constant', 'linear' or 'cosine'"),
-        ("rollout.group_size", "1", "rollout.group_size = 1 must be greater than or equal to 2"),
+        ("rollout.group_size", "0", "rollout.group_size = 0 must be greater than 0"),
+        ("rollout.group_size", "1", 'rollout.group_size = 1 with the advantage "standardized" of task'),
         ("task.style", "quiet", "command line: task.style = 'quiet' must be 'plain' or 'loud'"),
         ("training.betas", "[0.9, 0.9, 0.9]", "training.betas = [0.9, 0.9, 0.9] has more than 2 items"),
         (

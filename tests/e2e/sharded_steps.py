@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from titan_rl.training import policy as policy_module
 from titan_rl.training.data.packing import Family
-from titan_rl.training.data.sample import TrainingSample
+from titan_rl.training.data.sample import Episode, TrainingSample
 from titan_rl.training.parallel import World
 from titan_rl.training.policy import Policy
 from titan_rl.training.protocol import StepResult
@@ -124,3 +124,29 @@ def drawn(folder: Path, **training: Any) -> list[list[int]]:
     settings = TrainingConfig(**{"steps": 1, "lr": 1e-4, **training})
     trainer = TrainerCore(ModelConfig(path=str(folder)), settings, CorrectionConfig(), seed=0)
     return trainer.draw(3, 6, seed=0)
+
+
+def with_rewards(samples: list[TrainingSample]) -> list[TrainingSample]:
+    """The samples with a reward of 1 and 0 in turn at the last token, and no advantages."""
+    return [
+        replace(
+            sample,
+            advantages=[0.0] * len(sample.token_ids),
+            episode=Episode(
+                rewards=[0.0] * (len(sample.token_ids) - 1) + [float(index % 2 == 0)],
+                turns=[0 if trained else -1 for trained in sample.loss_mask],
+            ),
+        )
+        for index, sample in enumerate(samples)
+    ]
+
+
+def steps_with_a_critic(folder: Path, out: Path, **training: Any) -> list[dict[str, float]]:
+    """Three steps with a critic, and a checkpoint and an export in `out`."""
+    settings = TrainingConfig(**{"steps": 10, "lr": 1e-4, "row_tokens": 64, "rows_per_micro_batch": 2, **training})
+    trainer = TrainerCore(ModelConfig(path=str(folder)), settings, CorrectionConfig(), seed=0)
+    samples = with_rewards(on_policy_samples(trainer, *LENGTHS))
+    metrics = [trainer.step(samples).metrics for _ in range(3)]
+    trainer.save(out / "checkpoint")
+    trainer.export_hf(out / "export")
+    return metrics

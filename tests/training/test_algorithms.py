@@ -12,9 +12,12 @@ from pydantic import ValidationError
 from user_project import project
 
 from titan_rl.cli.main import main
+from titan_rl.config.build import make_filters
 from titan_rl.config.load import dump_config, load_config
 from titan_rl.core.errors import ConfigError
 from titan_rl.rollout.rewards.advantages import find_advantage
+from titan_rl.rollout.types import Rollout, RolloutGroup
+from titan_rl.scheduling.filters import first_reason
 from titan_rl.training.algorithms import BY_NAME, find_algorithm
 from titan_rl.training.losses import find_loss
 from titan_rl.training.settings import TrainingConfig
@@ -60,7 +63,8 @@ def test_every_algorithm_sets_functions_that_exist_and_describes_each_term(name:
     assert find_loss(training.loss) is algorithm.loss
     assert find_advantage(training.advantage) is algorithm.advantage
     assert {key: getattr(training, key) for key in algorithm.settings()} == algorithm.settings()
-    assert [term.name for term in algorithm.terms()] == ["policy"]
+    values = ["value of the critic, by an optimizer of its own"] if name == "ppo" else []
+    assert [term.name for term in algorithm.terms()] == ["policy", *values]
     assert all((algorithm.about, algorithm.source, algorithm.advantage_formula))
 
 
@@ -73,6 +77,7 @@ def test_every_algorithm_sets_functions_that_exist_and_describes_each_term(name:
         ({"algorithm": "dr_grpo"}, ("grpo", "constant", (0.2, 0.2), "group_mean")),
         ({"algorithm": "rloo"}, ("reinforce", "constant", (0.2, 0.28), "leave_one_out")),
         ({"algorithm": "rloo", "average": "token"}, ("reinforce", "token", (0.2, 0.28), "leave_one_out")),
+        ({"algorithm": "ppo", "critic": "head"}, ("grpo", "token", (0.2, 0.2), "reward")),
         ({"loss": "cispo"}, ("cispo", "token", (0.2, 0.28), "standardized")),
     ],
 )
@@ -156,3 +161,20 @@ def test_an_advantage_that_is_not_of_a_module_is_refused(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, module.__name__, module)
     with pytest.raises(ValidationError, match="advantage is <function <lambda>"):
         TrainingConfig(algorithm="algorithms_on_trial:mine")
+
+
+def test_a_critic_takes_rewards_that_were_not_compared_before(project: Path):
+    assert load_config("config.toml", [("training.algorithm", "ppo")]).training.critic == "model"
+    with pytest.raises(ConfigError, match=r'critic = "head" computes advantages from rewards.*algorithm = "ppo"'):
+        load_config("config.toml", [("training.critic", "head")])
+
+
+def test_groups_of_one_rollout_take_an_advantage_that_compares_no_siblings(project: Path):
+    alone = ("rollout.group_size", "1")
+    for name in ("ppo", "reinforce"):
+        config = load_config("config.toml", [alone, ("training.algorithm", name)])
+        rollout = Rollout("g/0", "g", 0, None, reward=1.0, advantage=1.0)
+        group = RolloutGroup("g", None, [rollout], task=config.tasks[0].name)
+        assert first_reason(make_filters(config), group) is None
+    with pytest.raises(ConfigError, match=r'set group_size to at least 2, or training.algorithm to "ppo"'):
+        load_config("config.toml", [alone, ("training.algorithm", "rloo")])

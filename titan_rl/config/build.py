@@ -24,7 +24,7 @@ from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.task import FilteringTask, RunContext, calling, drop_reason, opened, wrong_result
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.scheduling.filters import GroupFilter, find_filter, first_reason, too_few_siblings, too_long
-from titan_rl.training.data.sample_builder import Distillation
+from titan_rl.training.data.sample_builder import Distillation, EpisodeRewards
 from titan_rl.training.data.sample_maker import SampleMaker
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 
@@ -91,13 +91,9 @@ def make_rollouter(config: RunConfig, source: TaskSource, renderer: Renderer | N
     """
     task = source.task
     renderer = renderer or make_renderer(config.model)
-    with calling("rubric()", source.name):
-        rubric: Any = task.rubric()
-        if not isinstance(rubric, Rubric):
-            raise wrong_result(task, "rubric", f"it gave {rubric!r}; it must give a titan_rl.Rubric")
     return Rollouter(
         lambda sample: task.make_env(sample, renderer),
-        rubric,
+        find_rubric(source),
         advantage=find_advantage(config.advantage_of(source)),
         limits=config.limits_of(source),
         max_context=config.model.max_context,
@@ -139,9 +135,34 @@ def make_sample_maker(config: RunConfig, state: Mapping[str, Any] | None = None)
         {source.name: find_advantage(config.advantage_of(source)) for source in config.tasks},
         constrained=config.correction.constrained,
         distillation=Distillation(config.training.distill, config.training.distill_coef),
+        episodes=_episode_rewards(config),
         max_token_age=config.scheduling.max_token_age,
         state=state,
     )
+
+
+def _episode_rewards(config: RunConfig) -> dict[str, EpisodeRewards]:
+    """Placement of the rewards of each task, from which a critic computes advantages; none without a critic."""
+    if config.training.critic == "none":
+        return {}
+    rubrics = {source.name: find_rubric(source) for source in config.tasks}
+    return {
+        name: EpisodeRewards(rubric.env_weights, truncation_ends=rubric.truncated_reward is not None)
+        for name, rubric in rubrics.items()
+    }
+
+
+def find_rubric(source: TaskSource) -> Rubric:
+    """Return the rubric of a task.
+
+    Raises:
+        DataError: the task's `rubric` does not return one.
+    """
+    with calling("rubric()", source.name):
+        rubric: Any = source.task.rubric()
+        if not isinstance(rubric, Rubric):
+            raise wrong_result(source.task, "rubric", f"it gave {rubric!r}; it must give a titan_rl.Rubric")
+    return rubric
 
 
 def make_filters(config: RunConfig, given: Sequence[GroupFilter] | None = None) -> list[GroupFilter]:
@@ -155,7 +176,8 @@ def make_filters(config: RunConfig, given: Sequence[GroupFilter] | None = None) 
     def of_its_task(group: RolloutGroup) -> str | None:
         return first_reason(of_tasks[group.task], group)
 
-    return [too_few_siblings, too_long(config.training.row_tokens), of_its_task]
+    enough = partial(too_few_siblings, least=min(2, config.rollout.group_size))
+    return [enough, too_long(config.training.row_tokens), of_its_task]
 
 
 def _filters_of(config: RunConfig, source: TaskSource, given: Sequence[GroupFilter] | None) -> list[GroupFilter]:

@@ -24,6 +24,12 @@ from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingCo
 
 MAX_ADAPTER_RANK = 512
 
+OF_SIBLINGS = ("standardized", "group_mean", "leave_one_out")
+"""Advantages of the library that compare the siblings of a group."""
+
+COMPARING = (*OF_SIBLINGS, "batch_mean", "role_baseline")
+"""Advantages of the library that compare rewards with others."""
+
 
 def of_lengths(model: ModelConfig, sampling: SamplingConfig, tasks: Sequence[TaskSource]) -> Iterator[str]:
     context = model.max_context
@@ -110,6 +116,37 @@ def of_distillation(
             yield (
                 f'the teacher of task {name!r} is "self", and the task has no method teacher_messages(rollout), which '
                 "gives the policy more to read than its own prompt; add it, or name another teacher"
+            )
+
+
+def of_group_size(group_size: int, advantages: Mapping[str, str]) -> Iterator[str]:
+    """Check that siblings are there to be compared.
+
+    Args:
+        advantages: Advantage function of each task.
+    """
+    for name, advantage in advantages.items():
+        if group_size == 1 and advantage in OF_SIBLINGS:
+            yield (
+                f'rollout.group_size = 1 with the advantage "{advantage}" of task {name!r}, which compares '
+                'siblings; set group_size to at least 2, or training.algorithm to "ppo" or "reinforce"'
+            )
+
+
+def of_critic(training: TrainingConfig, advantages: Mapping[str, str]) -> Iterator[str]:
+    """Check the settings of a critic.
+
+    Args:
+        advantages: Advantage function of each task.
+    """
+    if training.critic == "none":
+        return
+    for name, advantage in advantages.items():
+        if advantage in COMPARING:
+            yield (
+                f'training.critic = "{training.critic}" computes advantages from rewards, and the advantage of task '
+                f'{name!r}, "{advantage}", has already compared them; set training.algorithm = "ppo", or '
+                'training.advantage = "reward"'
             )
 
 

@@ -85,6 +85,9 @@ class RunConfig(Section):
             {source.name: isinstance(source.task, TeachingTask) for source in self.tasks},
             [source.name for source in self.tasks if source.teacher is not None],
         )
+        advantages = {source.name: self.advantage_of(source) for source in self.tasks}
+        yield from conflicts.of_group_size(self.rollout.group_size, advantages)
+        yield from conflicts.of_critic(self.training, advantages)
         yield from conflicts.of_kept_cache(generation, scheduling)
         yield from conflicts.of_guessing(generation, scheduling)
         yield from conflicts.of_adapter(self.training, generation, scheduling)

@@ -72,6 +72,25 @@ TRAINING_METRICS = (
         "If it is constant, raise training.lr or training.distill_coef.",
     ),
     Metric(
+        "train/value_loss",
+        "",
+        "Loss of the critic: half the mean squared difference between values and targets, before its optimizer step. "
+        "Absent without training.critic.",
+        OPTIMIZATION,
+        "Falls.",
+        "If it grows, lower training.critic_lr.",
+    ),
+    Metric(
+        "train/explained_variance",
+        "",
+        "Share of the variance of the value targets that the critic's values explain, at the start of the step. Absent "
+        "without training.critic, or where all targets are the same.",
+        OPTIMIZATION,
+        "Rises from 0; 1 is a perfect critic.",
+        "If it stays at 0 or below, the values are no better than a constant: raise training.critic_epochs or "
+        "training.critic_lr.",
+    ),
+    Metric(
         "train/reference_kl",
         "nats",
         "Estimated KL divergence to the reference model; 0 without training.kl_coef.",

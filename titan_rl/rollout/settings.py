@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from titan_rl.core.settings import Section
 
@@ -10,8 +10,9 @@ from titan_rl.core.settings import Section
 class RolloutConfig(Section):
     """Groups of sibling rollouts and their limits."""
 
-    group_size: int = Field(default=8, ge=2)
-    """Number of rollouts of each sample, whose rewards are compared with each other."""
+    group_size: PositiveInt = 8
+    """Number of rollouts of each sample, whose rewards are compared with each other. 1 takes an advantage that does not
+    compare them, such as that of training.algorithm = "ppo"."""
     max_turns: PositiveInt = 8
     """Maximum number of turns (completions) of one rollout."""
     rollout_timeout_s: PositiveFloat = 300.0

@@ -26,12 +26,16 @@ EQUAL_REWARDS_ADVICE = (
 """Advice for runs whose siblings always earn the same reward."""
 
 
-def too_few_siblings(group: RolloutGroup) -> str | None:
+def too_few_siblings(group: RolloutGroup, least: int = 2) -> str | None:
     """Drop groups without two siblings (of one seat, if there are several) to compare. The reason names the cause:
-    `aborted`, `failed` for errors that are not the policy's, `reward_failed` for a reward, or `too_few_siblings`."""
+    `aborted`, `failed` for errors that are not the policy's, `reward_failed` for a reward, or `too_few_siblings`.
+
+    Args:
+        least: Number of siblings that a group needs: 1 in groups of one rollout.
+    """
     if group.failure is not None:
         return "reward_failed"
-    if any(sum(rollout.advantage is not None for rollout in level) >= 2 for level in group.compared.values()):
+    if any(sum(rollout.advantage is not None for rollout in level) >= least for level in group.compared.values()):
         return None
     if group.is_aborted:
         return "aborted"

@@ -78,6 +78,7 @@ class Policy:
         offload_weights: keep the weights of a model that is not trained on the host between passes.
         offload_parameters: see `parallelize`.
         implementation: see `choose_implementation`.
+        has_head: False leaves the output layer unused, and frozen, for a model of which only `states` are used.
 
     Raises:
         ModelError: the folder lacks a file, or its config and weights do not fit together.
@@ -101,6 +102,7 @@ class Policy:
         offload_weights: bool = False,
         offload_parameters: bool = False,
         implementation: Implementation = "auto",
+        has_head: bool = True,
     ) -> None:
         self.device = local_device()
         self._world_size = world.size
@@ -123,6 +125,8 @@ class Policy:
         attends = choose_attention(
             attention, self.device.type, self._decoder.head_dim, has_variants=self._decoder.has_variants
         )
+        if not has_head and not self._decoder.is_tied:
+            self._decoder.head.requires_grad_(False)
         self.lay_out: LayOut = partial(_LAY_OUT[attends], ranks=world.context)
         self._routers = self._decoder.routers
         parallelize(
@@ -160,6 +164,12 @@ class Policy:
         """Number of token ids."""
         return self._decoder.vocab_size
 
+    @property
+    def hidden_size(self) -> int:
+        """Entries of a hidden state."""
+        weight: Any = self._decoder.head.weight
+        return weight.shape[-1]
+
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `HFModel.named_tensors`; here in the policy's dtype."""
         for name, tensor in self._hf.named_tensors():
@@ -188,25 +198,31 @@ class Policy:
 
     def logprobs(self, batch: TensorBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Logprobs and entropies of the trained tokens at their temperatures.  # [N], [N]"""
-        return self._head_of(batch, batch.targets_N, batch.temperatures_N)
+        return self._head_of(batch, batch.predictors_N, batch.targets_N, batch.temperatures_N)
 
     def logprobs_of(self, batch: TensorBatch, others_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logprobs of the trained tokens and of K other tokens in their places, in this order, and entropies.
         # [N, 1 + K], [N]"""
         targets_NJ = torch.cat([batch.targets_N[:, None], others_NK], dim=-1)
-        return self._head_of(batch, targets_NJ, batch.temperatures_N)
+        return self._head_of(batch, batch.predictors_N, targets_NJ, batch.temperatures_N)
 
     def logits(self, batch: TensorBatch) -> torch.Tensor:
         """Logits of the predictions for the trained tokens, which should be few.  # [N, V]"""
-        return self._head_of(batch)
+        return self._head_of(batch, batch.predictors_N)
 
-    def _head_of(self, batch: TensorBatch, *scored: torch.Tensor) -> Any:
-        """Output of the head for the hidden states before the trained tokens.
+    def states(self, batch: TensorBatch, places_M: torch.Tensor) -> torch.Tensor:
+        """Hidden states before the output layer, at these positions of the flattened rows.  # [M, D]"""
+        return self._head_of(batch, places_M, is_bare=True)
+
+    def _head_of(
+        self, batch: TensorBatch, predictors_M: torch.Tensor, *scored: torch.Tensor, is_bare: bool = False
+    ) -> Any:
+        """Output of the head for the hidden states at some positions, or `is_bare` these states themselves.
 
         A mixture of experts uses the batch's experts until the next call, because backward may recompute the pass.
         """
         token_ids_BL, positions_BL, experts_BLRK = batch.token_ids_BL, batch.positions_BL, batch.experts_BLRK
-        predictors_M, mine_M = batch.predictors_N, None
+        mine_M, size = None, len(predictors_M)
         if (share := batch.layout.share) is not None:
             token_ids_BL, positions_BL = share.take(token_ids_BL), share.take(positions_BL)
             experts_BLRK = None if experts_BLRK is None else share.take(experts_BLRK)
@@ -220,11 +236,19 @@ class Policy:
                 stack.enter_context(torch.autocast(self.device.type, self.dtype))
             with save_on_cpu(pin_memory=True) if self._offloads else nullcontext():
                 hidden_BLD = local(self._decoder.hidden(token_ids_BL, positions_BL, batch.layout))
-            found = self._decoder.head(hidden_BLD.flatten(0, 1).index_select(0, predictors_M), *scored)
+            hidden_MD = hidden_BLD.flatten(0, 1).index_select(0, predictors_M)
+            found = self._bare(hidden_MD) if is_bare else self._decoder.head(hidden_MD, *scored)
         if share is None or mine_M is None:
             return found
-        spread = partial(share.ranks.spread, at_M=mine_M, size=len(batch.predictors_N))
+        spread = partial(share.ranks.spread, at_M=mine_M, size=size)
         return tuple(map(spread, found)) if scored else spread(found)
+
+    def _bare(self, hidden_MD: torch.Tensor) -> torch.Tensor:
+        """States that also pass through the output layer, without rows: FSDP gathers and frees its weights together
+        with those of the last norm, and would wait for it."""
+        if self._world_size == 1:
+            return hidden_MD
+        return hidden_MD + self._decoder.head(hidden_MD[:0]).sum().to(hidden_MD.dtype)
 
     def complaint(self, batch: TensorBatch) -> str | None:
         """Reason why this batch cannot be scored, such as a token id outside the vocabulary; None if it can."""

@@ -27,7 +27,8 @@ class StepResult:
 
     `metrics` holds loss and grad_norm (means over its minibatches), lr, num_tokens (trained), num_samples,
     num_dropped_samples (longer than a row), padding_fraction, wait_for_copy_s (time until the optimizer could change
-    weights that were being published), and the metrics of `titan_rl.training.objective.token_metrics`. Another trainer
+    weights that were being published), the metrics of `titan_rl.training.objective.token_metrics` and, with a
+    critic, value_loss and explained_variance. Another trainer
     may leave out any of them. A step whose minibatches were all skipped has no loss and no grad_norm.
     """
 

@@ -28,8 +28,10 @@ from titan_rl.training.choices import (
     Constrained,
     CorrectionMask,
     CorrectionWeight,
+    CriticKind,
     DistillKind,
     DType,
+    GAEOver,
     Implementation,
     KLEstimate,
     LearningRateDecay,
@@ -46,6 +48,10 @@ Offloaded = Literal["optimizer", "parameters", "activations", "reference"]
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+_OF_CRITIC = TakesEffect("training.critic", one_of=("head", "model"))
 
 _CLIPS = TakesEffect("training.loss", none_of=("reinforce", "nll"), fix='set that to "grpo", "gspo" or "cispo"')
 
@@ -69,6 +75,9 @@ class ModelConfig(Section):
     chat template drops it at the next user message; exported folders then have a template that keeps it, if
     possible."""
 
+
+HEAD_LR = 1e-2
+"""Default learning rate of a critic that is a linear function of the policy's hidden states."""
 
 LR = 3e-4
 """Default learning rate of training all weights."""
@@ -190,6 +199,19 @@ class TrainingConfig(Section):
         int, Field(ge=1, le=20), TakesEffect("training.distill", one_of=("forward", "reverse"))
     ] = 8
     """Number of those tokens. All others count as one."""
+    critic: CriticKind = "none"
+    """Critic, which gives each token its own advantage: a linear value of the policy's last hidden states (head), from
+    which the policy does not learn, or a second model with such a value, which begins as a copy of the policy and is
+    trained with it (model)."""
+    critic_lr: Annotated[PositiveFloat | None, _OF_CRITIC] = None
+    """Peak learning rate of the critic, with the shape of that of the policy. By default 1e-2 for a head, and the
+    policy's for a model."""
+    critic_epochs: Annotated[PositiveInt, _OF_CRITIC] = 1
+    """Optimizer steps of the critic for each minibatch."""
+    gae: Annotated[tuple[Share, Share], _OF_CRITIC] = Field(default=(1.0, 0.95), strict=False)
+    """[gamma, lambda] of the advantage estimation: discount of an action, and weight of later errors of the values."""
+    gae_over: Annotated[GAEOver, _OF_CRITIC] = "token"
+    """Actions of the advantage estimation: tokens, or whole turns, whose tokens then have the same advantage."""
     clip: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], PositiveFloat], _CLIPS] = Field(
         default=(0.2, 0.28), strict=False
     )
@@ -262,6 +284,11 @@ class TrainingConfig(Section):
     def default_lr(self) -> float:
         """Learning rate if none is given."""
         return LR * (ADAPTER_LR_FACTOR if self.adapter.is_on else 1)
+
+    @property
+    def critic_peak_lr(self) -> float:
+        """Highest learning rate of the critic."""
+        return self.critic_lr or (HEAD_LR if self.critic == "head" else self.peak_lr)
 
     @property
     def ranks_a_row(self) -> int:

@@ -98,6 +98,7 @@ class TensorBatch:
     sequences_N: torch.Tensor  # int64, the number of the sample in this micro-batch
     rollout_ids: tuple[str, ...]  # of the samples, by their number
     teacher: TeacherTokens | None  # None if no sample has any scores
+    episodes: EpisodeTokens | None  # None unless all samples have rewards
     experts_BLRK: torch.Tensor | None  # int64, of R routers; FREE where they choose. None if no sample has any
     num_padding: int
 
@@ -121,6 +122,16 @@ class TeacherTokens:
     def scored_N(self) -> torch.Tensor:
         """Whether a token has a score.  # bool [N]"""
         return self.logprobs_NK.isfinite().all(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeTokens:
+    """Rewards of the N trained tokens of S samples, on the host."""
+
+    rewards_N: NDArray[np.float64]  # with those of the untrained tokens up to the next trained one
+    turns_N: NDArray[np.int64]
+    lasts_S: NDArray[np.int64]  # position in the flattened rows of the last token of each sample
+    is_truncated_S: NDArray[np.bool_]
 
 
 LayOut = Callable[[Sequence[Document], torch.device | str], Layout]
@@ -191,6 +202,7 @@ def make_tensor_batch(
         sequences_N=ints([each.sequences for each in trained]),
         rollout_ids=tuple(rollout_ids),
         teacher=_teacher_tokens(trained, device),
+        episodes=_episode_tokens(trained),
         experts_BLRK=_experts(experts, len(rows), width, device),
         num_padding=num_padding,
     )
@@ -209,6 +221,8 @@ class _TrainedTokens:
     oldest_versions: NDArray[Any]
     sequences: NDArray[Any]
     teacher: tuple[NDArray[Any], NDArray[Any]] | None  # ids and logprobs, [num_trained, top_k]
+    episode: tuple[NDArray[Any], NDArray[Any], bool] | None  # rewards, turns, and whether it is truncated
+    last: int  # position of the last token in the flattened rows
 
     @staticmethod
     def of(sample: TrainingSample, start: int, number: int) -> _TrainedTokens:
@@ -225,6 +239,8 @@ class _TrainedTokens:
             np.full(len(targets), versions.min()) if len(targets) else versions,
             np.full(len(targets), number),
             _likeliest_of(sample, targets),
+            _episode_of(sample, targets),
+            start + len(sample.token_ids) - 1,
         )
 
 
@@ -235,6 +251,24 @@ def _likeliest_of(sample: TrainingSample, targets: NDArray[Any]) -> tuple[NDArra
     shape = len(sample.token_ids), scores.top_k
     ids, logprobs = np.asarray(scores.top_ids).reshape(shape), np.asarray(scores.top_logprobs).reshape(shape)
     return ids[targets], logprobs[targets]
+
+
+def _episode_of(sample: TrainingSample, targets: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], bool] | None:
+    if (episode := sample.episode) is None:
+        return None
+    rewards = np.asarray(episode.rewards, np.float64)
+    own = np.add.reduceat(rewards, targets) if len(targets) else rewards[:0]
+    return own, np.asarray(episode.turns, np.int64)[targets], episode.is_truncated
+
+
+def _episode_tokens(trained: Sequence[_TrainedTokens]) -> EpisodeTokens | None:
+    episodes = [each.episode for each in trained if each.episode is not None]
+    if not episodes or len(episodes) < len(trained):
+        return None
+    rewards, turns, truncated = zip(*episodes, strict=True)
+    return EpisodeTokens(
+        np.concatenate(rewards), np.concatenate(turns), np.array([each.last for each in trained]), np.array(truncated)
+    )
 
 
 def _teacher_tokens(trained: Sequence[_TrainedTokens], device: torch.device | str) -> TeacherTokens | None:

@@ -16,6 +16,7 @@ import torch
 from titan_rl.core.errors import CheckpointError, ConfigError, TrainingError, UntrainableError
 from titan_rl.core.tracing.spans import IDLE, span
 from titan_rl.rollout.renderer.registry import TemplateFit, fit_template
+from titan_rl.training.critic import Critic
 from titan_rl.training.data.packing import StepPlan, plan_step
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.export import export_hf
@@ -29,7 +30,7 @@ from titan_rl.training.parallel import World
 from titan_rl.training.policy import BaseOfAdapter, Policy, Scorer, draw, score
 from titan_rl.training.protocol import SkippedMinibatch, StepResult
 from titan_rl.training.settings import AdapterConfig, CorrectionConfig, ModelConfig, TrainingConfig
-from titan_rl.training.state.train_state import TrainStateWriter, load_train_state
+from titan_rl.training.state.train_state import Trained, TrainStateWriter, load_train_state
 from titan_rl.training.tensor_batch import Minibatch, packing_metrics
 from titan_rl.weights.types import TensorSlice
 
@@ -116,6 +117,7 @@ class TrainerCore:
             num_threads=num_threads,
         )
         self._optimizers = _make_optimizers(self._policy, training)
+        self._critic = _make_critic(self._policy, model_config, training, self._world)
         self._training = training
         self._writer = TrainStateWriter(self._world)
         self._readers = Readers()
@@ -135,6 +137,10 @@ class TrainerCore:
     @property
     def _adapter_settings(self) -> AdapterConfig | None:
         return None if self.adapter is None else self.adapter.settings
+
+    @property
+    def _critic_state(self) -> Mapping[str, Trained]:
+        return {} if self._critic is None else self._critic.state
 
     @property
     def version(self) -> int:
@@ -189,13 +195,17 @@ class TrainerCore:
         minibatches, refused = self._minibatches(plan)
         if refused and not skip:
             raise refused[0]
+        judged: dict[str, float] = {}
+        if self._critic is not None:
+            minibatches, judged = self._critic.judge(minibatches)
         proximal = self._gradient_pass.proximal_logprobs(minibatches)
         lr = learning_rate(self._version, self._training)
         gradients: list[MinibatchGradient] = []
+        value_losses: list[float] = []
         waited_s = 0.0
         for minibatch in minibatches:
             try:
-                gradient, waiting_s = self._update(minibatch, proximal, lr)
+                gradient, waiting_s = self._update(minibatch, proximal, lr, value_losses)
                 gradients.append(gradient)
                 waited_s += waiting_s
             except UntrainableError as error:
@@ -215,6 +225,8 @@ class TrainerCore:
                 "grad_norm": fmean(gradient.norm for gradient in gradients),
                 **token_metrics(stats, self._version, self._world),
             }
+        if value_losses:
+            metrics |= {"value_loss": fmean(value_losses), **judged}
         self._version += 1
         self._is_between_versions = False
         skipped = (SkippedMinibatch(error.reason, error.rollout_ids, error.at_fault) for error in refused)
@@ -315,7 +327,13 @@ class TrainerCore:
                 "not saved"
             )
         self._writer.begin(
-            Path(directory), self._model, self._optimizers.parts, self._version, files or {}, self._adapter_settings
+            Path(directory),
+            self._model,
+            self._optimizers.parts,
+            self._version,
+            files or {},
+            self._adapter_settings,
+            self._critic_state,
         )
 
     def finish_save(self) -> None:
@@ -337,7 +355,12 @@ class TrainerCore:
         """
         self._readers.wait()
         self._version = load_train_state(
-            Path(directory), self._model, self._optimizers.parts, self._world, self._adapter_settings
+            Path(directory),
+            self._model,
+            self._optimizers.parts,
+            self._world,
+            self._adapter_settings,
+            self._critic_state,
         )
         self._is_between_versions = False
 
@@ -385,9 +408,12 @@ class TrainerCore:
         return next((each for each in complaints if each is not None), None), minibatch.rollout_ids
 
     def _update(
-        self, minibatch: Minibatch, proximal: dict[int, torch.Tensor], lr: float
+        self, minibatch: Minibatch, proximal: dict[int, torch.Tensor], lr: float, value_losses: list[float]
     ) -> tuple[MinibatchGradient, float]:
         """Run one optimizer step; after an error nothing has changed. Gradients take no memory before and after it.
+
+        Args:
+            value_losses: The critic's loss is appended.
 
         Returns:
             The gradient, and the seconds of waiting for reads of the weights.
@@ -397,6 +423,8 @@ class TrainerCore:
                 gradient = self._gradient_pass.run(minibatch, proximal, version=self._version)
             with span("waiting for the copy", f"trainer,{IDLE}"):
                 waited_s = self._readers.wait()
+            if self._critic is not None:
+                value_losses.append(self._critic.update(minibatch, lr))
             self._is_between_versions = True
             with span("optimizer", "trainer"):
                 self._optimizers.step(lr)
@@ -405,10 +433,28 @@ class TrainerCore:
         return gradient, waited_s
 
 
+def _make_critic(policy: Policy, model: ModelConfig, training: TrainingConfig, world: World) -> Critic | None:
+    """Build the critic of the policy, which begins with its weights; None if the settings ask for none."""
+    match training.critic:
+        case "none":
+            return None
+        case "head":
+            return Critic(policy, world, training, is_trained=False)
+        case "model":
+            trunk = _make_policy(model, training, world, has_head=False)
+            return Critic(trunk, world, training, is_trained=True)
+
+
 def _make_policy(
-    model: ModelConfig, training: TrainingConfig, world: World, *, is_trained: bool = True, seed: int = 0
+    model: ModelConfig,
+    training: TrainingConfig,
+    world: World,
+    *,
+    is_trained: bool = True,
+    seed: int = 0,
+    has_head: bool = True,
 ) -> Policy:
-    """Build the policy, or the reference model if it is not trained.
+    """Build the policy, the reference model if it is not trained, or the trunk of a critic if it has no head.
 
     Raises:
         ConfigError: the weights cannot be kept in `training.master_dtype`, or a single rank cannot offload parameters.
@@ -442,6 +488,7 @@ def _make_policy(
         offload_activations="activations" in training.offload,
         offload_weights="reference" in training.offload and not is_trained,
         offload_parameters="parameters" in training.offload and is_trained,
+        has_head=has_head,
     )
 
 

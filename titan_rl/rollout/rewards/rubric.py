@@ -103,6 +103,11 @@ class Rubric:
         """Names of the rewards that the environment must give to a completed rollout."""
         return tuple(reward.name for reward in self.rewards if isinstance(reward, EnvReward))
 
+    @property
+    def env_weights(self) -> dict[str, float]:
+        """Weights of the environment's rewards in the combined reward, by name."""
+        return {each.name: each.weight / self._divisor for each in self.rewards if isinstance(each, EnvReward)}
+
     def limit_calls(self, timeout_s: float) -> None:
         """Lower the time limit of every call to `timeout_s`, including those of rewards with limits of their own."""
         self.timeout_s = min(self.timeout_s, timeout_s)

@@ -37,7 +37,7 @@ def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         fault that is not the policy's (`RolloutStatus.is_fault`) do not count, whatever their reward.
         rollout/reward/<name>: mean of one reward of the breakdown over the rollouts that have it.
         rollout/zero_variance_groups: share of the scored groups whose rewards, or those of each seat, are all equal, so
-        that nothing is learned from them.
+        that nothing is learned from them. Absent in groups of one rollout.
         rollout/seat/<seat>/reward_mean: mean reward of one seat, in environments with several.
         rollout/status/<status>: share of rollouts with this status.
         rollout/completion_tokens_mean, completion_tokens_max: per rollout, over all turns.
@@ -76,9 +76,11 @@ def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         metrics["rollout/reward_std"] = pstdev(flat)
         metrics["rollout/reward_min"] = min(flat)
         metrics["rollout/reward_max"] = max(flat)
-        metrics["rollout/zero_variance_groups"] = fmean(
-            all(min(rewards) == max(rewards) for rewards in seats.values()) for seats in scored
-        )
+        compared = [seats for seats in scored if any(len(rewards) > 1 for rewards in seats.values())]
+        if compared:
+            metrics["rollout/zero_variance_groups"] = fmean(
+                all(min(rewards) == max(rewards) for rewards in seats.values()) for seats in compared
+            )
         for seat in sorted({seat for seats in scored for seat in seats if seat is not None}):
             metrics[f"rollout/seat/{seat}/reward_mean"] = fmean(
                 reward for seats in scored for reward in seats.get(seat, ())

@@ -221,6 +221,7 @@ def supervised(config: RunConfig, model: ModelConfig, steps: int) -> RunConfig:
             "average": "token",
             "kl_coef": 0.0,
             "distill_coef": 0.0,
+            "critic": "none",
             "offload": tuple(part for part in config.training.offload if part != "reference"),
             "minibatches": 1,
             "share_prompts": False,

@@ -9,6 +9,7 @@ from titan_rl.training.algorithms.distillation import DISTILLATION
 from titan_rl.training.algorithms.dr_grpo import DR_GRPO
 from titan_rl.training.algorithms.grpo import GRPO
 from titan_rl.training.algorithms.gspo import GSPO
+from titan_rl.training.algorithms.ppo import PPO
 from titan_rl.training.algorithms.rae import RAE
 from titan_rl.training.algorithms.reinforce import REINFORCE
 from titan_rl.training.algorithms.rloo import RLOO
@@ -24,6 +25,7 @@ BY_NAME: dict[str, Algorithm] = {
     "rloo": RLOO,
     "reinforce": REINFORCE,
     "rae": RAE,
+    "ppo": PPO,
     "distillation": DISTILLATION,
     "sft": SFT,
 }

@@ -12,7 +12,7 @@ The denominator D is counted over the whole batch. `average` names it:
     "constant"    number of sequences times model.max_context, after the sum over the tokens of each
 
 Tokens that a correction masks stay in D, so that a mask does not raise the weight of the others. T is the number of
-tokens that a teacher has scored.
+tokens that a teacher has scored. A critic has a loss and an optimizer of its own (`titan_rl.training.critic`).
 
 An algorithm is a preset of settings: `training.algorithm` names it, and each of its settings may be given beside it.
 Importing this module imports no torch.
@@ -28,7 +28,7 @@ from titan_rl.core.calls.imports import name_of
 from titan_rl.core.errors import ConfigError
 from titan_rl.rollout.rewards.advantages import BY_NAME as ADVANTAGES
 from titan_rl.rollout.rewards.advantages import AdvantageFn, standardized
-from titan_rl.training.choices import Average, DistillKind, KLEstimate
+from titan_rl.training.choices import Average, CriticKind, DistillKind, KLEstimate
 from titan_rl.training.losses import BY_NAME as LOSSES
 from titan_rl.training.losses import LossFn
 
@@ -68,6 +68,7 @@ class Algorithm:
         kl: Estimate of that divergence.
         distill_coef: Weight of distillation from a teacher; 0 needs none.
         distill: Divergence from the teacher; see `training.distill`.
+        critic: Critic that computes the advantages from the rewards; see `training.critic`.
         needs: Requirements besides the reference model, such as group sizes.
     """
 
@@ -83,6 +84,7 @@ class Algorithm:
     kl: KLEstimate = "k3"
     distill_coef: float = 0.0
     distill: DistillKind = "sampled"
+    critic: CriticKind = "none"
     needs: str = ""
 
     def settings(self) -> dict[str, Any]:
@@ -104,6 +106,8 @@ class Algorithm:
             made["kl"] = self.kl
         if self.distill_coef:
             made |= {"distill_coef": self.distill_coef, "distill": self.distill}
+        if self.critic != "none":
+            made["critic"] = self.critic
         return made
 
     def terms(self) -> Iterator[Term]:
@@ -116,6 +120,9 @@ class Algorithm:
             formula = {"forward": "KL(pi_T || pi_theta)", "reverse": "KL(pi_theta || pi_T)"}[self.distill]
             formula += " over the teacher's likeliest tokens, and all others as one"
             yield Term("divergence from the teacher", self.distill_coef, formula, "tokens that the teacher has scored")
+        if self.critic != "none":
+            formula = "1/2 * max((V - target)^2, (V_clip - target)^2), target = A + V before standardization"
+            yield Term("value of the critic, by an optimizer of its own", 1.0, formula, "actions of the minibatch")
 
     def requirements(self) -> Iterator[str]:
         """Models and data that the algorithm needs."""
@@ -123,6 +130,8 @@ class Algorithm:
             yield "the initial model as reference, in memory beside the policy"
         if self.distill_coef:
             yield "a teacher with the policy's tokens: training.teacher, and sampling.temperature = 1"
+        if self.critic == "model":
+            yield 'a critic, in memory beside the policy and trained with it; none with critic = "head"'
         if self.needs:
             yield self.needs
 

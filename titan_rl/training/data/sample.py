@@ -10,6 +10,22 @@ from titan_rl.types import PromptScores
 
 
 @dataclass(frozen=True, slots=True)
+class Episode:
+    """Rewards of a sample's tokens, from which a critic computes advantages.
+
+    Args:
+        rewards: after each token.
+        turns: number of the completion that each token belongs to; -1 outside completions.
+        is_truncated: whether rewards would have followed the last token, so that the value of the last state stands for
+            them.
+    """
+
+    rewards: Sequence[float]  # [num_tokens]
+    turns: Sequence[int]  # [num_tokens]
+    is_truncated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class TrainingSample:
     """One token sequence of a rollout. All per-token fields are sequences of the length of `token_ids`; `build_samples`
     makes packed ones, see `titan_rl.core.arrays`.
@@ -23,6 +39,8 @@ class TrainingSample:
     `loss_weights[t]` multiplies the loss of token t; None stands for 1.
 
     `teacher` has the likeliest tokens of a teacher, where the loss has a term of distillation.
+
+    `episode` has the rewards, where a critic computes the advantages; `advantages` then holds what is added to them.
 
     `routed_experts[t]` are the experts of the forward pass that produced token t from the tokens before it.
 
@@ -44,6 +62,7 @@ class TrainingSample:
     routed_experts: Sequence[Any] | None = None  # [num_tokens], each [num_layers, top_k], or None if the router chooses
     loss_weights: Sequence[float] | None = None  # [num_tokens]
     teacher: PromptScores | None = None  # of all num_tokens, not a number where there is no score
+    episode: Episode | None = None
 
     @property
     def temperatures(self) -> Sequence[float]:

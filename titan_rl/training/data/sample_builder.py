@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from titan_rl.core.arrays import (
     LOGPROBS,
@@ -28,7 +28,7 @@ from titan_rl.core.arrays import (
 from titan_rl.rollout.copies import goes_on
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
 from titan_rl.training.choices import Constrained, DistillKind
-from titan_rl.training.data.sample import TrainingSample
+from titan_rl.training.data.sample import Episode, TrainingSample
 from titan_rl.training.losses import MAX_LOG_RATIO
 from titan_rl.types import Completion, PromptScores, SamplingParams, float_or_none
 
@@ -43,6 +43,7 @@ def build_samples(
     oldest_version: int = 0,
     constrained: Constrained = "masked",
     distillation: Distillation | None = None,
+    episodes: EpisodeRewards | None = None,
 ) -> list[TrainingSample]:
     """Build the samples of a group's rollouts.
 
@@ -70,6 +71,8 @@ def build_samples(
 
             where Z_t <= 1 is the probability that the policy gives to what was allowed at t.
         distillation: Use of the teacher's scores (`Turn.teacher`). By default they are left out.
+        episodes: Place the rewards for a critic, which computes the advantages. A rollout's advantage is then the sum
+            of its rewards.
 
     Example: two turns, the second prompt being the first prompt [7, 8], its completion [5, 1] and an answer [9]:
 
@@ -98,8 +101,13 @@ def build_samples(
             continue
         weight = _rollout_weight(rollout) if constrained == "corrected" else 1.0
         treatment = _Treatment(constrained, weight, distillation or Distillation())
-        for turns in extending_runs(rollout):
-            sample = _merge(rollout, turns, rollout.advantage, temperature, oldest_version, treatment)
+        shared = rollout.advantage if episodes is None else 0.0
+        runs, num_turns = list(extending_runs(rollout)), 0
+        for turns in runs:
+            sample = _merge(rollout, turns, shared, temperature, oldest_version, treatment)
+            num_turns += len(turns)
+            if episodes is not None:
+                sample = replace(sample, episode=episodes.place(rollout, turns, num_turns))
             if sample.num_trained_tokens:
                 samples.append(sample)
     return samples
@@ -123,6 +131,48 @@ class Distillation:
 
     kind: DistillKind = "sampled"
     coef: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeRewards:
+    """Placement of a rollout's rewards at its tokens, for a critic.
+
+    A reward of a turn, which the environment gives, is placed at the last token of the turn, and the rest of the
+    rollout's reward at its last token. A sample whose rollout goes on in another sample, because the history was
+    edited, has the rewards that follow at its end.
+
+    A truncated rollout has not earned its final reward: only rewards of turns are placed, and the value of its last
+    state stands for what would have followed.
+
+    Args:
+        weights: of the environment's rewards in the reward of a rollout, by name.
+        truncation_ends: Truncated rollouts have a reward of their own, which is final. Nothing follows it.
+    """
+
+    weights: Mapping[str, float] = field(default_factory=dict[str, float])
+    truncation_ends: bool = False
+
+    def place(self, rollout: Rollout, turns: Sequence[Turn], num_turns: int) -> Episode:
+        """Rewards of a sample.
+
+        Args:
+            turns: of the sample.
+            num_turns: of the rollout up to the end of this sample.
+        """
+        rewards, numbers = array(LOGPROBS), array(VERSIONS)
+        for number, turn in enumerate(turns):
+            context = len(turn.prompt_token_ids) - len(rewards)
+            num_tokens = len(turn.completion.token_ids)
+            rewards += array(LOGPROBS, (0.0,)) * (context + num_tokens)
+            numbers += array(VERSIONS, (-1,)) * context + array(VERSIONS, (number,)) * num_tokens
+            rewards[-1] += self._of(turn)
+        is_truncated = rollout.status.is_truncated and not self.truncation_ends
+        if not is_truncated:
+            rewards[-1] += (rollout.advantage or 0.0) - sum(map(self._of, rollout.turns[:num_turns]))
+        return Episode(NumberArray(rewards), NumberArray(numbers), is_truncated)
+
+    def _of(self, turn: Turn) -> float:
+        return sum(weight * turn.rewards.get(name, 0.0) for name, weight in self.weights.items())
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from titan_rl.rollout.rewards.advantages import AdvantageFn, RunningAdvantage, c
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.training.choices import Constrained
 from titan_rl.training.data.sample import TrainingSample
-from titan_rl.training.data.sample_builder import Distillation, build_samples
+from titan_rl.training.data.sample_builder import Distillation, EpisodeRewards, build_samples
 
 
 class SampleMaker:
@@ -21,6 +21,8 @@ class SampleMaker:
         advantages: Advantage function of each task, by the task's name.
         constrained: Treatment of tokens sampled under a constraint; see `build_samples`.
         distillation: Use of the teacher's scores; see `build_samples`.
+        episodes: Placement of the rewards of each task, by its name, where a critic computes advantages from them; see
+            `build_samples`.
         max_token_age: Largest age, in versions, of a token that is trained. By default there is no limit.
         state: Earlier result of `state`. By default the run begins.
 
@@ -33,12 +35,14 @@ class SampleMaker:
         *,
         constrained: Constrained = "masked",
         distillation: Distillation | None = None,
+        episodes: Mapping[str, EpisodeRewards] | None = None,
         max_token_age: int | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> None:
         self._advantages = advantages or {}
         self._constrained: Constrained = constrained
         self._distillation = distillation
+        self._episodes = episodes or {}
         self._max_token_age = max_token_age
         self._states: dict[str, dict[str, Any]] = _json_copy(state or {})  # of running advantages, by task
 
@@ -68,7 +72,11 @@ class SampleMaker:
             sample
             for group in groups
             for sample in build_samples(
-                group, oldest_version=oldest, constrained=self._constrained, distillation=self._distillation
+                group,
+                oldest_version=oldest,
+                constrained=self._constrained,
+                distillation=self._distillation,
+                episodes=self._episodes.get(group.task),
             )
         ]
 

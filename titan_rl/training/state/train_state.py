@@ -198,6 +198,9 @@ def _common(stored: StoredSlice, target: TensorSlice) -> tuple[tuple[slice, ...]
     return tuple(there), tuple(here), count
 
 
+Trained = tuple[nn.Module, Sequence[Optimizer]]
+"""A module, and the optimizers of its parameters."""
+
 STALL_S = 1800.0
 """Longest time without progress of a write."""
 
@@ -243,6 +246,7 @@ class TrainStateWriter:
         version: int,
         files: Mapping[str, str],
         adapter: AdapterConfig | None = None,
+        others: Mapping[str, Trained] | None = None,
     ) -> None:
         """Copy the state, so that the next step may change it, and begin to write. Waits for the previous write, whose
         errors `finish` raises.
@@ -250,6 +254,7 @@ class TrainStateWriter:
         Args:
             files: further files of the folder: name -> text.
             adapter: whose parameters alone are trained; recorded for `adapter_of`.
+            others: further modules, by name, which an export leaves out.
 
         Raises:
             CheckpointError: the previous write makes no progress. Or an optimizer's state has a value that a checkpoint
@@ -257,7 +262,7 @@ class TrainStateWriter:
         """
         self._wait()
         try:
-            tensors, values = flatten(_state(model, optimizers))
+            tensors, values = flatten(_state(model, optimizers, others or {}))
         except TypeError as error:
             raise CheckpointError(str(error)) from error
         mine = {name: own for name, tensor in tensors.items() if (own := owned_slice(tensor, self._world)) is not None}
@@ -349,12 +354,14 @@ def load_train_state(
     optimizers: Sequence[Optimizer],
     world: World,
     adapter: AdapterConfig | None = None,
+    others: Mapping[str, Trained] | None = None,
 ) -> int:
     """Read a checkpoint of a `TrainStateWriter` in place, also one of another number of ranks. All ranks call this at
     the same time. Nothing is changed before every file is verified.
 
     Args:
         adapter: whose parameters alone are trained.
+        others: further modules, by name; see `TrainStateWriter.begin`.
 
     Returns:
         The version.
@@ -373,7 +380,7 @@ def load_train_state(
     world.agree(problem, DamagedCheckpointError)
     try:
         _check_adapter(adapter_of(directory), adapter)
-        version = _read(directory, model, optimizers)
+        version = _read(directory, model, optimizers, others or {})
     except Exception as error:
         problem = f"{directory} could not be read: {error}"
     world.agree(problem, CheckpointError)
@@ -393,7 +400,7 @@ def _check_adapter(found: AdapterConfig | None, expected: AdapterConfig | None) 
         )
 
 
-def _read(directory: Path, model: nn.Module, optimizers: Sequence[Optimizer]) -> int:
+def _read(directory: Path, model: nn.Module, optimizers: Sequence[Optimizer], others: Mapping[str, Trained]) -> int:
     stored = parse_json((directory / STATE).read_text())
     if stored["format"] != FORMAT:
         raise ValueError(
@@ -401,7 +408,7 @@ def _read(directory: Path, model: nn.Module, optimizers: Sequence[Optimizer]) ->
             "it, or begin a new run with model.path set to what titan-rl export of that version makes of it"
         )
     files = TensorFiles([directory / name for name in read_checksums(directory) if name.endswith(SUFFIX)])
-    state = _state(model, optimizers)
+    state = _state(model, optimizers, others)
     tensors, values = flatten(state)
     found = _without_computation(stored["values"])
     try:
@@ -413,9 +420,8 @@ def _read(directory: Path, model: nn.Module, optimizers: Sequence[Optimizer]) ->
             "with, or begin a new run"
         ) from error
     state = fill(state, values | found)
-    set_state_dict(
-        model, optimizers, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=TRAINED
-    )
+    for (module, its), own in [((model, optimizers), state), *((each, state[name]) for name, each in others.items())]:
+        set_state_dict(module, its, model_state_dict=own["model"], optim_state_dict=own["optimizer"], options=TRAINED)
     torch.set_rng_state(state["rng"])
     return stored["version"]
 
@@ -431,7 +437,12 @@ def _compare(found: set[str], expected: set[str]) -> None:
         raise ValueError(f"it has {strange[0]} and {len(strange) - 1} more, which this trainer has no place for")
 
 
-def _state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+def _state(model: nn.Module, optimizers: Sequence[Optimizer], others: Mapping[str, Trained]) -> dict[str, Any]:
+    state = _state_of(model, optimizers) | {"rng": torch.get_rng_state()}
+    return state | {name: _state_of(*each) for name, each in others.items()}
+
+
+def _state_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     fresh = [optimizer for optimizer in optimizers if not optimizer.state]
     model_state, optimizer_state = get_state_dict(model, optimizers, options=TRAINED)
     for optimizer in fresh:
@@ -439,7 +450,7 @@ def _state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
         for state in optimizer.state.values():
             if isinstance(step := state.get("step"), torch.Tensor):
                 step.zero_()
-    return {"model": model_state, "optimizer": optimizer_state, "rng": torch.get_rng_state()}
+    return {"model": model_state, "optimizer": optimizer_state}
 
 
 PLAIN = (type(None), bool, int, float, str)

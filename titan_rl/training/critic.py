@@ -1,0 +1,264 @@
+"""Critic of a policy: the value of each state, from which PPO computes advantages, and its own optimizer step.
+
+The value is a linear function of the last hidden state of a trunk:
+
+    V(s) = w . h(s) + b,    s the tokens up to and including a position
+
+The trunk is a model of its own, trained for the value, or the policy, whose hidden states are then constants: the
+policy learns nothing from the value. Values, advantages (`titan_rl.training.gae`) and targets are computed with the
+weights at the start of a step. Then, for each minibatch, the critic minimizes
+
+    1/2 * max((V - target)^2, (V_clip - target)^2) / K,    V_clip = V_old + clamp(V - V_old, -clip, clip)
+
+with K the number of actions in the minibatch, over all ranks. Source: the clipped value loss of PPO's implementation
+(Engstrom et al., 2020, arXiv:2005.12729, section 3), which has no effect on the first update of a step.
+
+Weights, gradients and moments of the trunk are sharded like the policy's; every rank has the w and b.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import nn
+
+from titan_rl.core.errors import TrainingError, UntrainableError
+from titan_rl.core.tracing.spans import span
+from titan_rl.training.gae import Estimate, estimate
+from titan_rl.training.optimizer.optimizers import Optimizers
+from titan_rl.training.optimizer.registry import OptimizerSpec
+from titan_rl.training.parallel import World, full_tensor
+from titan_rl.training.policy import Policy
+from titan_rl.training.settings import TrainingConfig
+from titan_rl.training.state.train_state import Trained
+from titan_rl.training.tensor_batch import Minibatch, TensorBatch
+
+CLIP = 0.2
+"""Largest change of a value in one step that its loss rewards."""
+
+LEAST_STD = 1e-6
+"""Added to the standard deviation that advantages are divided by."""
+
+
+class ValueHead(nn.Module):
+    """The linear function of a hidden state. It begins as 0.
+
+    Args:
+        size: Entries of a hidden state.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, size, device=device))
+        self.bias = nn.Parameter(torch.zeros(1, device=device))
+
+    def forward(self, hidden_MD: torch.Tensor) -> torch.Tensor:
+        """Values of states, in float32.  # [M]"""
+        with torch.autocast(hidden_MD.device.type, enabled=False):
+            return F.linear(hidden_MD.float(), self.weight, self.bias).squeeze(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """A micro-batch with the values of the states before its trained tokens, and their targets."""
+
+    batch: TensorBatch
+    estimate: Estimate
+    values_N: NDArray[np.float64]  # at the start of the step
+    hidden_ND: torch.Tensor | None  # of the policy, if that is the trunk
+
+
+class Critic:
+    """Value function of a policy.
+
+    Args:
+        trunk: Model that computes the hidden states.
+        is_trained: The trunk is trained. Otherwise it is the policy.
+    """
+
+    def __init__(self, trunk: Policy, world: World, training: TrainingConfig, *, is_trained: bool) -> None:
+        self._trunk = trunk
+        self._world = world
+        self._gamma, self._lam = training.gae
+        self._over = training.gae_over
+        self._epochs = training.critic_epochs
+        self._max_grad_norm = training.max_grad_norm
+        self._relative_lr = training.critic_peak_lr / training.peak_lr
+        self._head = ValueHead(trunk.hidden_size, trunk.device)
+        self._modules: dict[str, nn.Module] = {"head": self._head}
+        if is_trained:
+            self._modules["trunk"] = trunk.model
+        spec = OptimizerSpec(
+            training.critic_peak_lr,
+            betas=training.betas,
+            weight_decay=training.weight_decay,
+            state_dtype=training.optimizer_dtype,
+            offload=bool({"optimizer", "parameters"} & {*training.offload}),
+        )
+        self._optimizers = {
+            name: Optimizers(module, training.optimizer, spec) for name, module in self._modules.items()
+        }
+        self._judged: dict[int, _Judged] = {}  # of the present step, by the id of the micro-batch
+
+    @property
+    def _trains_trunk(self) -> bool:
+        return "trunk" in self._modules
+
+    @property
+    def state(self) -> Mapping[str, Trained]:
+        """Modules and optimizers that a checkpoint holds, by name."""
+        return {f"critic_{name}": (each, self._optimizers[name].parts) for name, each in self._modules.items()}
+
+    def judge(self, minibatches: Sequence[Minibatch]) -> tuple[list[Minibatch], dict[str, float]]:
+        """Compute the values of a step's states and, from them and the rewards, the advantages of its tokens. All ranks
+        call this at the same time.
+
+        Advantages are standardized over the tokens of all ranks. Advantages that the tokens have already, such as those
+        from a teacher, are added to that.
+
+        Returns:
+            The minibatches with these advantages, and the metric `explained_variance`: 1 minus the variance of target -
+            value over that of the targets; absent where all targets are the same.
+
+        Raises:
+            TrainingError: the samples have no rewards.
+        """
+        with span("values", "trainer"), torch.no_grad():
+            judged = [[self._judge(batch) for batch in minibatch.batches] for minibatch in minibatches]
+        every = [each for own in judged for each in own]
+        count, mean, std = self._spread([each.estimate.advantages_N for each in every])
+        self._judged = {}
+        given: list[Minibatch] = []
+        for minibatch, own in zip(minibatches, judged, strict=True):
+            batches: list[TensorBatch] = []
+            for each in own:
+                standardized_N = (each.estimate.advantages_N - mean) / (std + LEAST_STD)
+                added_N = torch.from_numpy(standardized_N).to(each.batch.advantages_N)
+                batches.append(replace(each.batch, advantages_N=each.batch.advantages_N + added_N))
+                self._judged[id(batches[-1])] = replace(each, batch=batches[-1])
+            given.append(replace(minibatch, batches=batches))
+        targets = [each.estimate.targets_N[each.estimate.acts_N] for each in every]
+        errors = [(each.estimate.targets_N - each.values_N)[each.estimate.acts_N] for each in every]
+        (_, _, target_std), (_, _, error_std) = self._spread(targets), self._spread(errors)
+        metrics = {"explained_variance": 1 - (error_std / target_std) ** 2} if count and target_std > LEAST_STD else {}
+        return given, metrics
+
+    def _judge(self, batch: TensorBatch) -> _Judged:
+        episodes, size = batch.episodes, batch.num_trained
+        if size and episodes is None:
+            raise TrainingError("the samples have no rewards (TrainingSample.episode), from which a critic learns")
+        places = batch.predictors_N
+        if episodes is not None:
+            places = torch.cat([places, torch.from_numpy(episodes.lasts_S).to(places)])
+        hidden_MD = self._trunk.states(self._seen(batch), places)
+        values_M = self._head(hidden_MD).double().cpu().numpy()
+        if episodes is None:
+            nothing = np.zeros(0)
+            made = Estimate(nothing, nothing, np.zeros(0, bool))
+        else:
+            made = estimate(
+                episodes.rewards_N,
+                values_M[:size],
+                np.where(episodes.is_truncated_S, values_M[size:], 0.0),
+                batch.sequences_N.cpu().numpy(),
+                episodes.turns_N,
+                gamma=self._gamma,
+                lam=self._lam,
+                over=self._over,
+            )
+        return _Judged(batch, made, values_M[:size], None if self._trains_trunk else hidden_MD[:size])
+
+    def _seen(self, batch: TensorBatch) -> TensorBatch:
+        """The batch without the policy's experts, which are not those of another trunk."""
+        return replace(batch, experts_BLRK=None) if self._trains_trunk else batch
+
+    def update(self, minibatch: Minibatch, lr: float) -> float:
+        """Fit the values to their targets, in `training.critic_epochs` optimizer steps. All ranks call this at the same
+        time.
+
+        Args:
+            minibatch: one that `judge` returned.
+            lr: present learning rate of the policy, to which that of the critic is proportional.
+
+        Returns:
+            The loss before the first step.
+
+        Raises:
+            UntrainableError: loss or gradient is not finite; raised on all ranks. If that is so in the first step,
+                nothing has changed.
+        """
+        judged = [self._judged[id(batch)] for batch in minibatch.batches]
+        (count,) = self._world.sum([float(sum(each.estimate.acts_N.sum() for each in judged))])
+        losses: list[float] = []
+        try:
+            for _ in range(self._epochs if count else 0):
+                with span("critic", "trainer"):
+                    losses.append(self._accumulate(judged, count))
+                    norm = self._average_and_clip(count)
+                    if not (math.isfinite(losses[-1]) and math.isfinite(norm)):
+                        raise UntrainableError(
+                            f"the critic has loss {losses[-1]} and gradient norm {norm}", minibatch.rollout_ids
+                        )
+                    for optimizers in self._optimizers.values():
+                        optimizers.step(lr * self._relative_lr)
+                        optimizers.zero_grad()
+        finally:
+            for optimizers in self._optimizers.values():
+                optimizers.zero_grad()
+        return losses[0] if losses else 0.0
+
+    def _accumulate(self, judged: Sequence[_Judged], count: float) -> float:
+        """Add up the gradients of the summed loss, and return the mean over all ranks."""
+        total = 0.0
+        for each in judged:
+            summed = self._loss(each)
+            summed.backward()
+            total += float(summed.detach())
+        (total,) = self._world.sum([total])
+        return total / count
+
+    def _loss(self, judged: _Judged) -> torch.Tensor:
+        batch = judged.batch
+        hidden_ND = judged.hidden_ND
+        if hidden_ND is None:
+            hidden_ND = self._trunk.states(self._seen(batch), batch.predictors_N)
+        acts_K = torch.from_numpy(judged.estimate.acts_N.nonzero()[0]).to(hidden_ND.device)
+        values_K = self._head(hidden_ND)[acts_K]
+        old_K = torch.from_numpy(judged.values_N).to(values_K)[acts_K]
+        targets_K = torch.from_numpy(judged.estimate.targets_N).to(values_K)[acts_K]
+        clipped_K = old_K + (values_K - old_K).clamp(-CLIP, CLIP)
+        return 0.5 * torch.maximum((values_K - targets_K).square(), (clipped_K - targets_K).square()).sum()
+
+    def _average_and_clip(self, count: float) -> float:
+        """Average the gradients, and scale them down together to `training.max_grad_norm`. Returns the norm before."""
+        own: list[Any] = [each.grad for each in self._head.parameters()]
+        flat = self._world.sum(torch.cat([each.flatten() for each in own]).tolist())
+        for each, whole in zip(own, torch.tensor(flat).split([each.numel() for each in own]), strict=True):
+            each.copy_(whole.view_as(each))
+        gradients = [own]
+        if self._trains_trunk:
+            gradients.append([each.grad for each in self._trunk.model.parameters() if each.grad is not None])
+        norms = []
+        for each in gradients:
+            torch._foreach_div_(each, count)
+            norms.append(float(full_tensor(torch.nn.utils.get_total_norm(each))))
+        norm = math.hypot(*norms)
+        if norm > self._max_grad_norm:
+            for each in gradients:
+                torch._foreach_mul_(each, self._max_grad_norm / (norm + 1e-6))
+        return norm
+
+    def _spread(self, values: Sequence[NDArray[np.float64]]) -> tuple[float, float, float]:
+        """Number, mean and standard deviation over all ranks."""
+        own = np.concatenate([*values, np.zeros(0)])
+        count, total = self._world.sum([float(len(own)), float(own.sum())])
+        mean = total / count if count else 0.0
+        (squares,) = self._world.sum([float(np.square(own - mean).sum())])
+        return count, mean, math.sqrt(squares / count) if count else 0.0
