@@ -31,6 +31,7 @@ from torch import nn
 
 from titan_rl.core.errors import TrainingError, UntrainableError
 from titan_rl.core.tracing.spans import span
+from titan_rl.training.choices import GAEOver
 from titan_rl.training.gae import Estimate, estimate
 from titan_rl.training.optimizer.optimizers import Optimizers
 from titan_rl.training.optimizer.registry import OptimizerSpec
@@ -87,7 +88,7 @@ class Critic:
         self._trunk = trunk
         self._world = world
         self._gamma, self._lam = training.gae
-        self._over = training.gae_over
+        self._over: GAEOver = training.gae_over
         self._epochs = training.critic_epochs
         self._max_grad_norm = training.max_grad_norm
         self._relative_lr = training.critic_peak_lr / training.peak_lr
