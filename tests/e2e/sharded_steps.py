@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from titan_rl.training import policy as policy_module
 from titan_rl.training.data.packing import Family
-from titan_rl.training.data.sample import Episode, TrainingSample
+from titan_rl.training.data.sample import SampleRewards, TrainingSample
 from titan_rl.training.parallel import World
 from titan_rl.training.policy import Policy
 from titan_rl.training.protocol import StepResult
@@ -132,7 +132,7 @@ def with_rewards(samples: list[TrainingSample]) -> list[TrainingSample]:
         replace(
             sample,
             advantages=[0.0] * len(sample.token_ids),
-            episode=Episode(
+            episode=SampleRewards(
                 rewards=[0.0] * (len(sample.token_ids) - 1) + [float(index % 2 == 0)],
                 turns=[0 if trained else -1 for trained in sample.loss_mask],
             ),

@@ -13,7 +13,7 @@ from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
 from titan_rl.training.data.packing import Family
 from titan_rl.training.data.sample import TrainingSample
-from titan_rl.training.data.sample_builder import EpisodeRewards, build_samples
+from titan_rl.training.data.sample_builder import RewardPlacement, build_samples
 from titan_rl.training.data.sample_maker import SampleMaker
 from titan_rl.training.tensor_batch import make_tensor_batch
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
@@ -34,12 +34,12 @@ def samples_of(
     *turns: Turn,
     advantage: float = 3.0,
     status: RolloutStatus = RolloutStatus.COMPLETED,
-    episodes: EpisodeRewards | None = None,
+    episodes: RewardPlacement | None = None,
     oldest_version: int = 0,
 ) -> list[TrainingSample]:
     rollout = Rollout("g/0", "g", 0, None, status, list(turns), reward=advantage, advantage=advantage)
     group = RolloutGroup("g", None, [rollout])
-    return build_samples(group, 1.0, episodes=episodes or EpisodeRewards(), oldest_version=oldest_version)
+    return build_samples(group, 1.0, episodes=episodes or RewardPlacement(), oldest_version=oldest_version)
 
 
 def placed(sample: TrainingSample) -> list[float]:
@@ -58,15 +58,15 @@ def test_the_reward_of_a_rollout_is_at_its_last_token_and_no_advantage_is_shared
 
 
 def test_rewards_of_turns_are_at_the_ends_of_the_turns_and_the_sum_is_the_reward():
-    (sample,) = samples_of(*TWO_TURNS, episodes=EpisodeRewards(STEPS))
+    (sample,) = samples_of(*TWO_TURNS, episodes=RewardPlacement(STEPS))
 
     assert placed(sample) == [0, 0, 0, 0.5, 0, 0, 0, 2.5]
 
 
 def test_a_truncated_rollout_has_only_the_rewards_of_its_turns():
     status = RolloutStatus.TRUNCATED_TURNS
-    (sample,) = samples_of(*TWO_TURNS, status=status, episodes=EpisodeRewards(STEPS))
-    (final,) = samples_of(*TWO_TURNS, status=status, episodes=EpisodeRewards(STEPS, truncation_ends=True))
+    (sample,) = samples_of(*TWO_TURNS, status=status, episodes=RewardPlacement(STEPS))
+    (final,) = samples_of(*TWO_TURNS, status=status, episodes=RewardPlacement(STEPS, truncation_ends=True))
 
     assert placed(sample) == [0, 0, 0, 0.5, 0, 0, 0, 1.0]
     assert sample.episode is not None
@@ -77,7 +77,7 @@ def test_a_truncated_rollout_has_only_the_rewards_of_its_turns():
 
 
 def test_a_sample_before_an_edited_history_has_the_rewards_that_follow():
-    first, second = samples_of(TWO_TURNS[0], turn([7, 9], [6, 1], step=2.0), episodes=EpisodeRewards(STEPS))
+    first, second = samples_of(TWO_TURNS[0], turn([7, 9], [6, 1], step=2.0), episodes=RewardPlacement(STEPS))
 
     assert placed(first) == [0, 0, 0, 3.0]
     assert placed(second) == [0, 0, 0, 2.5]
@@ -85,13 +85,13 @@ def test_a_sample_before_an_edited_history_has_the_rewards_that_follow():
 
 def test_a_reward_at_an_untrained_token_belongs_to_the_trained_token_before_it():
     turns = (TWO_TURNS[0], turn([7, 8, 5, 1, 9], [6, 4], version=0), turn([7, 8, 5, 1, 9, 6, 4, 2], [3], version=1))
-    (sample,) = samples_of(turn([7], [5, 1], version=1), episodes=EpisodeRewards())
+    (sample,) = samples_of(turn([7], [5, 1], version=1), episodes=RewardPlacement())
     batch = make_tensor_batch([[Family((sample,))]])
     assert batch.episodes is not None
     assert batch.episodes.rewards_N.tolist() == [0.0, 3.0]
     assert batch.episodes.lasts_S.tolist() == [2]
 
-    (mixed,) = samples_of(*turns, episodes=EpisodeRewards(STEPS), oldest_version=1)
+    (mixed,) = samples_of(*turns, episodes=RewardPlacement(STEPS), oldest_version=1)
     batch = make_tensor_batch([[Family((mixed,))]])
     assert batch.episodes is not None
     assert batch.episodes.rewards_N.tolist() == [2.5]
@@ -104,7 +104,7 @@ def test_samples_that_share_a_prompt_keep_their_rewards():
         Rollout(f"g/{i}", "g", i, None, status, [turn(prompt, [5, 6 + i])], reward=float(i), advantage=float(i))
         for i, status in enumerate([RolloutStatus.COMPLETED, RolloutStatus.TRUNCATED_LENGTH])
     ]
-    samples = build_samples(RolloutGroup("g", None, rollouts), 1.0, episodes=EpisodeRewards())
+    samples = build_samples(RolloutGroup("g", None, rollouts), 1.0, episodes=RewardPlacement())
     batch = make_tensor_batch([[Family(tuple(samples), 11)]])
     assert batch.episodes is not None
 
@@ -128,7 +128,7 @@ def test_a_sample_maker_places_the_rewards_of_the_tasks_that_have_a_critic():
     played = replace(TWO_TURNS[0], sampling=SamplingParams(max_tokens=2))
     rollout = Rollout("g/0", "g", 0, None, RolloutStatus.COMPLETED, [played], reward=1.0, advantage=1.0)
     group = RolloutGroup("g", None, [rollout], task="sums")
-    maker = SampleMaker({"sums": reward}, episodes={"sums": EpisodeRewards()})
+    maker = SampleMaker({"sums": reward}, episodes={"sums": RewardPlacement()})
     (sample,) = maker.samples([group], version=0)
 
     assert placed(sample) == [0, 0, 0, 1.0]

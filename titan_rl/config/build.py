@@ -24,7 +24,7 @@ from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.task import FilteringTask, RunContext, calling, drop_reason, opened, wrong_result
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.scheduling.filters import GroupFilter, find_filter, first_reason, too_few_siblings, too_long
-from titan_rl.training.data.sample_builder import Distillation, EpisodeRewards
+from titan_rl.training.data.sample_builder import Distillation, RewardPlacement
 from titan_rl.training.data.sample_maker import SampleMaker
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 
@@ -141,13 +141,13 @@ def make_sample_maker(config: RunConfig, state: Mapping[str, Any] | None = None)
     )
 
 
-def _episode_rewards(config: RunConfig) -> dict[str, EpisodeRewards]:
+def _episode_rewards(config: RunConfig) -> dict[str, RewardPlacement]:
     """Placement of the rewards of each task, from which a critic computes advantages; none without a critic."""
     if config.training.critic == "none":
         return {}
     rubrics = {source.name: find_rubric(source) for source in config.tasks}
     return {
-        name: EpisodeRewards(rubric.env_weights, truncation_ends=rubric.truncated_reward is not None)
+        name: RewardPlacement(rubric.env_weights, truncation_ends=rubric.truncated_reward is not None)
         for name, rubric in rubrics.items()
     }
 

@@ -32,7 +32,7 @@ from torch import nn
 from titan_rl.core.errors import TrainingError, UntrainableError
 from titan_rl.core.tracing.spans import span
 from titan_rl.training.choices import GAEOver
-from titan_rl.training.gae import Estimate, estimate
+from titan_rl.training.gae import AdvantageEstimate, estimate
 from titan_rl.training.optimizer.optimizers import Optimizers
 from titan_rl.training.optimizer.registry import OptimizerSpec
 from titan_rl.training.parallel import World, full_tensor
@@ -71,7 +71,7 @@ class _Judged:
     """A micro-batch with the values of the states before its trained tokens, and their targets."""
 
     batch: TensorBatch
-    estimate: Estimate
+    estimate: AdvantageEstimate
     values_N: NDArray[np.float64]  # at the start of the step
     hidden_ND: torch.Tensor | None  # of the policy, if that is the trunk
 
@@ -162,7 +162,7 @@ class Critic:
         values_M = self._head(hidden_MD).double().cpu().numpy()
         if episodes is None:
             nothing = np.zeros(0)
-            made = Estimate(nothing, nothing, np.zeros(0, bool))
+            made = AdvantageEstimate(nothing, nothing, np.zeros(0, bool))
         else:
             made = estimate(
                 episodes.rewards_N,

@@ -51,7 +51,7 @@ def gae(
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class AdvantageEstimate:
     """Advantages and value targets of the trained tokens of a micro-batch."""
 
     advantages_N: NDArray[np.float64]
@@ -69,8 +69,8 @@ def estimate(
     gamma: float,
     lam: float,
     over: GAEOver,
-) -> Estimate:
-    """Estimate the advantages of N trained tokens of S sequences.
+) -> AdvantageEstimate:
+    """AdvantageEstimate the advantages of N trained tokens of S sequences.
 
     Args:
         values_N: of the state before each token.
@@ -91,4 +91,4 @@ def estimate(
         last_value = float(last_values_S[sequence])
         advantages_K[own] = gae(rewards_K[own].tolist(), values_K[own].tolist(), last_value, gamma=gamma, lam=lam)
     action_N = np.cumsum(is_first_N) - 1
-    return Estimate(advantages_K[action_N], (advantages_K + values_K)[action_N], is_first_N)
+    return AdvantageEstimate(advantages_K[action_N], (advantages_K + values_K)[action_N], is_first_N)

@@ -10,7 +10,7 @@ from titan_rl.types import PromptScores
 
 
 @dataclass(frozen=True, slots=True)
-class Episode:
+class SampleRewards:
     """Rewards of a sample's tokens, from which a critic computes advantages.
 
     Args:
@@ -62,7 +62,7 @@ class TrainingSample:
     routed_experts: Sequence[Any] | None = None  # [num_tokens], each [num_layers, top_k], or None if the router chooses
     loss_weights: Sequence[float] | None = None  # [num_tokens]
     teacher: PromptScores | None = None  # of all num_tokens, not a number where there is no score
-    episode: Episode | None = None
+    episode: SampleRewards | None = None
 
     @property
     def temperatures(self) -> Sequence[float]:

@@ -28,7 +28,7 @@ from titan_rl.core.arrays import (
 from titan_rl.rollout.copies import goes_on
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, Turn
 from titan_rl.training.choices import Constrained, DistillKind
-from titan_rl.training.data.sample import Episode, TrainingSample
+from titan_rl.training.data.sample import SampleRewards, TrainingSample
 from titan_rl.training.losses import MAX_LOG_RATIO
 from titan_rl.types import Completion, PromptScores, SamplingParams, float_or_none
 
@@ -43,7 +43,7 @@ def build_samples(
     oldest_version: int = 0,
     constrained: Constrained = "masked",
     distillation: Distillation | None = None,
-    episodes: EpisodeRewards | None = None,
+    episodes: RewardPlacement | None = None,
 ) -> list[TrainingSample]:
     """Build the samples of a group's rollouts.
 
@@ -134,7 +134,7 @@ class Distillation:
 
 
 @dataclass(frozen=True, slots=True)
-class EpisodeRewards:
+class RewardPlacement:
     """Placement of a rollout's rewards at its tokens, for a critic.
 
     A reward of a turn, which the environment gives, is placed at the last token of the turn, and the rest of the
@@ -152,7 +152,7 @@ class EpisodeRewards:
     weights: Mapping[str, float] = field(default_factory=dict[str, float])
     truncation_ends: bool = False
 
-    def place(self, rollout: Rollout, turns: Sequence[Turn], num_turns: int) -> Episode:
+    def place(self, rollout: Rollout, turns: Sequence[Turn], num_turns: int) -> SampleRewards:
         """Rewards of a sample.
 
         Args:
@@ -169,7 +169,7 @@ class EpisodeRewards:
         is_truncated = rollout.status.is_truncated and not self.truncation_ends
         if not is_truncated:
             rewards[-1] += (rollout.advantage or 0.0) - sum(map(self._of, rollout.turns[:num_turns]))
-        return Episode(NumberArray(rewards), NumberArray(numbers), is_truncated)
+        return SampleRewards(NumberArray(rewards), NumberArray(numbers), is_truncated)
 
     def _of(self, turn: Turn) -> float:
         return sum(weight * turn.rewards.get(name, 0.0) for name, weight in self.weights.items())

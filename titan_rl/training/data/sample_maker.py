@@ -11,7 +11,7 @@ from titan_rl.rollout.rewards.advantages import AdvantageFn, RunningAdvantage, c
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.training.choices import Constrained
 from titan_rl.training.data.sample import TrainingSample
-from titan_rl.training.data.sample_builder import Distillation, EpisodeRewards, build_samples
+from titan_rl.training.data.sample_builder import Distillation, RewardPlacement, build_samples
 
 
 class SampleMaker:
@@ -35,7 +35,7 @@ class SampleMaker:
         *,
         constrained: Constrained = "masked",
         distillation: Distillation | None = None,
-        episodes: Mapping[str, EpisodeRewards] | None = None,
+        episodes: Mapping[str, RewardPlacement] | None = None,
         max_token_age: int | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> None:
