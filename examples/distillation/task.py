@@ -14,10 +14,12 @@ GIVES_UP = "I do not know."
 
 
 class Sums(PromptTask):
-    """Task of questions such as "What is 3 + 7 + 2?". The reward is 1 for the sums and nothing else, otherwise 0."""
+    """Task of questions such as "What is 3 + 7 + 2?". The reward is 1 for the sums and nothing else."""
 
     questions: PositiveInt = 1
     """Questions of a prompt. All must be answered correctly, so that with more of them rewards are rarer."""
+    partial: bool = False
+    """Reward the share of questions that are answered correctly instead."""
     numbers: PositiveInt = 3
     """Numbers of a sum."""
     careless: float = Field(default=0.7, ge=0, le=1)
@@ -30,7 +32,11 @@ class Sums(PromptTask):
         return " ".join(f"What is {' + '.join(map(str, numbers))}?" for numbers in sample)
 
     def reward(self, sample: list[list[int]], answer: str) -> float:
-        return float(answer.strip() == " ".join(str(sum(numbers)) for numbers in sample))
+        expected = [str(sum(numbers)) for numbers in sample]
+        if self.partial:
+            given = answer.replace(GIVES_UP, "?").split()
+            return sum(map(str.__eq__, given, expected)) / len(sample) if len(given) == len(sample) else 0.0
+        return float(answer.strip() == " ".join(expected))
 
     def demonstrate(self, sample: list[list[int]], messages: Sequence[Message], rng: random.Random) -> str:
         return " ".join(str(sum(numbers)) for numbers in sample)

@@ -140,3 +140,19 @@ def test_two_ranks_make_the_steps_that_one_rank_makes(folder: Path, tmp_path: Pa
     expected = load_file(tmp_path / "one" / "export" / "model.safetensors")
     for name, tensor in weights(one).items():
         assert torch.allclose(tensor, expected[name], atol=1e-4), name
+
+
+@pytest.mark.parametrize("extra", [{"adapter": {"rank": 4}}, {"optimizer": "muon"}], ids=["adapter", "muon"])
+def test_a_critic_is_trained_like_the_policy_and_continues_to_the_bit(
+    folder: Path, tmp_path: Path, extra: dict[str, Any]
+):
+    trainer = make_trainer(folder, algorithm="ppo", **extra)
+    samples = with_rewards(on_policy_samples(trainer, *LENGTHS))
+    losses = [trainer.step(samples).metrics["value_loss"] for _ in range(3)]
+    assert losses == sorted(losses, reverse=True)
+    trainer.save(tmp_path / "step-000003")
+    expected = trainer.step(samples)
+
+    resumed = make_trainer(folder, algorithm="ppo", **extra)
+    resumed.load(tmp_path / "step-000003")
+    assert resumed.step(samples) == expected

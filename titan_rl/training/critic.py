@@ -93,19 +93,14 @@ class Critic:
         self._max_grad_norm = training.max_grad_norm
         self._relative_lr = training.critic_peak_lr / training.peak_lr
         self._head = ValueHead(trunk.hidden_size, trunk.device)
+        spec = OptimizerSpec(training.critic_peak_lr, betas=training.betas, weight_decay=training.weight_decay)
         self._modules: dict[str, nn.Module] = {"head": self._head}
+        self._optimizers = {"head": Optimizers(self._head, "adamw", spec)}  # it has no matrix, as muon needs
         if is_trained:
+            offload = bool({"optimizer", "parameters"} & {*training.offload})
+            spec = replace(spec, state_dtype=training.optimizer_dtype, offload=offload)
             self._modules["trunk"] = trunk.model
-        spec = OptimizerSpec(
-            training.critic_peak_lr,
-            betas=training.betas,
-            weight_decay=training.weight_decay,
-            state_dtype=training.optimizer_dtype,
-            offload=bool({"optimizer", "parameters"} & {*training.offload}),
-        )
-        self._optimizers = {
-            name: Optimizers(module, training.optimizer, spec) for name, module in self._modules.items()
-        }
+            self._optimizers["trunk"] = Optimizers(trunk.model, training.optimizer, spec)
         self._judged: dict[int, _Judged] = {}  # of the present step, by the id of the micro-batch
 
     @property
