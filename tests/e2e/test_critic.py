@@ -156,3 +156,19 @@ def test_a_critic_is_trained_like_the_policy_and_continues_to_the_bit(
     resumed = make_trainer(folder, algorithm="ppo", **extra)
     resumed.load(tmp_path / "step-000003")
     assert resumed.step(samples) == expected
+
+
+def test_a_step_whose_values_are_not_finite_is_skipped(folder: Path):
+    trainer = make_trainer(folder, algorithm="ppo")
+    samples = with_rewards(on_policy_samples(trainer, *LENGTHS))
+    before = weights(trainer)
+    assert samples[0].episode is not None
+    endless = replace(samples[0].episode, rewards=[0.0] * (LENGTHS[0] - 1) + [1e30])
+
+    result = trainer.step([replace(samples[0], episode=endless), *samples[1:]], skip=True)
+
+    (part,) = result.skipped
+    assert "the critic has loss" in part.reason
+    assert sorted(part.rollout_ids) == ["g/0", "g/1", "g/2", "g/3"]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.named_tensors())
+    assert trainer.step(samples).skipped == ()

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -199,9 +200,8 @@ class Critic:
                     losses.append(self._accumulate(judged, count))
                     norm = self._average_and_clip(count)
                     if not (math.isfinite(losses[-1]) and math.isfinite(norm)):
-                        raise UntrainableError(
-                            f"the critic has loss {losses[-1]} and gradient norm {norm}", minibatch.rollout_ids
-                        )
+                        rollout_ids = [*chain(*self._world.gather(minibatch.rollout_ids))]
+                        raise UntrainableError(f"the critic has loss {losses[-1]}, gradient norm {norm}", rollout_ids)
                     for optimizers in self._optimizers.values():
                         optimizers.step(lr * self._relative_lr)
                         optimizers.zero_grad()
