@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from titan_rl.config.build import make_renderer
+from titan_rl.config.build import is_single_turn, make_renderer
 from titan_rl.config.evaluation import EvalConfig, make_eval_config
 from titan_rl.config.load import ConfigLike, TaskLike, given_config
 from titan_rl.config.run import RunConfig
@@ -219,4 +219,4 @@ def _of_function(policy: Any, config: RunConfig, renderer: Renderer | None) -> O
     if "messages" in inspect.signature(policy).parameters:
         return OpenedPolicy(name, speaks_no_tokens, chat=policy)
     generate = within_vocabulary(policy, config.model.path)
-    return OpenedPolicy(name, generate, renderer or make_renderer(config.model))
+    return OpenedPolicy(name, generate, renderer or make_renderer(config.model, single_turn=is_single_turn(config)))

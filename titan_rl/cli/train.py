@@ -100,7 +100,7 @@ def _dry_run(config: RunConfig, resume: Path | None, arguments: argparse.Namespa
     from titan_rl.cluster.hosts.placement import visible_gpus
     from titan_rl.config.load import dump_config
     from titan_rl.run.directory import check_run_dir
-    from titan_rl.run.machine.requirements import describe_implementation, describe_transport
+    from titan_rl.run.machine.requirements import describe_chat, describe_implementation, describe_transport
 
     if resume is None:
         check_run_dir(config)
@@ -114,6 +114,8 @@ def _dry_run(config: RunConfig, resume: Path | None, arguments: argparse.Namespa
     tell(f"titan-rl: {describe_implementation(config)}")
     if not (config.hosts.elsewhere or visible_gpus()):
         tell(f"titan-rl: {describe_trainer_threads(config.training.num_ranks, usable_cores())}")
+    for line in describe_chat(config):
+        tell(f"titan-rl: {line}")
     code = _rehearse(config)
     if code:
         tell("titan-rl: not ready: a run would fail; see the errors above")

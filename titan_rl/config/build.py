@@ -21,7 +21,7 @@ from titan_rl.rollout.renderer.registry import find_renderer, fit_template
 from titan_rl.rollout.renderer.tokenizer import TokenTexts, load_tokenizer
 from titan_rl.rollout.rewards.advantages import find_advantage
 from titan_rl.rollout.rewards.rubric import Rubric
-from titan_rl.rollout.task import FilteringTask, RunContext, calling, drop_reason, opened, wrong_result
+from titan_rl.rollout.task import FilteringTask, RunContext, SingleTurnTask, calling, drop_reason, opened, wrong_result
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.scheduling.filters import GroupFilter, find_filter, first_reason, too_few_siblings, too_long
 from titan_rl.training.data.sample_builder import Distillation, RewardPlacement
@@ -29,14 +29,17 @@ from titan_rl.training.data.sample_maker import SampleMaker
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 
 
-def make_renderer(model: ModelConfig) -> Renderer:
+def make_renderer(model: ModelConfig, *, single_turn: bool = False) -> Renderer:
     """Construct the renderer that `model.renderer` names, for the tokenizer of the model's folder.
+
+    Args:
+        single_turn: no rollout has a second turn, so that a chat template need not be extended.
 
     Raises:
         ModelError: the folder has no tokenizer, or no chat template that the built-in renderer can extend.
         ConfigError: there is no such renderer, it refuses the tokenizer, or its result is not a renderer.
     """
-    make = find_renderer(model.renderer)
+    make = find_renderer(model.renderer, single_turn=single_turn)
     tokenizer = load_tokenizer(model.path)
     try:
         renderer: Any = make(tokenizer)
@@ -55,6 +58,13 @@ def make_renderer(model: ModelConfig) -> Renderer:
             f"model.renderer = {model.renderer!r} gives no renderer for the tokenizer of {model.path}: "
             f"{describe(error)}; it is called with a tokenizer of transformers"
         ) from error
+
+
+def is_single_turn(config: RunConfig) -> bool:
+    """Check whether no rollout of a run can have a second turn."""
+    return config.rollout.max_turns == 1 or all(
+        isinstance(source.task, SingleTurnTask) and source.task.is_single_turn for source in config.sources
+    )
 
 
 def told_of_template(model: ModelConfig) -> str | None:
@@ -90,7 +100,7 @@ def make_rollouter(config: RunConfig, source: TaskSource, renderer: Renderer | N
         DataError: the task's `rubric` does not return a rubric.
     """
     task = source.task
-    renderer = renderer or make_renderer(config.model)
+    renderer = renderer or make_renderer(config.model, single_turn=is_single_turn(config))
     return Rollouter(
         lambda sample: task.make_env(sample, renderer),
         find_rubric(source),
@@ -117,7 +127,7 @@ async def open_rollouters(
         console: shows lines of the tasks.
         dry: the tasks start nothing.
     """
-    renderer = renderer or make_renderer(config.model)
+    renderer = renderer or make_renderer(config.model, single_turn=is_single_turn(config))
     run = RunContext(config.model.path, renderer, config.model.max_context, folder, console, dry)
     async with AsyncExitStack() as tasks:
         for source in config.sources:

@@ -75,6 +75,15 @@ class FilteringTask(Task, Protocol):
 
 
 @runtime_checkable
+class SingleTurnTask(Task, Protocol):
+    """Task that knows whether a rollout can have a second turn. If it cannot, the model's chat template need not be
+    extended."""
+
+    @property
+    def is_single_turn(self) -> bool: ...
+
+
+@runtime_checkable
 class TeachingTask(Task, Protocol):
     """Task whose policy can teach itself, by reading more than its own prompt."""
 

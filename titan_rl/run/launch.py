@@ -16,6 +16,7 @@ from pathlib import Path
 from titan_rl.cluster.processes.garbage import settled_heap
 from titan_rl.config.build import (
     find_token_texts,
+    is_single_turn,
     make_renderer,
     open_rollouters,
     told_of_learning_rate,
@@ -159,7 +160,7 @@ async def _make_renderer(session: RunSession[RunSummary], parts: Parts) -> Rende
     if parts.renderer is not None:
         return parts.renderer
     model = session.config.model
-    renderer = await in_thread(make_renderer, model)
+    renderer = await in_thread(partial(make_renderer, model, single_turn=is_single_turn(session.config)))
     if parts.trainer is None and (note := await in_thread(told_of_template, model)):
         session.progress.message(note)
     return renderer

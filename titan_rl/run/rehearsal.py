@@ -13,7 +13,7 @@ from itertools import groupby, islice, takewhile
 from pathlib import Path
 from typing import Any
 
-from titan_rl.config.build import make_filters, make_renderer, open_rollouters
+from titan_rl.config.build import is_single_turn, make_filters, make_renderer, open_rollouters
 from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import TaskSource
 from titan_rl.core.calls.bounded import OutOfTimeError
@@ -142,7 +142,7 @@ def problem_of_loss(config: RunConfig) -> str | None:
 
 
 async def _rehearse(config: RunConfig, folder: Path, console: Console) -> list[Rehearsal]:
-    renderer = make_renderer(config.model)
+    renderer = make_renderer(config.model, single_turn=is_single_turn(config))
     env_timeout_s = min(config.rollout.env_timeout_s, ROLLOUT_LIMIT_S)
     brief = {"max_retries": 0, "rollout_timeout_s": ROLLOUT_LIMIT_S, "env_timeout_s": env_timeout_s}
     limits = config.rollout.model_copy(update=brief)

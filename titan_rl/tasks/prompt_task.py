@@ -58,6 +58,12 @@ class PromptTask(MessageTask):
     def env(self, sample: Any) -> MessageEnv:
         return ToolEnv(self.prompt(sample), self.tools(sample))
 
+    @property
+    def is_single_turn(self) -> bool:
+        """Whether no rollout has a second turn: the task has neither tools nor an environment of its own."""
+        kind = type(self)
+        return kind.tools is PromptTask.tools and kind.env is PromptTask.env and kind.make_env is PromptTask.make_env
+
     def rubric(self) -> Rubric:
         return answer_rubric(self.reward)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from titan_rl.config.build import make_renderer
+from titan_rl.config.build import is_single_turn, make_renderer
 from titan_rl.config.concurrency import places_of
 from titan_rl.config.evaluation import EvalConfig
 from titan_rl.config.model_files import model_identity
@@ -143,7 +143,7 @@ class OpenedPolicies:
             model = await export(model, source.checkpoint, folder, self._files.logs / "export.log")
         check_model_folder(model, self._config.generation, [Path()])
         check_chat_template(model)
-        renderer = make_renderer(model)
+        renderer = make_renderer(model, single_turn=is_single_turn(self._config))
         router = (await self._generators_for(source, model)).router
         return OpenedPolicy(
             source.name, router.generate, renderer, source.version, finish_session=router.finish_session
@@ -183,7 +183,7 @@ async def open_endpoint(
     name = f"{model} at {url}"
     if settings.api == "tokens":
         async with HttpGenerateFn(url, model=model, **connections) as generate:
-            yield OpenedPolicy(name, generate, make_renderer(config.model))
+            yield OpenedPolicy(name, generate, make_renderer(config.model, single_turn=is_single_turn(config)))
         return
     async with HttpChatFn(url, model=model, body=settings.body, **connections) as chat:
         yield OpenedPolicy(name, speaks_no_tokens, chat=chat)

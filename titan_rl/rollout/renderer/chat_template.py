@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import string
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
 from titan_rl.core.errors import ModelError, RequestError
+from titan_rl.rollout.renderer.stop_tokens import folder_stop_token_ids
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
+from titan_rl.rollout.renderer.tool_calls import (
+    MALFORMED,
+    PROBE_ARGUMENTS,
+    PROBE_TOOL,
+    CallFormat,
+    ReadCalls,
+    format_of,
+)
 from titan_rl.rollout.renderer.types import ParsedToolCall, Tools
 from titan_rl.rollout.types import Message
 
@@ -26,6 +36,21 @@ class PromptTokens:
     """The `RenderedTokens` of `ChatTemplateRenderer`."""
 
     token_ids: list[int]  # [num_prompt_tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateCalls:
+    """Tool calls of a chat template.
+
+    Attributes:
+        format: format of the calls in an answer.
+        as_text: the template wants arguments as JSON in a text, not as an object.
+        several: an answer may have more than one call.
+    """
+
+    format: CallFormat
+    as_text: bool
+    several: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,31 +75,53 @@ class ChatTemplateRenderer:
 
     and the first is left out if the completion already ends with it.
 
+    Tool calls are parsed if the template renders them in one of the formats of `tool_calls.FORMATS`, and if tool
+    results extend the prompt; `call_problem` is the reason why not.
+
+    Stop tokens are the tokenizer's end of sequence, the special token with which the template closes an answer, and
+    those of the folder's generation_config.json.
+
     Args:
         tokenizer: a Hugging Face tokenizer, or anything with its `apply_chat_template`, `decode`, `eos_token_id`,
             `chat_template` and length.
         template_kwargs: passed to the template, such as `{"enable_thinking": False}`.
-
-    Tool calls are not parsed: an answer is its text, and `reads_tool_calls` is False. The `renderers` package knows the
-    formats of many models.
+        single_turn: accept a template that cannot be extended turn by turn; `problem` is then the reason, and
+            `bridge_to_next_turn` raises it.
 
     Raises:
         ModelError: there is no chat template, or it rewrites earlier messages when new ones are added, so that no
-            prompt can begin with the previous one.
+            prompt can begin with the previous one; or answers have several messages, as in gpt-oss' template.
     """
 
-    reads_tool_calls = False
-
-    def __init__(self, tokenizer: Any, *, template_kwargs: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, tokenizer: Any, *, template_kwargs: Mapping[str, Any] | None = None, single_turn: bool = False
+    ) -> None:
         self._tokenizer = tokenizer
         self._template_kwargs = dict(template_kwargs or {})
         self._name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
-        if not getattr(tokenizer, "chat_template", None):
+        template = getattr(tokenizer, "chat_template", None)
+        if not template:
             raise ModelError(f"the tokenizer of {self._name!r} has no chat template; add a chat_template.jinja to it")
+        if isinstance(template, str) and _HARMONY in template:
+            raise ModelError(
+                f"the chat template of {self._name!r} divides an answer into several messages ({_HARMONY}), of which "
+                'the first would end it; set model.renderer = "renderers:GptOssRenderer"'
+            )
         self._rendered: dict[tuple[str, bool], list[int]] = {}  # least recently used first
         self._one_at_a_time = threading.RLock()  # tokenizers are not safe to use in two threads at once
-        self._answers = self._find_answers()
-        self._stop_token_ids = self._find_stop_token_ids()
+        self._calls: TemplateCalls | str | None = None  # or why there are none; found when first needed
+        self._single_turn = single_turn
+        self.problem: str | None = None
+        try:
+            self._answers = self._find_answers()
+            self._stop_token_ids = self._find_stop_token_ids()
+        except ModelError as error:
+            if not single_turn:
+                raise
+            self.problem = str(error)
+            self._stop_token_ids = self._known_stops()
+            if not self._stop_token_ids:
+                raise self._refusal("nothing ends an answer: no eos token") from error
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ChatTemplateRenderer:
         """Copy with its own tokenizer, for another thread."""
@@ -116,7 +163,11 @@ class ChatTemplateRenderer:
                 f"{', '.join(sorted(read - _GIVEN)) or 'none'}"
             )
         try:
-            return ChatTemplateRenderer(self._tokenizer, template_kwargs={**self._template_kwargs, **kwargs})
+            return ChatTemplateRenderer(
+                self._tokenizer,
+                template_kwargs={**self._template_kwargs, **kwargs},
+                single_turn=self._single_turn,
+            )
         except ModelError as error:
             raise RequestError(f"chat_template_kwargs = {dict(kwargs)!r}: {error}") from error
 
@@ -124,7 +175,7 @@ class ChatTemplateRenderer:
         self, messages: Sequence[Message], *, tools: Tools | None = None, add_generation_prompt: bool = False
     ) -> list[int]:
         """Render messages; recent results are cached, since siblings render the same messages."""
-        asked = [dict(message) for message in messages]
+        asked = [self._with_arguments(message) for message in messages]
         offered = None if tools is None else list(tools)
         with self._one_at_a_time:
             try:
@@ -149,10 +200,27 @@ class ChatTemplateRenderer:
         )
         return list(ids)
 
+    @property
+    def reads_tool_calls(self) -> bool:
+        return isinstance(self._template_calls, TemplateCalls)
+
+    @property
+    def call_format(self) -> CallFormat | None:
+        """Format of the tool calls that the template renders; None if there is none that can be parsed."""
+        found = self._template_calls
+        return found.format if isinstance(found, TemplateCalls) else None
+
+    @property
+    def call_problem(self) -> str | None:
+        """Reason why tool calls are not parsed."""
+        found = self._template_calls
+        return found if isinstance(found, str) else None
+
     def parse_response(
         self, token_ids: Sequence[int], *, tools: Tools | None = None, prompt_ids: Sequence[int] | None = None
     ) -> ParsedText:
-        """Text without special tokens; the part before `</think>` is the reasoning."""
+        """Text without special tokens; the part before `</think>` is the reasoning. Calls are parsed only if there are
+        tools."""
         ids = list(token_ids)
         while ids and ids[-1] in self._stop_token_ids:
             ids.pop()
@@ -160,11 +228,33 @@ class ChatTemplateRenderer:
         # Decoding does not change the tokenizer, so it need not wait until another thread has rendered.
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         reasoning, closed, content = text.rpartition("</think>")
-        if closed:
-            return ParsedText(content.lstrip("\n"), reasoning_content=reasoning.strip().removeprefix("<think>").strip())
-        if text.lstrip().startswith("<think>"):
+        thought = reasoning.strip().removeprefix("<think>").strip() if closed else None
+        if not closed and text.lstrip().startswith("<think>"):
             return ParsedText("", text.strip().removeprefix("<think>").strip(), reasoning_complete=False)
-        return ParsedText(text)
+        found = self._read_calls(ids, tools) if tools else None
+        if found is not None:
+            return ParsedText(found.content, thought, found.calls)
+        return ParsedText(content.lstrip("\n") if closed else text, thought)
+
+    def _read_calls(self, ids: Sequence[int], tools: Tools) -> ReadCalls | None:
+        """Calls behind the reasoning of an answer; None if there is none."""
+        known = self._template_calls
+        if isinstance(known, str):
+            return None
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        found = known.format.read(text.rpartition("</think>")[2], tools)
+        if found is None:
+            return None
+        content = self._special.sub("", found.content)
+        more = () if known.several else tuple(replace(call, status=MALFORMED) for call in found.calls[1:])
+        return ReadCalls(content, found.calls if known.several else (*found.calls[:1], *more))
+
+    @property
+    def _special(self) -> re.Pattern[str]:
+        """Pattern of the tokenizer's special tokens."""
+        added: Mapping[int, Any] = getattr(self._tokenizer, "added_tokens_decoder", {})
+        contents = sorted((str(each) for each in added.values() if each.special), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, contents)) or r"(?!)")
 
     def get_stop_token_ids(self) -> list[int]:
         return list(self._stop_token_ids)
@@ -177,26 +267,103 @@ class ChatTemplateRenderer:
         *,
         tools: Tools | None = None,
     ) -> PromptTokens:
+        if self.problem is not None:
+            raise ModelError(self.problem)
         after = self._tokens_after_answer(new_messages, tools)
+        close = next((i for i, token_id in enumerate(after) if token_id in self._stop_token_ids), -1)
         if previous_completion_ids and previous_completion_ids[-1] in self._stop_token_ids:
-            close = next((i for i, token_id in enumerate(after) if token_id in self._stop_token_ids), -1)
             after = after[close + 1 :]
+        elif self._follows_calls(new_messages):
+            after = after[close:]  # what is before it is the end of the rendered call
         return PromptTokens([*previous_prompt_ids, *previous_completion_ids, *after])
 
+    def _follows_calls(self, new_messages: Sequence[Message]) -> bool:
+        return bool(new_messages) and new_messages[0].get("role") == "tool" and self.reads_tool_calls
+
     def _tokens_after_answer(self, new_messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
-        """Tokens of the template between the end of an answer's text and the start of the next answer."""
-        one, other = (
-            self.render_ids([*_QUESTION, _answer(text), *new_messages], tools=tools, add_generation_prompt=True)
-            for text in self._answers
+        """Tokens of the template between the end of an answer's text and the start of the next answer. Results of
+        tools follow an answer with as many calls, of which the end comes first."""
+        if self._follows_calls(new_messages):
+            return self._common_end(*_with_calls(new_messages), tools)
+        said = [(_answer(text), *new_messages) for text in self._answers]
+        return self._common_end(said[0], said[1], tools)
+
+    def _common_end(self, one: Sequence[Message], other: Sequence[Message], tools: Tools | None) -> list[int]:
+        one_ids, other_ids = (
+            self.render_ids([*_QUESTION, *messages], tools=tools, add_generation_prompt=True)
+            for messages in (one, other)
         )
-        return one[len(one) - _common_prefix(one[::-1], other[::-1]) :]
+        return one_ids[len(one_ids) - _common_prefix(one_ids[::-1], other_ids[::-1]) :]
+
+    @property
+    def _template_calls(self) -> TemplateCalls | str:
+        if self._calls is None:
+            with self._one_at_a_time:
+                try:
+                    self._calls = self._find_calls()
+                except Exception as error:  # a template may raise anything
+                    self._calls = f"the chat template cannot render a tool call ({_first_line(error)})"
+        return self._calls
+
+    def _find_calls(self) -> TemplateCalls | str:
+        """Format of the calls that the template renders, or the reason why none is parsed."""
+        tools = [PROBE_TOOL]
+        prompt = self._render([*_QUESTION], tools, True)
+        if prompt == self._render([*_QUESTION], None, True):
+            return "the chat template shows no tools"
+        try:
+            as_text = False
+            whole = self._render([*_QUESTION, _call(PROBE_ARGUMENTS)], tools, False)
+        except Exception:
+            as_text = True
+            whole = self._render([*_QUESTION, _call(json.dumps(PROBE_ARGUMENTS))], tools, False)
+        said = whole[_common_prefix(prompt, whole) :]
+        said = said[: next((at for at, token_id in enumerate(said) if token_id in self._stop_token_ids), len(said))]
+        text: str = self._tokenizer.decode(said, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if (found := format_of(text.rpartition("</think>")[2])) is None:
+            if "look_up" not in text:
+                return "the chat template renders no calls of tools"
+            return f"the chat template writes calls in an unknown format: {text.strip()[:100]!r}"
+        self._calls = calls = TemplateCalls(found, as_text)
+        if self.problem is None and (problem := self._result_problem(whole, tools)) is not None:
+            return problem
+        try:
+            two = self._render([*_QUESTION, self._with_arguments(_call(PROBE_ARGUMENTS, 2))], tools, False)
+        except Exception:  # one call at most
+            return calls
+        again = found.read(self._tokenizer.decode(two[_common_prefix(prompt, two) :]), tools)
+        return replace(calls, several=again is not None and len(again.calls) == 2)
+
+    def _result_problem(self, called: Sequence[int], tools: Tools) -> str | None:
+        """Reason why a result of a tool does not extend the prompt; None if it does."""
+        message = {"role": "tool", "name": "look_up", "tool_call_id": CALL_ID.format(1), "content": "a pronoun"}
+        after = self._tokens_after_answer([message], tools)
+        close = next((i for i, token_id in enumerate(after) if token_id in self._stop_token_ids), None)
+        if close is None:
+            return "no stop token ends a tool call in the chat template"
+        asked = [*_QUESTION, self._with_arguments(_call(PROBE_ARGUMENTS)), message]
+        whole = self._render(asked, list(tools), True)
+        begun = whole[: len(whole) - len(after) + close]
+        if list(called[: len(begun)]) != begun or whole[len(begun) :] != after[close:]:
+            return "the chat template changes an earlier tool call when its result is added"
+        return None
+
+    def _with_arguments(self, message: Message) -> dict[str, Any]:
+        """Copy of a message whose calls have their arguments in the form that the template wants."""
+        copied: dict[str, Any] = dict(message)
+        if not copied.get("tool_calls"):
+            return copied
+        known = self._template_calls
+        as_text = isinstance(known, TemplateCalls) and known.as_text
+        copied["tool_calls"] = [_with_arguments(call, as_text) for call in copied["tool_calls"]]
+        return copied
 
     def _find_answers(self) -> tuple[str, str]:
         """Two answers that the template renders unchanged, and that differ in exactly one token."""
-        question = self._probe(_QUESTION)
+        starts = self._probe(_QUESTION), self._probe(_QUESTION, True)  # some templates end the former with an eos token
         renders = ((text, self._probe([*_QUESTION, _answer(text), *_QUESTION], True)) for text in self._short_texts())
         for (one, one_ids), (other, other_ids) in pairwise(renders):
-            if one_ids[: len(question)] != question:
+            if all(one_ids[: len(start)] != start for start in starts):
                 raise self._refusal("it changes earlier messages when new ones are added")
             at = _common_prefix(one_ids, other_ids)
             if one_ids == other_ids or len(one_ids) != len(other_ids) or one_ids[at + 1 :] != other_ids[at + 1 :]:
@@ -210,13 +377,17 @@ class ChatTemplateRenderer:
         one, other = (self._tokens_after_answer([{"role": "user", "content": text}]) for text in self._answers)
         if one == other:
             raise self._refusal("what follows an answer does not show the new messages")
-        eos = self._tokenizer.eos_token_id
-        stop_token_ids: set[int] = set() if eos is None else {eos}
+        stop_token_ids = set(self._known_stops())
         if one and not self._tokenizer.decode(one[:1], skip_special_tokens=True):
             stop_token_ids.add(one[0])
         if not stop_token_ids:
             raise self._refusal("nothing ends an answer: no eos token, and no special token after it")
         return tuple(sorted(stop_token_ids))
+
+    def _known_stops(self) -> tuple[int, ...]:
+        """Stop tokens of the tokenizer and its folder."""
+        eos = self._tokenizer.eos_token_id
+        return tuple(sorted({*(() if eos is None else (eos,)), *folder_stop_token_ids(self._tokenizer)}))
 
     def _short_texts(self) -> Iterator[str]:
         """Texts of one token, whatever the vocabulary: characters first, then the tokenizer's own words."""
@@ -242,11 +413,63 @@ class ChatTemplateRenderer:
 _GIVEN = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "raise_exception", "strftime_now"}
 """Names in a chat template that are not keywords."""
 
+_HARMONY = "<|channel|>"
+
 _QUESTION: tuple[Message, ...] = ({"role": "user", "content": "1"},)
+
+CALL_ID = "call{:05}"
+"""Id of a call in a probe. Mistral's template wants nine characters."""
 
 
 def _answer(text: str) -> Message:
     return {"role": "assistant", "content": text}
+
+
+def _call(arguments: Mapping[str, Any] | str, count: int = 1, names: Sequence[str] = ("look_up",)) -> Message:
+    calls = [
+        {
+            "type": "function",
+            "id": CALL_ID.format(1 + at),
+            "function": {"name": names[at % len(names)], "arguments": arguments},
+        }
+        for at in range(count)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _with_calls(new_messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:
+    """New messages behind made-up calls of the tools whose results come first, with two different arguments."""
+    results = [dict(each) for each in takewhile(lambda message: message.get("role") == "tool", new_messages)]
+    ids = [result.setdefault("tool_call_id", CALL_ID.format(1 + at)) for at, result in enumerate(results)]
+    names = [str(result.get("name") or "look_up") for result in results]
+    both: list[list[Message]] = []
+    for word in ("it", "a1"):
+        call: Any = _call({"word": word}, len(results), names)
+        for each, call_id in zip(call["tool_calls"], ids, strict=True):
+            each["id"] = call_id
+        both.append([call, *results, *new_messages[len(results) :]])
+    return both[0], both[1]
+
+
+def _with_arguments(call: Any, as_text: bool) -> Any:
+    """Copy of a tool call with its arguments as JSON in a text, or as an object."""
+    if not isinstance(call, Mapping):
+        return call
+    function: Any = call.get("function", call)
+    arguments: Any = function.get("arguments")
+    if as_text and not isinstance(arguments, str):
+        arguments = json.dumps({} if arguments is None else arguments, ensure_ascii=False)
+    elif not as_text and isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            return call
+    changed = {**function, "arguments": arguments}
+    return {**call, "function": changed} if "function" in call else changed
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:

@@ -15,6 +15,7 @@ from typing import Any, cast
 from titan_rl.core.calls.imports import find_function
 from titan_rl.core.errors import RequestError
 from titan_rl.rollout.renderer.chat_template import ChatTemplateRenderer
+from titan_rl.rollout.renderer.stop_tokens import WithStopTokens, with_folder_stops
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.types import Message
@@ -25,11 +26,22 @@ _HUB_FOLDER = re.compile(r"models--.+--(.+)")
 """Folder of a model in the cache of the Hugging Face hub: `models--Qwen--Qwen3-0.6B/snapshots/c1899de2`."""
 
 
-def suitable_renderer(tokenizer: Any) -> Renderer:
-    """Choose a renderer of the `renderers` package, which parses tool calls; else `ChatTemplateRenderer`.
+@dataclass(frozen=True, slots=True)
+class ChosenRenderer:
+    """A renderer, and the reason for it."""
 
-    A renderer suits if the model's folder has the name of one of its models, or if it renders a conversation with a
-    tool call exactly as the model's own chat template does.
+    renderer: Renderer
+    reason: str
+
+
+def choose_renderer(tokenizer: Any, *, single_turn: bool = False) -> ChosenRenderer:
+    """Choose a renderer of the `renderers` package, which knows how a model reasons; else `ChatTemplateRenderer`.
+
+    A renderer suits if the model's folder has the name of one of its models, or if it renders conversations, with
+    tools and without, exactly as the model's own chat template does.
+
+    Args:
+        single_turn: no conversation is extended; see `ChatTemplateRenderer`.
 
     Raises:
         ModelError: none suits, and `ChatTemplateRenderer` refuses the tokenizer.
@@ -37,38 +49,70 @@ def suitable_renderer(tokenizer: Any) -> Renderer:
     try:
         base: Any = import_module("renderers.base")
     except ImportError:
-        return ChatTemplateRenderer(tokenizer)
+        return _of_template(tokenizer, "the package renderers is not installed", single_turn)
     models: dict[str, str] = base.MODEL_RENDERER_MAP
     folders = Path(str(getattr(tokenizer, "name_or_path", ""))).parts
     names = {match[1] if (match := _HUB_FOLDER.fullmatch(part)) else part for part in folders[-3:]}
     for model, name in models.items():
         if model.rpartition("/")[2] in names and (renderer := _made(name, tokenizer)) is not None:
-            return renderer
+            return ChosenRenderer(renderer, f"the folder has the name of {model}")
     of_text = {name for model, name in models.items() if model not in base.MULTIMODAL_MODELS}
-    return next(_alike(sorted(of_text), tokenizer), None) or ChatTemplateRenderer(tokenizer)
+    if (renderer := next(_alike(sorted(of_text), tokenizer), None)) is not None:
+        return ChosenRenderer(renderer, "it renders as the model's chat template does")
+    return _of_template(tokenizer, "no renderer of the package renders as the model's chat template does", single_turn)
+
+
+def _of_template(tokenizer: Any, reason: str, single_turn: bool) -> ChosenRenderer:
+    return ChosenRenderer(ChatTemplateRenderer(tokenizer, single_turn=single_turn), reason)
+
+
+def suitable_renderer(tokenizer: Any, *, single_turn: bool = False) -> Renderer:
+    """Choose the renderer of a tokenizer; see `choose_renderer`."""
+    return choose_renderer(tokenizer, single_turn=single_turn).renderer
 
 
 def _alike(names: Iterable[str], tokenizer: Any) -> Iterator[Renderer]:
     """Renderers that produce the same text as the tokenizer's own template. Tokens may differ: a renderer tokenizes the
     text around a message separately."""
-    try:
-        wanted = [
-            tokenizer.apply_chat_template(list(messages), tools=_TOOLS, add_generation_prompt=True, tokenize=False)
-            for messages in (_ASKED, _CALLED)
-        ]
-    except Exception:  # there is none, or it knows no tools
+    if not getattr(tokenizer, "chat_template", None):
         return
     for name in names:
         renderer = _made(name, tokenizer)
         try:
-            if renderer is not None and wanted == [
-                tokenizer.decode(renderer.render_ids(list(messages), tools=list(_TOOLS), add_generation_prompt=True))
-                for messages in (_ASKED, _CALLED)
-            ]:
+            if renderer is not None and all(_renders_alike(renderer, tokenizer, case) for case in _COMPARED):
                 logger.info("model.renderer: %s renders as the chat template does", type(renderer).__name__)
                 yield renderer
         except Exception as error:
             logger.debug("renderer %s does not suit: %s", name, error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """Conversation that a renderer and a template are compared on."""
+
+    messages: tuple[Message, ...]
+    with_tools: bool
+
+
+def _renders_alike(renderer: Renderer, tokenizer: Any, case: _Compared) -> bool:
+    """Compare a renderer with the tokenizer's template."""
+    tools = list(TOOLS) if case.with_tools else None
+    wanted: str = tokenizer.apply_chat_template(
+        list(case.messages),
+        tools=tools,
+        add_generation_prompt=True,
+        tokenize=False,
+        **template_keywords(renderer),
+    )
+    rendered = renderer.render_ids(list(case.messages), tools=tools, add_generation_prompt=True)
+    return wanted == tokenizer.decode(rendered)
+
+
+def template_keywords(renderer: Any) -> dict[str, Any]:
+    """Keywords of the chat template that a renderer of the package has as settings, such as the date of Llama's."""
+    config: Any = getattr(getattr(renderer, "renderer", renderer), "config", None)
+    found = {name: getattr(config, name) for name in getattr(config, "_template_fields", ())}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _made(name: str, tokenizer: Any) -> Renderer | None:
@@ -77,13 +121,14 @@ def _made(name: str, tokenizer: Any) -> Renderer | None:
     try:
         config = package.config_from_name(name)
         # Earlier reasoning stays, because no prompt may lose sampled tokens.
-        return package.create_renderer(tokenizer, config.model_copy(update={"thinking_retention": "all"}))
+        renderer = package.create_renderer(tokenizer, config.model_copy(update={"thinking_retention": "all"}))
     except Exception as error:
         logger.debug("renderer %s does not suit: %s", name, error)
         return None
+    return with_folder_stops(renderer, tokenizer)
 
 
-_TOOLS: tuple[dict[str, Any], ...] = (
+TOOLS: tuple[dict[str, Any], ...] = (
     {
         "type": "function",
         "function": {
@@ -93,14 +138,19 @@ _TOOLS: tuple[dict[str, Any], ...] = (
         },
     },
 )
-_ASKED: tuple[Message, ...] = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Define it."})
+ASKED: tuple[Message, ...] = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Define it."})
 _CALL: Message = {
     "role": "assistant",
     "content": "",
     "tool_calls": [{"type": "function", "id": "call_1", "function": {"name": "look_up", "arguments": {"word": "it"}}}],
 }
 _RESULT: Message = {"role": "tool", "name": "look_up", "tool_call_id": "call_1", "content": "a pronoun"}
-_CALLED: tuple[Message, ...] = (*_ASKED, _CALL, _RESULT)
+_CALLED: tuple[Message, ...] = (*ASKED, _CALL, _RESULT)
+_COMPARED = (
+    _Compared(ASKED, with_tools=True),
+    _Compared(_CALLED, with_tools=True),
+    _Compared(ASKED[1:], with_tools=False),  # Qwen2.5's has a system message of its own there
+)
 
 
 RendererFn = Callable[[Any], Renderer]
@@ -110,8 +160,11 @@ BY_NAME: dict[str, RendererFn] = {"auto": suitable_renderer, "chat_template": Ch
 """Built-in renderers that `model.renderer` can name."""
 
 
-def find_renderer(name: str) -> RendererFn:
+def find_renderer(name: str, *, single_turn: bool = False) -> RendererFn:
     """Look up the factory of the renderer that `model.renderer` names.
+
+    Args:
+        single_turn: built-in renderers accept chat templates that cannot be extended turn by turn.
 
     A class of the `renderers` package is configured to keep earlier reasoning, as `auto` does. By default these render
     a conversation again at a user's message, which drops sampled tokens.
@@ -120,12 +173,18 @@ def find_renderer(name: str) -> RendererFn:
         ConfigError: no renderer has that name.
     """
     make = find_function("model.renderer", name, BY_NAME)
+    if single_turn and name in BY_NAME:
+        return partial(cast("Any", make), single_turn=True)
     if not isinstance(make, type) or make.__module__.partition(".")[0] != "renderers":
         return make
-    config_type: Any = getattr(import_module("renderers.configs"), f"{make.__name__}Config", None)
+    return partial(_made_of_package, cast("Any", make))
+
+
+def _made_of_package(kind: Any, tokenizer: Any) -> Renderer:
+    config_type: Any = getattr(import_module("renderers.configs"), f"{kind.__name__}Config", None)
     if config_type is None or "thinking_retention" not in config_type.model_fields:
-        return make
-    return partial(cast("Any", make), config=config_type(thinking_retention="all"))
+        return with_folder_stops(kind(tokenizer), tokenizer)
+    return with_folder_stops(kind(tokenizer, config=config_type(thinking_retention="all")), tokenizer)
 
 
 def with_template_kwargs(renderer: Renderer, kwargs: Mapping[str, Any], tokenizer: Any) -> Renderer:
@@ -136,6 +195,8 @@ def with_template_kwargs(renderer: Renderer, kwargs: Mapping[str, Any], tokenize
     """
     if isinstance(renderer, ChatTemplateRenderer):
         return renderer.with_template_kwargs(kwargs)
+    if isinstance(renderer, WithStopTokens):
+        return WithStopTokens(with_template_kwargs(renderer.renderer, kwargs, tokenizer), renderer.more)
     config: Any = getattr(renderer, "config", None)
     known: frozenset[str] = getattr(config, "_template_fields", frozenset())
     name = type(renderer).__name__
@@ -209,6 +270,16 @@ def _fit(tokenizer: Any, renderer: Renderer) -> TemplateFit:
     return TemplateFit(any(each.is_dropped_by(own) for each in tried))
 
 
+def drops_reasoning(tokenizer: Any, renderer: Renderer) -> bool:
+    """Check whether a chat template leaves out earlier reasoning, which the renderer keeps; False if they cannot be
+    compared."""
+    try:
+        return _fit(tokenizer, renderer).drops
+    except Exception as error:
+        logger.info("a chat template cannot be compared with a renderer: %r", error)
+        return False
+
+
 @dataclass(frozen=True, slots=True)
 class _Tried:
     """Conversation with the text of the prompt that a renderer makes by extending it turn by turn."""
@@ -243,12 +314,12 @@ class _Tried:
 
 def _tried(tokenizer: Any, renderer: Renderer, conversation: tuple[Message, ...]) -> _Tried | None:
     """Render a conversation; None if the renderer does not extend it."""
-    tools = list(_TOOLS) if any("tool_calls" in message for message in conversation) else None
-    ids = _extended(renderer, conversation, tools)
+    tools = list(TOOLS) if any("tool_calls" in message for message in conversation) else None
+    ids = extended_prompt(renderer, conversation, tools)
     return None if ids is None else _Tried(tokenizer, conversation, tools, tokenizer.decode(ids))
 
 
-def _extended(renderer: Renderer, conversation: Sequence[Message], tools: list[Any] | None) -> list[int] | None:
+def extended_prompt(renderer: Renderer, conversation: Sequence[Message], tools: list[Any] | None) -> list[int] | None:
     """Prompt after a conversation whose replies were sampled as the renderer writes a last message."""
     stops = set(renderer.get_stop_token_ids())
     replies = [place for place, message in enumerate(conversation) if message["role"] == "assistant"]
@@ -269,7 +340,7 @@ def _extended(renderer: Renderer, conversation: Sequence[Message], tools: list[A
     return prompt
 
 
-_TALK: tuple[Message, ...] = (
+TALK: tuple[Message, ...] = (
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Define it."},
     {"role": "assistant", "content": "A word.", "reasoning_content": "That is short."},
@@ -277,11 +348,11 @@ _TALK: tuple[Message, ...] = (
     {"role": "assistant", "content": "A pronoun.", "reasoning_content": "Not much longer."},
     {"role": "user", "content": "Thanks."},
 )
-_TALK_WITH_CALL: tuple[Message, ...] = (
+TALK_WITH_CALL: tuple[Message, ...] = (
     {"role": "user", "content": "Define it."},
     {**_CALL, "reasoning_content": "Which word is that?"},
     _RESULT,
     {"role": "assistant", "content": "A pronoun.", "reasoning_content": "Found."},
     {"role": "user", "content": "Thanks."},
 )
-_CONVERSATIONS = (_TALK, _TALK_WITH_CALL)
+_CONVERSATIONS = (TALK, TALK_WITH_CALL)

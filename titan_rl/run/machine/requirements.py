@@ -14,11 +14,15 @@ from titan_rl.cluster.hosts.placement import (
     place_trainer,
     visible_gpus,
 )
+from titan_rl.config.build import is_single_turn, make_renderer
 from titan_rl.config.experimental import experimental_warning
 from titan_rl.config.model_files import read_json
 from titan_rl.config.model_folder import BYTES, count_adapter, count_parameters
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import ConfigError, MissingExtraError, NoSpaceError
+from titan_rl.rollout.renderer.registry import ChosenRenderer, choose_renderer
+from titan_rl.rollout.renderer.support import chat_support
+from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.training.models.choice import choose_implementation
 from titan_rl.weights.transports.registry import find_transport
 
@@ -167,6 +171,26 @@ def describe_implementation(config: RunConfig) -> str:
         has_adapter=config.training.adapter.is_on,
     )
     return f"model.implementation is {chosen.name}: {chosen.reason}"
+
+
+def describe_chat(config: RunConfig) -> list[str]:
+    """Lines on the renderer of a run and the reason for it, its turns, tool calls and stop tokens; none if transformers
+    is not installed.
+
+    Raises:
+        ModelError: the chat template cannot be extended turn by turn, and a rollout may have several turns.
+        ConfigError: there is no such renderer, or it refuses the tokenizer.
+    """
+    try:
+        tokenizer = load_tokenizer(config.model.path)
+    except MissingExtraError:
+        return []
+    single_turn = is_single_turn(config)
+    if config.model.renderer == "auto":
+        chosen = choose_renderer(tokenizer, single_turn=single_turn)
+    else:
+        chosen = ChosenRenderer(make_renderer(config.model, single_turn=single_turn), "model.renderer names it")
+    return [*chat_support(tokenizer, chosen).lines()]
 
 
 def warn_of_experimental(config: RunConfig) -> str | None:

@@ -1,0 +1,14 @@
+"""The page of chats is that of the templates which the tests have."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("trl", reason="needs the dev extra")
+pytest.importorskip("renderers")
+
+from scripts.write_chat_docs import PAGE, page
+
+
+def test_the_page_of_chats_is_current() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "run: .venv/bin/python -m scripts.write_chat_docs"

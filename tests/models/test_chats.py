@@ -1,0 +1,168 @@
+"""Chats of model families: renderers, turns that extend, tool calls and stop tokens, with templates of real models."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+
+pytest.importorskip("trl", reason="needs the dev extra")
+pytest.importorskip("renderers")
+
+from tests.models.chats import CHATS, GPT_OSS
+from titan_rl.config.build import make_renderer
+from titan_rl.core.errors import ModelError
+from titan_rl.rollout.renderer import ChatTemplateRenderer
+from titan_rl.rollout.renderer.registry import TOOLS
+from titan_rl.rollout.renderer.tokenizer import load_tokenizer
+from titan_rl.training.settings import ModelConfig
+
+WITH_TOOLS = ("qwen2", "qwen3", "llama", "glm4_moe", "glm4", "mistral", "olmo3")
+USER: Any = {"role": "user", "content": "Define it."}
+MORE: Any = {"role": "user", "content": "Longer."}
+
+
+@cache
+def folder_of(family: str) -> Path:
+    return CHATS[family].write(Path(mkdtemp(prefix=f"{family}-")))
+
+
+def renderer_of(family: str) -> Any:
+    return make_renderer(ModelConfig(path=str(folder_of(family))))
+
+
+def ids_of(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize("family", CHATS)
+def test_every_turn_begins_with_the_tokens_of_the_previous_one(family: str) -> None:
+    renderer, tokenizer = renderer_of(family), load_tokenizer(folder_of(family))
+    messages = [USER]
+    prompt = list(renderer.render_ids(messages, add_generation_prompt=True))
+    stop = renderer.get_stop_token_ids()[0]
+    for answer in ("A word", "A pronoun"):
+        text = f"<think>\nHm.\n</think>\n\n{answer}"
+        # Not how the tokenizer would write it: sampled tokens need not be canonical.
+        said = [*ids_of(tokenizer, text[:10]), *ids_of(tokenizer, text[10:]), stop]
+        extended = renderer.bridge_to_next_turn(prompt, said, [MORE])
+        assert extended is not None
+        assert list(extended.token_ids)[: len(prompt) + len(said)] == [*prompt, *said]
+        assert "Longer." in tokenizer.decode(list(extended.token_ids)[len(prompt) + len(said) :])
+        prompt = list(extended.token_ids)
+
+
+ANSWER_FIRST = ("qwen3", "qwen3_moe", "glm4_moe", "glm4", "deepseek_v3")
+"""Families whose answers begin with reasoning, with the end of one, or with a line break."""
+
+
+@pytest.mark.parametrize("family", [name for name in CHATS if name not in ANSWER_FIRST])
+def test_an_extended_prompt_has_the_tokens_that_the_template_renders(family: str) -> None:
+    renderer, tokenizer = renderer_of(family), load_tokenizer(folder_of(family))
+    prompt = list(renderer.render_ids([USER], add_generation_prompt=True))
+    messages = [USER, {"role": "assistant", "content": "A word."}, MORE]
+    whole = list(renderer.render_ids(messages, add_generation_prompt=True))
+    said = ids_of(tokenizer, "A word.")
+    assert list(renderer.bridge_to_next_turn(prompt, said, [MORE]).token_ids) == whole
+
+
+@pytest.mark.parametrize("family", CHATS)
+def test_every_end_of_generation_config_is_a_stop_token(family: str) -> None:
+    renderer, tokenizer = renderer_of(family), load_tokenizer(folder_of(family))
+    assert {*CHATS[family].stops} <= {*tokenizer.convert_ids_to_tokens(renderer.get_stop_token_ids())}
+
+
+@pytest.mark.parametrize("family", WITH_TOOLS)
+def test_a_call_is_read_and_its_result_extends_the_prompt(family: str) -> None:
+    renderer, tokenizer = renderer_of(family), load_tokenizer(folder_of(family))
+    tools = list(TOOLS)
+    prompt = list(renderer.render_ids([USER], tools=tools, add_generation_prompt=True))
+    assert "Look up a word." in tokenizer.decode(prompt)
+    call = {"type": "function", "id": "abcdefghi", "function": {"name": "look_up", "arguments": {"word": "it"}}}
+    asked = [USER, {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [call]}]
+    whole = list(renderer.render_ids(asked, tools=tools))
+    assert whole[: len(prompt)] == prompt
+    said = whole[len(prompt) :]
+    stops = renderer.get_stop_token_ids()
+    ends = [place for place, token in enumerate(said) if token in stops]
+    said = said[: ends[0] + 1] if ends else [*said, *tokenizer.convert_tokens_to_ids(["<|observation|>"])]
+
+    (read,) = renderer.parse_response(said, tools=tools, prompt_ids=prompt).tool_calls
+    assert (read.name, read.arguments, read.status) == ("look_up", {"word": "it"}, "ok")
+
+    result = {"role": "tool", "name": "look_up", "tool_call_id": read.id or "abcdefghi", "content": "a pronoun"}
+    extended = list(renderer.bridge_to_next_turn(prompt, said, [result], tools=tools).token_ids)
+    assert extended[: len(prompt) + len(said)] == [*prompt, *said]
+    rendered = tokenizer.decode(list(renderer.render_ids([*asked, result], tools=tools, add_generation_prompt=True)))
+    assert tokenizer.decode(extended) == rendered
+
+
+def test_an_answer_without_a_call_is_text_with_tools_too() -> None:
+    renderer, tokenizer = renderer_of("llama"), load_tokenizer(folder_of("llama"))
+    parsed = renderer.parse_response(ids_of(tokenizer, 'It is {"a": 1}.<|eot_id|>'), tools=list(TOOLS))
+    assert (parsed.content, list(parsed.tool_calls)) == ('It is {"a": 1}.', [])
+
+
+@pytest.mark.parametrize(
+    ("answer", "status"),
+    [
+        ('<tool_call>\n{"name": "look_up", "arguments": {"word": }\n</tool_call>', "invalid_json"),
+        ('<tool_call>\n{"name": "look_up", "arguments": {"word": "it"}}', "unclosed_block"),
+        ('<tool_call>\n{"arguments": {"word": "it"}}\n</tool_call>', "missing_name"),
+        ("<tool_call>\n3\n</tool_call>", "malformed_structure"),
+    ],
+)
+def test_a_malformed_call_has_a_status_that_ends_the_rollout(answer: str, status: str) -> None:
+    renderer, tokenizer = renderer_of("qwen2"), load_tokenizer(folder_of("qwen2"))
+    (call,) = renderer.parse_response(ids_of(tokenizer, f"Wait.{answer}<|im_end|>"), tools=list(TOOLS)).tool_calls
+    assert call.status == status
+
+
+def test_text_before_calls_has_no_special_tokens_and_reasoning_is_apart() -> None:
+    renderer, tokenizer = renderer_of("qwen2"), load_tokenizer(folder_of("qwen2"))
+    said = (
+        "<think>\nhm <tool_call>\n</think>\n\nWait<|im_start|>.\n"
+        '<tool_call>\n{"name": "a", "arguments": {}}\n</tool_call>'
+        '\n<tool_call>\n{"name": "b", "arguments": {"x": 1}}\n</tool_call><|im_end|>'
+    )
+    parsed = renderer.parse_response(ids_of(tokenizer, said), tools=list(TOOLS))
+    assert (parsed.content, parsed.reasoning_content) == ("Wait.", "hm <tool_call>")
+    assert [(call.name, call.arguments) for call in parsed.tool_calls] == [("a", {}), ("b", {"x": 1})]
+    assert not renderer.parse_response(ids_of(tokenizer, said)).tool_calls, "calls need tools"
+
+
+def test_qwen2_keeps_its_own_system_message_and_qwen3_has_the_renderer_of_the_package() -> None:
+    qwen2 = renderer_of("qwen2")
+    assert isinstance(qwen2, ChatTemplateRenderer)
+    assert "You are Qwen" in load_tokenizer(folder_of("qwen2")).decode(qwen2.render_ids([USER]))
+    assert type(renderer_of("qwen3")).__name__ == "Qwen3Renderer"
+    assert type(renderer_of("llama")).__name__ == "Llama3Renderer"
+    assert type(renderer_of("glm4_moe")).__name__ == "GLM45Renderer"
+
+
+def test_a_template_of_several_messages_an_answer_is_refused_with_the_renderer_to_set(tmp_path: Path) -> None:
+    folder = GPT_OSS.write(tmp_path)
+    with pytest.raises(ModelError, match=r'model\.renderer = "renderers:GptOssRenderer"'):
+        make_renderer(ModelConfig(path=str(folder), renderer="chat_template"))
+
+
+def test_a_renderer_of_the_package_gets_the_stop_tokens_that_it_lacks(tmp_path: Path) -> None:
+    folder = CHATS["qwen3"].write(tmp_path)
+    tokenizer = load_tokenizer(folder)
+    start = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [start, 65]}))
+    renderer = make_renderer(ModelConfig(path=str(folder)))
+    assert start in renderer.get_stop_token_ids()
+    assert 65 not in renderer.get_stop_token_ids(), "65 is a letter, and no end"
+    assert renderer.parse_response([*ids_of(tokenizer, "yes"), start]).content == "yes"
+
+
+def test_a_generation_config_with_something_else_is_refused(tmp_path: Path) -> None:
+    folder = CHATS["qwen2"].write(tmp_path)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": "<|im_end|>"}))
+    with pytest.raises(ModelError, match=r"eos_token_id in .* is '<\|im_end\|>'; it must be a token id"):
+        make_renderer(ModelConfig(path=str(folder)))

@@ -1,0 +1,451 @@
+"""Formats of tool calls in the text of an answer, and the choice of the format that a chat template writes.
+
+A template is asked to render a call, and the first format that reads exactly this call back is the template's. A
+family needs no entry of its own, unless it writes calls in a new way.
+
+Example: Qwen2.5 and many others write
+
+    <tool_call>
+    {"name": "look_up", "arguments": {"word": "it"}}
+    </tool_call>
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from titan_rl.rollout.renderer.types import Tools
+
+OK, INVALID_JSON, UNCLOSED, MALFORMED, MISSING_NAME = (
+    "ok",
+    "invalid_json",
+    "unclosed_block",
+    "malformed_structure",
+    "missing_name",
+)
+"""Statuses of parsed calls, with the names of the `renderers` package."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedCall:
+    """The `ParsedToolCall` of `ChatTemplateRenderer`."""
+
+    name: str | None
+    arguments: dict[str, Any] | str | None
+    status: str = OK
+    id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReadCalls:
+    """Calls of an answer, and the text before the first one."""
+
+    content: str
+    calls: tuple[ParsedCall, ...]
+
+
+class CallFormat(Protocol):
+    """Format of tool calls."""
+
+    @property
+    def name(self) -> str:
+        """Name for messages and the docs."""
+        ...
+
+    @property
+    def example(self) -> str:
+        """A call, for the docs."""
+        ...
+
+    def read(self, text: str, tools: Tools | None) -> ReadCalls | None:
+        """Parse the calls in an answer with its special tokens; None if there is none.
+
+        Args:
+            tools: give the types of arguments to formats that write them as plain text.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Delimiters of calls. Without `end` a block ends with the answer."""
+
+    begin: str
+    end: str
+
+    def split(self, text: str) -> tuple[str, list[str], bool]:
+        """Text before the first block, the inside of each block, and whether the last one is closed."""
+        before, *parts = text.split(self.begin)
+        if not self.end:
+            return before, parts, True
+        inside = [part.partition(self.end) for part in parts]
+        return before, [body for body, _, _ in inside], all(end for _, end, _ in inside)
+
+
+@dataclass(frozen=True, slots=True)
+class JsonCalls:
+    """Blocks with a JSON object for each call, or a list of such objects."""
+
+    name: str
+    blocks: Blocks
+    example: str
+
+    def read(self, text: str, tools: Tools | None) -> ReadCalls | None:
+        before, bodies, closed = self.blocks.split(text)
+        if not bodies:
+            return None
+        calls = [call for body in bodies for call in _calls_of_json(body)]
+        if not closed:
+            calls[-1] = ParsedCall(calls[-1].name, calls[-1].arguments, UNCLOSED)
+        return ReadCalls(before.strip(), tuple(calls))
+
+
+@dataclass(frozen=True, slots=True)
+class BareJsonCalls:
+    """JSON object that is the whole answer. An object without a name, or without arguments, is text."""
+
+    name: str
+    tag: str
+    """Token that may come first."""
+    example: str
+
+    def read(self, text: str, tools: Tools | None) -> ReadCalls | None:
+        body = text.strip().removeprefix(self.tag).strip()
+        if not body.startswith("{"):
+            return None
+        calls: list[ParsedCall] = []
+        for part in _json_values(body):
+            if not isinstance(part, Mapping) or "name" not in part or not {"parameters", "arguments"} & part.keys():
+                return None
+            calls.append(_call_of(part))
+        return ReadCalls("", tuple(calls)) if calls else None
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedCalls:
+    """Blocks with a name and a tagged text for each argument, which is JSON unless the tool takes a string.
+
+    Args:
+        function: pattern of a call, with the groups `name` and `body`.
+        argument: pattern of an argument in the body, with the groups `key` and `value`.
+    """
+
+    name: str
+    blocks: Blocks
+    function: re.Pattern[str]
+    argument: re.Pattern[str]
+    example: str
+
+    def read(self, text: str, tools: Tools | None) -> ReadCalls | None:
+        before, bodies, closed = self.blocks.split(text)
+        if not bodies:
+            return None
+        calls: list[ParsedCall] = []
+        for body in bodies:
+            found = [*self.function.finditer(body)]
+            calls += [self._call(match, tools) for match in found] or [ParsedCall(None, body, MALFORMED)]
+        if not closed:
+            calls[-1] = ParsedCall(calls[-1].name, calls[-1].arguments, UNCLOSED)
+        return ReadCalls(before.strip(), tuple(calls))
+
+    def _call(self, match: re.Match[str], tools: Tools | None) -> ParsedCall:
+        name = match["name"].strip()
+        types = _types_of(name, tools)
+        arguments = {
+            (key := argument["key"].strip()): _value(argument["value"], types.get(key))
+            for argument in self.argument.finditer(match["body"])
+        }
+        return ParsedCall(name or None, arguments, OK if name else MISSING_NAME)
+
+
+@dataclass(frozen=True, slots=True)
+class PythonCalls:
+    """Blocks with calls as Python writes them, with literals as keyword arguments, one a line or in a list."""
+
+    name: str
+    blocks: Blocks
+    example: str
+
+    def read(self, text: str, tools: Tools | None) -> ReadCalls | None:
+        before, bodies, closed = self.blocks.split(text)
+        if not bodies:
+            return None
+        calls = [call for body in bodies for call in _calls_of_python(body)]
+        if not closed:
+            calls[-1] = ParsedCall(calls[-1].name, calls[-1].arguments, UNCLOSED)
+        return ReadCalls(before.strip(), tuple(calls))
+
+
+@dataclass(frozen=True, slots=True)
+class NamedJsonCalls:
+    """A name, a separator, and the JSON object of the arguments.
+
+    Args:
+        call: pattern in front of the arguments, with the group `name`.
+        end: pattern behind the arguments of a call.
+    """
+
+    name: str
+    call: re.Pattern[str]
+    end: re.Pattern[str]
+    example: str
+
+    def read(self, text: str, tools: Tools | None) -> ReadCalls | None:
+        first = self.call.search(text)
+        if first is None:
+            return None
+        before, calls, match = text[: first.start()], list[ParsedCall](), first
+        while match is not None:
+            try:
+                arguments, place = json.JSONDecoder().raw_decode(text, match.end())
+            except ValueError:
+                calls.append(ParsedCall(match["name"], text[match.end() :], INVALID_JSON))
+                break
+            end = self.end.match(text, place)
+            is_ok = end is not None and isinstance(arguments, dict)
+            calls.append(ParsedCall(match["name"], arguments, OK if is_ok else MALFORMED))
+            match = self.call.search(text, place if end is None else end.end())
+        return ReadCalls(before.strip(), tuple(calls))
+
+
+def _calls_of_json(body: str) -> list[ParsedCall]:
+    """Calls in JSON values that follow each other."""
+    try:
+        values = [*_json_values(body.strip())]
+    except ValueError:
+        return [ParsedCall(None, body, INVALID_JSON)]
+    listed: list[Any] = [each for value in values for each in (value if isinstance(value, list) else [value])]
+    return [_call_of(value) for value in listed] or [ParsedCall(None, body, MALFORMED)]
+
+
+def _json_values(text: str) -> Iterator[Any]:
+    """JSON values, separated by white space or semicolons.
+
+    Raises:
+        ValueError: other text.
+    """
+    place = 0
+    while place < len(text):
+        value, place = json.JSONDecoder().raw_decode(text, place)
+        yield value
+        while place < len(text) and (text[place].isspace() or text[place] == ";"):
+            place += 1
+
+
+def _call_of(value: Any) -> ParsedCall:
+    """Call of an object `{"name": ..., "arguments": {...}}`, its other spellings, or `{"name": {...}}`."""
+    if not isinstance(value, Mapping):
+        return ParsedCall(None, str(value), MALFORMED)
+    name: Any = value.get("name", value.get("tool_name"))
+    arguments: Any = value.get("arguments", value.get("parameters"))
+    if name is None and arguments is None and len(value) == 1:
+        ((name, arguments),) = value.items()
+    if isinstance(arguments, str):  # some models write them as JSON in a text
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            return ParsedCall(name, arguments, INVALID_JSON)
+    if not isinstance(name, str) or not name:
+        return ParsedCall(None, arguments, MISSING_NAME)
+    written: Any = value.get("id", value.get("tool_call_id"))
+    call_id = written if isinstance(written, str) and written else None
+    is_ok = arguments is None or isinstance(arguments, dict)
+    return ParsedCall(name, {} if arguments is None else arguments, OK if is_ok else MALFORMED, call_id)
+
+
+def _calls_of_python(body: str) -> list[ParsedCall]:
+    try:
+        lines = ast.parse(body.strip()).body
+        listed = [each for line in lines if isinstance(line, ast.Expr) for each in _elements(line.value)]
+        calls = [_call_of_python(each) for each in listed]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return [ParsedCall(None, body, MALFORMED)]
+    return calls or [ParsedCall(None, body, MALFORMED)]
+
+
+def _elements(value: ast.expr) -> Sequence[ast.expr]:
+    return value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
+
+
+def _call_of_python(value: ast.expr) -> ParsedCall:
+    if not isinstance(value, ast.Call) or value.args or not isinstance(value.func, ast.Name | ast.Attribute):
+        return ParsedCall(None, ast.unparse(value), MALFORMED)
+    arguments = {str(each.arg): _literal(each.value) for each in value.keywords}
+    return ParsedCall(ast.unparse(value.func), arguments)
+
+
+_NAMED_LITERALS: Mapping[str, Any] = {"true": True, "false": False, "null": None}
+
+
+def _literal(value: ast.expr) -> Any:
+    """Value of a literal, in which `true`, `false` and `null` may be those of JSON.
+
+    Raises:
+        ValueError: not a literal.
+    """
+    if isinstance(value, ast.Name) and value.id in _NAMED_LITERALS:
+        return _NAMED_LITERALS[value.id]
+    return ast.literal_eval(value)
+
+
+def _types_of(name: str, tools: Tools | None) -> Mapping[str, Any]:
+    """Types of a tool's arguments, as its schema names them."""
+    for tool in tools or ():
+        function: Any = tool.get("function", tool)
+        if function.get("name") == name:
+            properties = (function.get("parameters") or {}).get("properties") or {}
+            return {key: schema.get("type") for key, schema in properties.items() if isinstance(schema, Mapping)}
+    return {}
+
+
+def _value(text: str, kind: Any) -> Any:
+    text = text.removeprefix("\n").removesuffix("\n")
+    if kind == "string":
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+FORMATS: Sequence[CallFormat] = (
+    TaggedCalls(
+        "function tags",
+        Blocks("<tool_call>", "</tool_call>"),
+        re.compile(r"<function=(?P<name>[^>]*)>(?P<body>.*?)</function>", re.DOTALL),
+        re.compile(r"<parameter=(?P<key>[^>]*)>(?P<value>.*?)</parameter>", re.DOTALL),
+        "<tool_call><function=look_up><parameter=word>it</parameter></function></tool_call>",
+    ),
+    TaggedCalls(
+        "Seed's function tags",
+        Blocks("<seed:tool_call>", "</seed:tool_call>"),
+        re.compile(r"<function=(?P<name>[^>]*)>(?P<body>.*?)</function>", re.DOTALL),
+        re.compile(r"<parameter=(?P<key>[^>]*)>(?P<value>.*?)</parameter>", re.DOTALL),
+        "<seed:tool_call><function=look_up><parameter=word>it</parameter></function></seed:tool_call>",
+    ),
+    TaggedCalls(
+        "MiniMax's invoke tags",
+        Blocks("<minimax:tool_call>", "</minimax:tool_call>"),
+        re.compile(r'<invoke name="(?P<name>[^"]*)">(?P<body>.*?)</invoke>', re.DOTALL),
+        re.compile(r'<parameter name="(?P<key>[^"]*)">(?P<value>.*?)</parameter>', re.DOTALL),
+        '<minimax:tool_call><invoke name="look_up"><parameter name="word">it</parameter></invoke></minimax:tool_call>',
+    ),
+    TaggedCalls(
+        "GLM's argument tags",
+        Blocks("<tool_call>", "</tool_call>"),
+        re.compile(r"^\s*(?P<name>[\w.-]+)(?P<body>\s*(<arg_key>.*)?)$", re.DOTALL),
+        re.compile(r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>", re.DOTALL),
+        "<tool_call>look_up<arg_key>word</arg_key><arg_value>it</arg_value></tool_call>",
+    ),
+    JsonCalls(
+        "Hermes JSON",
+        Blocks("<tool_call>", "</tool_call>"),
+        '<tool_call>{"name": "look_up", "arguments": {"word": "it"}}</tool_call>',
+    ),
+    JsonCalls(
+        "Hunyuan's JSON list",
+        Blocks("<tool_calls>", "</tool_calls>"),
+        '<tool_calls>[{"name": "look_up", "arguments": {"word": "it"}}]</tool_calls>',
+    ),
+    NamedJsonCalls(
+        "Mistral's named JSON",
+        re.compile(r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)(?:\[CALL_ID\][\w-]+)?\[ARGS\]\s*"),
+        re.compile(r"\s*"),
+        '[TOOL_CALLS]look_up[ARGS]{"word": "it"}',
+    ),
+    JsonCalls(
+        "Mistral's JSON list",
+        Blocks("[TOOL_CALLS]", ""),
+        '[TOOL_CALLS][{"name": "look_up", "arguments": {"word": "it"}, "id": "call00001"}]',
+    ),
+    JsonCalls(
+        "Cohere's JSON list",
+        Blocks("<|START_ACTION|>", "<|END_ACTION|>"),
+        '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "look_up", "parameters": {"word": "it"}}]<|END_ACTION|>',
+    ),
+    JsonCalls(
+        "Phi's JSON list",
+        Blocks("<|tool_call|>", "<|/tool_call|>"),
+        '<|tool_call|>[{"name": "look_up", "arguments": {"word": "it"}}]<|/tool_call|>',
+    ),
+    JsonCalls(
+        "Granite's JSON list",
+        Blocks("<|tool_call|>", ""),
+        '<|tool_call|>[{"name": "look_up", "arguments": {"word": "it"}}]',
+    ),
+    JsonCalls(
+        "Apertus's JSON list",
+        Blocks("<|tools_prefix|>", "<|tools_suffix|>"),
+        '<|tools_prefix|>[{"look_up": {"word": "it"}}]<|tools_suffix|>',
+    ),
+    NamedJsonCalls(
+        "DeepSeek's named JSON",
+        re.compile(
+            r"(?:<｜tool▁calls▁begin｜>)?<｜tool▁call▁begin｜>"
+            r"(?:function<｜tool▁sep｜>(?P<name>[\w.-]+)\s*```json\s*)"
+        ),
+        re.compile(r"\s*```<｜tool▁call▁end｜>(?:<｜tool▁calls▁end｜>)?\s*"),
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look_up ```json {"word": "it"} '
+        "```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    ),
+    NamedJsonCalls(
+        "DeepSeek 3.1's named JSON",
+        re.compile(r"(?:<｜tool▁calls▁begin｜>)?<｜tool▁call▁begin｜>(?P<name>[\w.-]+)<｜tool▁sep｜>\s*"),
+        re.compile(r"\s*<｜tool▁call▁end｜>(?:<｜tool▁calls▁end｜>)?\s*"),
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look_up<｜tool▁sep｜>{"word": "it"}<｜tool▁call▁end｜>'
+        "<｜tool▁calls▁end｜>",
+    ),
+    PythonCalls(
+        "OLMo's Python calls",
+        Blocks("<function_calls>", "</function_calls>"),
+        '<function_calls>look_up(word="it")</function_calls>',
+    ),
+    PythonCalls(
+        "LFM's Python calls",
+        Blocks("<|tool_call_start|>", "<|tool_call_end|>"),
+        "<|tool_call_start|>[look_up(word='it')]<|tool_call_end|>",
+    ),
+    BareJsonCalls(
+        "Llama's bare JSON",
+        "<|python_tag|>",
+        '{"name": "look_up", "parameters": {"word": "it"}}',
+    ),
+    NamedJsonCalls(
+        "GLM-4's named JSON",
+        re.compile(r"^\s*(?P<name>[A-Za-z_][\w.-]*)\n(?=\{)"),
+        re.compile(r"\s*"),
+        'look_up {"word": "it"}',
+    ),
+)
+"""Formats in the order in which they are tried: before a more general one comes the more specific one."""
+
+PROBE_TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Look up a word.",
+        "parameters": {
+            "type": "object",
+            "properties": {"word": {"type": "string"}, "count": {"type": "integer"}},
+            "required": ["word"],
+        },
+    },
+}
+PROBE_ARGUMENTS: Mapping[str, Any] = {"word": "it", "count": 3}
+
+
+def format_of(rendered: str) -> CallFormat | None:
+    """Choose the format that reads exactly the call `look_up(word="it", count=3)` in a rendered answer."""
+    for each in FORMATS:
+        found = each.read(rendered, [PROBE_TOOL])
+        if found is None or len(found.calls) != 1:
+            continue
+        call = found.calls[0]
+        if (call.name, call.arguments, call.status) == ("look_up", PROBE_ARGUMENTS, OK):
+            return each
+    return None
