@@ -45,7 +45,7 @@ TARGET = 0.1
 """Least gain of reward in 20 steps."""
 
 DEMONSTRATIONS = 19_200
-"""Half as many as the example's base model has learned from."""
+"""Half of those that the example's base model has learned from."""
 
 SIZES: Mapping[str, Any] = {
     "hidden_size": 128,

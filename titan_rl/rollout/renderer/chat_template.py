@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from titan_rl.core.errors import ModelError, RequestError
 from titan_rl.rollout.renderer.stop_tokens import folder_stop_token_ids
@@ -455,7 +455,8 @@ def _with_arguments(call: Any, as_text: bool) -> Any:
     """Copy of a tool call with its arguments as JSON in a text, or as an object."""
     if not isinstance(call, Mapping):
         return call
-    function: Any = call.get("function", call)
+    fields = cast("Mapping[str, Any]", call)
+    function: Mapping[str, Any] = fields.get("function", fields)
     arguments: Any = function.get("arguments")
     if as_text and not isinstance(arguments, str):
         arguments = json.dumps({} if arguments is None else arguments, ensure_ascii=False)
@@ -463,9 +464,9 @@ def _with_arguments(call: Any, as_text: bool) -> Any:
         try:
             arguments = json.loads(arguments)
         except ValueError:
-            return call
+            return fields
     changed = {**function, "arguments": arguments}
-    return {**call, "function": changed} if "function" in call else changed
+    return {**fields, "function": changed} if "function" in fields else changed
 
 
 def _first_line(error: Exception) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.errors import ModelError
@@ -28,13 +28,15 @@ def folder_stop_token_ids(tokenizer: Any) -> list[int]:
         if not file.is_file():
             continue
         try:
-            settings = parse_json(file.read_text(encoding="utf-8"))
+            settings: Any = parse_json(file.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ModelError(f"{file} is no JSON: {error}") from error
-        found: Any = settings.get("eos_token_id") if isinstance(settings, dict) else None
-        if found is None and isinstance(settings, dict):
+        if not isinstance(settings, dict):
+            raise ModelError(f"{file} is no JSON object")
+        found: Any = cast("dict[str, Any]", settings).get("eos_token_id")
+        if found is None:
             continue
-        listed: list[Any] = found if isinstance(found, list) else [found]
+        listed = cast("list[Any]", found) if isinstance(found, list) else [found]
         if not all(isinstance(each, int) and not isinstance(each, bool) for each in listed):
             raise ModelError(f"eos_token_id in {file} is {found!r}; it must be a token id, or a list of token ids")
         return sorted({each for each in listed if each in added})

@@ -17,7 +17,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from titan_rl.rollout.renderer.types import Tools
 
@@ -31,7 +31,7 @@ OK, INVALID_JSON, UNCLOSED, MALFORMED, MISSING_NAME = (
 """Statuses of parsed calls, with the names of the `renderers` package."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ParsedCall:
     """The `ParsedToolCall` of `ChatTemplateRenderer`."""
 
@@ -107,7 +107,7 @@ class JsonCalls:
 
 @dataclass(frozen=True, slots=True)
 class BareJsonCalls:
-    """JSON object that is the whole answer. An object without a name, or without arguments, is text."""
+    """JSON object that is the whole answer. An object without a name or without arguments is text."""
 
     name: str
     tag: str
@@ -118,12 +118,13 @@ class BareJsonCalls:
         body = text.strip().removeprefix(self.tag).strip()
         if not body.startswith("{"):
             return None
-        calls: list[ParsedCall] = []
-        for part in _json_values(body):
-            if not isinstance(part, Mapping) or "name" not in part or not {"parameters", "arguments"} & part.keys():
-                return None
-            calls.append(_call_of(part))
-        return ReadCalls("", tuple(calls)) if calls else None
+        try:
+            parts = [_object(part) for part in _json_values(body)]
+        except ValueError:
+            return ReadCalls("", (ParsedCall(None, body, INVALID_JSON),)) if '"name"' in body else None
+        if any("name" not in part or not {"parameters", "arguments"} & part.keys() for part in parts):
+            return None
+        return ReadCalls("", tuple(_call_of(part) for part in parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,13 +203,13 @@ class NamedJsonCalls:
         before, calls, match = text[: first.start()], list[ParsedCall](), first
         while match is not None:
             try:
-                arguments, place = json.JSONDecoder().raw_decode(text, match.end())
+                arguments, place = _raw_decode(text, match.end())
             except ValueError:
                 calls.append(ParsedCall(match["name"], text[match.end() :], INVALID_JSON))
                 break
             end = self.end.match(text, place)
-            is_ok = end is not None and isinstance(arguments, dict)
-            calls.append(ParsedCall(match["name"], arguments, OK if is_ok else MALFORMED))
+            status = OK if end is not None and isinstance(arguments, dict) else MALFORMED
+            calls.append(ParsedCall(match["name"], cast("Any", arguments), status))
             match = self.call.search(text, place if end is None else end.end())
         return ReadCalls(before.strip(), tuple(calls))
 
@@ -219,7 +220,7 @@ def _calls_of_json(body: str) -> list[ParsedCall]:
         values = [*_json_values(body.strip())]
     except ValueError:
         return [ParsedCall(None, body, INVALID_JSON)]
-    listed: list[Any] = [each for value in values for each in (value if isinstance(value, list) else [value])]
+    listed = [each for value in values for each in (cast("list[Any]", value) if isinstance(value, list) else [value])]
     return [_call_of(value) for value in listed] or [ParsedCall(None, body, MALFORMED)]
 
 
@@ -231,31 +232,43 @@ def _json_values(text: str) -> Iterator[Any]:
     """
     place = 0
     while place < len(text):
-        value, place = json.JSONDecoder().raw_decode(text, place)
+        value, place = _raw_decode(text, place)
         yield value
         while place < len(text) and (text[place].isspace() or text[place] == ";"):
             place += 1
 
 
+def _raw_decode(text: str, place: int) -> tuple[Any, int]:
+    """JSON value that begins at a place of a text, and the place of its end."""
+    found: tuple[Any, int] = json.JSONDecoder().raw_decode(text, place)
+    return found
+
+
+def _object(value: Any) -> Mapping[str, Any]:
+    """A JSON object; anything else is an empty one."""
+    return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
+
+
 def _call_of(value: Any) -> ParsedCall:
     """Call of an object `{"name": ..., "arguments": {...}}`, its other spellings, or `{"name": {...}}`."""
-    if not isinstance(value, Mapping):
+    parts = _object(value)
+    if not parts:
         return ParsedCall(None, str(value), MALFORMED)
-    name: Any = value.get("name", value.get("tool_name"))
-    arguments: Any = value.get("arguments", value.get("parameters"))
-    if name is None and arguments is None and len(value) == 1:
-        ((name, arguments),) = value.items()
+    name: Any = parts.get("name", parts.get("tool_name"))
+    arguments: Any = parts.get("arguments", parts.get("parameters"))
+    if name is None and arguments is None and len(parts) == 1:
+        ((name, arguments),) = parts.items()
+    if not isinstance(name, str) or not name:
+        return ParsedCall(None, arguments, MISSING_NAME)
+    written: Any = parts.get("id", parts.get("tool_call_id"))
+    call_id = written if isinstance(written, str) and written else None
     if isinstance(arguments, str):  # some models write them as JSON in a text
         try:
             arguments = json.loads(arguments)
         except ValueError:
-            return ParsedCall(name, arguments, INVALID_JSON)
-    if not isinstance(name, str) or not name:
-        return ParsedCall(None, arguments, MISSING_NAME)
-    written: Any = value.get("id", value.get("tool_call_id"))
-    call_id = written if isinstance(written, str) and written else None
-    is_ok = arguments is None or isinstance(arguments, dict)
-    return ParsedCall(name, {} if arguments is None else arguments, OK if is_ok else MALFORMED, call_id)
+            return ParsedCall(name, arguments, INVALID_JSON, call_id)
+    given: Any = {} if arguments is None else arguments
+    return ParsedCall(name, given, OK if isinstance(given, dict) else MALFORMED, call_id)
 
 
 def _calls_of_python(body: str) -> list[ParsedCall]:
@@ -298,8 +311,8 @@ def _types_of(name: str, tools: Tools | None) -> Mapping[str, Any]:
     for tool in tools or ():
         function: Any = tool.get("function", tool)
         if function.get("name") == name:
-            properties = (function.get("parameters") or {}).get("properties") or {}
-            return {key: schema.get("type") for key, schema in properties.items() if isinstance(schema, Mapping)}
+            properties = _object(_object(function.get("parameters")).get("properties"))
+            return {key: _object(schema).get("type") for key, schema in properties.items()}
     return {}
 
 
