@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 import types
 from collections.abc import Mapping
@@ -12,15 +13,17 @@ from pydantic import ValidationError
 from user_project import project
 
 from titan_rl.cli.main import main
-from titan_rl.config.build import make_filters
+from titan_rl.config.build import make_filters, make_sample_maker
 from titan_rl.config.load import dump_config, load_config
 from titan_rl.core.errors import ConfigError
 from titan_rl.rollout.rewards.advantages import find_advantage
-from titan_rl.rollout.types import Rollout, RolloutGroup
+from titan_rl.rollout.types import Rollout, RolloutGroup, Turn
 from titan_rl.scheduling.filters import first_reason
 from titan_rl.training.algorithms import BY_NAME, find_algorithm
+from titan_rl.training.data.packing import plan_step
 from titan_rl.training.losses import find_loss
 from titan_rl.training.settings import TrainingConfig
+from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
 
 __all__ = ["project"]
 
@@ -178,3 +181,21 @@ def test_groups_of_one_rollout_take_an_advantage_that_compares_no_siblings(proje
         assert first_reason(make_filters(config), group) is None
     with pytest.raises(ConfigError, match=r'set group_size to at least 2, or training.algorithm to "ppo"'):
         load_config("config.toml", [alone, ("training.algorithm", "rloo")])
+
+
+def test_the_samples_of_a_run_with_a_critic_carry_their_rewards_to_the_trainers(project: Path):
+    config = load_config("config.toml", [("training.algorithm", "ppo"), ("rollout.group_size", "1")])
+    completion = Completion("r", [5, 1], [-1.0, -1.0], FinishReason.STOP, (VersionSpan(0, 2),))
+    turn = Turn([7, 8], completion, sampling=SamplingParams(max_tokens=2))
+    rollout = Rollout("g/0", "g", 0, None, turns=[turn], reward=0.5, advantage=0.5)
+    group = RolloutGroup("g", None, [rollout], task=config.tasks[0].name)
+
+    samples = make_sample_maker(config).samples([group], version=0)
+    ((minibatch,),) = pickle.loads(pickle.dumps(plan_step(samples, config.training)))
+
+    ((row,),) = minibatch.micro_batches
+    ((family,),) = (row,)
+    (sample,) = family.samples
+    assert sample.episode is not None
+    assert list(sample.episode.rewards) == [0.0, 0.0, 0.0, 0.5]
+    assert list(sample.advantages) == [0.0] * 4
