@@ -51,6 +51,11 @@ def run(arguments: argparse.Namespace) -> int:
             f"{asked}: {arguments.policy} is not a run's folder, and so gets no newer versions; name a run's folder, "
             "such as runs/latest, or leave the option out"
         )
+    if (versions := config.server.versions) is not None:
+        if config.server.follow_s is not None:
+            raise ConfigError("server.versions and server.follow_s (--follow) are given; a server does one of the two")
+        if not Path(versions).is_dir():
+            raise ConfigError(f"server.versions = {versions!r}: there is no such folder; name one with model folders")
     if arguments.dry_run:
         from titan_rl.evaluation.serve import take_keys
 

@@ -31,7 +31,7 @@ from titan_rl.generation.request import EngineRequest
 from titan_rl.rollout.copies import portable
 from titan_rl.rollout.group.rollouter import Callbacks
 from titan_rl.rollout.group.turns import generate_within
-from titan_rl.rollout.types import Rollout, RolloutGroup
+from titan_rl.rollout.types import Rollout, RolloutGroup, sample_alone
 from titan_rl.types import Completion, GenerateFn, SamplingParams
 
 
@@ -337,12 +337,13 @@ class WorkerPool:
             ActorDiedError: `max_attempts` workers died under the group, or none came up in time.
         """
         told: set[tuple[int, str | None]] = set()
+        alone = sample_alone(sample)
 
         def tell(rollout: Rollout) -> None:
             which = rollout.sibling, rollout.seat
             if on_finished is not None and which not in told:
                 told.add(which)
-                rollout.sample = sample
+                rollout.sample = alone
                 with self._callbacks.guarded("on_finished"):
                     on_finished(rollout)
 
@@ -356,8 +357,8 @@ class WorkerPool:
                     group = await remote.call(
                         actor.run_group, handler.key, sample, group_id, group_size, sampling, task
                     )
-                rollouts = [replace(rollout, sample=sample) for rollout in group.rollouts]
-                return replace(group, sample=sample, rollouts=rollouts)
+                rollouts = [replace(rollout, sample=alone) for rollout in group.rollouts]
+                return replace(group, sample=alone, rollouts=rollouts)
             except ActorDiedError as error:
                 self.remove(remote)
                 remote.end(str(error))  # then another takes its place

@@ -28,6 +28,9 @@ from titan_rl.training.data.sample_builder import Distillation, RewardPlacement
 from titan_rl.training.data.sample_maker import SampleMaker
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 
+VERSIONS = "league"
+"""Folder of frozen versions in the folder of a run."""
+
 
 def make_renderer(model: ModelConfig, *, single_turn: bool = False) -> Renderer:
     """Construct the renderer that `model.renderer` names, for the tokenizer of the model's folder.
@@ -128,7 +131,8 @@ async def open_rollouters(
         dry: the tasks start nothing.
     """
     renderer = renderer or make_renderer(config.model, single_turn=is_single_turn(config))
-    run = RunContext(config.model.path, renderer, config.model.max_context, folder, console, dry)
+    versions = folder.absolute() / VERSIONS  # noqa: ASYNC240  it reads no file
+    run = RunContext(config.model.path, renderer, config.model.max_context, folder, console, dry, versions)
     async with AsyncExitStack() as tasks:
         for source in config.sources:
             await tasks.enter_async_context(opened(source.task, run))

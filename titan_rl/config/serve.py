@@ -17,7 +17,7 @@ from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import GenerationConfig, RoutingConfig
 from titan_rl.config.tables import override, read_tables, without_unset
 from titan_rl.core.errors import ConfigError
-from titan_rl.core.settings import PathText, Section
+from titan_rl.core.settings import FilePath, PathText, Section
 from titan_rl.training.settings import ModelConfig
 
 
@@ -37,6 +37,10 @@ class ServerConfig(Section):
     """Most completions at a time; further requests receive a 429."""
     request_s: PositiveFloat = 3600.0
     """Longest time until a request is answered in full; then it receives a 504."""
+    versions: FilePath | None = None
+    """Folder with a Hugging Face folder for each version of the policy, all of one architecture. A request to
+    /inference/v1/generate whose model is the name of one is answered with its weights, which are loaded into the same
+    generators once no other version's requests run."""
     follow_s: PositiveFloat | None = Field(default=None, le=3600.0)
     """Seconds between checks for a newer checkpoint of the served run, whose weights are then loaded. By default there
     are no checks; --follow sets 5."""

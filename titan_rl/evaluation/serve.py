@@ -24,7 +24,9 @@ from titan_rl.core.calls.user_code import reason
 from titan_rl.core.console import Verbosity
 from titan_rl.core.errors import ModelError
 from titan_rl.evaluation.policies.following import CheckpointPublisher, RunFollower
+from titan_rl.evaluation.policies.opened import Generators, architecture_of
 from titan_rl.evaluation.policies.source import PolicySource, export, with_copies
+from titan_rl.evaluation.policies.switch import VersionSwitch
 from titan_rl.generation.registry import find_engine
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
@@ -160,8 +162,14 @@ async def _serve(
                 every_s=server.follow_s,
                 console=console,
             )
+        switch = None
+        if server.versions is not None:
+            transport = opened.enter_context(open_transport(config.hosts, files.run_id))
+            generators = Generators(router, architecture_of(model), transport, published, source.version)
+            switch = VersionSwitch(router.stream, generators, model, Path(server.versions))
+        base = switch and switch.stream_of(None)
         app = make_app(
-            router.stream,
+            base or router.stream,
             model=server.model,
             max_context=model.max_context,
             tokenizer=load_tokenizer(model.path),
@@ -173,6 +181,7 @@ async def _serve(
             trouble=router.trouble,
             version=lambda: source.version if follower is None else follower.version,
             any_model=server.any_model,
+            versions=switch,
         )
         with settled_heap():
             async with asyncio.TaskGroup() as tasks:

@@ -50,6 +50,21 @@ ROLLOUT_METRICS = (
     ),
     Metric("rollout/seat/<seat>/reward_mean", "reward", "Mean reward of one seat of a game.", REWARD),
     Metric(
+        "league/versions",
+        "versions",
+        "Number of frozen versions of the run that may play seats of its games.",
+        REWARD,
+    ),
+    Metric(
+        "league/win_rate",
+        "share",
+        "Estimated chance of the policy to win against a version of its league, draws counting half: the mean over "
+        "the versions, from recent games.",
+        REWARD,
+        "Above 0.5.",
+        "If it stays below 0.5, the policy forgets how to beat earlier versions: lower self_play or training.lr.",
+    ),
+    Metric(
         "rollout/zero_variance_groups",
         "share",
         "Share of the groups in which all rewards are equal, so that they contribute no gradient.",

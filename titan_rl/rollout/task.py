@@ -155,6 +155,7 @@ class RunContext:
         folder: folder of the run.
         console: shows lines to the user.
         dry: a dry run plays a group to check the task; the task must not start anything.
+        versions: folder of the run's frozen versions, which play in its training groups; None elsewhere.
     """
 
     model: str
@@ -163,6 +164,7 @@ class RunContext:
     folder: Path
     console: Console
     dry: bool = False
+    versions: Path | None = None
 
     def tell(self, text: str) -> None:
         """Show the user one line."""

@@ -104,6 +104,20 @@ class Rollout:
         return sum(len(turn.completion.token_ids) for turn in self.turns)
 
 
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """Sample of a group whose opponent is chosen: a frozen version of the run plays seats of its games. Environments
+    are made of it; the rollouts have the sample alone."""
+
+    sample: Any
+    opponent: int  # version
+
+
+def sample_alone(sample: Any) -> Any:
+    """Sample of a `Matched`; any other is returned as it is."""
+    return sample.sample if isinstance(sample, Matched) else sample
+
+
 @dataclass(slots=True)
 class RolloutGroup:
     """Sibling rollouts of one sample; advantages compare them with each other, each seat for itself."""

@@ -30,7 +30,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from titan_rl.cluster.hosts.lifecycle import HostHistory
-from titan_rl.config.build import make_filters, make_sample_maker
+from titan_rl.config.build import VERSIONS, make_filters, make_sample_maker
 from titan_rl.config.changes import settings_of
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import CheckpointError
@@ -48,6 +48,7 @@ from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.rollout_log import GroupRecords, RolloutLog
 from titan_rl.run.observability.steps import Stage, StepReports, prefixed
 from titan_rl.run.observability.summary import RunSummary
+from titan_rl.run.stages.league import FrozenVersions
 from titan_rl.run.stages.rollout_stage import RolloutStage, make_mix
 from titan_rl.run.stages.training import WeightSync
 from titan_rl.run.stages.validation import Validation
@@ -107,6 +108,7 @@ class Controller(TrainingLoop):
         tasks = [source.name for source in config.tasks]
         self._reports = StepReports(sinks, progress, self._transcripts, tasks if len(tasks) > 1 else ())
         self._mix = make_mix(config, journal, start)
+        self._league = FrozenVersions(config, self._mix, trainer, run_dir.path / VERSIONS, run_dir.checkpoints)
         self._groups = RolloutStage(
             config,
             self._mix,
@@ -182,6 +184,7 @@ class Controller(TrainingLoop):
     async def _train(self, background: asyncio.TaskGroup) -> None:
         """Loop over the stages until all steps are trained, all generators have the last version, and no checkpoint is
         being written."""
+        await self._freeze_if_due(self.version)  # else done at the end of the step, unless the run was stopped there
         while self.version < self._config.training.steps:
             self._stages.enter(Stage.BATCH, self.version + 1)
             with self._progress.working(f"waiting for the rollouts of step {self.version + 1}", self._progress.slots):
@@ -193,6 +196,7 @@ class Controller(TrainingLoop):
                 await self._publish(step, batch, background)
                 if paused:
                     await self._pulled(step)
+            await self._freeze_if_due(step)
             if step < self._config.training.steps:  # the end has a validation and a checkpoint of its own
                 await self._validate_if_due(step)
                 if self._saver.is_due(step):
@@ -229,7 +233,7 @@ class Controller(TrainingLoop):
         skipped = self._skipped.note(result)
         metrics = {**result.metrics, "skipped_steps": float(self._skipped.count)}
         self._reports.trained(result.version, batch, self._records.take_dropped(batch.step), metrics, skipped)
-        self._reports.add(result.version, self._stages.metrics())
+        self._reports.add(result.version, self._stages.metrics() | self._league.metrics())
         return result.version
 
     async def _publish(self, step: int, batch: GroupBatch, background: asyncio.TaskGroup) -> None:
@@ -254,6 +258,12 @@ class Controller(TrainingLoop):
         self._stages.enter(Stage.WAIT_FOR_PULL, step)
         if self._syncing is not None:
             await asyncio.wait([self._syncing])
+
+    async def _freeze_if_due(self, step: int) -> None:
+        """Add the version to the leagues of tasks, before a checkpoint of it is written."""
+        if self._league.is_due(step):
+            with self._progress.working(f"freezing version {step}"):
+                await self._calls.finish(self._league.freeze(step))
 
     async def _validate_if_due(self, step: int) -> None:
         """VALIDATE."""

@@ -64,6 +64,15 @@ class Curriculum(Protocol):
         ...
 
 
+@runtime_checkable
+class VersionedCurriculum(Curriculum, Protocol):
+    """Curriculum that also chooses opponents among frozen versions of the policy."""
+
+    def frozen(self, state: CurriculumState, version: int) -> None:
+        """Record in the state that a version can be chosen from now on. Adding one twice changes nothing."""
+        ...
+
+
 class InOrder(Section):
     """Each sample once, in the order of their numbers."""
 

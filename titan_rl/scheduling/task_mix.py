@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from titan_rl.core.errors import CheckpointError
 from titan_rl.rollout.task import calling
-from titan_rl.scheduling.curriculum import Curriculum, CurriculumState
+from titan_rl.scheduling.curriculum import Curriculum, CurriculumState, VersionedCurriculum
 
 
 class Shares:
@@ -422,6 +422,14 @@ class TaskMix:
         if index in self._at.open:  # else it had not begun
             self._happens(Dropped(index))
 
+    def frozen(self, task: str, version: int) -> None:
+        """Add a version to the league of a task. The caller repeats this if the run resumes from a checkpoint before
+        that version."""
+        state = self._at.curricula[task]
+        curriculum = self._tasks[task].curriculum
+        assert isinstance(curriculum, VersionedCurriculum)
+        curriculum.frozen(state, version)
+
     def trained(self, indices: Iterable[int]) -> None:
         """Remove groups that the saved weights were trained on; `state` leaves them out."""
         for index in indices:
@@ -435,6 +443,10 @@ class TaskMix:
             DataError: the state of a curriculum cannot be written as JSON.
         """
         return self._at.to_json()
+
+    def curriculum_state(self, task: str) -> CurriculumState:
+        """Copy of the state of a task's curriculum."""
+        return json_copy(task, self._at.curricula[task])
 
     def _beginning(self, weights: dict[str, float]) -> Position:
         curricula: dict[str, CurriculumState] = {}

@@ -19,7 +19,7 @@ from titan_rl.serving.episode_store import EpisodeStore, Open, Opened, episode_r
 from titan_rl.serving.http.errors import ApiError
 from titan_rl.serving.http.exchange import Exchanges, ServerLimits, ServerMetrics
 from titan_rl.serving.http.request import BodyReading, RequestMiddleware
-from titan_rl.serving.policy import ServedPolicy, unbroken
+from titan_rl.serving.policy import ServedPolicy, Versions, unbroken
 from titan_rl.serving.protocols.about import Control, about_routes, admin_routes, openapi
 from titan_rl.serving.protocols.anthropic.messages import ANTHROPIC, CountTokensEndpoint, MessagesEndpoint, Threads
 from titan_rl.serving.protocols.openai.chat import ChatEndpoint
@@ -60,6 +60,7 @@ def make_app(
     limits: ServerLimits | None = None,
     keys: Keys | None = None,
     any_model: bool = False,
+    versions: Versions | None = None,
     wait_until_resumed: Callable[[], Awaitable[object]] | None = None,
     control: Control | None = None,
     trouble: Callable[[], str | None] | None = None,
@@ -82,6 +83,7 @@ def make_app(
         stop_token_ids: stop tokens of the model, which end a completion unless a client asks for `ignore_eos`. Defaults
             to those of the renderer.
         any_model: answer under any other model name, too, for agents with a hard-coded one.
+        versions: answer under their names at `/inference/v1/generate`.
         wait_until_resumed: awaited before an aborted completion continues.
         control: target of the admin calls. Without it, or without an admin key, there are none.
         trouble: returns why the policy cannot answer at present, for `/health`; None while it can.
@@ -93,7 +95,7 @@ def make_app(
     keys = keys or Keys()
     exchanges = Exchanges(limits, ServerMetrics())
     whole = unbroken(stream, wait_until_resumed=wait_until_resumed)
-    policy = ServedPolicy(model, whole, max_context, exchanges.metrics, any_model=any_model)
+    policy = ServedPolicy(model, whole, max_context, exchanges.metrics, any_model=any_model, versions=versions)
     parts = _Parts(policy, exchanges, tokenizer, renderer, stop_token_ids)
     if episodes is not None and parts.renderer is not None:
         episodes.renderer = parts.renderer

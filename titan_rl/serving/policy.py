@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from titan_rl.generation.request import EngineRequest, OnChunk, Partial, tokens_between
 from titan_rl.generation.resume import RequestFn, Resume
@@ -24,6 +25,14 @@ def unbroken(stream: RequestFn, *, wait_until_resumed: Callable[[], Awaitable[ob
         GenerationError: an answer has other tokens than it had streamed.
     """
     return functools.partial(Resume(wait_until_resumed).whole, stream)
+
+
+class Versions(Protocol):
+    """Versions of the served policy, under names of their own."""
+
+    def stream_of(self, name: str | None) -> RequestFn | None:
+        """Generation of a version, or None if there is none of this name. None is the policy's own name."""
+        ...
 
 
 OnTokens = Callable[[int, TokenChunk], int | None]
@@ -62,17 +71,39 @@ class ServedPolicy:
         stream: never broken off by an abort (`titan_rl.serving.policy.unbroken`).
         max_context: most tokens of prompt and completion.
         any_model: any other name is this policy's, too.
+        versions: answer token requests under their names.
     """
 
     def __init__(
-        self, model: str, stream: RequestFn, max_context: int, metrics: ServerMetrics, *, any_model: bool = False
+        self,
+        model: str,
+        stream: RequestFn,
+        max_context: int,
+        metrics: ServerMetrics,
+        *,
+        any_model: bool = False,
+        versions: Versions | None = None,
     ) -> None:
         self.model = model
         self.max_context = max_context
         self.created = int(time.time())
         self._any_model = any_model
+        self._versions = versions
         self._stream = stream
         self._metrics = metrics
+
+    def stream_of(self, name: str | None) -> RequestFn | None:
+        """Generation of the version of this name; None is the policy itself.
+
+        Raises:
+            ApiError: 404, there is no such version.
+        """
+        if self._versions is not None and name is not None and name != self.model:
+            stream = self._versions.stream_of(name)
+            if stream is not None:
+                return unbroken(stream)
+        self.check_model(name)
+        return None
 
     def check_model(self, name: str | None) -> None:
         """

@@ -22,7 +22,9 @@ from titan_rl.rollout.environment.messages import MessageGame
 from titan_rl.rollout.environment.types import MessagePlayer, Player, SeatedEnv, SeatedMessageEnv, TokenPlayer
 from titan_rl.rollout.renderer.types import Renderer
 from titan_rl.rollout.task import RunContext
-from titan_rl.rollout.types import Message
+from titan_rl.rollout.types import Matched, Message, sample_alone
+from titan_rl.tasks.league import LeagueSeat
+from titan_rl.tasks.opponents import Opponents, open_opponents
 
 if TYPE_CHECKING:  # imported where they are used, because they are slow and few seats need them
     import httpx
@@ -68,23 +70,27 @@ def _kind(given: Any) -> str | None:
         return "endpoint"
     if isinstance(given, FrozenPolicy) or (isinstance(given, Mapping) and "policy" in given):
         return "frozen"
+    if isinstance(given, LeagueSeat) or (isinstance(given, Mapping) and "league" in given):
+        return "league"
     return None
 
 
 PlayerSetting = Annotated[
     Annotated[str, FunctionName(("policy",)), Tag("named")]
     | Annotated[Endpoint, Tag("endpoint")]
-    | Annotated[FrozenPolicy, Tag("frozen")],
+    | Annotated[FrozenPolicy, Tag("frozen")]
+    | Annotated[LeagueSeat, Tag("league")],
     Discriminator(
         _kind,
         custom_error_type="player",
         custom_error_message=(
-            'must be "policy", "module:function" of a script, {url = "...", model = "..."} or {policy = "folder"}'
+            'must be "policy", "module:function" of a script, {url = "...", model = "..."}, {policy = "folder"} or '
+            '{league = "hard"}'
         ),
     ),
 ]
 """Player of a seat: "policy", the one in training; "module:function", a script that replies to messages; an endpoint;
-or a checkpoint."""
+a checkpoint; or frozen versions of this run."""
 
 
 class SeatedTask(Section):
@@ -110,14 +116,22 @@ class SeatedTask(Section):
     one seat, so with "sibling" a seat has fewer of them to compare."""
 
     _opened: dict[str, Player] | None = PrivateAttr(None)
+    _opponents: Opponents | None = PrivateAttr(None)
+
+    @property
+    def league(self) -> LeagueSeat | None:
+        """Settings of the seats that frozen versions of this run play, if there are any."""
+        return next((setting for setting in self.seats.values() if isinstance(setting, LeagueSeat)), None)
 
     @abstractmethod
     def game(self, sample: Any) -> SeatedMessageEnv:
         """Make a fresh environment for one game of the sample."""
 
     def make_env(self, sample: Any, renderer: Renderer) -> SeatedEnv:
+        opponent = sample.opponent if isinstance(sample, Matched) else None
+        sample = sample_alone(sample)
         first = zlib.crc32(repr(sample).encode()) if self.rotate == "sample" else 0
-        players: list[Player] = [self._player(seat) for seat in self.seat_names]
+        players: list[Player] = [self._player(seat, opponent) for seat in self.seat_names]
 
         def of_sibling(sibling: int) -> Mapping[str, Player]:
             moved = (first + sibling * (self.rotate == "sibling")) % len(players)
@@ -135,25 +149,38 @@ class SeatedTask(Section):
             raise ConfigError(f"task.seats has {', '.join(strange)}; the seats are {', '.join(self.seat_names)}")
         if all(self.seats.get(seat, "policy") != "policy" for seat in self.seat_names):
             raise ConfigError('task.seats gives the policy no seat; set one of them to "policy"')
+        leagues = [setting for setting in self.seats.values() if isinstance(setting, LeagueSeat)]
+        if any(setting != leagues[0] for setting in leagues):
+            raise ConfigError("task.seats has two different leagues; all seats of a league need the same settings")
 
     @asynccontextmanager
     async def open(self, run: RunContext) -> AsyncGenerator[None]:
-        """Open endpoints and serve checkpoints for the length of the block. In a dry run the policy plays their
-        seats."""
+        """Open endpoints, and serve checkpoints and versions, for the length of the block. In a dry run the policy
+        plays their seats."""
         if run.dry:
             self._opened = {seat: "policy" for seat, setting in self.seats.items() if not isinstance(setting, str)}
             yield
             return
-        async with open_players(self.seats, run) as self._opened:
+        others = {seat: setting for seat, setting in self.seats.items() if not isinstance(setting, LeagueSeat)}
+        async with AsyncExitStack() as stack:
+            if self.league is not None and run.versions is not None:
+                self._opponents = await stack.enter_async_context(open_opponents(self.league, run, run.versions))
+            self._opened = await stack.enter_async_context(open_players(others, run))
             try:
                 yield
             finally:
-                self._opened = None
+                self._opened = self._opponents = None
 
-    def _player(self, seat: str) -> Player:
+    def _player(self, seat: str, opponent: int | None) -> Player:
         if self._opened is not None and seat in self._opened:
             return self._opened[seat]
         setting = self.seats.get(seat, "policy")
+        if isinstance(setting, LeagueSeat):
+            if opponent is None:
+                return "policy"
+            if self._opponents is None:
+                raise RuntimeError(f"seat {seat!r} is played by version {opponent}, which only answers in a run")
+            return self._opponents.player(opponent)
         if not isinstance(setting, str):
             raise RuntimeError(f"seat {seat!r} is played by another model, which only answers while the task is open")
         return _named_player(seat, setting)

@@ -19,7 +19,7 @@ from titan_rl.rollout.group.turns import new_rollout
 from titan_rl.rollout.rewards.advantages import AdvantageFn, compare, standardized
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.settings import RolloutConfig
-from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
+from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus, sample_alone
 from titan_rl.types import GenerateFn, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -145,6 +145,7 @@ class Rollouter:
         decides: the group has a `failure` and neither rewards nor advantages, or the run ends.
 
         Args:
+            sample: one of the task, or a `Matched` of it.
             on_finished: called with each rollout as it ends, before the group is scored. Its exceptions are logged
                 once.
 
@@ -154,8 +155,9 @@ class Rollouter:
         """
         if not isinstance(group_size, int) or group_size < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"group_size is {group_size!r}; it must be an integer, at least 1")
+        made_of, sample = sample, sample_alone(sample)
         runner = RolloutRunner(
-            self.make_env,
+            lambda _: self.make_env(made_of),
             generate,
             replace(sampling, seed=self.seed if sampling.seed is None else sampling.seed),
             self.limits,

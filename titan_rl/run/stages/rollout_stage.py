@@ -15,16 +15,18 @@ from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.generation.types import PauseMode
 from titan_rl.rollout.group.rollouter import GroupRunner, Sessions
 from titan_rl.rollout.task import calling, held_out_samples
-from titan_rl.rollout.types import Rollout, RolloutGroup
+from titan_rl.rollout.types import Matched, Rollout, RolloutGroup
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.journal.state import RunState, train_group_id
 from titan_rl.run.observability.generation_status import HighWaterMark
 from titan_rl.run.observability.rollout_log import RolloutLog
+from titan_rl.run.stages.league import curriculum_of
 from titan_rl.scheduling.backlog import SchedulerObserver
 from titan_rl.scheduling.filters import GroupFilter
 from titan_rl.scheduling.lease import Lease
 from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.scheduling.task_mix import Share, TaskMix
+from titan_rl.tasks.league import split_number
 from titan_rl.training.teaching import Teacher
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams
 
@@ -36,7 +38,7 @@ def make_mix(config: RunConfig, journal: RunJournal, start: RunState) -> TaskMix
     """Make the task mix with the weights and curricula of the config, and restore its state from the checkpoint and the
     journal. The journal records its events."""
     return TaskMix(
-        {source.name: Share(source.weight, source.curriculum) for source in config.tasks},
+        {source.name: Share(source.weight, curriculum_of(source, config.seed)) for source in config.tasks},
         journal,
         state=start.tasks,
         events=[event for event in journal.events if not start.position.is_settled(event.index)],
@@ -150,7 +152,8 @@ class RolloutStage:
         )
 
     def train_sample(self, task: str, number: int) -> Any:
-        seed = self._config.seed
+        """Training sample of a task, without its opponent."""
+        seed, number = self._config.seed, split_number(number)[0]
         with calling(f"train_sample({seed}, {number})"):
             return self._sources[task].task.train_sample(seed, number)
 
@@ -162,12 +165,13 @@ class RolloutStage:
         """Run the group of a scheduler's lease."""
         played = self._mix.assignment(lease.index)
         task, sample = played.task, self.train_sample(played.task, played.sample)
+        opponent = split_number(played.sample)[1]
         temperature = self._config.sampling_of(self._sources[task]).temperature
         return await self._run_group(
             self.training,
             lease,
             task,
-            sample,
+            sample if opponent is None else Matched(sample, opponent),
             group_id=train_group_id(lease.index),
             group_size=self._config.rollout.group_size,
             sampling=self._sampling(task, temperature, routed_experts=self._config.generation.return_routed_experts),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import repeat
 from typing import Annotated, Any, Literal
 
@@ -86,7 +87,7 @@ class TokenEndpoint:
         body = read(request, GenerateBody)
         asked = body.sampling_params
         caller = caller_of(request)
-        self._policy.check_model(body.model)
+        stream = self._policy.stream_of(body.model)
         num_choices = asked.n or 1
         if asked.prompt_logprobs is not None and (num_choices > 1 or body.stream):
             message = "prompt_logprobs come with one whole answer; leave n and stream out"
@@ -104,6 +105,7 @@ class TokenEndpoint:
         async def work(emit: Emit | None) -> Any:
             talk = caller.talk_in_tokens(body.token_ids, self._show, session_id)
             ask = talk.ask(sampling, num_choices, request_id)
+            ask = ask if stream is None else replace(ask, stream=stream)
             if emit is not None:
                 return await self._stream(body, talk, ask, emit, with_logprobs)
             completions = await self._policy.complete(ask)

@@ -1,0 +1,131 @@
+"""One engine for many versions of a policy: requests of a version wait until its weights are loaded.
+
+    FIFO by version: a request of the loaded version runs at once, unless another version waits. Once nothing runs, the
+    version that has waited longest is loaded, and all of its requests begin.
+
+So no version starves, and a version is loaded once for all of its requests that wait. Memory: the engine's, whatever
+the number of versions, and that of one version more while it is loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from titan_rl.core.errors import GenerationError
+from titan_rl.generation.request import EngineRequest, OnChunk
+from titan_rl.generation.resume import RequestFn
+from titan_rl.training.settings import ModelConfig
+from titan_rl.types import Completion
+
+
+class Loader(Protocol):
+    """Loads weights into the generators."""
+
+    async def load(self, model: ModelConfig) -> None:
+        """Load the weights of a model's folder.
+
+        Raises:
+            StateDictError: they cannot be read or loaded. The generators may have any weights then.
+        """
+        ...
+
+
+class VersionSwitch:
+    """Sends each request to an engine that has the weights of its version; see the module.
+
+    Args:
+        stream: Of the engine.
+        base: Model that the engine starts with; its version has no name.
+        versions: Folder with a Hugging Face folder for each other version.
+    """
+
+    def __init__(self, stream: RequestFn, loader: Loader, base: ModelConfig, versions: Path) -> None:
+        self._stream = stream
+        self._loader = loader
+        self._base = base
+        self._versions = versions
+        self._loaded: str | None = ""  # "" is the base; None after a failure
+        self._running = 0
+        self._waiting: dict[str, list[asyncio.Future[None]]] = {}  # by version, the one that waits longest first
+        self._loading: asyncio.Task[None] | None = None
+
+    def stream_of(self, name: str | None) -> RequestFn | None:
+        """Streaming generation of a version, or None if there is none of this name."""
+        if name is None:
+            return _Version(self, "")
+        known = "/" not in name and name not in ("", ".", "..") and (self._versions / name / "config.json").is_file()
+        return _Version(self, name) if known else None
+
+    async def generate(self, name: str, request: EngineRequest, on_chunk: OnChunk | None) -> Completion:
+        """Generate with the weights of a version.
+
+        Raises:
+            GenerationError: they cannot be loaded.
+        """
+        if self._loaded != name or self._waiting or self._loading is not None:
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.setdefault(name, []).append(turn)
+            self._go_on()
+            try:
+                await turn  # counts as running from then on
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled() and turn.exception() is None:
+                    self._ended()
+                raise
+        else:
+            self._running += 1
+        with self._counted():
+            return await self._stream(request, on_chunk)
+
+    @contextmanager
+    def _counted(self) -> Generator[None]:
+        try:
+            yield
+        finally:
+            self._ended()
+
+    def _ended(self) -> None:
+        self._running -= 1
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Load the version that has waited longest, if nothing runs."""
+        if self._running == 0 and self._waiting and self._loading is None:
+            self._loading = asyncio.create_task(self._load(next(iter(self._waiting))), name="load a version")
+
+    async def _load(self, name: str) -> None:
+        error: Exception | None = None
+        try:
+            if self._loaded != name:
+                self._loaded = None
+                path = str(self._versions / name) if name else self._base.path
+                await self._loader.load(self._base.model_copy(update={"path": path}))
+                self._loaded = name
+        except Exception as failed:
+            error = failed
+        finally:
+            self._loading = None
+        for turn in self._waiting.pop(name, ()):
+            if turn.done():  # cancelled
+                continue
+            if error is None:
+                self._running += 1
+                turn.set_result(None)
+            else:
+                turn.set_exception(GenerationError(f"version {name or 'of the start'} cannot be loaded: {error}"))
+        self._go_on()
+
+
+class _Version:
+    """`RequestFn` of one version."""
+
+    def __init__(self, switch: VersionSwitch, name: str) -> None:
+        self._switch = switch
+        self._name = name
+
+    async def __call__(self, request: EngineRequest, on_chunk: OnChunk | None = None) -> Completion:
+        return await self._switch.generate(self._name, request, on_chunk)
