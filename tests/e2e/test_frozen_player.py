@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,9 +16,11 @@ from background import HANG_S
 
 from titan_rl import SamplingParams, TokenPlayer
 from titan_rl.core.console import LOG
-from titan_rl.core.errors import GenerationError
+from titan_rl.core.errors import GenerationError, RequestError
 from titan_rl.rollout.task import RunContext
 from titan_rl.serving.client import HttpGenerateFn
+from titan_rl.tasks.league import LeagueSeat
+from titan_rl.tasks.opponents import open_opponents
 from titan_rl.tasks.players import FrozenPolicy, open_players
 from titan_rl.training.tiny_model import make_tiny_model
 
@@ -59,6 +62,38 @@ async def test_it_answers_in_tokens_while_the_task_is_open_and_is_gone_after_tha
     async with httpx.AsyncClient() as client:
         with pytest.raises(httpx.ConnectError):
             await client.get(f"{url}/models")
+
+
+async def test_one_server_plays_all_versions_of_a_league_and_is_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_engine.py").write_text(ENGINE)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{tmp_path}")
+    make_tiny_model(tmp_path / "model", texts=["pass or bet"], level="byte", parameters=150_000, max_context=64)
+    versions = tmp_path / "run" / "league"
+    settings = LeagueSeat(league="hard", settings={"generation.engine": "own_engine:make"})
+    run = RunContext(str(tmp_path / "model"), None, 48, tmp_path / "run", LOG)  # pyright: ignore[reportArgumentType]
+    async with open_opponents(settings, run, versions) as opponents:
+        shutil.copytree(tmp_path / "model", versions / "step-000010")  # frozen while the run goes on
+
+        async def play(version: int, number: int) -> int:
+            """Count of the loads by which the engine came to the weights of this answer."""
+            generate = opponents.player(version).generate
+            request_id = f"g/{number}/other/0"
+            sampling = SamplingParams(max_tokens=5)
+            completion = await generate([1, 2, 3], request_id=request_id, session_id="g/0", sampling=sampling)
+            assert len(completion.token_ids) == 5
+            return completion.version_spans[-1].version
+
+        assert await play(0, 0) == 0, "the server begins with the initial model"
+        assert await play(10, 1) == 1
+        assert await play(10, 2) == 1, "the weights are there"
+        assert await play(0, 3) == 2
+        with pytest.raises(RequestError, match="no model of this name"):
+            await play(20, 4)
+        os.kill(server_of(tmp_path / "model"), signal.SIGKILL)
+        async with asyncio.timeout(HANG_S):
+            assert await play(10, 5) == 1, "the request waits for another server"
 
 
 def server_of(folder: Path) -> int:

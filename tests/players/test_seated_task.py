@@ -10,18 +10,26 @@ import pytest
 from pydantic import ValidationError
 
 from titan_rl import (
+    Completion,
     ConfigError,
+    FinishReason,
     Message,
     MessagePlayer,
     MessageSeat,
     Player,
     Rubric,
+    SamplingParams,
     SeatedTask,
+    VersionSpan,
     env_reward,
     load_config,
 )
 from titan_rl.core.console import LOG
+from titan_rl.core.errors import GenerationError
 from titan_rl.rollout.task import RunContext
+from titan_rl.rollout.types import Matched
+from titan_rl.tasks.league import LeagueSeat
+from titan_rl.tasks.opponents import PersistentGenerate
 from titan_rl.tasks.players import Endpoint, FrozenPolicy
 
 
@@ -87,6 +95,34 @@ def test_settings_name_each_kind_of_player() -> None:
         "a": "policy", "b": Endpoint(url="http://x/v1", model="m"), "c": FrozenPolicy(policy="runs/latest"),
     }  # fmt: skip
     assert Trio.model_validate(task.model_dump(mode="json")) == task
+
+
+def test_versions_of_the_run_play_a_seat_in_groups_that_are_matched_with_one() -> None:
+    task = task_of(seats={"b": {"league": "even", "every": 5}})
+    assert task.league == LeagueSeat(league="even", every=5)
+    assert Trio.model_validate(task.model_dump(mode="json")) == task
+    assert kinds(players_of(task)) == "ppp", "the policy itself plays where no version is chosen"
+    with pytest.raises(RuntimeError, match="version 5, which only answers in a run"):
+        task.make_env(Matched(0, 5), None)  # pyright: ignore[reportArgumentType]
+    two = task_of(seats={"a": {"league": "even"}, "b": {"league": "hard"}})
+    with pytest.raises(ConfigError, match="two different leagues"):
+        two.check_settings()
+    with pytest.raises(ConfigError, match="gives the policy no seat"):
+        task_of(seats={seat: {"league": "hard"} for seat in "abc"}).check_settings()
+
+
+@pytest.mark.looptime
+async def test_a_version_whose_server_fails_is_asked_again() -> None:
+    failures = [GenerationError("the connection is refused")] * 4
+
+    async def generate(prompt_token_ids, *, request_id, session_id=None, sampling) -> Completion:
+        if failures:
+            raise failures.pop()
+        return Completion(request_id, [5], [0.0], FinishReason.STOP, (VersionSpan(0, 1),))
+
+    sampling = SamplingParams(max_tokens=1)
+    answer = await PersistentGenerate(generate, "step-000010")([1], request_id="r", sampling=sampling)
+    assert list(answer.token_ids) == [5]
 
 
 @pytest.mark.parametrize(

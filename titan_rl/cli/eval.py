@@ -13,6 +13,7 @@ from titan_rl.cli.runs import tell_imports
 from titan_rl.config.evaluation import EvalConfig, make_eval_config
 from titan_rl.config.load import load_config
 from titan_rl.core.errors import ConfigError
+from titan_rl.evaluation.elo import Ratings
 from titan_rl.evaluation.results import Evaluation, evaluation_folders, read_evaluation
 from titan_rl.evaluation.table import as_json, table
 from titan_rl.run.directory import run_name
@@ -32,7 +33,8 @@ def set_up(parser: Parser) -> None:
         "clustered by prompt, pass@k, and counts by status. A policy is the folder of a run (its newest checkpoint), "
         "of one of a run's checkpoints, or of a Hugging Face model, or the URL of an OpenAI-compatible endpoint. "
         "Without a CONFIG.toml the first policy must be a run, whose config is used. Several policies are compared "
-        "side by side, with their differences from the first."
+        "side by side, with their differences from the first. At a task with several seats they also play each other, "
+        "and get Elo ratings."
     )
     parser.add_argument(
         "given", type=file_path, metavar="POLICY", nargs="+", help="CONFIG.toml files first, then policies"
@@ -73,12 +75,13 @@ def run(arguments: argparse.Namespace) -> int:
     from titan_rl.evaluation.command import run_evaluations
 
     evaluations: list[Evaluation] = []
+    ratings: list[Ratings] = []
     try:
         with Progress(0, sys.stderr, unit="sample", verbosity=verbosity_of(arguments), vanish=True) as progress:
-            code = run_evaluations(config, settings, policies, out, evaluations, progress)
+            code = run_evaluations(config, settings, policies, out, evaluations, ratings, progress)
     finally:
         if evaluations:
-            _show(evaluations, arguments)
+            _show(evaluations, arguments, ratings)
     done = "results and transcripts are in" if code == 0 else "stopped; the same command continues with --out"
     if code == 0:
         tell_next("view", str(out))
@@ -105,5 +108,8 @@ def split(given: Sequence[str]) -> tuple[list[str], list[str]]:
     return configs, policies
 
 
-def _show(evaluations: Sequence[Evaluation], arguments: argparse.Namespace) -> None:
-    say(f"{as_json(evaluations)}\n" if arguments.json else f"{table(evaluations)}\n")
+def _show(evaluations: Sequence[Evaluation], arguments: argparse.Namespace, ratings: Sequence[Ratings] = ()) -> None:
+    if arguments.json:
+        say(f"{as_json(evaluations, ratings)}\n")
+    else:
+        say("\n\n".join([table(evaluations), *map(str, ratings)]) + "\n")

@@ -6,21 +6,30 @@ _evaluate_all     one policy after the other is opened, evaluated and closed
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from titan_rl.config.evaluation import EvalConfig
 from titan_rl.config.hosts import check_own_machine
 from titan_rl.config.run import RunConfig
+from titan_rl.evaluation.elo import Ratings
 from titan_rl.evaluation.evaluate import EvaluationRun, folder_name
-from titan_rl.evaluation.policies.opened import OpenedPolicies, needs_engine, require_engine
+from titan_rl.evaluation.matches import play_matches, write_ratings
+from titan_rl.evaluation.policies.opened import (
+    OpenedPolicies,
+    OpenedPolicy,
+    is_url,
+    needs_engine,
+    require_engine,
+)
 from titan_rl.evaluation.policies.source import find_policy
 from titan_rl.evaluation.results import Evaluation
-from titan_rl.evaluation.suites import chosen_suites
+from titan_rl.evaluation.suites import chosen_suites, open_suites
 from titan_rl.run.machine.environment import file_modes, logging_to
 from titan_rl.run.machine.signals import StopSignals, run_to_its_end
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.session import SessionFiles, process_session
+from titan_rl.types import GenerateFn
 
 STOPPING = "stopping: what is done so far is shown; once more ends it at once"
 
@@ -31,6 +40,7 @@ def run_evaluations(
     policies: Sequence[str],
     out: Path,
     evaluations: list[Evaluation],
+    ratings: list[Ratings],
     progress: Progress,
 ) -> int:
     """Evaluate one policy after the other.
@@ -40,6 +50,7 @@ def run_evaluations(
         out: gets a folder for each.
         progress: shows how far it is.
         evaluations: gets what is done, also of a policy whose evaluation is stopped or fails.
+        ratings: gets Elo ratings for each task in whose games the policies have played each other.
 
     Returns:
         exit code: 0, or 128 + the number of the signal that ended it in order.
@@ -63,7 +74,7 @@ def run_evaluations(
             process_session(files.run_id, config.pythonpath, stopping=STOPPING, ended=ended) as signals,
         ):
             signals.console = progress
-            program = _evaluate_all(config, settings, policies, out, evaluations, files, progress, signals)
+            program = _evaluate_all(config, settings, policies, out, evaluations, ratings, files, progress, signals)
             try:
                 run_to_its_end(program)
             except Exception as error:
@@ -78,6 +89,7 @@ async def _evaluate_all(
     policies: Sequence[str],
     out: Path,
     evaluations: list[Evaluation],
+    ratings: list[Ratings],
     files: SessionFiles,
     progress: Progress,
     signals: StopSignals,
@@ -85,6 +97,7 @@ async def _evaluate_all(
     taken: set[str] = set()
     with signals.ending_in_order():
         async with OpenedPolicies(config, settings, files, progress) as opened:
+            policy: OpenedPolicy | None = None
             for given in policies:
                 with progress.working(f"loading {given}"):
                     policy = await opened.open(given)
@@ -95,3 +108,32 @@ async def _evaluate_all(
                 finally:
                     if (evaluation := run.evaluation()).tasks:  # else nothing of it could be opened
                         evaluations.append(evaluation)
+            seats = {name: seats for name, result in evaluations[0].tasks.items() if len(seats := result.seats) > 1}
+            if policy is not None and len(policies) > 1 and seats and not any(map(is_url, policies)):
+                with progress.working("playing the policies against each other"):
+                    ratings += await _matches(config, settings, policy, opened.together(), seats, out, progress)
+
+
+async def _matches(
+    config: RunConfig,
+    settings: EvalConfig,
+    policy: OpenedPolicy,
+    policies: Mapping[str, GenerateFn],
+    seats: Mapping[str, Sequence[str]],
+    out: Path,
+    progress: Progress,
+) -> list[Ratings]:
+    """Ratings of policies at the tasks with several seats.
+
+    Args:
+        policy: One of them, for its renderer.
+        seats: Of the policy in the games of each task.
+    """
+    async with open_suites(config, settings, policy, out, progress) as suites:
+        ratings = [
+            await play_matches(suite, seats[suite.name], policies, in_flight=settings.in_flight)
+            for suite in suites
+            if suite.name in seats
+        ]
+    write_ratings(out, ratings)
+    return ratings

@@ -169,6 +169,11 @@ class TaskResult:
         return by_prompt(self.rewards)
 
     @property
+    def seats(self) -> list[str]:
+        """Seats that the policy has played, by name; empty if the environment has none."""
+        return sorted({key.split(":", 2)[2] for key in self.rewards if key.count(":") >= 2})
+
+    @property
     def num_samples(self) -> int:
         return sum(self.statuses.values())
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from string import ascii_uppercase
 
+from titan_rl.evaluation.elo import Ratings
 from titan_rl.evaluation.results import Evaluation, TaskResult
 from titan_rl.evaluation.statistics import Difference, Estimate, difference
 
@@ -30,8 +31,9 @@ def table(evaluations: Sequence[Evaluation]) -> str:
     return "\n\n".join(_block(name, evaluations) for name in names)
 
 
-def as_json(evaluations: Sequence[Evaluation]) -> str:
-    """{"evaluations": [...], "differences": [{"task": ..., "policy": ..., "from": ..., "mean": ...}, ...]}"""
+def as_json(evaluations: Sequence[Evaluation], ratings: Sequence[Ratings] = ()) -> str:
+    """{"evaluations": [...], "differences": [{"task": ..., "policy": ..., "from": ..., "mean": ...}, ...]}, and "elo":
+    [...] if the policies have played each other."""
     first, *others = evaluations
     differences: list[dict[str, object]] = []
     for other in others:
@@ -41,7 +43,8 @@ def as_json(evaluations: Sequence[Evaluation]) -> str:
                 about = {"task": name, "policy": other.policy, "from": first.policy}
                 differences.append({**about, **asdict(found)})
     told = [evaluation.to_json() for evaluation in evaluations]
-    return json.dumps({"evaluations": told, "differences": differences})
+    rated = {"elo": [each.to_json() for each in ratings]} if ratings else {}
+    return json.dumps({"evaluations": told, "differences": differences, **rated})
 
 
 def _block(name: str, evaluations: Sequence[Evaluation]) -> str:

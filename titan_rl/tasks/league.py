@@ -23,8 +23,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from titan_rl.core.settings import Section
 
-PREFERENCES = {"hard": lambda p: (1 - p) ** 2, "even": lambda p: p * (1 - p), "uniform": lambda p: 1.0}
-"""Weight of a version by the policy's chance to win against it."""
+Preference = Literal["hard", "even", "uniform"]
 
 DECAY = 0.95
 """Factor of a version's counts at each of its groups: results of older policies lose weight."""
@@ -35,7 +34,7 @@ State = dict[str, Any]
 class LeagueSeat(Section):
     """Frozen versions of this run. One server holds the weights of one version at a time; versions are on the disk."""
 
-    league: Literal["hard", "even", "uniform"]
+    league: Preference
     """Preference for versions: those that win most, those of about equal strength, or none."""
     every: PositiveInt = 10
     """Steps between versions that are added. The initial model is a version, too."""
@@ -143,11 +142,17 @@ class LeagueCurriculum:
         chance = random.Random(f"{self._seed}/league/{state['groups']}")
         if chance.random() < self.settings.self_play:
             return None
-        prefers = PREFERENCES[self.settings.league]
-        weights = [prefers(rate) for rate in win_rates(state).values()]
+        weights = [preference(self.settings.league, rate) for rate in win_rates(state).values()]
         return chance.choices([int(version) for version in state["versions"]], weights)[0]
 
 
 def win_rates(state: Mapping[str, Any]) -> dict[int, float]:
     """Estimated chance of the policy to win against each version, draws counting half: 0.5 before any game."""
     return {int(version): (won + 0.5) / (played + 1) for version, (played, won) in state["versions"].items()}
+
+
+def preference(kind: Preference, win_rate: float) -> float:
+    """Weight of a version by the policy's chance to win against it; see the module."""
+    if kind == "hard":
+        return (1 - win_rate) ** 2
+    return win_rate * (1 - win_rate) if kind == "even" else 1.0

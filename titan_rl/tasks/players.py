@@ -216,6 +216,8 @@ async def _open(seat: str, setting: PlayerSetting, run: RunContext, stack: Async
         endpoint = EndpointPlayer(setting)
         stack.push_async_callback(endpoint.close)
         return MessagePlayer(endpoint.reply, timeout_s=setting.timeout_s)
+    if isinstance(setting, LeagueSeat):
+        raise ConfigError(f"seat {seat!r} is played by versions of the run, which only a SeatedTask opens")
     from titan_rl.serving.client import HttpGenerateFn
     from titan_rl.tasks.agents.program import agent_processes
     from titan_rl.tasks.served import serving

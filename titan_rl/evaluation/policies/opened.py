@@ -27,7 +27,9 @@ from titan_rl.core.console import Console, Verbosity
 from titan_rl.core.errors import ConfigError, GenerationError, RequestError, StateDictError
 from titan_rl.evaluation.policies.following import publish_folder
 from titan_rl.evaluation.policies.source import PolicySource, export, find_policy, with_copies
+from titan_rl.evaluation.policies.switch import VersionSwitch
 from titan_rl.generation.registry import find_engine
+from titan_rl.generation.resume import Generation
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.rollout.chat_env import ChatFn
 from titan_rl.rollout.renderer import Renderer
@@ -113,6 +115,7 @@ class OpenedPolicies:
         self._generators: Generators | None = None  # that these include
         self._folder = tempfile.TemporaryDirectory(prefix="policies-")  # of exported checkpoints
         self._num_read = 0
+        self._models: dict[str, ModelConfig] = {}  # of the policies opened so far, by their names
 
     async def __aenter__(self) -> OpenedPolicies:
         return self
@@ -145,9 +148,33 @@ class OpenedPolicies:
         check_chat_template(model)
         renderer = make_renderer(model, single_turn=is_single_turn(self._config))
         router = (await self._generators_for(source, model)).router
+        self._models[source.name] = model
         return OpenedPolicy(
             source.name, router.generate, renderer, source.version, finish_session=router.finish_session
         )
+
+    def together(self) -> dict[str, GenerateFn]:
+        """Generation of all policies that were opened, by name, which may be used at the same time: the generators of
+        the last one load the weights of each in turn.
+
+        Raises:
+            ConfigError: the policies are endpoints, or have several architectures.
+        """
+        generators = self._generators
+        architectures = [architecture_of(model) for model in self._models.values()]
+        if generators is None or any(each != generators.architecture for each in architectures):
+            raise ConfigError("policies that play each other need weights of one architecture and one tokenizer")
+        folder = Path(self._folder.name) / "versions"
+        folder.mkdir(exist_ok=True)
+        base = next(reversed(self._models.values()))
+        switch = VersionSwitch(generators.router.stream, generators, base, folder)
+        policies: dict[str, GenerateFn] = {}
+        for number, (name, model) in enumerate(self._models.items()):
+            (folder / f"{number}").symlink_to(Path(model.path).resolve())
+            stream = switch.stream_of(f"{number}")
+            assert stream is not None
+            policies[name] = Generation(stream)
+        return policies
 
     async def _generators_for(self, source: PolicySource, model: ModelConfig) -> Generators:
         """Generators with the weights of a model: those of the policy before, if they fit."""

@@ -1,0 +1,1 @@
+"""Rock, paper, scissors against frozen versions of the policy."""

@@ -1,0 +1,105 @@
+"""Games between policies, for their Elo ratings: two play a task with several seats, and take turns at the seats."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+from statistics import fmean
+
+from titan_rl.core.errors import DataError
+from titan_rl.evaluation.elo import Ratings, rate
+from titan_rl.evaluation.suites import Suite
+from titan_rl.rollout.types import Rollout
+from titan_rl.types import Completion, GenerateFn, SamplingParams
+
+FILE = "elo.json"
+
+
+class Pair:
+    """`GenerateFn` of two policies, which answers for each seat as the policy that has it: the first policy has every
+    other seat, from the first one on in games with even numbers, and from the second one on in the others.
+
+    Args:
+        seats: Seats that are given to policies, in order.
+    """
+
+    def __init__(self, first: GenerateFn, second: GenerateFn, seats: Sequence[str]) -> None:
+        self._policies = (first, second)
+        self._seats = list(seats)
+
+    def policy_of(self, seat: str, sibling: int) -> int:
+        """0 or 1: the policy that has a seat in the game with this number."""
+        return (self._seats.index(seat) + sibling) % 2
+
+    async def __call__(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        request_id: str,
+        session_id: str | None = None,
+        sampling: SamplingParams,
+    ) -> Completion:
+        assert session_id is not None, "the rollouts of seats have sessions"
+        _, sibling, seat = session_id.rsplit("/", 2)
+        generate = self._policies[self.policy_of(seat, int(sibling))]
+        return await generate(prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling)
+
+    def results(self, rollouts: Sequence[Rollout]) -> list[float]:
+        """Result of the first policy in each game of a group in which both have a reward: 1 if the mean reward of its
+        seats is greater, 0.5 if both are equal, and else 0."""
+        games: dict[int, tuple[list[float], list[float]]] = {}
+        for rollout in rollouts:
+            if rollout.reward is not None and not rollout.status.is_fault:
+                rewards = games.setdefault(rollout.sibling, ([], []))
+                rewards[self.policy_of(str(rollout.seat), rollout.sibling)].append(rollout.reward)
+        means = [(fmean(own), fmean(other)) for own, other in games.values() if own and other]
+        return [1.0 if own > other else 0.5 if own == other else 0.0 for own, other in means]
+
+
+async def play_matches(
+    suite: Suite, seats: Sequence[str], policies: Mapping[str, GenerateFn], *, in_flight: int
+) -> Ratings:
+    """Have each two policies play the samples of a suite, and rate them.
+
+    Args:
+        seats: Seats of the policy in the suite's games; at least two.
+        policies: By their names.
+        in_flight: Most rollouts at a time, but at least one group.
+
+    Raises:
+        DataError: no game of a pair had a result.
+    """
+    names = list(policies)
+    results: dict[tuple[int, int], list[float]] = {pair: [] for pair in combinations(range(len(names)), 2)}
+    slots = asyncio.Semaphore(max(1, in_flight // (suite.samples_per_prompt * len(seats))))
+
+    async def play(i: int, j: int, place: int) -> None:
+        pair = Pair(policies[names[i]], policies[names[j]], seats)
+        async with slots:
+            group = await suite.runner.run_group(
+                pair,
+                suite.prompts[place],
+                group_id=f"elo-{suite.group_ids}-{i}-{j}-{place}",
+                group_size=suite.samples_per_prompt,
+                sampling=suite.sampling,
+            )
+        results[i, j] += pair.results(group.rollouts)
+
+    async with asyncio.TaskGroup() as tasks:
+        for i, j in results:
+            for place in range(len(suite.prompts)):
+                tasks.create_task(play(i, j, place))
+    if lost := next((pair for pair, of_pair in results.items() if not of_pair), None):
+        raise DataError(f"no game of {names[lost[0]]} against {names[lost[1]]} had a result at task {suite.name}")
+    return rate(suite.name, names, results)
+
+
+def write_ratings(folder: Path, ratings: Sequence[Ratings]) -> None:
+    """Write `elo.json` to a folder, in one step."""
+    fresh = folder / f"{FILE}.part"
+    fresh.write_text(json.dumps([each.to_json() for each in ratings], indent=2) + "\n", encoding="utf-8")
+    os.replace(fresh, folder / FILE)
