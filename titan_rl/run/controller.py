@@ -262,6 +262,8 @@ class Controller(TrainingLoop):
     async def _freeze_if_due(self, step: int) -> None:
         """Add the version to the leagues of tasks, before a checkpoint of it is written."""
         if self._league.is_due(step):
+            await self._pulled(step)
+            self._stages.enter(Stage.CHECKPOINT, step)
             with self._progress.working(f"freezing version {step}"):
                 await self._calls.finish(self._league.freeze(step))
 
