@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from statistics import fmean, pstdev
 
 import pytest
 
-from titan_rl import Rollout, SamplingParams
+from titan_rl import Rollout, RolloutStatus, SamplingParams
 from titan_rl.evaluation.elo import Ratings, rate
 from titan_rl.evaluation.matches import Pair
 
@@ -82,3 +83,8 @@ async def test_two_policies_take_turns_at_the_seats() -> None:
     rewards += [("black", 2, 0.0), ("white", 3, 1.0), ("black", 3, None)]
     rollouts = [Rollout(f"g/{n}/{seat}", "g", n, None, reward=reward, seat=seat) for seat, n, reward in rewards]
     assert pair.results(rollouts) == [1.0, 0.0, 0.5], "a game without a reward has no result"
+    cut = Rollout("g/4/white", "g", 4, None, seat="white", status=RolloutStatus.TRUNCATED_LENGTH, reward=-1.0)
+    other = Rollout("g/4/black", "g", 4, None, seat="black", status=RolloutStatus.UNDECIDED)
+    assert pair.results([cut, other]) == [0.0], "who ends a game by an answer that is cut off loses it"
+    faulty = Rollout("g/5/white", "g", 5, None, seat="white", status=RolloutStatus.ERROR_ENV, reward=1.0)
+    assert pair.results([faulty, replace(other, sibling=5)]) == []

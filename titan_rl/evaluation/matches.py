@@ -13,6 +13,7 @@ from statistics import fmean
 from titan_rl.core.errors import DataError
 from titan_rl.evaluation.elo import Ratings, rate
 from titan_rl.evaluation.suites import Suite
+from titan_rl.rollout.group.transcript import ErrorCounts
 from titan_rl.rollout.types import Rollout
 from titan_rl.types import Completion, GenerateFn, SamplingParams
 
@@ -49,15 +50,27 @@ class Pair:
         return await generate(prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling)
 
     def results(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """Result of the first policy in each game of a group in which both have a reward: 1 if the mean reward of its
-        seats is greater, 0.5 if both are equal, and else 0."""
-        games: dict[int, tuple[list[float], list[float]]] = {}
+        """Result of the first policy in each game of a group: 1 if the mean reward of its seats is greater, 0.5 if both
+        are equal, and else 0. A policy whose answer was cut off or could not be parsed, which ended the game before the
+        other one had a reward, loses. Games with faults, or without rewards, have no result."""
+        games: dict[int, tuple[list[Rollout], list[Rollout]]] = {}
         for rollout in rollouts:
-            if rollout.reward is not None and not rollout.status.is_fault:
-                rewards = games.setdefault(rollout.sibling, ([], []))
-                rewards[self.policy_of(str(rollout.seat), rollout.sibling)].append(rollout.reward)
-        means = [(fmean(own), fmean(other)) for own, other in games.values() if own and other]
-        return [1.0 if own > other else 0.5 if own == other else 0.0 for own, other in means]
+            sides = games.setdefault(rollout.sibling, ([], []))
+            sides[self.policy_of(str(rollout.seat), rollout.sibling)].append(rollout)
+        found = (_result(*sides) for sides in games.values())
+        return [result for result in found if result is not None]
+
+
+def _result(own: Sequence[Rollout], other: Sequence[Rollout]) -> float | None:
+    """Result of the policy with the first rollouts of a game; None if there is none."""
+    if any(rollout.status.is_fault for rollout in (*own, *other)):
+        return None
+    rewards = [[rollout.reward for rollout in side if rollout.reward is not None] for side in (own, other)]
+    if all(rewards):
+        first, second = map(fmean, rewards)
+        return 1.0 if first > second else 0.5 if first == second else 0.0
+    failed = [any(rollout.status.is_truncated or rollout.status.is_error for rollout in side) for side in (own, other)]
+    return None if failed[0] == failed[1] else float(failed[1])
 
 
 async def play_matches(
@@ -75,6 +88,7 @@ async def play_matches(
     """
     names = list(policies)
     results: dict[tuple[int, int], list[float]] = {pair: [] for pair in combinations(range(len(names)), 2)}
+    errors = ErrorCounts()
     slots = asyncio.Semaphore(max(1, in_flight // (suite.samples_per_prompt * len(seats))))
 
     async def play(i: int, j: int, place: int) -> None:
@@ -88,13 +102,15 @@ async def play_matches(
                 sampling=suite.sampling,
             )
         results[i, j] += pair.results(group.rollouts)
+        errors.add_group(group)
 
     async with asyncio.TaskGroup() as tasks:
         for i, j in results:
             for place in range(len(suite.prompts)):
                 tasks.create_task(play(i, j, place))
     if lost := next((pair for pair, of_pair in results.items() if not of_pair), None):
-        raise DataError(f"no game of {names[lost[0]]} against {names[lost[1]]} had a result at task {suite.name}")
+        pair = f"{names[lost[0]]} against {names[lost[1]]}"
+        raise DataError(f"no game of {pair} had a result at task {suite.name}: {errors.describe()}")
     return rate(suite.name, names, results)
 
 
