@@ -7,12 +7,12 @@ import math
 import pytest
 
 from examples.league.task import MOVES, RockPaperScissors, exploitability, move_shares, points
-from titan_rl import Completion, FinishReason, Rollout, RolloutGroup, Turn, VersionSpan
+from titan_rl import Completion, FinishReason, Message, Rollout, RolloutGroup, Turn, VersionSpan
 
 
 def answered(move: str, chance: float) -> Rollout:
     completion = Completion("r", [1, 2], [math.log(chance), 0.0], FinishReason.STOP, (VersionSpan(0, 2),))
-    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": move}]
+    messages: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": move}]
     return Rollout("g/0/first", "g", 0, 0, turns=[Turn([7], completion)], messages=messages, seat="first")
 
 
