@@ -32,8 +32,10 @@ stop tokens.
 **Turns.** No text is tokenized twice: each prompt begins with the tokens of the previous prompt and of the sampled
 answer. `ChatTemplateRenderer` takes what follows an answer from two renderings with different answers. A template that
 changes earlier messages when a new one is added cannot be used in this way. It is refused with the reason, by the dry
-run and before a run loads a model, unless every task is a `PromptTask` without tools and environment, or
-`rollout.max_turns = 1`. Reasoning that a template drops from earlier turns stays in the prompts of a run.
+run and at the start of a run, unless every task is a `PromptTask` without tools and environment, or
+`rollout.max_turns = 1`. Reasoning that a template drops from earlier turns stays in the prompts of a run. Mistral's
+template shows tools before the last user's message only; here they stay where they were, and are shown again before
+each further one.
 
 **Tool calls.** `ChatTemplateRenderer` lets the template render the call `look_up(word="it", count=3)` and its result.
 Calls are parsed if one of the [formats](#formats-of-tool-calls) reads exactly this call back, and if the result extends

@@ -16,9 +16,11 @@ pytest.importorskip("renderers")
 from tests.models.chats import CHATS, GPT_OSS
 from titan_rl.config.build import make_renderer
 from titan_rl.core.errors import ModelError
+from titan_rl.rollout.environment.messages import MessageTokenEnv
 from titan_rl.rollout.renderer import ChatTemplateRenderer
 from titan_rl.rollout.renderer.registry import TOOLS
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
+from titan_rl.tasks import ToolEnv
 from titan_rl.training.settings import ModelConfig
 
 WITH_TOOLS = ("qwen2", "qwen3", "llama", "glm4_moe", "glm4", "mistral", "olmo3")
@@ -99,6 +101,26 @@ def test_a_call_is_read_and_its_result_extends_the_prompt(family: str) -> None:
     assert extended[: len(prompt) + len(said)] == [*prompt, *said]
     rendered = tokenizer.decode(list(renderer.render_ids([*asked, result], tools=tools, add_generation_prompt=True)))
     assert tokenizer.decode(extended) == rendered
+
+
+def test_tools_that_a_template_shows_before_the_last_question_are_shown_again() -> None:
+    renderer, tokenizer = renderer_of("mistral"), load_tokenizer(folder_of("mistral"))
+    prompt = renderer.render_ids([USER], tools=list(TOOLS), add_generation_prompt=True)
+    said = ids_of(tokenizer, "A word.</s>")
+    extended = renderer.bridge_to_next_turn(prompt, said, [MORE], tools=list(TOOLS)).token_ids
+    assert extended[: len(prompt) + len(said)] == [*prompt, *said]
+    assert tokenizer.decode(extended).count("[AVAILABLE_TOOLS]") == 2
+
+
+async def test_a_template_without_calls_fails_the_reset_of_a_task_with_tools_and_says_why() -> None:
+    env = MessageTokenEnv(ToolEnv("1 + 1?", look_up), renderer_of("gemma3_text"))
+    with pytest.raises(ModelError, match="shows the model none of the 1 tools"):
+        await env.reset()
+
+
+def look_up(word: str) -> str:
+    """Look up a word."""
+    return word
 
 
 def test_an_answer_without_a_call_is_text_with_tools_too() -> None:

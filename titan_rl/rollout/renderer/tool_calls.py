@@ -361,6 +361,11 @@ FORMATS: Sequence[CallFormat] = (
         '<tool_call>{"name": "look_up", "arguments": {"word": "it"}}</tool_call>',
     ),
     JsonCalls(
+        "Granite 3.1's JSON list",
+        Blocks("<tool_call>", ""),
+        '<tool_call>[{"name": "look_up", "arguments": {"word": "it"}}]',
+    ),
+    JsonCalls(
         "Hunyuan's JSON list",
         Blocks("<tool_calls>", "</tool_calls>"),
         '<tool_calls>[{"name": "look_up", "arguments": {"word": "it"}}]</tool_calls>',

@@ -149,7 +149,9 @@ def require_tool_support(renderer: Renderer, messages: Sequence[Message], tools:
     if prompt == list(renderer.render_ids(shown, tools=None, add_generation_prompt=True)):
         raise ModelError(f"{name} shows the model none of the {len(offered)} tools that the environment gives; {_FIX}")
     if not getattr(renderer, "reads_tool_calls", True) or not _reads_calls(renderer, shown, offered, prompt):
-        raise ModelError(f"{name} reads no calls of tools, and the environment gives {len(offered)}; {_FIX}")
+        problem: str | None = getattr(renderer, "call_problem", None)
+        why = "" if problem is None else f" ({problem})"
+        raise ModelError(f"{name} reads no calls of tools{why}, and the environment gives {len(offered)}; {_FIX}")
     _passed[id(renderer)] = renderer
 
 
