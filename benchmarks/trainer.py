@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.generation import make_model
-from titan_rl.training.data.packing import plan_step
 from titan_rl.training.data.sample import TrainingSample
+from titan_rl.training.data.step_plan import plan_step
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.tensor_batch import Minibatch
 from titan_rl.training.trainer import TrainerCore

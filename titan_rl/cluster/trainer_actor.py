@@ -25,7 +25,7 @@ from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.errors import CheckpointError, ModelError
 from titan_rl.core.tracing.spans import Track, flush, span
 from titan_rl.rollout.renderer.registry import TemplateFit
-from titan_rl.training.data.packing import StepPlan
+from titan_rl.training.data.step_plan import StepPlan
 from titan_rl.training.protocol import StepResult
 from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
 from titan_rl.weights.manifest import PackedManifest, pack

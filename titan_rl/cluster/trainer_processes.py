@@ -32,8 +32,8 @@ from titan_rl.core.console import LOG, Console
 from titan_rl.core.errors import ActorDiedError, ConfigError, NoHostError, TitanRLError
 from titan_rl.core.tracing.spans import span
 from titan_rl.rollout.renderer.registry import fit_template
-from titan_rl.training.data.packing import StepPlan, plan_step
 from titan_rl.training.data.sample import TrainingSample
+from titan_rl.training.data.step_plan import Costs, StepPlan, plan_step
 from titan_rl.training.protocol import StepResult, agreed_version
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.state.checkpoint import being_written, put_in_place, step_directory, written_by
@@ -61,6 +61,7 @@ class ActorTrainer:
         self.is_leaving = False
         self._training = training
         self._model = model
+        self._costs = Costs.of_model(Path(model.path))
         self._layouts = KnownLayouts()
         self._ranks = ranks
         self._writer = uuid.uuid4().hex
@@ -79,7 +80,7 @@ class ActorTrainer:
     async def _rows(self, samples: Sequence[TrainingSample]) -> list[list[StepPlan]]:
         """Pack the samples, and return the arguments of each rank."""
         with span("packing", "trainer"):
-            plans = await in_thread(plan_step, samples, self._training)
+            plans = await in_thread(plan_step, samples, self._training, self._costs)
         return [[plan] for plan in plans for _ in range(self._training.ranks_a_row)]
 
     async def begin_publish(self) -> None:

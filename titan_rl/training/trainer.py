@@ -17,8 +17,8 @@ from titan_rl.core.errors import CheckpointError, ConfigError, TrainingError, Un
 from titan_rl.core.tracing.spans import IDLE, span
 from titan_rl.rollout.renderer.registry import TemplateFit, fit_template
 from titan_rl.training.critic import Critic
-from titan_rl.training.data.packing import StepPlan, plan_step
 from titan_rl.training.data.sample import TrainingSample
+from titan_rl.training.data.step_plan import Costs, StepPlan, plan_step
 from titan_rl.training.export import export_hf
 from titan_rl.training.family_check import require_proved
 from titan_rl.training.gradient_pass import GradientPass, MinibatchGradient
@@ -119,6 +119,7 @@ class TrainerCore:
         self._optimizers = _make_optimizers(self._policy, training)
         self._critic = _make_critic(self._policy, model_config, training, self._world)
         self._training = training
+        self._costs = Costs.of_model(Path(model_config.path))
         self._writer = TrainStateWriter(self._world)
         self._readers = Readers()
         self._version = 0
@@ -181,7 +182,7 @@ class TrainerCore:
             UntrainableError: a minibatch has no token to train on, a token id is outside the vocabulary, or loss or
                 gradient is not finite. Weights, optimizer state and version are those before that minibatch.
         """
-        return self.train(plan_step(samples, self._training)[self._world.data_rank], skip=skip)
+        return self.train(plan_step(samples, self._training, self._costs)[self._world.data_rank], skip=skip)
 
     def train(self, plan: StepPlan, *, skip: bool = False) -> StepResult:
         """Run this rank's share of a step: the plan of `plan_step` for its data-parallel rank.
@@ -241,7 +242,7 @@ class TrainerCore:
             TrainingError: there is no token to measure, a token id is outside the vocabulary, or the loss is not
                 finite.
         """
-        return self.measure_plan(plan_step(samples, self._training)[self._world.data_rank])
+        return self.measure_plan(plan_step(samples, self._training, self._costs)[self._world.data_rank])
 
     def measure_plan(self, plan: StepPlan) -> float:
         """Run this rank's share of `measure`. Errors are raised on all ranks."""

@@ -1,4 +1,4 @@
-"""Packing of samples into rows: families of samples that share a prefix, rows of families, and the rows of each rank.
+"""Packing of samples into rows: families of samples that share a prefix, and rows of families.
 
 The siblings of a group share their prompt. As a `Family`, one prefix followed by a suffix for each of them, the prompt
 goes through the model once instead of `group_size` times. The last token before the first trained one stays with each
@@ -15,7 +15,7 @@ Invariants of every packing: each sample is in one row or dropped, with its fami
 exceeds the capacity; a family is dropped only where it is longer than a row; of two rows or more for one rank, the mean
 row is over half the capacity; the rows are a multiple of the ranks, unless there are fewer samples than that.
 
-It imports no torch: the controller plans, ranks compute.
+It imports no torch: the controller plans, ranks compute. `step_plan.py` shares out the rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from heapq import heappop, heappush
 
 from titan_rl.core.arrays import common_length, token_array
 from titan_rl.training.data.sample import TrainingSample
-from titan_rl.training.settings import TrainingConfig
 
 SHORTEST = 8
 """Shorter prefixes do not pay for the longer attention of the suffixes."""
@@ -198,52 +197,3 @@ def _best_fit(families: Sequence[Family], capacity: int) -> list[list[Family]]:
             rows.append([family])
         insort(free, (left - length, row))
     return rows
-
-
-MicroBatch = list[list[Family]]
-"""Rows of families that one forward and backward pass takes; empty where a rank only accompanies the others."""
-
-
-@dataclass(frozen=True, slots=True)
-class MinibatchPlan:
-    """One optimizer step as one rank sees it. All ranks have as many micro-batches."""
-
-    micro_batches: list[MicroBatch]
-    num_samples: int  # of all ranks
-    num_dropped: int  # of all ranks; longer than a row
-
-
-StepPlan = list[MinibatchPlan]
-"""The minibatches of one rank in a step."""
-
-
-def plan_step(samples: Sequence[TrainingSample], training: TrainingConfig) -> list[StepPlan]:
-    """Split samples into minibatches, siblings together and groups in order; pack each, and deal its rows to ranks.
-
-    There are at most as many minibatches as groups.
-
-    Returns:
-        One plan for each of `training.data_parallel`. A sample is in one of them, or dropped.
-    """
-    ranks, row_tokens = training.data_parallel, training.row_tokens
-    groups = list(dict.fromkeys(sample.group_id for sample in samples))
-    count = max(1, min(training.minibatches, len(groups)))
-    part_of = {group: index * count // len(groups) for index, group in enumerate(groups)}
-    parts: list[list[TrainingSample]] = [[] for _ in range(count)]
-    for sample in samples:
-        parts[part_of[sample.group_id]].append(sample)
-    plans: list[StepPlan] = [[] for _ in range(ranks)]
-    for part in parts:
-        families = find_families(part, row_tokens) if training.share_prompts else [Family((sample,)) for sample in part]
-        packing = pack(families, row_tokens, multiple_of=ranks)
-        dealt = _deal(packing.rows, ranks, training.rows_per_micro_batch)
-        for plan, micro_batches in zip(plans, dealt, strict=True):
-            plan.append(MinibatchPlan(micro_batches, len(part), len(packing.dropped)))
-    return plans
-
-
-def _deal(rows: Sequence[list[Family]], ranks: int, rows_per_micro_batch: int) -> list[list[MicroBatch]]:
-    """Micro-batches of each rank, of rows that are neighbours in the packing and so have similar lengths."""
-    at_once = ranks * rows_per_micro_batch
-    starts = range(0, len(rows), at_once)
-    return [[list(rows[start + rank : start + at_once : ranks]) for start in starts] for rank in range(ranks)]
