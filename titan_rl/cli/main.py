@@ -31,6 +31,7 @@ COMMANDS = {
     "export": "write a run's policy as a Hugging Face folder",
     "settings": "explain the settings",
     "algorithms": "describe the learning algorithms",
+    "fit": "compute the GPU memory of a run",
     "doctor": "check what this machine lacks for a run",
     "worker": "let runs use this machine",
     "completion": "complete commands and settings in a shell",

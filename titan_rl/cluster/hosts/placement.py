@@ -198,12 +198,15 @@ def choose_transport(
     trainer: Sequence[ProcessPlace],
     generators: Sequence[Sequence[ProcessPlace]],
     gpu_bytes: Callable[[], int | None],
+    *,
+    parameters: int | None = None,
 ) -> tuple[str, str]:
     """Choose the transport for `statedict.transport = "auto"`, and give the reason.
 
     Args:
         trainer, generators: the places of their ranks.
         gpu_bytes: gives the memory of the smallest GPU, None if unknown. Called only if other criteria do not decide.
+        parameters: of the model; by default counted in its folder.
 
     Example: `("cuda_ipc", "trainer and generators have GPUs of one host, with room for ...")`.
     """
@@ -220,7 +223,8 @@ def choose_transport(
     if total is None:
         return "shared_memory", "nvidia-smi does not say whether the trainer's GPU has room for two more versions"
     each = TRAINED_BYTES + NUM_KEPT * BYTES[config.model.dtype]
-    need = each * count_parameters(Path(config.model.path)) / config.training.num_ranks
+    count = count_parameters(Path(config.model.path)) if parameters is None else parameters
+    need = each * count / config.training.num_ranks
     told = f"{need / 2**30:.1f} GiB of parameters and published versions on a trainer's GPU of {total / 2**30:.0f}"
     if need > ROOM * total:
         return "shared_memory", f"{told} leave activations too little"

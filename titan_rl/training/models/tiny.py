@@ -47,7 +47,7 @@ _SIZES: Mapping[str, int] = {
 """Values of a tiny config, for fields that a config has."""
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types", "layers_block_type")
+PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types", "layers_block_type")
 MOST_EXPERTS = 8
 
 
@@ -96,7 +96,7 @@ def _shorten(tiny: Any) -> None:
         size = max(size, *(kinds.index(kind) + 1 for kind in set(kinds)))
     for name in ("interleave_moe_layer_step", "decoder_sparse_step"):
         size = max(size, getattr(tiny, name, None) or 1)
-    for name in _PER_LAYER:
+    for name in PER_LAYER:
         if isinstance(found := getattr(tiny, name, None), list):
             setattr(tiny, name, found[:size])
     tiny.num_hidden_layers = size

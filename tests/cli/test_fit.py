@@ -1,0 +1,113 @@
+"""`titan-rl fit` says whether a run fits the memory of its GPUs, and which settings would make it fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
+
+from titan_rl.cli.main import main
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = str(ROOT / "examples" / "gsm8k" / "qwen3_0_6b.toml")
+SMALL = {
+    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 256, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 512, "vocab_size": 32000,
+    "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a config.json, and nothing else."""
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    return tmp_path
+
+
+def fit(folder: Path, *words: str) -> int:
+    return main(["fit", EXAMPLE, "--model.path", str(folder), *words])
+
+
+def fit_as_json(folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    fit(folder, "--json", *words)
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_run_that_fits_shows_the_parts_of_each_gpu(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fit(folder, "--gpus", "3", "--memory", "80", "--generation.kv_cache_gib", "none") == 0
+    said = capsys.readouterr()
+    assert "GPU 0" in said.out
+    assert "each of GPUs 1 to 2" in said.out
+    for part in ("master weights", "gradients", "optimizer states", "activations", "logits and work space"):
+        assert f"trainer  {part}" in said.out
+    assert "engine   KV cache" in said.out
+    assert "fits: 72.0 GiB of 80.0 on each of GPUs 1 to 2" in said.err, "an engine fills nine tenths"
+
+
+def test_the_parts_add_up(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = fit_as_json(folder, capsys, "--gpus", "1", "--memory", "80")
+    (gpu,) = found["gpus"]
+    assert gpu["total"] == sum(gpu["trainer"].values()) + sum(gpu["engines"].values())
+    assert found["fits"]
+    assert found["savings"] == []
+
+
+def test_settings_that_make_it_fit_are_named_and_do(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ("--gpus", "2", "--memory", "4.5", "--generation.kv_cache_gib", "1", "--generation.num_generators", "1")
+    long = ("--training.row_tokens", "4096", "--training.rows_per_micro_batch", "16")
+    found = fit_as_json(folder, capsys, *small, *long)
+    assert not found["fits"]
+    assert found["fits_with_change"]
+    assert any("training.activation_checkpointing" in each["setting"] for each in found["savings"])
+    assert all(each["bytes"] > 0 for each in found["savings"])
+    pairs = [each.split(" = ") for each in found["change"]]
+    options = [word for name, value in pairs for word in (f"--{name}", value.strip('"'))]
+    assert fit(folder, *small, *long, *options) == 0
+    assert fit(folder, *small, *long) == 1
+    assert "does not fit" in capsys.readouterr().err
+
+
+def test_a_gpu_that_is_too_small_for_any_setting_is_said_to_be(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fit(folder, "--gpus", "1", "--memory", "0.5") == 1
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1].startswith("no settings make it fit")
+    assert said[-1].endswith("use more or larger GPUs")
+
+
+def test_a_trainer_that_has_the_memory_of_sleeping_engines_needs_the_larger_of_both(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--gpus", "1", "--memory", "80")
+    beside = fit_as_json(folder, capsys, *words)["gpus"][0]
+    lent = fit_as_json(folder, capsys, *words, "--scheduling.on_batch_ready", "sleep")["gpus"][0]
+    assert lent["total"] < beside["total"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--gpus", "0", "--memory", "80"), "--gpus 0: a run on GPUs needs one at least"),
+        (("--gpus", "1", "--memory", "0"), "--memory 0: give the memory of a GPU in GiB, such as 80"),
+        (("--gpus", "1", "--memory", "nan"), "--memory nan: give the memory of a GPU"),
+        (("--gpus", "1", "--memory", "80", "--training.data_parallel", "2"), "set it to 1 or less"),
+        (("--gpus", "1", "--memory", "80", "--model.path", "/nowhere"), "/nowhere has no config.json"),
+    ],
+)
+def test_wrong_input_is_one_sentence(
+    folder: Path, words: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fit(folder, *words) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert told in line
+
+
+def test_an_unknown_family_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "config.json").write_text(json.dumps({**SMALL, "model_type": "unheard"}))
+    assert fit(folder, "--gpus", "1", "--memory", "80") == 2
+    assert "unheard" in capsys.readouterr().err

@@ -1,0 +1,189 @@
+"""The computed memory of a trainer's rank against what a trainer holds on a CPU, and against known models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
+
+import torch
+from e2e.tiny_policy import make_tiny_qwen3, on_policy_samples
+from e2e.warm import run_world
+from models.families import FAMILIES, model_type
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from titan_rl.core.errors import ModelError
+from titan_rl.training.attention.attention import Document, layout_documents
+from titan_rl.training.memory import rank_memory, update_bytes
+from titan_rl.training.models.tiny import tiny_config
+from titan_rl.training.optimizer.optimizers import CompactAdam
+from titan_rl.training.parallel import World
+from titan_rl.training.passes import BuiltFrom, MemoryTracker, MicroBatchShape, measure_passes
+from titan_rl.training.policy import Policy
+from titan_rl.training.settings import ModelConfig, TrainingConfig
+from titan_rl.training.trainer import TrainerCore
+
+ARCHITECTURES = Path(__file__).resolve().parents[2] / "scripts" / "architectures"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_qwen3(tmp_path_factory.mktemp("model"), tied=True, num_layers=4)
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("qwen3_8b", 8_190_735_360),
+        ("qwen3_30b_a3b", 30_532_122_624),
+        ("llama_70b", 70_553_706_496),
+        ("qwen3_235b_a22b", 235_093_634_560),
+    ],
+)
+def test_public_models_have_the_published_number_of_parameters(name: str, count: int) -> None:
+    hf = json.loads((ARCHITECTURES / f"{name}.json").read_text())
+    model = ModelConfig(path=name, dtype="bfloat16")
+    training = TrainingConfig(data_parallel=64, activation_checkpointing="full", row_tokens=512, rows_per_micro_batch=1)
+    found = rank_memory(model, training, hf=hf)
+    assert found.parameters == count
+    assert found.device["master weights"] == pytest.approx(4 * count / 64, rel=0.01)
+    assert found.device["optimizer states"] == pytest.approx(8 * count / 64, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama, tied", "gemma3_text", "gpt2", "mixtral", "deepseek_v3", "gpt_oss"])
+def test_parameters_of_a_family_are_those_of_transformers(name: str) -> None:
+    config = tiny_config(AutoConfig.for_model(model_type(name)), **FAMILIES[name])
+    with torch.device("meta"):
+        expected = sum(each.numel() for each in AutoModelForCausalLM.from_config(config).parameters())
+    model = ModelConfig(path=name, implementation="transformers", max_context=64)
+    found = rank_memory(model, TrainingConfig(row_tokens=64), hf=config.to_dict(), device="cpu")
+    assert found.parameters == expected
+    assert found.device["weights"] == 4 * expected
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"optimizer_dtype": "bfloat16"}, {"optimizer_dtype": "int8", "master_dtype": "bfloat16"}],
+    ids=["float32", "bfloat16 moments", "int8 moments, bfloat16 weights"],
+)
+def test_weights_and_moments_take_what_is_computed(folder: Path, given: dict[str, Any]) -> None:
+    model, training = ModelConfig(path=str(folder), dtype="bfloat16"), TrainingConfig(**given)
+    trainer = TrainerCore(model, training, seed=0)
+    trainer.step(on_policy_samples(trainer, 40))
+    computed = rank_memory(model, training).device
+    weights = computed.get("master weights", computed.get("weights"))
+    assert sum(each.nbytes for each in trainer._model.parameters()) == weights  # pyright: ignore[reportPrivateUsage]
+    parts = trainer._optimizers.parts  # pyright: ignore[reportPrivateUsage]
+    states = [tensor for part in parts for state in part.state.values() for tensor in state.values()]
+    # Rows of a tiny model are short, so that the scales of 8-bit moments, 8 bytes a row, count for more.
+    assert sum(tensor.nbytes for tensor in states) == pytest.approx(computed["optimizer states"], rel=0.15)
+
+
+@pytest.mark.parametrize("master_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("optimizer_dtype", ["bfloat16", "int8"])
+def test_the_update_of_a_parameter_takes_what_is_computed(optimizer_dtype: Any, master_dtype: Any) -> None:
+    module = nn.Linear(512, 1024, bias=False, dtype=getattr(torch, master_dtype))
+    settings: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "decoupled": True}
+    optimizer = CompactAdam([module.weight], lr=1e-3, state_dtype=optimizer_dtype, **settings)
+    module.weight.grad = torch.ones_like(module.weight)
+    optimizer.step()
+    held = [module.weight.grad, *optimizer.state[module.weight].values()]
+    with MemoryTracker([module.weight, *held]) as tracker:
+        optimizer.step()
+    training = TrainingConfig(optimizer_dtype=optimizer_dtype, master_dtype=master_dtype)
+    assert tracker.peak == pytest.approx(update_bytes(training, module.weight.numel()), rel=0.05)
+
+
+def bytes_of_a_rank(folder: Path) -> tuple[int, int]:
+    """Weights and moments of this rank after a step."""
+    training = TrainingConfig(steps=2, row_tokens=64, rows_per_micro_batch=2, data_parallel=2)
+    trainer = TrainerCore(ModelConfig(path=str(folder), dtype="bfloat16"), training, seed=0)
+    model: Any = trainer._model  # pyright: ignore[reportPrivateUsage]
+    trainer.step(on_policy_samples(trainer, 40, 30))
+    states = [each for part in trainer._optimizers.parts for each in part.state.values()]  # pyright: ignore[reportPrivateUsage]
+    moments = sum(state[name].to_local().nbytes for state in states for name in ("exp_avg", "exp_avg_sq"))
+    return sum(parameter.to_local().nbytes for parameter in model.parameters()), moments
+
+
+def test_a_rank_holds_its_share(folder: Path) -> None:
+    model, training = ModelConfig(path=str(folder), dtype="bfloat16"), TrainingConfig(data_parallel=2)
+    computed = rank_memory(model, training)
+    for weights, moments in run_world(bytes_of_a_rank, 2, folder=folder):
+        assert weights == pytest.approx(computed.device["master weights"], rel=0.01)
+        assert moments == pytest.approx(computed.device["optimizer states"], rel=0.01)
+    offloaded = rank_memory(model, training.model_copy(update={"offload": ("parameters",)}))
+    assert not {"master weights", "gradients", "optimizer states"} & offloaded.device.keys()
+    assert offloaded.host["master weights"] == computed.device["master weights"]
+
+
+def kept(policy: Policy, tokens: int) -> int:
+    """Bytes that the layers keep for the backward pass, beside the parameters."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in policy.model.parameters()}
+    found: dict[int, int] = {}
+    alive: list[torch.Tensor] = []  # so that no address serves twice
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        alive.append(tensor)
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        ids, positions = torch.zeros(1, tokens, dtype=torch.long), torch.arange(tokens)[None]
+        policy._decoder.hidden(ids, positions, layout_documents([Document(tokens)]))  # pyright: ignore[reportPrivateUsage]
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("implementation", ["torchtitan", "transformers"])
+@pytest.mark.parametrize("tokens", [256, 768])
+def test_the_layers_keep_what_is_computed(folder: Path, implementation: Any, tokens: int) -> None:
+    policy = Policy(folder, World(), max_context=1024, row_tokens=1024, implementation=implementation)
+    source = BuiltFrom(json.dumps(config_of(folder)), implementation)
+    computed = measure_passes(source, MicroBatchShape(1, tokens, tokens, gathers_documents=True)).kept
+    assert kept(policy, tokens) == pytest.approx(computed, rel=0.05)
+
+
+def test_more_layers_than_are_run_keep_as_much_as_all_of_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = BuiltFrom(json.dumps(config_of(folder) | {"num_hidden_layers": 10}), "torchtitan")
+    shape = MicroBatchShape(1, 128, 128)
+    continued = measure_passes(source, shape)
+    monkeypatch.setattr("titan_rl.training.passes.TRACED", 10)
+    assert continued.kept == pytest.approx(measure_passes(source, shape).kept, rel=1e-3)
+
+
+def test_each_setting_that_saves_memory_saves_its_part(folder: Path) -> None:
+    hf = config_of(folder) | {"num_hidden_layers": 8}
+    model = ModelConfig(path=str(folder), dtype="bfloat16")
+
+    def part(name: str, **given: Any) -> int:
+        training = TrainingConfig(data_parallel=2, kl_coef=0.1, **given)
+        return rank_memory(model, training, hf=hf).device.get(name, 0)
+
+    full = part("checkpointed activations", activation_checkpointing="full")
+    selective = part("checkpointed activations", activation_checkpointing="selective")
+    assert 0 < full < selective < part("activations")
+    assert part("activations", rows_per_micro_batch=4) < 0.6 * part("activations")
+    assert part("optimizer states", optimizer_dtype="int8") == part("optimizer states") // 4
+    assert part("gradients", master_dtype="bfloat16") == part("gradients") // 2
+    assert part("reference model", offload=("reference",)) == 0 < part("reference model")
+
+
+def test_config_json_without_a_dimension_or_of_a_refused_family_is_an_error(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        rank_memory(ModelConfig(path=str(tmp_path)), TrainingConfig())
+    hf = config_of(folder)
+    del hf["num_hidden_layers"]
+    with pytest.raises(ModelError, match="lacks 'num_hidden_layers'"):
+        rank_memory(ModelConfig(path="tiny"), TrainingConfig(), hf=hf)
+    with pytest.raises(ModelError, match="'mamba' is refused"):
+        rank_memory(ModelConfig(path="tiny"), TrainingConfig(), hf={"model_type": "mamba"})

@@ -1,0 +1,122 @@
+"""`titan-rl fit CONFIG.toml ... --gpus N --memory GIB`: the memory of each GPU, and settings that would make it fit."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from contextlib import nullcontext
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from titan_rl.cli.options import Parser, file_path
+from titan_rl.core.errors import ConfigError, MissingExtraError
+from titan_rl.run.terminal.standard_streams import say, tell
+from titan_rl.run.terminal.waiting import WAITING
+
+if TYPE_CHECKING:
+    from titan_rl.run.machine.fit import Fit, GPUMemory, Saving
+
+GIB = 2**30
+
+
+def set_up(parser: Parser) -> None:
+    parser.usage = "titan-rl fit CONFIG.toml ... --gpus N --memory GIB [--table.setting value ...] [--json]"
+    parser.description = (
+        "Compute the memory that each GPU of a run holds, by component, from the model's config.json and the settings. "
+        "Neither weights nor a GPU are needed. If it does not fit, name the settings that save memory, and end with "
+        "exit code 1."
+    )
+    parser.add_argument("config", type=file_path, metavar="CONFIG.toml", nargs="+", help="the run's settings")
+    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="number of GPUs")
+    parser.add_argument("--memory", type=float, required=True, metavar="GIB", help="memory of a GPU, in GiB")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_settings("titan_rl.config.run:RunConfig")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.gpus < 1:
+        raise ConfigError(f"--gpus {arguments.gpus}: a run on GPUs needs one at least; give 1 or more")
+    if not 0 < arguments.memory < 2**20:
+        raise ConfigError(f"--memory {arguments.memory:g}: give the memory of a GPU in GiB, such as 80")
+    if find_spec("torchtitan") is None:
+        raise MissingExtraError("torchtitan", "cpu")
+    with nullcontext() if arguments.json else WAITING.shown("computing the memory"):
+        from titan_rl.config.load import read_config
+        from titan_rl.run.machine.fit import plan_memory, savings, smallest_change
+
+        config, _ = read_config(arguments.config, arguments.overrides)
+        fit = plan_memory(config, arguments.gpus, int(arguments.memory * GIB))
+        saving = [] if fit.fits else savings(config, fit)
+        change, changed = ([], fit) if fit.fits else smallest_change(config, fit)
+    if arguments.json:
+        say(json.dumps(_as_json(fit, saving, change, changed)) + "\n")
+    else:
+        say("\n".join(_lines(fit)) + "\n")
+        for line in _advice(fit, saving, change, changed):
+            say(line + "\n")
+        fullest = fit.fullest
+        told = f"{fullest.total / GIB:.1f} GiB of {fit.limit / GIB:.1f} on {_name(fullest)}"
+        tell(f"titan-rl: {'fits' if fit.fits else 'does not fit'}: {told}")
+    return 0 if fit.fits else 1
+
+
+def _lines(fit: Fit) -> Iterator[str]:
+    """Table of all GPUs, in GiB."""
+    yield f"{fit.parameters / 1e9:.2f}B parameters; computed, in GiB"
+    for gpu in fit.gpus:
+        yield f"\n{_name(gpu)}"
+        for owner, parts in (("trainer", gpu.trainer), ("engine", gpu.engines)):
+            for part, size in parts.items():
+                yield f"  {owner:9}{part:30}{size / GIB:8.2f}"
+        together = "the larger of trainer and engine" if gpu.lends else "total"
+        yield f"  {'':9}{together:30}{gpu.total / GIB:8.2f}"
+    if fit.host:
+        yield "\nhost memory, of all ranks"
+        for part, size in fit.host.items():
+            yield f"  {'':9}{part:30}{size / GIB:8.2f}"
+
+
+def _advice(fit: Fit, saving: list[Saving], change: list[Saving], changed: Fit) -> Iterator[str]:
+    if fit.fits:
+        return
+    yield f"\neach of these settings saves memory on {_name(fit.fullest)}"
+    for each in saving:
+        enough = ", which is enough" if each.fits else ""
+        yield f"  {each!s:48}{each.bytes / GIB:8.2f}{enough}"
+    settings = ", ".join(map(str, change))
+    if changed.fits:
+        yield f"it fits with {settings}: {changed.fullest.total / GIB:.1f} GiB"
+    else:
+        least = f"{changed.fullest.total / GIB:.1f} GiB of {fit.limit / GIB:.1f}"
+        yield (
+            f"no settings make it fit: with {settings} it still needs {least} on a GPU; use more or larger GPUs"
+            if settings
+            else "no settings make it fit; use more or larger GPUs"
+        )
+
+
+def _name(gpu: GPUMemory) -> str:
+    first, last = gpu.gpus[0], gpu.gpus[-1]
+    if len(gpu.gpus) == 1:
+        return f"GPU {first}"
+    if last - first == len(gpu.gpus) - 1:
+        return f"each of GPUs {first} to {last}"
+    return f"each of GPUs {', '.join(map(str, gpu.gpus))}"
+
+
+def _as_json(fit: Fit, saving: list[Saving], change: list[Saving], changed: Fit) -> dict[str, object]:
+    return {
+        "parameters": fit.parameters,
+        "limit": fit.limit,
+        "fits": fit.fits,
+        "gpus": [
+            {"gpus": each.gpus, "trainer": each.trainer, "engines": each.engines, "total": each.total}
+            for each in fit.gpus
+        ],
+        "host": fit.host,
+        "savings": [{"setting": str(each), "bytes": each.bytes, "fits": each.fits} for each in saving],
+        "change": [str(each) for each in change],
+        "fits_with_change": changed.fits,
+    }

@@ -1,0 +1,303 @@
+"""Memory of each GPU of a run, computed from config.json and the settings, and the settings that would make it fit.
+
+A GPU has the ranks that `cluster/hosts/placement.py` places on it, as if all GPUs were on one host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Any
+
+from pydantic import ValidationError
+
+from titan_rl.cluster.hosts.placement import choose_transport, place_generators, place_trainer
+from titan_rl.config.model_folder import kv_bytes_per_token
+from titan_rl.config.run import RunConfig
+from titan_rl.config.sections import GenerationConfig
+from titan_rl.core.errors import ConfigError, ModelError
+from titan_rl.core.settings import Section
+from titan_rl.generation.gpu_share import CPU_KV_GIB, GPU_SHARE, WORK_BYTES
+from titan_rl.training.memory import BYTES, RankMemory, rank_memory
+from titan_rl.weights.types import NUM_KEPT
+
+GIB = 2**30
+
+CONTEXT_BYTES = GIB
+"""Memory that CUDA and its libraries take in a trainer's process. An estimate."""
+
+HOST = "one host"
+
+
+@dataclass(frozen=True, slots=True)
+class GPUMemory:
+    """Memory of GPUs that hold the same.
+
+    Attributes:
+        gpus: their numbers.
+        trainer: bytes by component of the trainer's rank.
+        engines: bytes by component of the generators' ranks.
+        lends: the engines have only what the trainer does not hold between two steps, while it does not train.
+        at_rest: bytes of the trainer between two steps.
+    """
+
+    gpus: tuple[int, ...]
+    trainer: Mapping[str, int] = field(default_factory=dict[str, int])
+    engines: Mapping[str, int] = field(default_factory=dict[str, int])
+    lends: bool = False
+    at_rest: int = 0
+
+    @property
+    def total(self) -> int:
+        trainer, engines = sum(self.trainer.values()), sum(self.engines.values())
+        return max(trainer, self.at_rest + engines) if self.lends else trainer + engines
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """A setting that saves memory.
+
+    Attributes:
+        bytes: saved on the GPU that has most.
+        fits: whether it is enough.
+    """
+
+    setting: str
+    value: Any
+    bytes: int
+    fits: bool
+
+    def __str__(self) -> str:
+        return f"{self.setting} = {_toml(self.value)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Memory of all GPUs.
+
+    Attributes:
+        parameters: of the model.
+        host: bytes by component in the host's memory, of all ranks.
+        limit: bytes of a GPU.
+    """
+
+    parameters: int
+    gpus: tuple[GPUMemory, ...]
+    host: Mapping[str, int]
+    limit: int
+
+    @property
+    def fullest(self) -> GPUMemory:
+        return max(self.gpus, key=lambda each: each.total)
+
+    @property
+    def num_gpus(self) -> int:
+        return sum(len(each.gpus) for each in self.gpus)
+
+    @property
+    def fits(self) -> bool:
+        return self.fullest.total <= self.limit
+
+
+def plan_memory(config: RunConfig, num_gpus: int, limit: int) -> Fit:
+    """Compute the memory of each GPU.
+
+    Args:
+        limit: bytes of a GPU.
+
+    Raises:
+        ConfigError: the ranks need more GPUs.
+        ModelError: see `rank_memory`.
+    """
+    rank = rank_memory(config.model, config.training)
+    return _place(config, rank, num_gpus, limit)
+
+
+def savings(config: RunConfig, before: Fit) -> list[Saving]:
+    """Settings that save memory on the GPU that has most, each alone, the largest saving first."""
+    found: list[Saving] = []
+    for setting, value in _candidates(config, before):
+        after = _try(config, setting, value, before)
+        if after is not None and (saved := before.fullest.total - after.fullest.total) > before.limit // 200:
+            found.append(Saving(setting, value, saved, after.fits))
+    return sorted(found, key=lambda each: -each.bytes)
+
+
+def smallest_change(config: RunConfig, before: Fit) -> tuple[list[Saving], Fit]:
+    """Settings that make a run fit together: those that cost least speed first, without the ones that turn out not to
+    be needed. If no settings suffice, all that save memory.
+
+    Returns:
+        The settings, and the memory with them.
+    """
+    chosen: list[Saving] = []
+    changed, fit = config, before
+    for setting, value in _candidates(config, before):
+        if fit.fits:
+            break
+        after = _try(changed, setting, value, before)
+        if after is not None and (saved := fit.fullest.total - after.fullest.total) > before.limit // 200:
+            chosen.append(Saving(setting, value, saved, after.fits))
+            changed, fit = with_setting(changed, setting, value), after
+    if fit.fits:
+        for saving in list(chosen[:-1]):
+            others = [each for each in chosen if each is not saving]
+            if (after := _try_all(config, others, before)) is not None and after.fits:
+                chosen, fit = others, after
+    return chosen, fit
+
+
+def _candidates(config: RunConfig, before: Fit) -> Iterator[tuple[str, Any]]:
+    """Changes of settings that may save memory, those that cost least speed first."""
+    num_gpus = before.num_gpus
+    model, training, generation = config.model, config.training, config.generation
+    if training.rows_per_micro_batch > 1:
+        yield "training.rows_per_micro_batch", 1
+    if training.row_tokens > model.max_context:
+        yield "training.row_tokens", model.max_context
+    if model.dtype == "float32":
+        yield "model.dtype", "bfloat16"
+    taken = generation.num_generators * generation.tensor_parallel_size
+    apart = num_gpus - taken  # GPUs that generators leave to the trainer
+    for available in sorted({apart, num_gpus} - {0}):
+        if (ranks := available // training.ranks_a_row) > training.data_parallel:
+            yield "training.data_parallel", ranks
+    if training.activation_checkpointing != "full":
+        yield "training.activation_checkpointing", "full"
+    if generation.kv_cache_gib is not None:
+        beyond = (before.fullest.total - before.limit) / GIB
+        less = max(CPU_KV_GIB, float(int(generation.kv_cache_gib - beyond / _engines_on(before.fullest, generation))))
+        if less < generation.kv_cache_gib:
+            yield "generation.kv_cache_gib", less
+    if generation.num_generators > 1 and generation.num_generators_range is None:
+        yield "generation.num_generators", 1
+    for size in (2, 4, 8):
+        if generation.tensor_parallel_size < size <= num_gpus:
+            yield "generation.tensor_parallel_size", size
+    for name in ("bfloat16", "int8"):
+        if BYTES[name] < BYTES[training.optimizer_dtype]:
+            yield "training.optimizer_dtype", name
+    if training.master_dtype == "float32":
+        yield "training.master_dtype", "bfloat16"
+    for part in ("reference", "optimizer", "parameters", "activations"):
+        if part not in training.offload:
+            kept = tuple(each for each in training.offload if part != "parameters" or each != "optimizer")
+            yield "training.offload", (*kept, part)
+    for size in (2, 4, 8):
+        if size <= num_gpus // training.data_parallel and training.ranks_a_row == 1:
+            yield "training.context_parallel", size
+    if not training.adapter.is_on:
+        yield "training.adapter.rank", 16
+
+
+def with_setting(config: RunConfig, setting: str, value: Any) -> RunConfig:
+    """A config with another value of one setting of [model], [training] or [generation].
+
+    Raises:
+        ValidationError: it contradicts another setting.
+    """
+    table, *names = setting.split(".")
+    section: Section = getattr(config, table)
+    for name in reversed(names[1:]):
+        value = {name: value}
+    given = {name: getattr(section, name) for name in section.model_fields_set}
+    if setting == "training.offload":  # add to the parts that are moved by now
+        parts = dict.fromkeys((*given.get("offload", ()), *value))
+        value = tuple(part for part in parts if part != "optimizer" or "parameters" not in parts)
+    made = type(section).model_validate({**given, names[0]: value})
+    return config.model_copy(update={table: made})
+
+
+def _try(config: RunConfig, setting: str, value: Any, before: Fit) -> Fit | None:
+    """Memory with another value of a setting; None if the run cannot have it."""
+    try:
+        changed = with_setting(config, setting, value)
+        if changed.training.master_dtype == "bfloat16" and changed.model.dtype != "bfloat16":
+            return None
+        if "parameters" in changed.training.offload and changed.training.num_ranks == 1:
+            return None
+        return plan_memory(changed, before.num_gpus, before.limit)
+    except (ValidationError, ConfigError, ModelError):
+        return None
+
+
+def _try_all(config: RunConfig, chosen: Sequence[Saving], before: Fit) -> Fit | None:
+    try:
+        for each in chosen[:-1]:
+            config = with_setting(config, each.setting, each.value)
+    except ValidationError:
+        return None
+    return _try(config, chosen[-1].setting, chosen[-1].value, before) if chosen else None
+
+
+def _place(config: RunConfig, rank: RankMemory, num_gpus: int, limit: int) -> Fit:
+    gpus = {HOST: [str(number) for number in range(num_gpus)]}
+    trainer = place_trainer(config.training, [HOST], gpus)
+    generators = place_generators(config.generation, [HOST], gpus, trainer)
+    transport = config.statedict.transport
+    if transport == "auto":
+        transport, _ = choose_transport(config, trainer, generators, lambda: limit, parameters=rank.parameters)
+    published = NUM_KEPT * _published(config, rank) // config.training.num_ranks
+    of_trainer = {**rank.device, "CUDA": CONTEXT_BYTES}
+    host = {name: size * config.training.num_ranks for name, size in rank.host.items()}
+    if transport == "cuda_ipc":
+        of_trainer["published versions"] = published
+    else:
+        host["published versions"] = published * config.training.num_ranks
+    trains = {gpu for place in trainer for gpu in place.gpus}
+    engines = [{gpu for place in ranks for gpu in place.gpus} for ranks in generators]
+    lends = config.scheduling.on_batch_ready == "sleep"
+    alike: dict[tuple[bool, int], list[int]] = {}
+    for number, name in enumerate(gpus[HOST]):
+        alike.setdefault((name in trains, sum(name in each for each in engines)), []).append(number)
+    found = [
+        GPUMemory(
+            tuple(numbers),
+            of_trainer if is_trainer else {},
+            _engines(config, rank.parameters, count, limit, beside_trainer=is_trainer),
+            lends and is_trainer,
+            rank.at_rest + CONTEXT_BYTES if is_trainer else 0,
+        )
+        for (is_trainer, count), numbers in alike.items()
+    ]
+    return Fit(rank.parameters, tuple(found), host, limit)
+
+
+def _engines_on(gpu: GPUMemory, generation: GenerationConfig) -> int:
+    """Number of engines on a GPU, at least 1."""
+    cache = int((generation.kv_cache_gib or 0) * GIB)
+    return max(1, round(gpu.engines.get("KV cache", 0) / cache)) if cache else 1
+
+
+def _published(config: RunConfig, rank: RankMemory) -> int:
+    """Bytes of a published version. An adapter's is small, and counted as nothing."""
+    return 0 if config.training.adapter.is_on else rank.parameters * BYTES[config.model.dtype]
+
+
+def _engines(config: RunConfig, parameters: int, count: int, limit: int, *, beside_trainer: bool) -> dict[str, int]:
+    """Bytes of the ranks of engines on a GPU, by component."""
+    if not count or config.generation.engine != "vllm":
+        return {}
+    generation = config.generation
+    weights = ceil(parameters * BYTES[config.model.dtype] / generation.tensor_parallel_size)
+    token = -(-(kv_bytes_per_token(config.model) or 0) // generation.tensor_parallel_size)
+    least = token * config.model.max_context
+    if generation.kv_cache_gib is not None:
+        cache = int(generation.kv_cache_gib * GIB)
+    elif beside_trainer and generation.gpu_share is None:
+        cache = int(CPU_KV_GIB * GIB)
+    else:
+        share = generation.gpu_share if generation.gpu_share is not None else GPU_SHARE / count
+        cache = int(limit * share) - weights - WORK_BYTES
+    return {
+        "engine weights": count * weights,
+        "KV cache": count * max(cache, least),
+        "engine work space": count * WORK_BYTES,
+    }
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    return f'"{value}"' if isinstance(value, str) else str(value)

@@ -1,0 +1,261 @@
+"""Memory of one rank of the trainer, computed from a model's config.json and the settings. No weights are read.
+
+Weights, gradients and optimizer states follow from the shapes of the parameters, which the model's own code declares
+without memory. `passes.py` computes what a forward and a backward pass keep. FSDP, optimizers and publishing follow
+from formulas, which are here. Peaks on a CPU differ from these figures by at most 10% (`python -m benchmarks.fit`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from titan_rl.core.errors import ModelError
+from titan_rl.training.models.choice import choose_implementation
+from titan_rl.training.models.hf_model import read_hf_config
+from titan_rl.training.passes import BuiltFrom, MicroBatchShape, measure_passes
+from titan_rl.training.settings import ModelConfig, TrainingConfig
+
+BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+
+SPLIT = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size", "vocab_size")
+"""Dimensions of config.json that tensor-parallel ranks share."""
+
+UPDATE_BYTES = {"float32": 14, "bfloat16": 22, "int8": 41}
+"""Bytes per entry of the parameter that `CompactAdam` updates, by the dtype of the moments: moments in float32, divisor,
+random bits and codes. Another 8 are for weight and gradient in float32, if they are stored in bfloat16."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Peak memory of a rank.
+
+    Attributes:
+        device: bytes by component in the GPU's memory, or in that of the process on a CPU.
+        host: bytes by component that `training.offload` keeps in the host's memory.
+        at_rest: bytes on the device between two steps.
+        parameters: of the whole model.
+    """
+
+    device: dict[str, int]
+    host: dict[str, int]
+    at_rest: int
+    parameters: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.device.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """Numbers of parameters of one rank.
+
+    Attributes:
+        held: of its part: FSDP splits the first dimension of each parameter.
+        frozen: of its part, without those that are trained.
+        matrices: of its part of trained matrices in the layers.
+        whole: of all parts with equal matrices: of all ranks but tensor-parallel ones.
+        layer: of the largest layer, whole.
+        embedding: of the embedding, whole.
+        is_tied: whether it is the output layer, too.
+        cast: of trained parameters that a forward pass under autocast converts, without the output layer.
+        largest: of its part of the largest parameter.
+    """
+
+    held: int
+    frozen: int
+    matrices: int
+    whole: int
+    layer: int
+    embedding: int
+    is_tied: bool
+    cast: int
+    largest: int
+
+    @property
+    def trained(self) -> int:
+        return self.held - self.frozen
+
+
+@lru_cache(maxsize=64)
+def count_parameters(source: BuiltFrom, shards: int) -> Numbers:
+    """Count the parameters of a model as its code declares them.
+
+    Args:
+        shards: ranks that share each parameter by FSDP.
+    """
+    decoder = source.build()
+    embedding = max((tuple(p.shape) for p in decoder.head.parameters()), key=prod)
+    blocks = [list(block.parameters()) for block in decoder.blocks.values()]
+    in_blocks = {id(parameter) for block in blocks for parameter in block}
+    held = frozen = matrices = largest = whole = cast = 0
+    for parameter in decoder.module.parameters():
+        part = -(-parameter.shape[0] // shards) * prod(parameter.shape[1:]) if parameter.ndim else 1
+        whole += parameter.numel()
+        held += part
+        frozen += 0 if parameter.requires_grad else part
+        largest = max(largest, part)
+        if parameter.requires_grad and parameter.ndim >= 2 and id(parameter) in in_blocks:
+            cast += parameter.numel()
+            matrices += part if parameter.ndim == 2 else 0
+    return Numbers(
+        held=held,
+        frozen=frozen,
+        matrices=matrices,
+        whole=whole,
+        layer=max(sum(parameter.numel() for parameter in block) for block in blocks),
+        embedding=prod(embedding),
+        is_tied=decoder.is_tied,
+        cast=cast,
+        largest=largest,
+    )
+
+
+def rank_memory(
+    model: ModelConfig, training: TrainingConfig, *, device: str = "cuda", hf: Mapping[str, Any] | None = None
+) -> RankMemory:
+    """Peak memory of the trainer's rank that has the most, while it trains full rows, of whose tokens all are trained.
+
+    Args:
+        model: its folder needs only a config.json.
+        device: "cuda" or "cpu", on which attention is computed in different ways.
+        hf: config.json, if there is no folder.
+
+    Raises:
+        ModelError: there is no config.json, it lacks a dimension, or no implementation trains its model.
+    """
+    hf = read_hf_config(Path(model.path)) if hf is None else hf
+    chosen = choose_implementation(
+        hf, model.implementation, tensor_parallel=training.tensor_parallel, has_adapter=training.adapter.is_on
+    )
+    is_alone = training.num_ranks == 1
+    autocasts = is_alone and model.dtype != "float32"
+    source = BuiltFrom(
+        json.dumps(_split(hf, training.tensor_parallel), sort_keys=True),
+        chosen.name,
+        trained_dtype=training.master_dtype if is_alone else model.dtype,
+        frozen_dtype=model.dtype,
+        adapter_rank=training.adapter.rank,
+        adapter_targets=training.adapter.targets,
+    )
+    numbers = count_parameters(source, training.data_parallel * training.context_parallel)
+    shape = MicroBatchShape(
+        rows=training.rows_per_micro_batch,
+        row_tokens=training.row_tokens,
+        context=min(model.max_context, training.row_tokens),
+        ranks_a_row=training.context_parallel,
+        gathers_documents=device == "cpu" or training.attention == "document",
+        compute_dtype=model.dtype,
+        autocasts=autocasts,
+        checkpointing=training.activation_checkpointing,
+    )
+    passes = measure_passes(source, shape)
+    master, compute = BYTES[training.master_dtype], BYTES[model.dtype]
+    weights = numbers.trained * master + numbers.frozen * compute
+    at_host: dict[str, int] = {}
+    on_device: dict[str, int] = {}
+    offload = {*training.offload}
+    state = at_host if "parameters" in offload else on_device
+    state["weights" if master == compute else "master weights"] = weights
+    state["gradients"] = numbers.trained * master
+    (at_host if offload & {"optimizer", "parameters"} else on_device)["optimizer states"] = _moments(training, numbers)
+    if training.kl_coef and not training.adapter.is_on:
+        (at_host if "reference" in offload else on_device)["reference model"] = numbers.held * master
+    at_rest = sum(on_device.values()) - on_device.get("gradients", 0)
+    cast = numbers.cast * compute if autocasts and master != compute else 0
+    kept = passes.kept - cast
+    if "activations" in offload:
+        at_host["activations"], kept = kept, 0
+    kept_name = "activations" if training.activation_checkpointing == "none" else "checkpointed activations"
+    stages = [(passes.head, 0), (passes.layer, 0)]
+    if not is_alone:
+        stages = _gathered(numbers, passes.head, passes.layer, compute)
+    work, gathered = max(stages, key=sum)
+    within_passes = {
+        f"weights in {model.dtype}": cast,
+        "gathered layers": gathered,
+        kept_name: kept,
+        "logits and work space": work,
+    }
+    on_device |= {name: size for name, size in within_passes.items() if size}
+    if (beyond := update_bytes(training, numbers.largest) - sum(within_passes.values())) > 0:
+        on_device["update of the largest weight"] = beyond
+    return RankMemory(on_device, at_host, at_rest, whole_parameters(hf, chosen.name))
+
+
+def whole_parameters(hf: Mapping[str, Any], implementation: Any) -> int:
+    """Number of parameters of a model."""
+    source = BuiltFrom(json.dumps(dict(hf), sort_keys=True), implementation)
+    return count_parameters(source, 1).whole
+
+
+def _split(hf: Mapping[str, Any], ranks: int) -> dict[str, Any]:
+    """config.json of the model that one tensor-parallel rank computes.
+
+    Raises:
+        ModelError: a dimension is not divisible.
+    """
+    if ranks == 1:
+        return dict(hf)
+    made = dict(hf)
+    made.setdefault("head_dim", hf["hidden_size"] // hf["num_attention_heads"])
+    for name in SPLIT:
+        if name in hf:
+            if hf[name] % ranks and name != "vocab_size":
+                raise ModelError(
+                    f"training.tensor_parallel = {ranks} does not divide {name} = {hf[name]} of config.json; choose "
+                    "one that does"
+                )
+            made[name] = -(-hf[name] // ranks)
+    return made
+
+
+def update_bytes(training: TrainingConfig, size: int) -> int:
+    """Most bytes that the update of a parameter of that size needs for a moment."""
+    if not _is_compact(training):
+        return 0
+    copies = 8 if training.master_dtype == "bfloat16" else 0
+    copies += 16 if "parameters" in training.offload else 8 if "optimizer" in training.offload else 0
+    return size * (UPDATE_BYTES[training.optimizer_dtype] + copies)
+
+
+def _is_compact(training: TrainingConfig) -> bool:
+    """Whether adam's states are other than float32 on the device."""
+    if training.optimizer not in ("adamw", "adam"):
+        return False
+    moved = {"optimizer", "parameters"} & {*training.offload}
+    return bool(moved) or training.optimizer_dtype != "float32" or training.master_dtype != "float32"
+
+
+def _moments(training: TrainingConfig, numbers: Numbers) -> int:
+    """Bytes of optimizer states. An optimizer of the user's is taken to have two moments in float32, as adam has."""
+    match training.optimizer:
+        case "sgd":
+            return numbers.trained * BYTES[training.master_dtype] if training.betas[0] else 0
+        case "muon":
+            return (2 * numbers.trained - numbers.matrices) * BYTES["float32"]
+        case _:
+            return 2 * numbers.trained * BYTES[training.optimizer_dtype]
+
+
+def _gathered(numbers: Numbers, head: int, layer: int, compute: int) -> list[tuple[int, int]]:
+    """(Work space, gathered weights and gradients) of FSDP in three stages of a backward pass, in bytes.
+
+    - The output layer: its weights, and those of the last layer, which FSDP gathers ahead.
+    - Summing of the output layer's gradient: in the dtype of the computation, and in float32.
+    - A layer: its weights and those of the next one, its gradient, and that in float32. A tied embedding stays gathered
+      with its gradient.
+    """
+    outer, inner = numbers.embedding, numbers.layer
+    tied = 2 * outer * compute if numbers.is_tied else 0
+    return [
+        (head, (outer + inner) * compute),
+        (0, outer * (2 * compute + 4) + inner * compute),
+        (layer, inner * (3 * compute + 4) + tied),
+    ]

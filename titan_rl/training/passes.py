@@ -1,0 +1,323 @@
+"""Memory of the forward and backward pass of one micro-batch, computed from shapes.
+
+The model's own code runs, with its checkpointing and output layer, on tensors that have a shape but no memory (torch's
+FakeTensorMode), while a `MemoryTracker` adds up the bytes of the tensors that are alive. So no family needs a formula
+of its own. Models of more than `TRACED` layers are run with fewer, in two numbers, and continued linearly: every
+further layer keeps the same.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import warnings
+import weakref
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from titan_rl.core.errors import ModelError
+from titan_rl.training.attention.variants import PLAIN, Variant, attend_by_scores
+from titan_rl.training.choices import ActivationCheckpointing, DType
+from titan_rl.training.decoder import DecoderModel
+from titan_rl.training.models.tiny import PER_LAYER
+from titan_rl.training.settings import AdapterConfig
+
+TRACED = 8
+"""Most layers of a model that is run whole."""
+
+LAYERS = ("num_hidden_layers", "n_layer")
+"""Names of the number of layers in config.json."""
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltFrom:
+    """Source of a decoder without memory.
+
+    Args:
+        text: config.json.
+        adapter_rank: of an adapter that is trained alone; 0 without one.
+    """
+
+    text: str
+    implementation: Literal["torchtitan", "transformers"]
+    trained_dtype: DType = "float32"
+    frozen_dtype: DType = "float32"
+    adapter_rank: int = 0
+    adapter_targets: tuple[str, ...] = ()
+
+    def build(self, num_layers: int | None = None) -> DecoderModel:
+        """The decoder, of fewer layers if their number is given.
+
+        Raises:
+            ModelError: the config lacks a dimension, or the library does not know the family.
+        """
+        hf = json.loads(self.text)
+        if num_layers is not None:
+            for name in LAYERS:
+                if name in hf:
+                    hf[name] = num_layers
+            for name in PER_LAYER:
+                if isinstance(hf.get(name), list):
+                    hf[name] = hf[name][:num_layers]
+        trained, frozen = (getattr(torch, name) for name in (self.trained_dtype, self.frozen_dtype))
+        if self.implementation == "torchtitan":
+            from titan_rl.training.models.torchtitan_decoder import TorchtitanDecoder
+
+            adapter = AdapterConfig(rank=self.adapter_rank, targets=self.adapter_targets) if self.adapter_rank else None
+            return TorchtitanDecoder(
+                hf, max_context=1, dtype=trained, splits_matrices=False, adapter=adapter, base_dtype=frozen
+            )
+        from titan_rl.training.models.transformers_decoder import TransformersDecoder
+
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(hf))
+            return TransformersDecoder(Path(folder), max_context=1, dtype=trained)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchShape:
+    """A micro-batch, and how it is computed.
+
+    Args:
+        context: tokens of one document, at most.
+        ranks_a_row: context-parallel ranks that share the tokens.
+        gathers_documents: attention gathers documents into batches; otherwise it is one kernel over all rows.
+        autocasts: convert weights in each layer, as a single rank does.
+    """
+
+    rows: int
+    row_tokens: int
+    context: int
+    ranks_a_row: int = 1
+    gathers_documents: bool = False
+    compute_dtype: DType = "float32"
+    autocasts: bool = False
+    checkpointing: ActivationCheckpointing = "none"
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one rank."""
+        return -(-self.rows * self.row_tokens // self.ranks_a_row)
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Bytes of one micro-batch, besides parameters and their gradients.
+
+    Attributes:
+        kept: kept by the layers for the backward pass.
+        head: most that the output layer needs in addition, with the gradient of its weights.
+        layer: most that the backward pass of the layers needs in addition.
+    """
+
+    kept: int
+    head: int
+    layer: int
+
+
+def measure_passes(source: BuiltFrom, shape: MicroBatchShape) -> Passes:
+    """Bytes of a forward and a backward pass.
+
+    Raises:
+        ModelError: see `BuiltFrom.build`; also if the model's code needs values, which shapes do not have.
+    """
+    hf = json.loads(source.text)
+    size = next((hf[name] for name in LAYERS if name in hf), TRACED)
+    if size <= TRACED:
+        return _trace(source, shape, None)
+    few, many = _trace(source, shape, TRACED // 2), _trace(source, shape, TRACED)
+    further = size - TRACED
+    return Passes(many.kept + (many.kept - few.kept) * further // (TRACED - TRACED // 2), many.head, many.layer)
+
+
+@lru_cache(maxsize=256)
+def _trace(source: BuiltFrom, shape: MicroBatchShape, num_layers: int | None) -> Passes:
+    from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+
+    decoder = source.build(num_layers)
+    if shape.checkpointing != "none":
+        policy = {"full": FullAC.Config, "selective": SelectiveAC.Config}[shape.checkpointing]()
+        decoder.wrap_blocks(policy.build(dump_folder=""))
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings(action="ignore"))  # of kernels, which do not run
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            _allocate(decoder.module)
+            tracker = MemoryTracker((*decoder.module.parameters(), *decoder.module.buffers()))
+            stack.enter_context(tracker)
+            return _run(decoder, shape, tracker)
+    except (RuntimeError, NotImplementedError) as error:
+        raise ModelError(
+            f"the memory of this model cannot be computed from its shapes: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _run(decoder: DecoderModel, shape: MicroBatchShape, tracker: MemoryTracker) -> Passes:
+    dtype = getattr(torch, shape.compute_dtype)
+    tokens, ids = shape.tokens, torch.zeros(1, shape.tokens, dtype=torch.long)
+    begin = tracker.live
+    with torch.autocast("cpu", dtype, enabled=shape.autocasts):
+        hidden_BLD = decoder.hidden(ids, torch.zeros_like(ids), cast(Any, ShapeLayout(shape)))
+        tracker.restart()
+        kept = tracker.live - begin
+        targets_N, temperatures_N = torch.zeros(tokens, dtype=torch.long), torch.ones(tokens)
+        hidden_ND = hidden_BLD.flatten(0, 1).index_select(0, targets_N)
+        del hidden_BLD
+        logprobs_N, _ = decoder.head(hidden_ND, targets_N, temperatures_N)
+    found: list[int] = []
+
+    def begin_layers(gradient: torch.Tensor) -> None:
+        found.append(tracker.restart())
+
+    hidden_ND.register_hook(begin_layers)
+    del hidden_ND
+    cast(Any, logprobs_N.sum()).backward()
+    head = found[0] if found else tracker.peak
+    return Passes(kept, max(0, head - begin - kept), max(0, tracker.peak - begin - kept))
+
+
+def _allocate(module: nn.Module) -> None:
+    """Replace parameters and buffers by those without memory on a CPU. Gradients are freed as soon as they are made."""
+    made: dict[int, nn.Parameter] = {}
+    for each in module.modules():
+        for name, parameter in each._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in made:
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+                made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                if parameter.requires_grad:
+                    made[id(parameter)].register_post_accumulate_grad_hook(_free)
+            each._parameters[name] = made[id(parameter)]
+        for name, buffer in each._buffers.items():
+            each._buffers[name] = None if buffer is None else torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
+def _free(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Counts the bytes of tensors that are made in its block and are still alive.
+
+    Args:
+        uncounted: tensors that do not count.
+
+    Attributes:
+        live: bytes now.
+        peak: most bytes since `restart`.
+    """
+
+    def __init__(self, uncounted: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._counted = {tensor.untyped_storage()._cdata for tensor in uncounted}
+
+    def restart(self) -> int:
+        """Begin a new peak, and return the one before."""
+        before, self.peak = self.peak, self.live
+        return before
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._grouped_mm.default:  # torch knows its shapes for bfloat16 only
+            found = _grouped_mm(args[0], args[1], args[2] if len(args) > 2 else (kwargs or {})["offs"])
+        else:
+            found = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor.untyped_storage())
+        return found
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._counted:
+            return
+        self._counted.add(key)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._freed, key, size)
+
+    def _freed(self, key: int, size: int) -> None:
+        self._counted.discard(key)
+        self.live -= size
+
+
+class ShapeLayout:
+    """Layout of a micro-batch of which only the shape is known, filled with documents of equal length."""
+
+    share = None
+
+    def __init__(self, shape: MicroBatchShape) -> None:
+        self._shape = shape
+        self._masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = {}
+
+    def attend(
+        self,
+        q_BLNH: torch.Tensor,
+        k_BLNH: torch.Tensor,
+        v_BLNH: torch.Tensor,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        variant: Variant = PLAIN,
+    ) -> torch.Tensor:
+        """Allocate what attention does: copies of queries, keys and values where they are gathered, the result, and for
+        some variants all scores."""
+        shape = self._shape
+        q, k, v = q_BLNH, k_BLNH, v_BLNH
+        if shape.ranks_a_row > 1:
+            k, v = (x.repeat(1, shape.ranks_a_row, 1, 1) for x in (k, v))
+        if shape.gathers_documents:
+            q, k, v = (x.clone() for x in (q, k, v))
+        if torch.is_autocast_enabled("cpu"):
+            q, k, v = (x.to(torch.get_autocast_dtype("cpu")) for x in (q, k, v))
+        context = min(shape.context, q.shape[1])
+        mask = None
+        if variant.needs_scores or (variant.window is not None and variant.window < context):
+            mask = self._mask(context, variant.window, q.dtype)
+        if variant.needs_scores and mask is not None:
+            count = q.shape[1] // context
+            out = attend_by_scores(
+                *(x[0, : count * context].unflatten(0, (count, context)) for x in (q, k, v)), mask, scale, variant
+            )
+            rest = q.shape[1] - count * context
+            out = torch.cat([out.flatten(0, 1), out.new_empty(rest, *out.shape[2:])])[None]
+        else:
+            out = _Attention.apply(q, k, v)
+        return out.clone() if shape.gathers_documents else out
+
+    def _mask(self, context: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        if (window, dtype) not in self._masks:
+            self._masks[window, dtype] = torch.empty(1, 1, context, context, dtype=dtype)
+        return self._masks[window, dtype]
+
+
+class _Attention(torch.autograd.Function):
+    """Kernel that keeps no scores: queries, keys, values, the result and a normalizer for each query."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return tuple(torch.empty_like(each) for each in ctx.saved_tensors[:3])
+
+
+def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """Result of a grouped matrix product: of rows and a stack of matrices, or of columns and rows of each group."""
+    if a.ndim == b.ndim == 2:
+        return a.new_empty(len(offs), a.shape[0], b.shape[1])
+    return a.new_empty(a.shape[-2], b.shape[-1])
