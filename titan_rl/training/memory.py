@@ -27,8 +27,8 @@ SPLIT = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe
 """Dimensions of config.json that tensor-parallel ranks share."""
 
 UPDATE_BYTES = {"float32": 14, "bfloat16": 22, "int8": 41}
-"""Bytes per entry of the parameter that `CompactAdam` updates, by the dtype of the moments: moments in float32, divisor,
-random bits and codes. Another 8 are for weight and gradient in float32, if they are stored in bfloat16."""
+"""Bytes per entry of the parameter that `CompactAdam` updates, by the dtype of the moments: moments in float32,
+divisor, random bits and codes. Another 8 are for weight and gradient in float32, if they are stored in bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
