@@ -175,6 +175,7 @@ def test_each_setting_that_saves_memory_saves_its_part(folder: Path) -> None:
     assert part("activations", rows_per_micro_batch=4) < 0.6 * part("activations")
     assert part("optimizer states", optimizer_dtype="int8") == part("optimizer states") // 4
     assert part("gradients", master_dtype="bfloat16") == part("gradients") // 2
+    assert part("critic") == 0 < part("critic", critic="model") == part("master weights")
     assert part("reference model", offload=("reference",)) == 0 < part("reference model")
 
 

@@ -164,7 +164,11 @@ def rank_memory(
     state = at_host if "parameters" in offload else on_device
     state["weights" if master == compute else "master weights"] = weights
     state["gradients"] = numbers.trained * master
-    (at_host if offload & {"optimizer", "parameters"} else on_device)["optimizer states"] = _moments(training, numbers)
+    moments = _moments(training, numbers)
+    (at_host if offload & {"optimizer", "parameters"} else on_device)["optimizer states"] = moments
+    if training.critic == "model":  # its gradients and the policy's are never there at the same time
+        state["critic"] = weights
+        (at_host if offload & {"optimizer", "parameters"} else on_device)["critic's optimizer states"] = moments
     if training.kl_coef and not training.adapter.is_on:
         (at_host if "reference" in offload else on_device)["reference model"] = numbers.held * master
     at_rest = sum(on_device.values()) - on_device.get("gradients", 0)
