@@ -64,7 +64,7 @@ class Case:
 
     def settings(self, folder: Path) -> tuple[ModelConfig, TrainingConfig]:
         training = TrainingConfig(**{"row_tokens": 512, "rows_per_micro_batch": 2, **self.training})
-        model = {"path": str(folder), "dtype": self.dtype, "implementation": self.implementation}
+        model: dict[str, Any] = {"path": str(folder), "dtype": self.dtype, "implementation": self.implementation}
         return ModelConfig(**model, max_context=training.row_tokens), training
 
 

@@ -91,16 +91,16 @@ def test_weights_and_moments_take_what_is_computed(folder: Path, given: dict[str
 @pytest.mark.parametrize("master_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("optimizer_dtype", ["bfloat16", "int8"])
 def test_the_update_of_a_parameter_takes_what_is_computed(optimizer_dtype: Any, master_dtype: Any) -> None:
-    module = nn.Linear(512, 1024, bias=False, dtype=getattr(torch, master_dtype))
+    weight = nn.Parameter(torch.ones(1024, 512, dtype=getattr(torch, master_dtype)))
     settings: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "decoupled": True}
-    optimizer = CompactAdam([module.weight], lr=1e-3, state_dtype=optimizer_dtype, **settings)
-    module.weight.grad = torch.ones_like(module.weight)
+    optimizer = CompactAdam([weight], lr=1e-3, state_dtype=optimizer_dtype, **settings)
+    weight.grad = torch.ones_like(weight)
     optimizer.step()
-    held = [module.weight.grad, *optimizer.state[module.weight].values()]
-    with MemoryTracker([module.weight, *held]) as tracker:
+    held = [weight.grad, *optimizer.state[weight].values()]
+    with MemoryTracker([weight, *held]) as tracker:
         optimizer.step()
     training = TrainingConfig(optimizer_dtype=optimizer_dtype, master_dtype=master_dtype)
-    assert tracker.peak == pytest.approx(update_bytes(training, module.weight.numel()), rel=0.05)
+    assert tracker.peak == pytest.approx(update_bytes(training, weight.numel()), rel=0.05)
 
 
 def bytes_of_a_rank(folder: Path) -> tuple[int, int]:

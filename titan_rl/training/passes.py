@@ -287,9 +287,8 @@ class ShapeLayout:
             mask = self._mask(context, variant.window, q.dtype)
         if variant.needs_scores and mask is not None:
             count = q.shape[1] // context
-            out = attend_by_scores(
-                *(x[0, : count * context].unflatten(0, (count, context)) for x in (q, k, v)), mask, scale, variant
-            )
+            q_D, k_D, v_D = (x[0, : count * context].unflatten(0, (count, context)) for x in (q, k, v))
+            out = attend_by_scores(q_D, k_D, v_D, mask, scale, variant)
             rest = q.shape[1] - count * context
             out = torch.cat([out.flatten(0, 1), out.new_empty(rest, *out.shape[2:])])[None]
         else:
