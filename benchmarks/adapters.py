@@ -12,14 +12,15 @@
   pass.
 - lora_trainer_peak_vs_full and lora_step_vs_full: memory and seconds of an optimizer step with an adapter of rank 8,
   over those of training all weights. The model has 30M parameters.
-- adapter_reward_vs_full: reward of alphabet-sort in the last validation at rank 1, over that of training all weights,
-  for each seed; and the same at rank 8.
+- adapter_reward_vs_full: mean reward of alphabet-sort in the last validation at rank 1 over the seeds, over that of
+  training all weights; and the same at rank 8.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import subprocess
@@ -29,6 +30,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -49,6 +51,7 @@ SPEC = AdapterSpec(RANK, 32.0, TARGETS)
 PARTS = ("bytes", "decode", "swap", "wrong", "trainer", "reward")
 FAULTS = ("withheld", "applied_twice", "layer_missing", "previous", "permuted")
 DTYPES = ("float32", "bfloat16")
+TRIES_OF_A_RUN = 20
 
 
 def make_model(folder: Path, *, width: int = 128, layers: int = 4) -> Path:
@@ -70,11 +73,11 @@ def make_model(folder: Path, *, width: int = 128, layers: int = 4) -> Path:
     return folder
 
 
-def make_trainer(folder: Path, *, rank: int = RANK, dtype: str = "float32", lr: float = 3e-3) -> Any:
+def make_trainer(folder: Path, *, rank: int = RANK, dtype: str = "float32", lr: float = 3e-3, seed: int = 0) -> Any:
     from titan_rl.training.trainer import TrainerCore
 
     training = TrainingConfig.model_validate({"adapter": {"rank": rank}, "steps": 10_000, "lr": lr})
-    return TrainerCore(ModelConfig.model_validate({"path": str(folder), "dtype": dtype}), training, seed=0)
+    return TrainerCore(ModelConfig.model_validate({"path": str(folder), "dtype": dtype}), training, seed=seed)
 
 
 def samples(seed: int, count: int = 8, length: int = 40) -> list[TrainingSample]:
@@ -208,39 +211,52 @@ def faulty(fault: str, new: Tensors, old: Tensors, chance: random.Random) -> Ten
 
 
 def wrong(folder: Path, dtype: str, tries: int) -> dict[str, tuple[int, int]]:
-    """By fault: the numbers caught by the probes alone, and by the probes or reading back."""
+    """By fault: the numbers caught by the probes alone, and by the probes or reading back.
+
+    The rewards are random, so that a policy is soon of no use: each run has `TRIES_OF_A_RUN` versions.
+    """
+    engine, chance = make_engine(folder, dtype), random.Random(0)
+    caught: dict[str, tuple[int, int]] = dict.fromkeys(FAULTS, (0, 0))
+    for seed, start in enumerate(range(0, tries, TRIES_OF_A_RUN)):
+        trainer = make_trainer(folder, dtype=dtype, seed=seed)
+        found = wrong_in_a_run(engine, trainer, min(TRIES_OF_A_RUN, tries - start), chance)
+        caught = {fault: (caught[fault][0] + by, caught[fault][1] + all_) for fault, (by, all_) in found.items()}
+    return caught
+
+
+def wrong_in_a_run(engine: Any, trainer: Any, tries: int, chance: random.Random) -> dict[str, tuple[int, int]]:
     from titan_rl.generation.types import compare, read_back
     from titan_rl.weights.verification import SwapCheck, published_checksums
 
-    engine, trainer, chance = make_engine(folder, dtype), make_trainer(folder, dtype=dtype), random.Random(0)
     caught: dict[str, tuple[int, int]] = dict.fromkeys(FAULTS, (0, 0))
 
-    def is_caught(manifest: Any, sums: Any, check: SwapCheck | None) -> bool:
+    def complaint(manifest: Any, sums: Any, check: SwapCheck | None) -> str | None:
         try:
             if check is None:
                 compare(sums, [read_back(engine, sums)], manifest.version)
             else:
                 check.verify(manifest.probes, engine.score, manifest.tolerance, version=manifest.version)
-        except VerificationError:
-            return True
-        return False
+        except VerificationError as error:
+            return str(error)
+        return None
 
     check, old = SwapCheck(), dict[str, torch.Tensor]()
     with publishing(trainer) as (publisher, transport):
         for turn in range(tries + 2):
-            trainer.step(samples(turn))
+            trainer.step(samples(chance.randrange(2**31)))
             manifest = publisher.publish()
             sums = published_checksums(manifest)
             new = {name: each.clone() for name, each in transport.pull(manifest)}
             for fault in FAULTS if turn > 1 else ():
                 before = check._before, check._anchor
                 engine.load_state_dict(faulty(fault, new, old, chance).items(), manifest.version)
-                probes, held = is_caught(manifest, sums, check), is_caught(manifest, sums, None)
+                probes = complaint(manifest, sums, check) is not None
+                held = complaint(manifest, sums, None) is not None
                 check._before, check._anchor = before
                 caught[fault] = caught[fault][0] + probes, caught[fault][1] + (probes or held)
             engine.load_state_dict(new.items(), manifest.version)
-            if is_caught(manifest, sums, check) or is_caught(manifest, sums, None):
-                raise SystemExit(f"a correct load of version {manifest.version} was refused in {dtype}")
+            if refused := complaint(manifest, sums, check) or complaint(manifest, sums, None):
+                raise SystemExit(f"a correct load was refused in {trainer.dtype}: {refused}")
             old = new
     return caught
 
@@ -287,12 +303,19 @@ def reward_after(seed: int, rank: int, steps: int, folder: Path) -> float:
 
 
 def reward(seeds: int, steps: int) -> None:
+    """Seed by seed, so that a run that is stopped has compared what it has."""
+    found: dict[int, list[float]] = {0: [], 1: [], 8: []}
     with tempfile.TemporaryDirectory() as folder:
-        full = [reward_after(seed, 0, steps, Path(folder)) for seed in range(seeds)]
-        for rank in (1, 8):
-            found = [reward_after(seed, rank, steps, Path(folder)) for seed in range(seeds)]
+        for seed in range(seeds):
+            for rank, rewards in found.items():
+                rewards.append(reward_after(seed, rank, steps, Path(folder)))
+            print(json.dumps({"seed": seed, **{f"rank {rank}": rewards[-1] for rank, rewards in found.items()}}))
+    for rank, rewards in found.items():
+        error = stdev(rewards) / math.sqrt(seeds) if seeds > 1 else math.nan
+        print(json.dumps({"rank": rank, "mean": fmean(rewards), "standard_error": error, "steps": steps}))
+        if rank:
             name = "adapter_reward_vs_full" if rank == 1 else f"adapter_reward_vs_full_rank_{rank}"
-            report(name, Spread([mine / theirs for mine, theirs in zip(found, full, strict=True)]), "ratio", 0.97)
+            report(name, fmean(rewards) / fmean(found[0]), "ratio", 0.97)
 
 
 def main() -> None:

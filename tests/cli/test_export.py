@@ -73,6 +73,9 @@ def test_what_cannot_be_exported_is_refused(
     assert "has no checkpoint yet" in capfd.readouterr().err
     assert main(["export", str(EXAMPLE / "base"), str(tmp_path / "out")]) == 2
     assert "is no run and no checkpoint" in capfd.readouterr().err
+    (tmp_path / "adapter_config.json").write_text(f'{{"base_model_name_or_path": "{EXAMPLE / "base"}"}}')
+    assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
+    assert "is no run and no checkpoint" in capfd.readouterr().err
     assert not written
 
 

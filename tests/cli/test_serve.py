@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
@@ -190,3 +191,29 @@ def test_the_declared_settings_of_the_command_are_those_of_a_server():
     assert "--server.num_places" in text
     assert "--generation.num_generators" in text
     assert "--training" not in text
+
+
+def adapter_of(folder: Path, base: Path | str) -> Path:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base), "r": 4}))
+    return folder
+
+
+def test_an_adapter_is_served_with_the_model_that_it_changes(project: Path, served):
+    adapter = adapter_of(project / "adapter", project / "policy")
+    config, source = served(str(adapter))
+    assert config.model.path == str(project / "policy")
+    assert (source.checkpoint, source.version, source.name) == (adapter, 0, f"the adapter {adapter}")
+
+
+def test_an_adapter_of_a_model_that_is_not_here_is_refused(project: Path, capsys):
+    adapter_of(project / "adapter", "Qwen/Qwen3-0.6B")
+    assert main(["serve", "adapter"]) == 2
+    assert "base_model_name_or_path = 'Qwen/Qwen3-0.6B', which is not a folder; change it in" in capsys.readouterr().err
+
+
+def test_a_run_with_pinned_adapters_is_served(run_folder: Path, served):
+    settings = [("training.adapter.rank", "1"), ("generation.adapter_swap", "pinned")]
+    (run_folder / "config.toml").write_text(dump_config(load_config("config.toml", settings)))
+    config, _ = served(str(run_folder))
+    assert config.generation.adapter_swap == "pinned"

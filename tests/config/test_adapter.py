@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from titan_rl.config.build import told_of_learning_rate
 from titan_rl.config.load import load_config
+from titan_rl.config.model_folder import told_of_adapter_base
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import ConfigError
 from titan_rl.generation.engine import AdapterSpec
@@ -92,6 +94,23 @@ def test_the_folder_to_start_from_is_found_next_to_the_file(tmp_path: Path) -> N
     (tmp_path / "mine.toml").write_text(text)
     config = load_config(tmp_path / "mine.toml", overrides, check_files=False)
     assert config.training.adapter.start == str(tmp_path / "adapter")
+
+
+def test_a_folder_to_start_from_is_checked_before_a_run(tmp_path: Path) -> None:
+    def load_with(start: Path) -> RunConfig:
+        settings = [("training.adapter.rank", "1"), ("training.adapter.start", str(start))]
+        return load_config(CPU, settings)
+
+    with pytest.raises(ConfigError, match=r"training.adapter.start = '.*nowhere' is not a folder here"):
+        load_with(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"has no adapter_config.json; name a folder that titan-rl export --adapter"):
+        load_with(tmp_path)
+    for base, is_told in (("Qwen/Qwen3-0.6B", False), ("examples/alphabet_sort/base", False), (tmp_path, True)):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+        config = load_with(tmp_path)
+        told = told_of_adapter_base(config.model, config.training.adapter)
+        assert (told is not None) == is_told
+        assert told is None or f"was trained on {tmp_path}, whose weights are not those of model.path" in told
 
 
 def test_a_checkpoint_is_sized_by_the_adapter() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,28 @@ from depth import in_depth
 from e2e.sharded_steps import three_steps
 from e2e.tiny_policy import make_tiny_llama3, make_tiny_qwen3
 from e2e.warm import run_world
+from models.families import make_family
 from safetensors.torch import load_file
 
 LAYOUTS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     "FSDP 2": (make_tiny_llama3, {"data_parallel": 2, "activation_checkpointing": "full"}),
     "TP 2": (make_tiny_qwen3, {"tensor_parallel": 2}),
     "CP 2": (make_tiny_qwen3, {"context_parallel": 2}),
+    "FSDP 2 of transformers": (
+        partial(make_family, "qwen2"),
+        {"data_parallel": 2, "activation_checkpointing": "full"},
+    ),
     "FSDP 2 x TP 2": (make_tiny_qwen3, {"data_parallel": 2, "tensor_parallel": 2}),
 }
 
 
-@pytest.mark.parametrize("layout", [pytest.param(name, marks=() if " x " in name else in_depth) for name in LAYOUTS])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=() if name in ("FSDP 2 of transformers", "FSDP 2 x TP 2") else in_depth)
+        for name in LAYOUTS
+    ],
+)
 def test_three_steps_of_an_adapter_and_one_from_a_checkpoint_of_one_rank(layout: str, tmp_path: Path) -> None:
     make, settings = LAYOUTS[layout]
     folder = make(tmp_path / "model")

@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import multiprocessing
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import peft
 import torch
 from e2e.test_hot_swap_numerics import reference, sample_of
 from e2e.tiny_policy import make_tiny_llama3, make_tiny_moe, make_tiny_qwen3, make_trainer
+from models.families import make_family
 from transformers import AutoModelForCausalLM
 
 from titan_rl.core.errors import StateDictError, VerificationError
@@ -57,15 +59,21 @@ def peft_model(base: Path, trainer: TrainerCore, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("make", "rank", "alpha", "num_versions"),
-    [(make_tiny_qwen3, 8, 32.0, 1), (make_tiny_llama3, 3, 8.0, 1), (make_tiny_qwen3, 1, 8.0, NUM_VERSIONS + 1)],
-    ids=["qwen3", "llama3", "pinned"],
+    ("make", "rank", "alpha", "num_versions", "last"),
+    [
+        (make_tiny_qwen3, 8, 32.0, 1, NUM_VERSIONS),
+        (make_tiny_llama3, 3, 8.0, 1, NUM_VERSIONS),
+        (make_tiny_qwen3, 1, 8.0, NUM_VERSIONS + 1, NUM_VERSIONS),
+        (partial(make_family, "qwen2"), 8, 32.0, 1, 3),  # trained with transformers, as the next
+        (partial(make_family, "gemma3_text"), 8, 32.0, 1, 3),
+    ],
+    ids=["qwen3", "llama3", "pinned", "qwen2", "gemma3_text"],
 )
 async def test_each_token_is_that_of_its_adapter(
-    tmp_path: Path, make: Callable[[Path], Path], rank: int, alpha: float, num_versions: int
+    tmp_path: Path, make: Callable[[Path], Path], rank: int, alpha: float, num_versions: int, last: int
 ) -> None:
     base = make(tmp_path / "model")
-    trainer = make_trainer(base, lr=5e-3, steps=NUM_VERSIONS, adapter={"rank": rank, "alpha": alpha})
+    trainer = make_trainer(base, lr=5e-3, steps=last, adapter={"rank": rank, "alpha": alpha})
     loop = EngineLoop(lambda: engine_of(base, rank=rank, alpha=alpha, num_versions=num_versions))
     await loop.start()
     models: dict[int, Any] = {}
@@ -98,7 +106,7 @@ async def test_each_token_is_that_of_its_adapter(
         await publish_and_pull()
         running = {ask() for _ in range(IN_FLIGHT)}
         finished: list[Completion] = []
-        while trainer.version < NUM_VERSIONS:
+        while trainer.version < last:
             done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             fresh = [task.result() for task in done]
             finished += fresh
@@ -109,9 +117,9 @@ async def test_each_token_is_that_of_its_adapter(
         finished += await asyncio.gather(*running)
     await loop.close()
 
-    assert {span.version for c in finished for span in c.version_spans} >= set(range(NUM_VERSIONS))
+    assert {span.version for c in finished for span in c.version_spans} >= set(range(last))
     mixed = sum(len(c.version_spans) > 1 for c in finished)
-    assert mixed == 0 if num_versions > 1 else mixed >= NUM_VERSIONS
+    assert mixed == 0 if num_versions > 1 else mixed >= last
     for completion in finished[:: max(1, len(finished) // 40)]:
         expected = reference(models, asked[completion.request_id], completion, temperature=0.8)
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0, atol=1e-5)

@@ -107,6 +107,10 @@ ENGINES = tuple(FAMILIES) if ALL else ("qwen2", "gemma3_text")
 """Families whose engine is started by the tests."""
 
 
+ADAPTED_TARGETS: Mapping[str, tuple[str, ...]] = {"glm4": ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj")}
+"""Targets of an adapter for families that have layers without one."""
+
+
 def model_type(name: str) -> str:
     return name.partition(",")[0]
 

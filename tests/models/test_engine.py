@@ -16,15 +16,17 @@ pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
 
 import torch
 from e2e.tiny_policy import on_policy_samples
-from models.families import ENGINE_PROBLEMS, ENGINES, WRONG_IN_THE_ENGINE, make_family
+from models.families import ADAPTED_TARGETS, ALL, ENGINE_PROBLEMS, ENGINES, WRONG_IN_THE_ENGINE, make_family, model_type
 from models.steps import make
 
 from titan_rl.core.errors import VerificationError
-from titan_rl.generation.engine import EngineSpec, TokenDelta
+from titan_rl.generation.engine import AdapterSpec, EngineSpec, TokenDelta
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.vllm_engine import VLLMEngine
 from titan_rl.training.family_check import draw_sequences
+from titan_rl.training.models.choice import ADAPTED
 from titan_rl.training.publishing import WeightPublisher
+from titan_rl.training.settings import TARGETS
 from titan_rl.training.trainer import TrainerCore
 from titan_rl.types import SamplingParams
 from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
@@ -75,6 +77,26 @@ def compare_engine(folder: Path, out: Path) -> None:
         for version in range(1, 4):
             trainer.step(on_policy_samples(trainer, 40, 33))
             engine.load_state_dict(list(trainer.named_tensors()), version)
+            assert difference(engine, trainer) < TOLERANCE, version
+            assert steps(engine, 5), "the requests go on"
+    finally:
+        engine.close()
+
+
+def test_an_engine_has_the_trainers_logprobs_after_three_swaps_of_an_adapter(name: str, folder: Path) -> None:
+    if not ALL or model_type(name) not in ADAPTED:
+        pytest.skip("make test-models starts the engines of all families that have adapters")
+    targets = ADAPTED_TARGETS.get(name, TARGETS)
+    trainer = make(folder, lr=1e-2, adapter={"rank": 4, "alpha": 8.0, "targets": ADAPTED_TARGETS.get(name, ())})
+    adapter = AdapterSpec(4, 8.0, targets)
+    engine = VLLMEngine(EngineSpec(str(folder), max_context=128, kv_cache_gib=0.1, adapter=adapter))
+    try:
+        for number in range(2):
+            sampling = SamplingParams(max_tokens=100, min_tokens=100)
+            engine.add(EngineRequest(str(number), PROMPT, sampling))
+        for version in range(1, 4):
+            trainer.step(on_policy_samples(trainer, 40, 33))
+            engine.load_state_dict([(key, piece.tensor) for key, piece in trainer.held_slices()], version)
             assert difference(engine, trainer) < TOLERANCE, version
             assert steps(engine, 5), "the requests go on"
     finally:

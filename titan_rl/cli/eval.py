@@ -31,7 +31,8 @@ def set_up(parser: Parser) -> None:
     parser.description = (
         "Evaluate policies on the held-out prompts of a config's tasks: the mean reward with its standard error, "
         "clustered by prompt, pass@k, and counts by status. A policy is the folder of a run (its newest checkpoint), "
-        "of one of a run's checkpoints, or of a Hugging Face model, or the URL of an OpenAI-compatible endpoint. "
+        "of one of a run's checkpoints, of a Hugging Face model or of an adapter in PEFT's format, or the URL of an "
+        "OpenAI-compatible endpoint. "
         "Without a CONFIG.toml the first policy must be a run, whose config is used. Several policies are compared "
         "side by side, with their differences from the first. At a task with several seats they also play each other, "
         "and get Elo ratings."

@@ -27,7 +27,10 @@ def set_up(parser: Parser) -> None:
     )
     parser.add_argument("config", type=file_path, metavar="CONFIG.toml", nargs="+", help="the run's settings")
     parser.add_argument(
-        "--policy", type=file_path, metavar="RUN", help="a run, a checkpoint, a model or an endpoint that plays"
+        "--policy",
+        type=file_path,
+        metavar="RUN",
+        help="a run, checkpoint, model, adapter or endpoint that plays",
     )
     parser.add_argument("--sample", metavar="N", type=int, default=0, help="the first sample (default: 0)")
     parser.add_argument("--count", metavar="N", type=int, default=1, help="samples, one after the other (default: 1)")

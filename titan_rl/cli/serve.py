@@ -17,14 +17,20 @@ FOLLOW_S = 5.0
 
 
 def set_up(parser: Parser) -> None:
-    parser.usage = "titan-rl serve (RUN | MODEL | CONFIG.toml) [--follow] [--table.setting value ...] [--dry-run]"
+    parser.usage = (
+        "titan-rl serve (RUN | MODEL | ADAPTER | CONFIG.toml) [--follow] [--table.setting value ...] [--dry-run]"
+    )
     parser.description = (
         "Serve a policy without training, to the clients that agents have: the newest checkpoint of a run, with the "
-        "run's settings; the model of a Hugging Face folder; or the model that a TOML file names. An option "
-        "--table.setting value, or --table.setting=value, overrides the file."
+        "run's settings; the model of a Hugging Face folder; an adapter in PEFT's format, merged into the model that "
+        "its adapter_config.json names; or the model that a TOML file names. An option --table.setting value, or "
+        "--table.setting=value, overrides the file."
     )
     parser.add_argument(
-        "policy", type=file_path, metavar="RUN_OR_MODEL", help="a run's folder, a model's folder, or a TOML file"
+        "policy",
+        type=file_path,
+        metavar="RUN_OR_MODEL",
+        help="a folder of a run, a model or an adapter, or a TOML file",
     )
     parser.add_argument(
         "--follow",

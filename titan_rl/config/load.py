@@ -17,6 +17,7 @@ from titan_rl.config.concurrency import describe_concurrency
 from titan_rl.config.explain import ARGUMENTS, COMMAND_LINE, Origins, explain
 from titan_rl.config.functions import SearchPath, check_functions, named_modules
 from titan_rl.config.model_folder import (
+    check_adapter_start,
     check_chat_template,
     check_model_folder,
     check_training_fit,
@@ -79,6 +80,7 @@ def load_config(
         check_model_folder(config.model, config.generation, origins.folders_for("model.path"))
         check_chat_template(config.model)
         check_training_fit(config)
+        check_adapter_start(config.training, origins.folders_for("training.adapter.start"))
         for table, source in config.tables_of_tasks():
             check_task(source.task, origins, table)
     return config
@@ -237,6 +239,7 @@ def _with_checked_files(config: RunConfig) -> RunConfig:
     check_model_folder(config.model, config.generation, places)
     check_chat_template(config.model)
     check_training_fit(config)
+    check_adapter_start(config.training, places)
     return config
 
 

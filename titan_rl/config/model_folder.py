@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from titan_rl.config.model_files import check_weights, read_header, read_json
+from titan_rl.config.model_files import check_weights, model_identity, read_header, read_json
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import GenerationConfig, SpeculativeConfig
 from titan_rl.core.errors import ConfigError, ModelError
 from titan_rl.generation.gpu_share import planned_kv_gib
 from titan_rl.training.models.choice import choose_implementation
-from titan_rl.training.settings import TARGETS, AdapterConfig, ModelConfig
+from titan_rl.training.settings import TARGETS, AdapterConfig, ModelConfig, TrainingConfig
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """Files that hold a vocabulary; one of them is enough."""
@@ -96,6 +96,38 @@ def count_adapter(folder: Path, adapter: AdapterConfig) -> int:
                 is_target = name.split(".")[-2:-1] in [[target] for target in adapter.targets or TARGETS]
                 count += adapter.rank * sum(shape) if is_target and ".experts." not in name else 0
     return count
+
+
+def check_adapter_start(training: TrainingConfig, places: Sequence[Path]) -> None:
+    """Check that `training.adapter.start` is a folder of an adapter. The trainer compares its layers with the model's.
+
+    Raises:
+        ConfigError: there is no such folder, or it holds no adapter.
+    """
+    if (start := training.adapter.start) is None:
+        return
+    shown = f"training.adapter.start = {start!r}"
+    fix = "name a folder that titan-rl export --adapter or PEFT has written"
+    if (folder := find_model_folder(start, places)) is None:
+        raise ConfigError(f"{shown} is not a folder {told_places(places)}; {fix}")
+    if not (folder / "adapter_config.json").is_file():
+        raise ConfigError(f"{shown} has no adapter_config.json; {fix}")
+
+
+def told_of_adapter_base(model: ModelConfig, adapter: AdapterConfig) -> str | None:
+    """Return a note on an adapter to start from that was trained on another model; None if it was not, or if its base
+    is not on this machine."""
+    if adapter.start is None:
+        return None
+    with contextlib.suppress(ModelError, OSError):
+        given = read_json(Path(adapter.start), "adapter_config.json").get("base_model_name_or_path")
+        base = model_identity(Path(given)) if isinstance(given, str) else {}
+        if base and base["weights"] != model_identity(Path(model.path))["weights"]:
+            return (
+                f"training.adapter.start = {adapter.start!r} was trained on {given}, whose weights are not those of "
+                f"model.path = {model.path!r}"
+            )
+    return None
 
 
 def _check_vocabulary(folder: Path, architecture: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ from titan_rl.config.build import (
     told_of_template,
 )
 from titan_rl.config.hosts import check_own_machine
+from titan_rl.config.model_folder import told_of_adapter_base
 from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.calls.watchdog import LoopWatchdog
@@ -99,8 +100,10 @@ def run_training(
 async def _train(session: RunSession[RunSummary], parts: Parts, resources: contextlib.AsyncExitStack) -> RunSummary:
     config, run_dir, progress = session.config, session.run_dir, session.progress
     parts = replace(parts, provided=session.provided)
-    if parts.trainer is None and (note := told_of_learning_rate(config.training)):
-        progress.message(note)
+    if parts.trainer is None:
+        notes = told_of_learning_rate(config.training), told_of_adapter_base(config.model, config.training.adapter)
+        for note in filter(None, notes):
+            progress.message(note)
     journal = resources.enter_context(_journal(session))
     async with asyncio.TaskGroup() as beside:  # of the start, which takes longer than the imports of a renderer
         making = beside.create_task(_make_renderer(session, parts), name="renderer")

@@ -4,8 +4,8 @@
 
     python -m titan_rl.training.export MODEL runs/latest/checkpoints/step-000040 policy bfloat16 auto model
 
-The arguments are the folder of the model that was trained, the checkpoint, the folder to write, the dtype to write,
-`model.renderer` of the run, and "model", or "adapter" for the adapter alone.
+The arguments are the folder of the model that was trained, the checkpoint or a folder in PEFT's format, the folder to
+write, the dtype to write, `model.renderer` of the run, and "model", or "adapter" for the adapter alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from titan_rl.core.errors import CheckpointError
 from titan_rl.rollout.renderer.registry import fit_template
 from titan_rl.training.choices import DType
 from titan_rl.training.decoder import PREFIX as MODULE
-from titan_rl.training.models.peft_folder import PREFIX
+from titan_rl.training.models.peft_folder import CONFIG as PEFT_CONFIG
+from titan_rl.training.models.peft_folder import PREFIX, peft_settings
 from titan_rl.training.models.peft_folder import WEIGHTS as PEFT_WEIGHTS
 from titan_rl.training.parallel import World, local_slice
 from titan_rl.training.policy import Policy
@@ -84,6 +85,29 @@ def export_checkpoint(
         named = ((f"{PREFIX}{name}", matrix) for name, matrix in policy.adapter.named_tensors())
         check_export(directory / PEFT_WEIGHTS, named)
         return
+    _write_model(policy, source, directory, dtype, renderer)
+
+
+def merge_peft(source: Path, adapter: Path, directory: Path, dtype: DType = "float32", renderer: str = "auto") -> None:
+    """Write a Hugging Face folder with a model into which an adapter in PEFT's format is merged.
+
+    Args:
+        source: the folder of the base model.
+        adapter: the folder in PEFT's format.
+        renderer: the chat template is fitted to it.
+
+    Raises:
+        ModelError: a folder lacks a file, or the adapter is not of this model or not of a supported kind.
+        CheckpointError: the folder could not be written, or reads back differently.
+    """
+    settings = peft_settings(adapter)
+    policy = Policy(  # computes nothing
+        source, World(), max_context=1, row_tokens=1, dtype=dtype, adapter=settings, implementation="transformers"
+    )
+    _write_model(policy, source, directory, dtype, renderer)
+
+
+def _write_model(policy: Policy, source: Path, directory: Path, dtype: DType, renderer: str) -> None:
     template = fit_template(source, renderer).template
     named = policy.named_tensors()
     export_hf(directory, policy.layout(), named, source=source, dtype=dtype, chat_template=template)
@@ -156,5 +180,10 @@ def _replace_template(folder: Path, template: str) -> None:
 
 if __name__ == "__main__":
     _, trained, saved, written, dtype, renderer, form = sys.argv
-    as_adapter = form == "adapter"
-    export_checkpoint(Path(trained), Path(saved), Path(written), cast(DType, dtype), renderer, as_adapter=as_adapter)
+    if (Path(saved) / PEFT_CONFIG).is_file():
+        merge_peft(Path(trained), Path(saved), Path(written), cast(DType, dtype), renderer)
+    else:
+        as_adapter = form == "adapter"
+        export_checkpoint(
+            Path(trained), Path(saved), Path(written), cast(DType, dtype), renderer, as_adapter=as_adapter
+        )

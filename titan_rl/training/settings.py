@@ -92,7 +92,7 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 UNSUPPORTED_TARGETS = {
     "lm_head": "vLLM leaves it out of the logprobs of prompts, by which every version is verified",
     "embed_tokens": "an engine reads single rows of an embedding, and vLLM's in-memory adapters have no place for them",
-    "experts": "torchtitan's converter adapts linear layers, and experts are stacks of matrices",
+    "experts": "an adapter changes linear layers, and experts are stacks of matrices",
     "gate": "the router of a mixture of experts is not adapted, so that its experts stay those of the base",
 }
 """Layers that cannot be adapted, with the reason."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from titan_rl.config.build import told_of_template
 from titan_rl.config.hosts import HostsConfig
+from titan_rl.config.model_files import read_json
 from titan_rl.config.serve import load_serve_config
 from titan_rl.core.console import Console
 from titan_rl.core.errors import CheckpointError, ConfigError
@@ -19,6 +20,9 @@ from titan_rl.run.machine.requirements import require_modules
 from titan_rl.training.choices import DType
 from titan_rl.training.settings import ModelConfig
 from titan_rl.training.state.checkpoint import latest, step_of
+
+ADAPTER_FILE = "adapter_config.json"
+"""File that marks a folder of an adapter in PEFT's format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +32,8 @@ class PolicySource:
         name: what it is, for people: "step 80 of runs/latest".
         toml: its settings, if it has any.
         folder: of the model; None where the settings name it.
-        checkpoint: of a run, whose weights take the place of the model's own.
+        checkpoint: of a run, whose weights take the place of the model's own; or an adapter in PEFT's format, which is
+            merged into them.
         version: of the policy: the steps that a run has trained it.
         run: the folder of the run whose newest policy it is, which may get newer ones; links followed.
     """
@@ -42,8 +47,8 @@ class PolicySource:
 
 
 def find_policy(given: str) -> PolicySource:
-    """The newest policy of a run's folder, that of one of its checkpoints, a Hugging Face folder, or the policy that a
-    TOML file names.
+    """Find the newest policy of a run's folder, that of one of its checkpoints, a Hugging Face folder, an adapter in
+    PEFT's format, or the policy that a TOML file names.
 
     Raises:
         ConfigError: it is none of them. Says what is wrong with it.
@@ -59,6 +64,8 @@ def find_policy(given: str) -> PolicySource:
         return _of_checkpoint(path)
     if (path / "config.json").is_file():
         return PolicySource(f"the model {given}", folder=path.resolve())
+    if (path / ADAPTER_FILE).is_file():
+        return _of_adapter(path)
     if not path.exists():
         kind = "file" if path.suffix == ".toml" else "folder"
         raise ConfigError(
@@ -67,7 +74,7 @@ def find_policy(given: str) -> PolicySource:
         )
     raise ConfigError(
         f"{given} is neither a run's folder, which has a config.toml, nor a model's, which has a config.json, nor a "
-        "checkpoint's, which has a run_state.json"
+        f"checkpoint's, which has a run_state.json, nor an adapter's, which has an {ADAPTER_FILE}"
         + (f"; {path / 'latest'} is a run's" if (path / "latest" / "config.toml").is_file() else "")
     )
 
@@ -105,11 +112,23 @@ def _of_checkpoint(checkpoint: Path) -> PolicySource:
     return PolicySource(f"step {step} of {run.name}", run / "config.toml", None, checkpoint.resolve(), step)
 
 
+def _of_adapter(adapter: Path) -> PolicySource:
+    """Its base is the model that its settings name."""
+    given = read_json(adapter, ADAPTER_FILE).get("base_model_name_or_path")
+    if not isinstance(given, str) or not (base := Path(given).expanduser()).is_dir():
+        raise ConfigError(
+            f"{adapter} is an adapter of base_model_name_or_path = {given!r}, which is not a folder; change it in "
+            f"{adapter / ADAPTER_FILE} to the folder of that model"
+        )
+    return PolicySource(f"the adapter {adapter}", folder=base.resolve(), checkpoint=adapter.resolve())
+
+
 async def export(
     model: ModelConfig, checkpoint: Path, directory: Path, log: Path, *, as_adapter: bool = False
 ) -> ModelConfig:
-    """The model with the checkpoint's weights. They are written to a folder by a process of its own, which needs no
-    GPU and is killed when this is cancelled.
+    """Write the model with the weights of a checkpoint, or with an adapter in PEFT's format merged into it.
+
+    A process of its own does this, which needs no GPU and is killed when this is cancelled.
 
     Raises:
         CheckpointError: it cannot be had, and why.
@@ -185,7 +204,7 @@ async def export_policy(
 def _saved(given: str) -> PolicySource:
     path = Path(given)
     source = newest_checkpoint(path) if (path / "config.toml").is_file() else find_policy(given)
-    if source is None or source.checkpoint is None:
+    if source is None or source.checkpoint is None or source.toml is None:
         what = "has no checkpoint yet" if source is None else "is no run and no checkpoint"
         raise ConfigError(f"{given} {what}; name a run's folder, or one below its checkpoints")
     return source

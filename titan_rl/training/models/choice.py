@@ -41,6 +41,26 @@ PROVED = frozenset(
 """Families, by `model_type`, whose transformers implementation the tests check. For any other family the trainer checks
 a tiny model before it starts."""
 
+ADAPTED = frozenset(
+    {
+        "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm4", "granite", "llama", "ministral3", "mistral",
+        "mixtral", "nemotron", "olmoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+    }
+)  # fmt: skip
+"""Families, by `model_type`, whose adapters the tests check in transformers' implementation and in vLLM."""
+
+UNADAPTED: Mapping[str, str] = {
+    "apertus": "vLLM does not compute the trainer's logprobs for it",
+    "cohere2": "vLLM does not compute the trainer's logprobs for it",
+    "gpt2": "vLLM's model does not support LoRA",
+    "phi3": "its layers qkv_proj and gate_up_proj are fused, and generators load a matrix A for each of their parts",
+    "stablelm": "vLLM's model does not support LoRA",
+}
+"""Families without adapters, with the reason."""
+
+UNTESTED = "its adapters have not been compared between transformers and vLLM"
+"""Reason for families in neither `ADAPTED` nor `UNADAPTED`."""
+
 _CARRIES = "layers of type {} have a recurrent state, which would carry over from one packed sequence to the next"
 
 REFUSED: Mapping[str, str] = {
@@ -98,7 +118,7 @@ def choose_implementation(
 
     Args:
         hf: config.json of the model.
-        has_adapter: whether an adapter is trained, which torchtitan's models have.
+        has_adapter: whether an adapter is trained, which of transformers' families only those in `ADAPTED` have.
 
     Raises:
         ModelError: no implementation, or not the one that is asked for, can train the model.
@@ -117,11 +137,11 @@ def choose_implementation(
         if lacks is None:
             raise ModelError(f'model.implementation = "transformers": {refused}; set it to "auto"')
         raise ModelError(f"this model cannot be trained: {refused}; and {lacks}")
-    if has_adapter:
-        why = "which is asked for" if lacks is None else f"needed because {lacks}"
+    if has_adapter and (family := hf.get("model_type")) not in ADAPTED:
         raise ModelError(
-            f"training.adapter.rank is set, and transformers' implementation of the model, {why}, has no adapters; "
-            "leave [training.adapter] out"
+            f"training.adapter.rank is set, and model_type {family!r} is trained without adapters: "
+            f"{UNADAPTED.get(str(family), UNTESTED)}; set it to 0, or use a model of another family: "
+            f"{', '.join(sorted(ADAPTED))}"
         )
     if tensor_parallel > 1:
         why = "which is asked for" if lacks is None else f"needed because {lacks}"

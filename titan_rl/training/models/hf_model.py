@@ -89,7 +89,9 @@ class HFModel:
         if chosen.name == "transformers":
             from titan_rl.training.models.transformers_decoder import TransformersDecoder
 
-            self.decoder = TransformersDecoder(folder, max_context=max_context, dtype=dtype)
+            self.decoder = TransformersDecoder(
+                folder, max_context=max_context, dtype=dtype, adapter=adapter, base_dtype=base_dtype
+            )
         else:
             from titan_rl.training.models.torchtitan_decoder import TorchtitanDecoder
 

@@ -1,4 +1,6 @@
-"""LoRA adapters: low-rank changes of a frozen model's linear layers (arXiv:2106.09685), by torchtitan's converter.
+"""LoRA adapters: low-rank changes of a frozen model's linear layers (arXiv:2106.09685).
+
+torchtitan's models are converted by torchtitan's converter, and those of transformers by `adapt_layers`.
 
 A layer with weight W computes y = W x + (alpha / rank) B A x. A begins with random numbers and B with zeros, so that
 the adapted model begins as its base. Only A and B are trained, published and saved; with the adapter switched off the
@@ -17,13 +19,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import titan_rl.training.device  # noqa: F401  before torchtitan
 from titan_rl.core.errors import ModelError
 from titan_rl.training.models.peft_folder import read_peft, write_peft
 from titan_rl.training.parallel import World, entries_of, full_tensor, local_slice, own_copy, owned_slice
-from titan_rl.training.settings import AdapterConfig
+from titan_rl.training.settings import TARGETS, AdapterConfig
 from titan_rl.weights.types import TensorSlice
 
 # isort: split
@@ -67,14 +70,76 @@ def with_adapter(config: Any, adapter: AdapterConfig) -> Any:
     return LoRAConverter(settings).convert(config)
 
 
+class AdaptedLinear(nn.Module):
+    """Linear layer of transformers and its adapter: W x + bias + scale B A x.
+
+    The matrices A and B are the weights of `lora_a` and `lora_b`, as in a layer that torchtitan has converted.
+
+    Args:
+        layer: whose weight and bias it takes.
+    """
+
+    def __init__(self, layer: nn.Linear, adapter: AdapterConfig) -> None:
+        super().__init__()
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.weight = layer.weight
+        self.bias: nn.Parameter | None
+        self.register_parameter("bias", layer.bias)
+        with torch.device("meta"):
+            self.lora_a = nn.Linear(layer.in_features, adapter.rank, bias=False)
+            self.lora_b = nn.Linear(adapter.rank, layer.out_features, bias=False)
+        self._lora_scaling = adapter.scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out]"""
+        return F.linear(x, self.weight, self.bias) + self._lora_scaling * self.lora_b(self.lora_a(x))
+
+
+def adapt_layers(model: nn.Module, blocks: nn.Module, adapter: AdapterConfig) -> None:
+    """Give the targets among the linear layers of transformers' blocks an adapter, and freeze everything else.
+
+    In a mixture of experts, layers beside the experts (their router, shared experts) stay as they are.
+
+    Args:
+        model: contains the blocks.
+
+    Raises:
+        ModelError: the blocks have no layer of a target's name, or by default, layers of other names.
+    """
+    mixtures = [f"{path}." for path, module in blocks.named_modules() if hasattr(module, "experts")]
+    layers = {
+        path: module
+        for path, module in blocks.named_modules()
+        if isinstance(module, nn.Linear) and not path.startswith(tuple(mixtures))
+    }
+    names = sorted({path.rpartition(".")[2] for path in layers})
+    has = [name for name in TARGETS if name in names]
+    if missing := [target for target in adapter.targets if target not in has]:
+        raise ModelError(
+            f"training.adapter.targets has {missing[0]!r}, and the model has no linear layer of that name; it has "
+            f"{', '.join(has)}"
+        )
+    if not adapter.targets and (others := [name for name in names if name not in has]):
+        raise ModelError(
+            f"training.adapter.targets is empty, which stands for all linear layers, and the model has "
+            f"{', '.join(others)}, which cannot be adapted: generators know only {', '.join(TARGETS)} (fused layers "
+            f"have a matrix A for each part); name the targets, among {', '.join(has)}"
+        )
+    model.requires_grad_(False)
+    for path, layer in layers.items():
+        parent, _, name = path.rpartition(".")
+        if name in (adapter.targets or has):
+            setattr(blocks.get_submodule(parent), name, AdaptedLinear(layer, adapter))
+
+
 @dataclass(frozen=True, slots=True)
 class AdaptedLayer:
     """One linear layer and its matrices A, [rank, in], and B, [out, rank].
 
     Attributes:
         name: Hugging Face name of the layer: "model.layers.0.self_attn.q_proj".
-        module: torchtitan's layer, whose `lora_a` and `lora_b` have the matrices.
-        rows: Order of the rows of B in Hugging Face; None if it is torchtitan's.  # [out]
+        module: The layer, whose `lora_a` and `lora_b` have the matrices.
+        rows: Order of the rows of B in Hugging Face; None if it is that of the module.  # [out]
     """
 
     name: str
@@ -95,7 +160,7 @@ class Adapter:
     """The adapted layers of a model. Made before the model is sharded.
 
     Args:
-        hf_weight: from torchtitan's name of a weight and a tensor of its shape to Hugging Face's name and tensor.
+        hf_weight: from the module's name of a weight and a tensor of its shape to Hugging Face's name and tensor.
     """
 
     def __init__(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -59,6 +60,23 @@ def write_peft(
         )
 
 
+def peft_settings(folder: Path) -> AdapterConfig:
+    """Settings of the adapter in a folder in PEFT's format, which start from that folder.
+
+    Raises:
+        ModelError: it has no readable adapter_config.json, or is of a kind of adapter that is not supported.
+    """
+    config = _config_of(folder, str(folder))
+    if not isinstance(targets := config.get("target_modules"), list):
+        raise ModelError(f"{folder} has target_modules {targets!r}; only a list of names of layers is supported")
+    try:
+        return AdapterConfig(
+            rank=config.get("r", 0), alpha=config.get("lora_alpha", 0), targets=tuple(targets), start=str(folder)
+        )
+    except ValidationError as error:
+        raise ModelError(f"{folder} / {CONFIG}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from error
+
+
 def read_peft(folder: Path, settings: AdapterConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
     """Matrices of the folder `training.adapter.start`, by their Hugging Face names.
 
@@ -86,12 +104,12 @@ def read_peft(folder: Path, settings: AdapterConfig, shapes: Mapping[str, tuple[
     if strange := sorted(found.keys() - shapes.keys()):
         raise ModelError(
             f"{where} has {strange[0]} and {len(strange) - 1} more, which training.adapter.targets does not name; "
-            "set targets to the layers of the folder"
+            "set targets to the layers of the folder, unless that is an adapter of another model"
         )
     if missing := sorted(shapes.keys() - found.keys()):
         raise ModelError(
             f"{where} lacks {missing[0]} and {len(missing) - 1} more; set training.adapter.targets to the layers of "
-            "the folder"
+            "the folder, unless that is an adapter of another model"
         )
     for name, shape in shapes.items():
         if tuple(found[name].shape) != shape:

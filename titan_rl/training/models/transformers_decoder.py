@@ -34,7 +34,9 @@ from titan_rl.training.attention.attention import Layout
 from titan_rl.training.attention.variants import PLAIN, Variant
 from titan_rl.training.decoder import PREFIX
 from titan_rl.training.models.experts import FREE
+from titan_rl.training.models.lora import adapt_layers
 from titan_rl.training.selected_logprobs import capped, selected_logprobs
+from titan_rl.training.settings import AdapterConfig
 
 ATTENTION = "titan_rl"
 """Name of the library's attention in transformers."""
@@ -271,13 +273,24 @@ class TransformersDecoder:
     Args:
         folder: has config.json.
         max_context: most positions that will be used.
-        dtype: of the parameters. Buffers, such as rotary frequencies, are float32.
+        dtype: of the trained parameters. Buffers, such as rotary frequencies, are float32.
+        adapter: Settings of an adapter, with which nothing else is trained.
+        base_dtype: of the parameters that an adapter leaves frozen.
 
     Raises:
-        ModelError: transformers does not have the family, or something of it cannot be plugged in.
+        ModelError: transformers does not have the family, something of it cannot be plugged in, or the adapter does not
+            fit it.
     """
 
-    def __init__(self, folder: Path, *, max_context: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        max_context: int,
+        dtype: torch.dtype,
+        adapter: AdapterConfig | None = None,
+        base_dtype: torch.dtype | None = None,
+    ) -> None:
         try:
             config = AutoConfig.from_pretrained(folder, local_files_only=True)
             with _parameters_on_meta():
@@ -290,8 +303,10 @@ class TransformersDecoder:
         self._base, self._list, self._blocks = _find_blocks(causal)
         self.is_tied = bool(config.tie_word_embeddings)
         self.head = _plug_head(causal, config)
+        if adapter is not None:
+            adapt_layers(causal, self._blocks, adapter)
         for parameter in causal.parameters():
-            parameter.data = parameter.data.to(dtype)
+            parameter.data = parameter.data.to(dtype if parameter.requires_grad else base_dtype or dtype)
         self._tie(causal)
         self._layout = CurrentLayout()
         for module in causal.modules():
