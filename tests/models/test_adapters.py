@@ -53,8 +53,9 @@ def test_exports_score_as_the_trainer_and_a_resumed_run_continues_bit_by_bit(
     merge_peft(folder, tmp_path / "adapter", tmp_path / "same", renderer="chat_template")
     same, exported = (load_file(tmp_path / each / "model.safetensors") for each in ("same", "merged"))
     assert all(torch.equal(same[key], exported[key]) for key in exported)
-    merged: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
-    base: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    eager = {"dtype": torch.float32, "attn_implementation": "eager"}  # the default leaves out caps on scores
+    merged: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", **eager).eval()
+    base: Any = AutoModelForCausalLM.from_pretrained(folder, **eager)
     with_peft = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     for model in (merged, with_peft):
         torch.testing.assert_close(transformers_logprobs(model, sequence), expected, rtol=0, atol=1e-5)
