@@ -106,7 +106,7 @@ def test_a_trainer_starts_from_a_peft_folder_of_its_model_only(tmp_path: Path) -
     base: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     model = peft.get_peft_model(base, settings)
-    model.save_pretrained(tmp_path / "adapter")
+    model.save_pretrained(str(tmp_path / "adapter"))
     start = ADAPTER | {"start": str(tmp_path / "adapter"), "targets": ["q_proj", "down_proj"]}
     (sequence,) = sequences(24)
     found = torch.tensor(make(folder, adapter=start).score([sequence])[0])
