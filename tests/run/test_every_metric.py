@@ -46,6 +46,7 @@ def of_code() -> set[str]:
     trainer = strings("training/trainer.py", "train") | strings("training/tensor_batch.py", "packing_metrics")
     trainer |= strings("training/objective.py", "token_metrics")
     trainer |= strings("cluster/trainer_actor.py", "_train") & {"idle_s"}
+    trainer |= strings("training/critic.py", "judge") & {"explained_variance"}
     gauges = strings("generation/vllm_engine.py", "gauges")
     values = {name: 1.0 for name in gauges if not name.endswith("_total")}
     totals = {name.removesuffix("_total"): 1.0 for name in gauges if name.endswith("_total")}
@@ -54,6 +55,7 @@ def of_code() -> set[str]:
         *prefixed("engine", GaugeSummary.metrics([GaugeSummary(1, values, values, totals)])),
         *prefixed("sync", dict.fromkeys(strings("cluster/generator_actor.py", "pull"), 0.0)),
         *prefixed("sync", dict.fromkeys(strings("weights/transports/tcp.py", "_note"), 0.0)),
+        *strings("run/stages/league.py", "metrics", r"[a-z]+/[a-z_]+"),
         *strings("run/observability/generation_status.py", "_moved_metrics", r"[a-z]+/[a-z_]+"),
         *(f"completion/{name}" for name in strings("generation/request.py", "_continued_metrics")),
         *(text for text in strings("run/sft/loop.py", "_train_on", r"[a-z]+/[a-z_]+")),
