@@ -354,7 +354,7 @@ def broken_folder(source: Path, folder: Path, config: dict[str, Any], drop: str 
     [
         (
             {"config": {"model_type": "mamba"}},
-            "model_type 'mamba' is refused: layers of type 'mamba' carry",
+            "model_type 'mamba' is refused: layers of type 'mamba' have a recurrent state",
         ),
         ({"config": {"hidden_size": None}}, "lacks 'hidden_size'"),
         ({"config": {"max_position_embeddings": 64}}, "max_position_embeddings 64"),

@@ -83,35 +83,59 @@ class Numbers:
         return self.held - self.frozen
 
 
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """A parameter of a model.
+
+    Attributes:
+        block: index of its layer; -1 outside the layers.
+    """
+
+    shape: tuple[int, ...]
+    is_trained: bool
+    block: int
+
+
 @lru_cache(maxsize=64)
+def _declared(source: BuiltFrom) -> tuple[tuple[Declared, ...], tuple[int, ...], bool]:
+    """All parameters, the shape of the embedding, and whether it is the output layer, too."""
+    decoder = source.build()
+    blocks = {id(each): at for at, block in enumerate(decoder.blocks.values()) for each in block.parameters()}
+    parameters = tuple(
+        Declared(tuple(each.shape), each.requires_grad, blocks.get(id(each), -1))
+        for each in decoder.module.parameters()
+    )
+    return parameters, max((tuple(each.shape) for each in decoder.head.parameters()), key=prod), decoder.is_tied
+
+
 def count_parameters(source: BuiltFrom, shards: int) -> Numbers:
     """Count the parameters of a model as its code declares them.
 
     Args:
         shards: ranks that share each parameter by FSDP.
     """
-    decoder = source.build()
-    embedding = max((tuple(p.shape) for p in decoder.head.parameters()), key=prod)
-    blocks = [list(block.parameters()) for block in decoder.blocks.values()]
-    in_blocks = {id(parameter) for block in blocks for parameter in block}
+    parameters, embedding, is_tied = _declared(source)
+    layers: dict[int, int] = {}
     held = frozen = matrices = largest = whole = cast = 0
-    for parameter in decoder.module.parameters():
-        part = -(-parameter.shape[0] // shards) * prod(parameter.shape[1:]) if parameter.ndim else 1
-        whole += parameter.numel()
+    for each in parameters:
+        size = prod(each.shape)
+        part = -(-each.shape[0] // shards) * prod(each.shape[1:]) if each.shape else 1
+        whole += size
         held += part
-        frozen += 0 if parameter.requires_grad else part
+        frozen += 0 if each.is_trained else part
         largest = max(largest, part)
-        if parameter.requires_grad and parameter.ndim >= 2 and id(parameter) in in_blocks:
-            cast += parameter.numel()
-            matrices += part if parameter.ndim == 2 else 0
+        layers[each.block] = layers.get(each.block, 0) + size
+        if each.is_trained and len(each.shape) >= 2 and each.block >= 0:
+            cast += size
+            matrices += part if len(each.shape) == 2 else 0
     return Numbers(
         held=held,
         frozen=frozen,
         matrices=matrices,
         whole=whole,
-        layer=max(sum(parameter.numel() for parameter in block) for block in blocks),
+        layer=max(size for block, size in layers.items() if block >= 0),
         embedding=prod(embedding),
-        is_tied=decoder.is_tied,
+        is_tied=is_tied,
         cast=cast,
         largest=largest,
     )

@@ -30,10 +30,14 @@ from titan_rl.training.attention.variants import PLAIN, Variant, attend_by_score
 from titan_rl.training.choices import ActivationCheckpointing, DType
 from titan_rl.training.decoder import DecoderModel
 from titan_rl.training.models.tiny import PER_LAYER
+from titan_rl.training.selected_logprobs import CHUNK_LOGITS
 from titan_rl.training.settings import AdapterConfig
 
 TRACED = 8
 """Most layers of a model that is run whole."""
+
+CHUNKS = 4
+"""Most chunks of logits that are run."""
 
 LAYERS = ("num_hidden_layers", "n_layer")
 """Names of the number of layers in config.json."""
@@ -170,7 +174,10 @@ def _run(decoder: DecoderModel, shape: MicroBatchShape, tracker: MemoryTracker) 
         hidden_BLD = decoder.hidden(ids, torch.zeros_like(ids), cast(Any, ShapeLayout(shape)))
         tracker.restart()
         kept = tracker.live - begin
-        targets_N, temperatures_N = torch.zeros(tokens, dtype=torch.long), torch.ones(tokens)
+        # All chunks of logits take the same memory, so that a few stand for all.
+        scored = min(tokens, CHUNKS * max(1, CHUNK_LOGITS // decoder.vocab_size))
+        unscored = 2 * (tokens - scored) * hidden_BLD.shape[-1] * hidden_BLD.itemsize  # hidden states, their gradients
+        targets_N, temperatures_N = torch.zeros(scored, dtype=torch.long), torch.ones(scored)
         hidden_ND = hidden_BLD.flatten(0, 1).index_select(0, targets_N)
         del hidden_BLD
         logprobs_N, _ = decoder.head(hidden_ND, targets_N, temperatures_N)
@@ -183,7 +190,7 @@ def _run(decoder: DecoderModel, shape: MicroBatchShape, tracker: MemoryTracker) 
     del hidden_ND
     cast(Any, logprobs_N.sum()).backward()
     head = found[0] if found else tracker.peak
-    return Passes(kept, max(0, head - begin - kept), max(0, tracker.peak - begin - kept))
+    return Passes(kept, max(0, head - begin - kept) + unscored, max(0, tracker.peak - begin - kept))
 
 
 def _allocate(module: nn.Module) -> None:
