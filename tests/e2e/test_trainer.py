@@ -170,7 +170,7 @@ def test_sharing_prompts_does_not_change_the_step(untied: Path):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_flex_attention_makes_the_same_step(untied: Path, dtype: str, monkeypatch: pytest.MonkeyPatch):
+def test_flex_attention_makes_the_same_step(untied: Path, dtype: Any, monkeypatch: pytest.MonkeyPatch):
     """Siblings that share a prompt, and one sample that stands alone, in several micro-batches."""
     num_attended = 0
 
