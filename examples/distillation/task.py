@@ -19,7 +19,7 @@ class Sums(PromptTask):
     questions: PositiveInt = 1
     """Questions of a prompt. All must be answered correctly, so that with more of them rewards are rarer."""
     partial: bool = False
-    """Reward the share of questions that are answered correctly instead."""
+    """Reward the share of questions that are answered correctly instead, if each has an answer."""
     numbers: PositiveInt = 3
     """Numbers of a sum."""
     careless: float = Field(default=0.7, ge=0, le=1)
