@@ -1,27 +1,43 @@
-"""`titan-rl doctor [--json]`: check what this machine lacks for a run, and name the command that fixes it."""
+"""`titan-rl doctor [--model FOLDER] [--json]`: check what this machine lacks for a run, or whether a model can be
+trained and sampled here."""
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
+from pathlib import Path
 
 import msgspec
 
+from titan_rl.cli import EXIT_FAILED
 from titan_rl.cli.options import Parser
 from titan_rl.run.machine.checkup import Finding, check_up
+from titan_rl.run.machine.model_check import CheckedModel, Outcome, check_model, read_model
 from titan_rl.run.terminal.standard_streams import say, tell, tell_next
+from titan_rl.run.terminal.waiting import WAITING
 
 
 def set_up(parser: Parser) -> None:
     parser.description = (
         "Check the machine and the installed packages: what a run needs and can use, and how to add what is missing. "
-        "The exit code is 1 if a run cannot start."
+        "The exit code is 1 if a run cannot start. With --model, check a family of models instead, with a tiny random "
+        "model of the same structure: the trainer's logprobs against transformers' in float64, gradients of packed "
+        "sequences against those of each alone, and vLLM's logprobs against the trainer's, before and after hot swaps "
+        "of weights. The exit code is then 1 if one of them differs, or if the model cannot be trained."
+    )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="FOLDER",
+        help="check the model whose config.json is in FOLDER; weights and tokenizer are not needed. It takes a minute",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.model is not None:
+        return _check(arguments.model, as_json=arguments.json)
     missing = 0
     for finding in check_up():
         missing += finding.state == "missing"
@@ -29,7 +45,54 @@ def run(arguments: argparse.Namespace) -> int:
     tell(f"titan-rl: {f'{missing} of these prevent a run from starting' if missing else 'a run can start here'}")
     if not missing:
         tell_next("init", "NAME")
-    return 1 if missing else 0
+    return EXIT_FAILED if missing else 0
+
+
+def _check(folder: Path, *, as_json: bool) -> int:
+    """Check a model folder, and say whether it can be trained."""
+    model = read_model(folder)
+    wrong: dict[str, list[str]] = {}
+    with WAITING.shown(f"checking a tiny {model.model_type}"):
+        for outcome in check_model(model):
+            say(_outcome_as_json(outcome) if as_json else _outcome_as_text(outcome))
+            if not outcome.is_right:
+                wrong.setdefault(outcome.part, []).append(_name(outcome))
+    return _verdict(model, wrong)
+
+
+def _verdict(model: CheckedModel, wrong: dict[str, list[str]]) -> int:
+    family = (
+        f"{model.model_type!r}, with the {model.implementation.name} implementation ({model.implementation.reason})"
+    )
+    differs = ", ".join(name for names in wrong.values() for name in names)
+    if not wrong:
+        tell(f"titan-rl: yes, a run can train {family}")
+        tell_next("train", "CONFIG", "--model.path", str(model.folder))
+    elif "trainer" in wrong:
+        tell(f"titan-rl: no, a run cannot train {family}: {differs}")
+        tell_next("doctor")  # versions of packages that are not the tested ones
+    else:
+        tell(f"titan-rl: no, a run cannot sample {family}: {differs}; fine-tuning on demonstrations needs no engine")
+        tell_next("sft", "CONFIG", "--model.path", str(model.folder))
+    return EXIT_FAILED if wrong else 0
+
+
+def _name(outcome: Outcome) -> str:
+    if outcome.comparison is None:
+        return f"the {outcome.part} could not be checked"
+    return f"{outcome.comparison.name} differ"
+
+
+def _outcome_as_json(outcome: Outcome) -> str:
+    line = {"part": outcome.part, "is_right": outcome.is_right, "problem": outcome.problem}
+    compared = {} if outcome.comparison is None else asdict(outcome.comparison)
+    return msgspec.json.encode(line | compared).decode() + "\n"
+
+
+def _outcome_as_text(outcome: Outcome) -> str:
+    name = outcome.part if outcome.comparison is None else outcome.comparison.name
+    found = outcome.problem if outcome.comparison is None else str(outcome.comparison)
+    return f"{'ok' if outcome.is_right else 'wrong':8} {name:18}{found}\n"
 
 
 def _as_json(finding: Finding) -> str:

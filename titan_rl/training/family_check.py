@@ -1,11 +1,12 @@
 """Checks of a family with a tiny model of it: that its logprobs are those of transformers' own attention, and that
-packed sequences do not see each other."""
+packed sequences do not see each other. `titan_rl.run.machine.engine_check` compares an engine with it."""
 
 from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from titan_rl.core.errors import ModelError
 from titan_rl.training.choices import Implementation
+from titan_rl.training.comparison import Comparison
 from titan_rl.training.data.packing import Family, find_families
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.models.choice import PROVED, choose_implementation
@@ -24,53 +26,83 @@ from titan_rl.training.parallel import World
 from titan_rl.training.policy import Policy, score
 from titan_rl.training.tensor_batch import make_tensor_batch
 
-TOLERANCE = 2e-5
-"""Largest difference between logprobs in float32 and float64, of tiny models."""
-
-GRADIENT_TOLERANCE = 1e-4
-"""Largest difference between gradients, relative to the largest entry."""
-
-_CONTEXT = 128
+CONTEXT = 128
+"""Most tokens of a sequence of a check."""
 
 
 @dataclass(frozen=True, slots=True)
-class FamilyCheck:
-    """Result of checking a tiny model.
+class Tolerances:
+    """Largest differences that rounding in float32 explains, for tiny models.
 
     Attributes:
-        logprobs: largest difference to transformers' eager forward pass in float64, in nats.
-        gradients: largest difference between gradients of packed sequences and of each sequence alone, relative to the
-            largest entry of each parameter's gradient.
-        frozen: parameters without a gradient.
+        logprobs: between logprobs in float32 and in float64, in nats.
+        gradients: between gradients, relative to the largest entry.
+        engine: between the logprobs of an engine and of the trainer, in nats.
     """
 
     logprobs: float
     gradients: float
-    frozen: tuple[str, ...]
-
-    @property
-    def problem(self) -> str | None:
-        """Reason why the family cannot be trained; None if it can."""
-        if not self.logprobs <= TOLERANCE:
-            return f"its logprobs differ from transformers' own by {self.logprobs:.2g} nats"
-        if not self.gradients <= GRADIENT_TOLERANCE:
-            return f"gradients of packed sequences differ from those of each alone by {self.gradients:.2g}"
-        return None
+    engine: float
 
 
-def check_family(folder: Path, implementation: Implementation = "auto") -> FamilyCheck:
-    """Check a tiny model, such as `tiny_of_folder` writes.
+TOLERANCES: Mapping[str, Tolerances] = {
+    "cpu": Tolerances(logprobs=2e-5, gradients=1e-4, engine=2e-5),
+    # Kernels of a GPU sum in another order, and some of vLLM's multiply float32 with 10 bits of mantissa (TF32).
+    "cuda": Tolerances(logprobs=5e-4, gradients=2e-3, engine=1e-2),
+}
+"""Tolerances by type of device; those of "cuda" for any device that is not listed."""
+
+
+def tolerances_of(device: torch.device) -> Tolerances:
+    """Tolerances of a device."""
+    return TOLERANCES.get(device.type, TOLERANCES["cuda"])
+
+
+def check_family(folder: Path, implementation: Implementation = "auto") -> tuple[Comparison, ...]:
+    """Compare a tiny model, such as `tiny_of_folder` writes, with transformers' eager forward pass, and packed
+    sequences with separate ones. It computes in float32 on this process's device, whatever `model.dtype` is.
 
     Raises:
         ModelError: it cannot be trained.
     """
-    policy = Policy(
-        folder, World(), max_context=_CONTEXT, row_tokens=4 * _CONTEXT, attention="document",
+    policy = tiny_policy(folder, implementation)
+    tolerances = tolerances_of(policy.device)
+    with exact_products():
+        return (
+            Comparison(
+                "logprobs",
+                "the trainer's logprobs against transformers' eager forward pass in float64",
+                logprob_error(policy, folder, draw_sequences(40, 17, 33)),
+                tolerances.logprobs,
+                "nats",
+            ),
+            Comparison(
+                "gradients",
+                "gradients of packed sequences against those of each sequence alone",
+                packing_error(policy)[0],
+                tolerances.gradients,
+                "relative",
+            ),
+        )
+
+
+def tiny_policy(folder: Path, implementation: Implementation = "auto") -> Policy:
+    """Policy of a tiny model, in float32."""
+    return Policy(
+        folder, World(), max_context=CONTEXT, row_tokens=4 * CONTEXT, attention="document",
         implementation=implementation,
     )  # fmt: skip
-    sequences = draw_sequences(40, 17, 33)
-    gradients, frozen = packing_error(policy)
-    return FamilyCheck(logprob_error(policy, folder, sequences), gradients, frozen)
+
+
+@contextmanager
+def exact_products() -> Generator[None]:
+    """In the block, GPUs multiply matrices in float32 with all digits, also if the program allows TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def require_proved(folder: Path, implementation: Implementation) -> None:
@@ -83,12 +115,13 @@ def require_proved(folder: Path, implementation: Implementation) -> None:
     if choose_implementation(hf, implementation).name == "torchtitan" or hf["model_type"] in PROVED:
         return
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary, torch.random.fork_rng(devices=[]):
-        problem = check_family(tiny_of_folder(folder, Path(temporary) / "tiny"), "transformers").problem
-    if problem is not None:
-        raise ModelError(
-            f"{folder} is of model_type {hf['model_type']!r}, which cannot be trained: a tiny model of it was tried, "
-            f"and {problem}"
-        )
+        found = check_family(tiny_of_folder(folder, Path(temporary) / "tiny"), "transformers")
+    for comparison in found:
+        if not comparison.holds:
+            raise ModelError(
+                f"{folder} is of model_type {hf['model_type']!r}, which cannot be trained: a tiny model of it was "
+                f"tried, and numbers differ by {comparison}"
+            )
 
 
 def draw_sequences(*lengths: int) -> list[list[int]]:
@@ -113,7 +146,7 @@ def eager_logprobs(folder: Path, sequences: Sequence[Sequence[int]]) -> list[tor
 
 def logprob_error(policy: Policy, folder: Path, sequences: Sequence[Sequence[int]]) -> float:
     """Largest difference between a policy's logprobs of packed sequences and transformers' of each."""
-    found = score(policy, World(), sequences, max_context=_CONTEXT)
+    found = score(policy, World(), sequences, max_context=CONTEXT)
     expected = eager_logprobs(folder, sequences)
     return max(
         float((torch.tensor(mine, dtype=torch.float64) - theirs).abs().max())
@@ -125,7 +158,7 @@ def packing_error(policy: Policy) -> tuple[float, tuple[str, ...]]:
     """Largest relative difference between gradients of packed sequences, some of which share their prompt, and the sum
     of those of each alone; and the names of parameters without a gradient."""
     samples = _samples()
-    packed = find_families(samples, 4 * _CONTEXT)
+    packed = find_families(samples, 4 * CONTEXT)
     together = _gradients(policy, [packed])
     alone = _gradients(policy, [[Family((sample,))] for sample in samples], one_by_one=True)
     errors: list[float] = []

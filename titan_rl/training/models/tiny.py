@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -16,25 +16,23 @@ VOCABULARY = 128
 WINDOW = 8
 HEADS = 4
 HEAD_DIM = 32
+POSITIONS = 512
+TRAINED_POSITIONS = 128
+"""Positions of the training that a scaled rotary embedding extends."""
 
+MOST_EXPERTS = 8
+MOST_LAYERS = 8
+"""Layers of a repeated pattern that are kept in a row; of a longer one, the first layer of each kind is kept."""
+
+MOST_PARAMETERS = 20_000_000
+
+_WIDTH, _EXPERT_WIDTH = 96, 32
 _SIZES: Mapping[str, int] = {
-    "hidden_size": HEADS * HEAD_DIM,
-    "n_embd": HEADS * HEAD_DIM,
-    "word_embed_proj_dim": HEADS * HEAD_DIM,
-    "intermediate_size": 96,
-    "intermediate_size_mlp": 96,
-    "ffn_dim": 96,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "shared_intermediate_size": 32,
-    "num_attention_heads": HEADS,
-    "n_head": HEADS,
     "head_dim": HEAD_DIM,
     "global_head_dim": HEAD_DIM,
-    "query_pre_attn_scalar": HEAD_DIM,
     "vocab_size": VOCABULARY,
-    "max_position_embeddings": 512,
-    "n_positions": 512,
+    "max_position_embeddings": POSITIONS,
+    "n_positions": POSITIONS,
     "sliding_window": WINDOW,
     "sliding_window_size": WINDOW,
     "q_lora_rank": 24,
@@ -42,73 +40,147 @@ _SIZES: Mapping[str, int] = {
     "qk_nope_head_dim": HEAD_DIM,
     "qk_rope_head_dim": HEAD_DIM,
     "v_head_dim": HEAD_DIM,
-    "first_k_dense_replace": 1,
 }
-"""Values of a tiny config, for fields that a config has."""
+"""Values of a tiny config, for fields in which a config has a number."""
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types", "layers_block_type")
-MOST_EXPERTS = 8
+_HIDDEN = ("hidden_size", "n_embd", "word_embed_proj_dim")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
+_FIRST_LAYERS = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
+"""Numbers of layers before the first mixture."""
+
+_STEPS = ("interleave_moe_layer_step", "decoder_sparse_step", "moe_layer_interval")
+"""Periods of mixtures among the layers."""
 
 
 def tiny_config(config: Any, **fields: Any) -> Any:
     """A copy of a config of transformers with small dimensions, and as many layers as show all kinds of layers.
 
+    Everything else stays: types and scales of rotary embeddings, ratios of heads, tied embeddings, biases, norms, caps,
+    multipliers, and the routing of experts.
+
     Args:
         fields: further values.
+
+    Example: 28 query heads and 4 key-value heads, 7 for each, become 8 and 2, 4 for each, since 4 are enough to show
+    that they share keys. Layer types of 5 sliding windows and 1 full attention, repeated, become 6 layers.
     """
     tiny = deepcopy(config)
+    old_head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for name, value in _SIZES.items():
-        if isinstance(getattr(tiny, name, None), int) and not isinstance(getattr(tiny, name), bool):
+        if _number(tiny, name):
             setattr(tiny, name, value)
     if getattr(tiny, "head_dim", HEAD_DIM) is None:
         tiny.head_dim = HEAD_DIM
-    heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
-    if kv_heads is not None:
-        tiny.num_key_value_heads = HEADS if kv_heads == heads else 1 if kv_heads == 1 else 2
-    for name in _EXPERTS:
-        if isinstance(found := getattr(tiny, name, None), int) and found:
-            setattr(tiny, name, min(MOST_EXPERTS, found))
-    for name in ("num_experts_per_tok", "moe_k", "moe_topk"):
-        if isinstance(found := getattr(tiny, name, None), int) and found:
-            setattr(tiny, name, min(2, found))
-    for name in ("n_group", "topk_group"):
-        if isinstance(found := getattr(tiny, name, None), int) and found > 1:
-            setattr(tiny, name, 2)
-    _shorten(tiny)
+    _shrink_heads(tiny, config, old_head_dim)
+    _shrink_widths(tiny)
+    _shrink_experts(tiny)
+    _shorten(tiny, config)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if getattr(tiny, name, None) is not None:
             setattr(tiny, name, 0 if name == "pad_token_id" else 1)
-    rope = getattr(tiny, "rope_parameters", None)
-    if isinstance(rope, dict) and "short_factor" in rope:
-        pairs = int(HEAD_DIM * (rope.get("partial_rotary_factor") or 1.0)) // 2
-        tiny.rope_parameters = rope | {name: rope[name][:pairs] for name in ("short_factor", "long_factor")}
+    if _number(tiny, "original_max_position_embeddings"):
+        tiny.original_max_position_embeddings = min(TRAINED_POSITIONS, tiny.original_max_position_embeddings)
+    if isinstance(rope := getattr(tiny, "rope_parameters", None), dict):
+        tiny.rope_parameters = _tiny_rope(rope)
     for name, value in fields.items():
         setattr(tiny, name, value)
     return tiny
 
 
-def _shorten(tiny: Any) -> None:
+def _number(config: Any, name: str) -> int:
+    """Value of a field that is a number other than 0; 0 if it is anything else."""
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0
+
+
+def _shrink_heads(tiny: Any, config: Any, old_head_dim: int) -> None:
+    """Shrink heads so that queries share keys in the same ratio, up to 4, and that all heads together are as wide as
+    the hidden states only if they were."""
+    heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    if kv_heads in (None, 1, heads):
+        tiny.num_attention_heads = HEADS
+        if kv_heads is not None:
+            tiny.num_key_value_heads = HEADS if kv_heads == heads else 1
+    else:
+        tiny.num_attention_heads, tiny.num_key_value_heads = 2 * min(HEADS, heads // kv_heads), 2
+    width, old_width = tiny.num_attention_heads * HEAD_DIM, heads * old_head_dim
+    hidden = width + HEAD_DIM * ((config.hidden_size > old_width) - (config.hidden_size < old_width))
+    for name in _HIDDEN:
+        if _number(tiny, name):
+            setattr(tiny, name, hidden)
+    for name in ("query_pre_attn_scalar", "rotary_dim"):
+        if found := getattr(tiny, name, None):
+            setattr(tiny, name, max(2, int(found * HEAD_DIM / old_head_dim)))
+
+
+def _shrink_widths(tiny: Any) -> None:
+    """Shrink feed-forward layers."""
+    for name in list(vars(tiny)):
+        if any(part in name for part in ("intermediate_size", "ffn_dim", "ffn_hidden_size")) and _number(tiny, name):
+            is_expert = any(part in name for part in ("moe", "expert", "shared"))
+            setattr(tiny, name, _EXPERT_WIDTH if is_expert else _WIDTH)
+
+
+def _shrink_experts(tiny: Any) -> None:
+    """Shrink mixtures to 8 experts in at most 4 groups, of which each token takes at most 2."""
+    for name in _EXPERTS:
+        if found := _number(tiny, name):
+            setattr(tiny, name, min(MOST_EXPERTS, found))
+    for name in _TOP_K:
+        if found := _number(tiny, name):
+            setattr(tiny, name, min(2, found))
+    if (groups := _number(tiny, "n_group")) > 1:
+        taken = _number(tiny, "topk_group") or groups
+        tiny.n_group = min(4, groups)
+        tiny.topk_group = tiny.n_group if taken == groups else max(1, tiny.n_group // 2)
+
+
+def _shorten(tiny: Any, config: Any) -> None:
     """Keep the first layers, at least two, up to one of each kind."""
-    kinds: list[Any] = list(getattr(tiny, "layer_types", None) or ())
-    size = min(2, tiny.num_hidden_layers)
-    if kinds:
-        size = max(size, *(kinds.index(kind) + 1 for kind in set(kinds)))
-    for name in ("interleave_moe_layer_step", "decoder_sparse_step"):
-        size = max(size, getattr(tiny, name, None) or 1)
-    for name in PER_LAYER:
-        if isinstance(found := getattr(tiny, name, None), list):
-            setattr(tiny, name, found[:size])
-    tiny.num_hidden_layers = size
+    total: int = config.num_hidden_layers
+    lists = {name: value for name, value in vars(tiny).items() if isinstance(value, list) and len(value) == total}
+    bounds = {name: found for name in _FIRST_LAYERS if (found := _number(tiny, name))}
+    dense: list[int] | None = getattr(tiny, "mlp_only_layers", None)
+    kinds = [
+        (*(repr(value[layer]) for value in lists.values()), *(layer < found for found in bounds.values()),
+         layer in (dense or ()))
+        for layer in range(total)
+    ]  # fmt: skip
+    firsts = sorted({kinds.index(kind) for kind in kinds})
+    steps = [_number(tiny, name) for name in _STEPS]
+    size = min(total, max(2, firsts[-1] + 1, *steps))
+    kept: Sequence[int] = range(size) if size <= MOST_LAYERS or max(steps) > 1 else sorted({0, 1, *firsts})
+    for name, value in lists.items():
+        setattr(tiny, name, [value[layer] for layer in kept])
+    if windows_begin := _number(tiny, "max_window_layers"):  # the list of layer types says the same
+        bounds["max_window_layers"] = windows_begin
+    for name, found in bounds.items():
+        setattr(tiny, name, sum(layer < found for layer in kept))
+    if dense is not None:
+        tiny.mlp_only_layers = [new for new, layer in enumerate(kept) if layer in dense]
+    if _number(tiny, "moe_layer_end_index") > 0:
+        tiny.moe_layer_end_index = len(kept) - 1
+    tiny.num_hidden_layers = len(kept)
+
+
+def _tiny_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary embeddings of the same type for small heads and few positions. Some families have them by kind of layer."""
+    tiny = {name: _tiny_rope(value) if name.endswith("_attention") else value for name, value in rope.items()}
+    if tiny.get("original_max_position_embeddings"):
+        tiny["original_max_position_embeddings"] = min(TRAINED_POSITIONS, tiny["original_max_position_embeddings"])
+    pairs = int(HEAD_DIM * (tiny.get("partial_rotary_factor") or 1.0)) // 2
+    return tiny | {name: tiny[name][:pairs] for name in ("short_factor", "long_factor") if name in tiny}
 
 
 def make_tiny(config: Any, folder: Path, *, seed: int = 0) -> Path:
     """Write a folder of a model with random weights: config.json and model.safetensors.
 
     Raises:
-        ModelError: transformers cannot build it.
+        ModelError: transformers cannot build it, or it is not tiny.
     """
     try:
+        _require_tiny(config)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
@@ -128,6 +200,23 @@ def make_tiny(config: Any, folder: Path, *, seed: int = 0) -> Path:
     return folder
 
 
+def _require_tiny(config: Any) -> None:
+    """
+    Raises:
+        ModelError: a model of this config has more than `MOST_PARAMETERS`.
+    """
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    if sum(sizes.values()) > MOST_PARAMETERS:
+        largest = max(sizes, key=sizes.__getitem__)
+        raise ModelError(
+            f"a tiny {config.model_type} would have {sum(sizes.values()):,} parameters, {sizes[largest]:,} of them in "
+            f"{largest}: its config.json sets their number in a field that titan_rl does not know; "
+            "report the model_type to titan_rl"
+        )
+
+
 def tiny_of_folder(folder: Path, out: Path) -> Path:
     """Write a tiny model of the family and the structure of a model's config.json.
 
@@ -135,7 +224,11 @@ def tiny_of_folder(folder: Path, out: Path) -> Path:
         ModelError: transformers does not know the family, or cannot build a tiny model of it.
     """
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise ModelError(f"transformers cannot read {folder / 'config.json'}: {error}") from error
-    return make_tiny(tiny_config(config), out)
+    try:
+        tiny = tiny_config(config)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ModelError(f"{folder / 'config.json'} does not describe a decoder with attention: {error}") from error
+    return make_tiny(tiny, out)

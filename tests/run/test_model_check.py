@@ -1,0 +1,143 @@
+"""A check of a model folder reports whatever its processes do: results, errors, crashes and hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan_rl.cli.main import main
+from titan_rl.core.errors import ModelError
+from titan_rl.run.machine import model_check
+from titan_rl.run.machine.model_check import CheckedModel, Outcome, check_model, read_model
+from titan_rl.training.comparison import Comparison
+from titan_rl.training.models.choice import ChosenImplementation
+
+RIGHT = Comparison("logprobs", "A against B", 1e-6, 2e-5, "nats")
+WRONG = Comparison("hot swaps", "A against B", 0.5, 2e-5, "nats")
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[[Any], Path]:
+    def make(config: Any) -> Path:
+        (tmp_path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+        return tmp_path
+
+    return make
+
+
+def model(folder: Path) -> CheckedModel:
+    return CheckedModel(folder, "qwen2", ChosenImplementation("transformers", "torchtitan lacks it"))
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("{", "config.json cannot be read: .*; download it again"),
+        ({"hidden_size": 3}, "config.json has model_type None; it must be the name of a family, such as 'qwen2'"),
+        ([1], "config.json has model_type None"),
+        (
+            {"model_type": "mamba"},
+            "this model cannot be trained: model_type 'mamba' is refused: layers of type 'mamba'",
+        ),
+        ({"model_type": "qwen2", "quantization_config": {"quant_method": "awq"}}, r"quantized \(awq\)"),
+    ],
+)
+def test_a_config_that_cannot_be_used_is_refused_with_the_reason(
+    config: Any, said: str, make: Callable[[Any], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make(config)
+    with pytest.raises(ModelError, match=said):
+        read_model(folder)
+    assert main(["doctor", "--model", str(folder)]) in (1, 2)
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_folder_without_config_json_is_named_with_the_command_that_downloads_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--model", str(tmp_path)]) == 2
+    assert f"--model {tmp_path} has no config.json; give a folder" in capsys.readouterr().err
+    assert main(["doctor", "--model", "Qwen/Qwen2.5-0.5B"]) == 2
+    assert "--model Qwen/Qwen2.5-0.5B is not a folder; give a folder" in capsys.readouterr().err
+
+
+def test_hubs_names_and_texts_are_read_as_auto_chooses_them(make: Callable[[Any], Path]) -> None:
+    found = read_model(make({"model_type": "qwen2"}))
+    assert (found.model_type, found.implementation.name) == ("qwen2", "transformers")
+    assert read_model(make({"model_type": "qwen3"})).implementation.name == "torchtitan"
+
+
+def test_errors_crashes_and_hangs_of_a_process_are_its_result(
+    make: Callable[[Any], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started: list[int] = []
+    popen = model_check.subprocess.Popen
+
+    def start(code: str) -> None:
+        def instead(command: list[str], **kwargs: Any) -> Any:
+            process = popen([command[0], "-c", code, *command[3:]], **kwargs)
+            started.append(process.pid)
+            return process
+
+        monkeypatch.setattr("titan_rl.run.machine.model_check.subprocess.Popen", instead)
+
+    def problems(limit_s: float = 60.0) -> set[str | None]:
+        return {outcome.problem for outcome in check_model(model(make({})), limit_s=limit_s)}
+
+    start("raise SystemExit('no such device')")
+    assert problems() == {"no such device"}
+    start("import os; os.abort()")
+    assert problems() == {"its process ended with code -6"}
+    start("while True: pass")
+    assert problems(0.2) == {"it did not end within 0.2 s"}
+    for pid in started:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "code", "verdict", "following"),
+    [
+        ([Outcome("trainer", RIGHT), Outcome("engine", RIGHT)], 0, "yes, a run can train 'qwen2'", "train CONFIG"),
+        ([Outcome("trainer", WRONG), Outcome("engine", RIGHT)], 1, "no, a run cannot train 'qwen2'", "doctor"),
+        (
+            [Outcome("trainer", RIGHT), Outcome("engine", WRONG)],
+            1, "no, a run cannot sample 'qwen2'", "sft CONFIG",
+        ),
+        (
+            [Outcome("trainer", RIGHT), Outcome("engine", problem="vLLM does not have it")],
+            1, "the engine could not be checked", "sft CONFIG",
+        ),
+    ],
+)  # fmt: skip
+def test_the_verdict_says_yes_or_what_differs_and_the_next_command(
+    outcomes: list[Outcome],
+    code: int,
+    verdict: str,
+    following: str,
+    make: Callable[[Any], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("titan_rl.cli.doctor.check_model", lambda _: iter(outcomes))
+    folder = make({"model_type": "qwen2"})
+    assert main(["doctor", "--model", str(folder)]) == code
+    printed = capsys.readouterr()
+    said, then = printed.err.splitlines()
+    assert verdict in said
+    assert f"next: titan-rl {following}" in then
+    assert len(printed.out.splitlines()) == len(outcomes)
+    assert "1e-06 nats, at most 2e-05: A against B" in printed.out
+    assert ("wrong" in printed.out) == (code == 1)
+    main(["doctor", "--model", str(folder), "--json"])
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["is_right"] for line in lines] == [outcome.is_right for outcome in outcomes]
+
+
+def test_a_difference_that_is_not_a_number_is_too_large() -> None:
+    assert not Comparison("logprobs", "A against B", float("nan"), 2e-5, "nats").holds

@@ -1,0 +1,124 @@
+"""Comparison of an engine with the trainer, before and after hot swaps with requests running, with a tiny model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from titan_rl.core.errors import GenerationError
+from titan_rl.generation.engine import Engine, EngineSpec, TokenDelta
+from titan_rl.generation.registry import make_engine
+from titan_rl.generation.request import EngineRequest
+from titan_rl.training.choices import Implementation
+from titan_rl.training.comparison import Comparison
+from titan_rl.training.family_check import CONTEXT, draw_sequences, exact_products, tiny_policy, tolerances_of
+from titan_rl.training.parallel import World
+from titan_rl.training.policy import Policy, score
+from titan_rl.types import SamplingParams
+
+PROMPT = (5, 6, 7, 8)
+SWAPS = 3
+LEAST_CHANGE = 100
+"""Least change of logprobs by a swap, in tolerances: after a smaller one, old weights might pass for new ones."""
+
+
+def check_engine(folder: Path, implementation: Implementation = "auto") -> Iterator[Comparison]:
+    """Start vLLM with a tiny model, and compare its logprobs with the trainer's: of given sequences, of sampled tokens,
+    and after each of three hot swaps, between which requests go on.
+
+    Raises:
+        ModelError: trainer or engine cannot load the model.
+        GenerationError: the engine stops, or a swap changes too little.
+        Exception: raised by the engine.
+    """
+    policy = tiny_policy(folder, implementation)
+    tolerance = tolerances_of(policy.device).engine
+    engine = make_engine("vllm", EngineSpec(str(folder), max_context=CONTEXT, kv_cache_gib=0.1))
+    sequences = draw_sequences(40, 17)
+    with exact_products():
+        before = _scores(policy, sequences)
+        yield Comparison(
+            "engine",
+            "vLLM's logprobs of given sequences against the trainer's",
+            _difference(engine.score(sequences), before),
+            tolerance,
+            "nats",
+        )
+        for number in range(2):
+            sampling = SamplingParams(max_tokens=100, min_tokens=100)
+            engine.add(EngineRequest(str(number), PROMPT, sampling))
+        yield Comparison(
+            "sampling",
+            "vLLM's logprobs of the tokens it samples against the trainer's",
+            _sampling_error(policy, _steps(engine, 5)),
+            tolerance,
+            "nats",
+        )
+        worst = 0.0
+        for version in range(1, SWAPS + 1):
+            change_weights(policy, seed=version)
+            engine.load_state_dict(list(policy.named_tensors()), version)
+            after = _scores(policy, sequences)
+            if (change := _difference(after, before)) < LEAST_CHANGE * tolerance:
+                raise GenerationError(f"swap {version} changes logprobs by only {change:.2g} nats")
+            worst = max(worst, _difference(engine.score(sequences), after))
+            _steps(engine, 2)
+            before = after
+        yield Comparison(
+            "hot swaps",
+            f"the same after each of {SWAPS} swaps of weights, with requests running",
+            worst,
+            tolerance,
+            "nats",
+        )
+    engine.close()
+
+
+@torch.no_grad()
+def change_weights(policy: Policy, *, seed: int) -> None:
+    """Change every weight by about a twentieth, as no optimizer step would, so that old weights show."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in policy.model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+        parameter.add_(noise * parameter.abs().mean(), alpha=0.05)
+
+
+def _scores(policy: Policy, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    return score(policy, World(), sequences, max_context=CONTEXT)
+
+
+def _difference(found: Sequence[Sequence[float]], expected: Sequence[Sequence[float]]) -> float:
+    """Largest difference; infinite if one is not a number."""
+    pairs = zip(found, expected, strict=True)
+    errors = (torch.tensor(mine) - torch.tensor(theirs) for mine, theirs in pairs)
+    return max(float(error.abs().nan_to_num(torch.inf).max()) for error in errors)
+
+
+def _steps(engine: Engine, count: int) -> list[TokenDelta]:
+    """
+    Raises:
+        GenerationError: a step gives no tokens, or a request ends, though none is finished.
+    """
+    found: list[TokenDelta] = []
+    for _ in range(count):
+        deltas = engine.step()
+        if not deltas:
+            raise GenerationError("the engine does not go on with its requests")
+        for delta in deltas:
+            if delta.failure is not None or delta.finish_reason is not None:
+                raise GenerationError(f"a request ends early: {delta.failure or delta.finish_reason}")
+        found += deltas
+    return found
+
+
+def _sampling_error(policy: Policy, deltas: Sequence[TokenDelta]) -> float:
+    errors: list[float] = []
+    for request_id in {delta.request_id for delta in deltas}:
+        own = [delta for delta in deltas if delta.request_id == request_id]
+        tokens = [token for delta in own for token in delta.token_ids]
+        logprobs = [value for delta in own for value in delta.logprobs]
+        (expected,) = _scores(policy, [[*PROMPT, *tokens]])
+        errors.append(_difference([logprobs], [expected[len(PROMPT) - 1 :]]))
+    return max(errors)

@@ -1,0 +1,190 @@
+"""Check of a model folder, with a tiny model made from its config.json: `titan-rl doctor --model FOLDER`.
+
+The trainer is checked in one process and the engine in another, both with a time limit, so that a crash, a hang or an
+engine that does not start is a result like any other. Importing this file imports no torch; running it,
+`python -m titan_rl.run.machine.model_check PART FOLDER OUT`, is one of these processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from titan_rl.core.calls.parsing import parse_json
+from titan_rl.core.calls.user_code import reason
+from titan_rl.core.errors import ModelError
+from titan_rl.training.comparison import Comparison
+from titan_rl.training.models.choice import ChosenImplementation, choose_implementation
+
+LIMIT_S = 300.0
+"""Time limit of each process. On a machine with nothing else to do they take half a minute."""
+
+Part = Literal["trainer", "engine"]
+PARTS: tuple[Part, ...] = ("trainer", "engine")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedModel:
+    """A model folder that can be checked.
+
+    Attributes:
+        model_type: of config.json.
+        implementation: the one that trains it with `model.implementation = "auto"`, and the reason.
+    """
+
+    folder: Path
+    model_type: str
+    implementation: ChosenImplementation
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Result of one check, or the reason why a part could not be checked.
+
+    Attributes:
+        comparison: None if there is a problem.
+        problem: reason in one line.
+    """
+
+    part: Part
+    comparison: Comparison | None = None
+    problem: str | None = None
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the numbers are those of the other computation."""
+        return self.comparison is not None and self.comparison.holds
+
+
+def read_model(folder: Path) -> CheckedModel:
+    """Read the folder's config.json.
+
+    Raises:
+        ModelError: there is none, it is not an object with a `model_type`, or the model is refused.
+    """
+    path = folder / "config.json"
+    try:
+        hf = parse_json(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        what = "has no config.json" if folder.is_dir() else "is not a folder"
+        raise ModelError(
+            f"--model {folder} {what}; give a folder with the config.json of a Hugging Face model. From the hub: "
+            "hf download ORGANIZATION/NAME config.json --local-dir FOLDER"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"--model {folder}: config.json cannot be read: {error}; download it again") from None
+    model_type = hf.get("model_type") if isinstance(hf, dict) else None
+    if not isinstance(model_type, str):
+        raise ModelError(
+            f"--model {folder}: config.json has model_type {model_type!r}; it must be the name of a family, such as "
+            "'qwen2'"
+        )
+    return CheckedModel(folder, model_type, choose_implementation(hf))
+
+
+def check_model(model: CheckedModel, *, limit_s: float = LIMIT_S) -> Iterator[Outcome]:
+    """Run all checks, the parts at the same time.
+
+    Args:
+        limit_s: time limit of each part.
+    """
+    with tempfile.TemporaryDirectory(prefix="titan-rl-doctor-", ignore_cleanup_errors=True) as temporary:
+        running = {part: _Process(part, model.folder, Path(temporary), limit_s) for part in PARTS}
+        try:
+            for process in running.values():
+                yield from process.outcomes()
+        finally:
+            for process in running.values():
+                process.end()
+
+
+class _Process:
+    """Process that checks one part. It is ended with all that it started."""
+
+    def __init__(self, part: Part, folder: Path, temporary: Path, limit_s: float) -> None:
+        self._part, self._limit_s = part, limit_s
+        self._found, self._log = temporary / f"{part}.json", temporary / f"{part}.log"
+        command = [
+            sys.executable, "-m", "titan_rl.run.machine.model_check", part, str(folder.absolute()), str(temporary),
+            str(limit_s),
+        ]  # fmt: skip
+        environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | os.environ
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+            )
+
+    def outcomes(self) -> Iterator[Outcome]:
+        """Results, once the process has ended."""
+        problem = None
+        try:
+            code = self._process.wait(self._limit_s)
+        except subprocess.TimeoutExpired:
+            self.end()
+            problem = f"it did not end within {self._limit_s:g} s"
+        else:
+            if code:
+                problem = self._last_line() or f"its process ended with code {code}"
+        for line in self._found.read_text().splitlines() if self._found.exists() else ():
+            found = parse_json(line)
+            if "problem" in found:
+                problem = found["problem"]
+            else:
+                yield Outcome(self._part, Comparison(**found))
+        if problem is not None:
+            yield Outcome(self._part, problem=problem)
+
+    def end(self) -> None:
+        """End the process and its children, if they still run."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _last_line(self) -> str:
+        lines = self._log.read_text(errors="replace").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def main(part: Part, folder: Path, temporary: Path, limit_s: float) -> None:
+    """Check one part in this process, and write a line for each result."""
+    signal.alarm(int(limit_s) + 1)  # should the process that waits for this one be gone
+    tiny = temporary / f"tiny-{part}"
+    with (temporary / f"{part}.json").open("w") as file:
+        try:
+            for comparison in _compare(part, folder, tiny):
+                file.write(json.dumps(asdict(comparison)) + "\n")
+                file.flush()
+        except Exception as error:
+            file.write(json.dumps({"problem": _one_line(error, tiny)}) + "\n")
+    sys.stdout.flush()
+    os._exit(0)  # an engine's threads may not end
+
+
+def _compare(part: Part, folder: Path, tiny: Path) -> Iterator[Comparison]:
+    from titan_rl.training.family_check import check_family
+    from titan_rl.training.models.tiny import tiny_of_folder
+
+    tiny_of_folder(folder, tiny)
+    if part == "trainer":
+        yield from check_family(tiny)
+        return
+    from titan_rl.run.machine.engine_check import check_engine
+
+    yield from check_engine(tiny)
+
+
+def _one_line(error: Exception, tiny: Path) -> str:
+    return " ".join(reason(error).replace(str(tiny), "the tiny model").split())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), float(sys.argv[4]))  # pyright: ignore[reportArgumentType]

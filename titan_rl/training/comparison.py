@@ -1,0 +1,32 @@
+"""Comparison of two computations of the same numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Largest difference between two computations, and the largest that rounding explains.
+
+    Attributes:
+        name: short name, such as "logprobs".
+        subject: the two computations, as in "A against B".
+        unit: "nats", or "relative" for a difference relative to the largest entry.
+
+    Example: `Comparison("logprobs", "the trainer's against transformers'", 1.2e-6, 2e-5, "nats")`
+    """
+
+    name: str
+    subject: str
+    difference: float
+    tolerance: float
+    unit: str
+
+    @property
+    def holds(self) -> bool:
+        """Whether the difference is within the tolerance. One that is not a number is not."""
+        return self.difference <= self.tolerance
+
+    def __str__(self) -> str:
+        return f"{self.difference:.2g} {self.unit}, at most {self.tolerance:.0g}: {self.subject}"
