@@ -51,6 +51,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _check(folder: Path, *, as_json: bool) -> int:
     """Check a model folder, and say whether it can be trained."""
     model = read_model(folder)
+    if model.implementation is None:
+        tell(f"titan-rl: no, {model.reason}; docs/reference/models.md lists the families that can")
+        return EXIT_FAILED
     wrong: dict[str, list[str]] = {}
     with WAITING.shown(f"checking a tiny {model.model_type}"):
         for outcome in check_model(model):
@@ -61,9 +64,7 @@ def _check(folder: Path, *, as_json: bool) -> int:
 
 
 def _verdict(model: CheckedModel, wrong: dict[str, list[str]]) -> int:
-    family = (
-        f"{model.model_type!r}, with the {model.implementation.name} implementation ({model.implementation.reason})"
-    )
+    family = f"{model.model_type!r}, with the {model.implementation} implementation ({model.reason})"
     differs = ", ".join(name for names in wrong.values() for name in names)
     if not wrong:
         tell(f"titan-rl: yes, a run can train {family}")

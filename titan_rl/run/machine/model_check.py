@@ -23,7 +23,7 @@ from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.calls.user_code import reason
 from titan_rl.core.errors import ModelError
 from titan_rl.training.comparison import Comparison
-from titan_rl.training.models.choice import ChosenImplementation, choose_implementation
+from titan_rl.training.models.choice import choose_implementation
 
 LIMIT_S = 300.0
 """Time limit of each process. On a machine with nothing else to do they take half a minute."""
@@ -34,16 +34,18 @@ PARTS: tuple[Part, ...] = ("trainer", "engine")
 
 @dataclass(frozen=True, slots=True)
 class CheckedModel:
-    """A model folder that can be checked.
+    """A model folder that can be read.
 
     Attributes:
         model_type: of config.json.
-        implementation: the one that trains it with `model.implementation = "auto"`, and the reason.
+        implementation: the one that trains it with `model.implementation = "auto"`; None if none does.
+        reason: for the implementation, or why there is none.
     """
 
     folder: Path
     model_type: str
-    implementation: ChosenImplementation
+    implementation: str | None
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ def read_model(folder: Path) -> CheckedModel:
     """Read the folder's config.json.
 
     Raises:
-        ModelError: there is none, it is not an object with a `model_type`, or the model is refused.
+        ModelError: there is none, or it is not an object with a `model_type`.
     """
     path = folder / "config.json"
     try:
@@ -88,7 +90,11 @@ def read_model(folder: Path) -> CheckedModel:
             f"--model {folder}: config.json has model_type {model_type!r}; it must be the name of a family, such as "
             "'qwen2'"
         )
-    return CheckedModel(folder, model_type, choose_implementation(hf))
+    try:
+        chosen = choose_implementation(hf)
+    except ModelError as error:
+        return CheckedModel(folder, model_type, None, str(error))
+    return CheckedModel(folder, model_type, chosen.name, chosen.reason)
 
 
 def check_model(model: CheckedModel, *, limit_s: float = LIMIT_S) -> Iterator[Outcome]:

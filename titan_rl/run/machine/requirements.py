@@ -23,7 +23,7 @@ from titan_rl.core.errors import ConfigError, MissingExtraError, NoSpaceError
 from titan_rl.rollout.renderer.registry import ChosenRenderer, choose_renderer
 from titan_rl.rollout.renderer.support import chat_support
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
-from titan_rl.training.models.choice import choose_implementation
+from titan_rl.training.models.choice import PROVED, choose_implementation
 from titan_rl.weights.transports.registry import find_transport
 
 LEFT_FREE = 1 << 24
@@ -164,13 +164,16 @@ def describe_implementation(config: RunConfig) -> str:
     Raises:
         ModelError: the model cannot be trained.
     """
+    hf = read_json(Path(config.model.path), "config.json")
     chosen = choose_implementation(
-        read_json(Path(config.model.path), "config.json"),
+        hf,
         config.model.implementation,
         tensor_parallel=config.training.tensor_parallel,
         has_adapter=config.training.adapter.is_on,
     )
-    return f"model.implementation is {chosen.name}: {chosen.reason}"
+    untried = chosen.name == "transformers" and hf.get("model_type") not in PROVED
+    try_it = f"; no test has this family, try it with titan-rl doctor --model {config.model.path}" if untried else ""
+    return f"model.implementation is {chosen.name}: {chosen.reason}{try_it}"
 
 
 def describe_chat(config: RunConfig) -> list[str]:
