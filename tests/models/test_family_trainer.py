@@ -20,18 +20,20 @@ from models.steps import make, two_steps
 from safetensors.torch import load_file
 
 from titan_rl.core.errors import ModelError
+from titan_rl.training.device import local_device
 from titan_rl.training.export import export_checkpoint
 from titan_rl.training.family_check import (
-    GRADIENT_TOLERANCE,
-    TOLERANCE,
     draw_sequences,
     eager_logprobs,
     logprob_error,
     packing_error,
+    tolerances_of,
 )
 from titan_rl.training.models.choice import PROVED
 from titan_rl.training.parallel import World
 from titan_rl.training.policy import Policy
+
+TOLERANCES = tolerances_of(local_device())
 
 UNTRAINED = ("e_score_correction_bias", "expert_bias")
 """Parameters that balance the experts' loads, and have no gradient."""
@@ -50,13 +52,13 @@ def test_the_proved_families_are_those_of_these_tests() -> None:
 
 @pytest.mark.check("a")
 def test_logprobs_are_those_of_transformers_in_float64(name: str, folder: Path, policy: Policy) -> None:
-    assert logprob_error(policy, folder, draw_sequences(40, 17, 33, 90)) < TOLERANCE
+    assert logprob_error(policy, folder, draw_sequences(40, 17, 33, 90)) < TOLERANCES.logprobs
 
 
 @pytest.mark.check("c")
 def test_gradients_of_packed_sequences_are_those_of_each_alone(name: str, policy: Policy) -> None:
     error, frozen = packing_error(policy)
-    assert error < GRADIENT_TOLERANCE
+    assert error < TOLERANCES.gradients
     assert all(parameter.endswith(UNTRAINED) for parameter in frozen)
 
 
@@ -78,7 +80,7 @@ def test_an_export_has_the_trainers_logprobs_in_transformers(name: str, folder: 
     trainer.export_hf(tmp_path / "export")
     sequences = draw_sequences(40, 17)
     for mine, theirs in zip(trainer.score(sequences), eager_logprobs(tmp_path / "export", sequences), strict=True):
-        torch.testing.assert_close(torch.tensor(mine, dtype=torch.float64), theirs, rtol=0, atol=TOLERANCE)
+        torch.testing.assert_close(torch.tensor(mine, dtype=torch.float64), theirs, rtol=0, atol=TOLERANCES.logprobs)
 
 
 @pytest.mark.check("f")
