@@ -26,9 +26,7 @@ def write(model_type: str, folder: Path) -> Path:
 
 
 def test_a_family_whose_positions_pass_from_one_sequence_to_the_next_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ModelError, match=r"'biogpt', which cannot be trained: .* gradients of packed sequences against"
-    ):
+    with pytest.raises(ModelError, match=r"'biogpt', which cannot be trained: .* gradients of packed"):
         make(write("biogpt", tmp_path / "model"))
 
 

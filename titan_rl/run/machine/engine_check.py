@@ -25,7 +25,7 @@ LEAST_CHANGE = 100
 
 
 def check_engine(folder: Path, implementation: Implementation = "auto") -> Iterator[Comparison]:
-    """Start vLLM with a tiny model, and compare its logprobs with the trainer's: of given sequences, of sampled tokens,
+    """Start vLLM in this process, which has to end afterwards, with a tiny model, and compare its logprobs with the trainer's: of given sequences, of sampled tokens,
     and after each of three hot swaps, between which requests go on.
 
     Raises:

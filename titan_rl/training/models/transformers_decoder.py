@@ -292,7 +292,7 @@ class TransformersDecoder:
         base_dtype: torch.dtype | None = None,
     ) -> None:
         try:
-            config = AutoConfig.from_pretrained(folder, local_files_only=True)
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             with _parameters_on_meta():
                 causal: Any = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
         except (ValueError, KeyError, TypeError, OSError) as error:
