@@ -25,8 +25,9 @@ LEAST_CHANGE = 100
 
 
 def check_engine(folder: Path, implementation: Implementation = "auto") -> Iterator[Comparison]:
-    """Start vLLM in this process, which has to end afterwards, with a tiny model, and compare its logprobs with the trainer's: of given sequences, of sampled tokens,
-    and after each of three hot swaps, between which requests go on.
+    """Start vLLM with a tiny model, and compare its logprobs with the trainer's: of given sequences, of sampled tokens,
+    and after each of three hot swaps, between which requests go on. vLLM runs in this process, which has to end
+    afterwards.
 
     Raises:
         ModelError: trainer or engine cannot load the model.
