@@ -96,11 +96,11 @@ def test_scaled_rotary_embeddings_keep_type_and_scale() -> None:
     )  # fmt: skip
     assert tiny.rope_parameters["rope_type"] == "longrope"
     assert tiny.rope_parameters["short_factor"] == [1.0] * 12  # pairs of the rotated part of a small head
-    assert tiny.original_max_position_embeddings == 128
+    assert tiny.original_max_position_embeddings == 512
     llama3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
               "original_max_position_embeddings": 8192}  # fmt: skip
     _, tiny = shrunk("llama", rope_parameters=llama3)
-    assert tiny.rope_parameters == llama3 | {"original_max_position_embeddings": 128}
+    assert tiny.rope_parameters == llama3 | {"original_max_position_embeddings": 512}
 
 
 def test_a_config_is_not_changed_by_its_tiny_copy() -> None:

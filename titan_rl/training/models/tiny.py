@@ -16,8 +16,8 @@ VOCABULARY = 128
 WINDOW = 8
 HEADS = 4
 HEAD_DIM = 32
-POSITIONS = 512
-TRAINED_POSITIONS = 128
+POSITIONS = 2048
+TRAINED_POSITIONS = 512
 """Positions of the training that a scaled rotary embedding extends."""
 
 MOST_EXPERTS = 8
