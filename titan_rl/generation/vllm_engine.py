@@ -72,6 +72,8 @@ class VLLMEngine:
         gc.freeze()  # vLLM collects garbage five times as it starts, then freezes all: its modules need none of that
         try:
             config = arguments.create_engine_config()
+            if self._on_cpu and config.model_config.using_transformers_backend():
+                keep_transformers_classes()
             limit = getattr(config.model_config.hf_text_config, "max_position_embeddings", spec.max_context)
             if spec.max_context > limit:
                 raise ValueError(f"max_context is {spec.max_context} and the model has {limit} positions")
@@ -284,6 +286,18 @@ def with_tied_head(items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]
         yield name, tensor
     if embedding is not None and "lm_head.weight" not in names:
         yield "lm_head.weight", embedding
+
+
+def keep_transformers_classes() -> None:
+    """Have vLLM leave transformers' classes as they are when it runs their modeling code. It would prepare them for
+    compilation, which is off on a CPU, and a trainer's model of the same class in this process would then fail."""
+    from vllm.model_executor.models.transformers.base import Base
+
+    Base._decorate_for_torch_compile = _leave
+
+
+def _leave(model: Any) -> None:
+    """Do nothing with a model's class."""
 
 
 def drop_packed_experts(worker: Any) -> None:
