@@ -29,9 +29,11 @@ from titan_rl.core.errors import ModelError
 from titan_rl.training.attention.variants import PLAIN, Variant, attend_by_scores
 from titan_rl.training.choices import ActivationCheckpointing, DType
 from titan_rl.training.decoder import DecoderModel
-from titan_rl.training.models.tiny import PER_LAYER
 from titan_rl.training.selected_logprobs import CHUNK_LOGITS
 from titan_rl.training.settings import AdapterConfig
+
+PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types", "layers_block_type")
+"""Fields of config.json with a list of values by layer."""
 
 TRACED = 8
 """Most layers of a model that is run whole."""
