@@ -293,7 +293,8 @@ def keep_transformers_classes() -> None:
     compilation, which is off on a CPU, and a trainer's model of the same class in this process would then fail."""
     from vllm.model_executor.models.transformers.base import Base
 
-    Base._decorate_for_torch_compile = _leave
+    backend: Any = Base
+    backend._decorate_for_torch_compile = _leave
 
 
 def _leave(model: Any) -> None:

@@ -117,7 +117,8 @@ class _Process:
     """Process that checks one part. It is ended with all that it started."""
 
     def __init__(self, part: Part, folder: Path, temporary: Path, limit_s: float) -> None:
-        self._part, self._limit_s = part, limit_s
+        self._part: Part = part
+        self._limit_s = limit_s
         self._found, self._log = temporary / f"{part}.json", temporary / f"{part}.log"
         command = [
             sys.executable, "-m", "titan_rl.run.machine.model_check", part, str(folder.absolute()), str(temporary),

@@ -166,7 +166,9 @@ def _shorten(tiny: Any, config: Any) -> None:
 
 def _tiny_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Rotary embeddings of the same type for small heads and few positions. Some families have them by layer type."""
-    tiny = {name: _tiny_rope(value) if name.endswith("_attention") else value for name, value in rope.items()}
+    tiny: dict[str, Any] = {
+        name: _tiny_rope(value) if name.endswith("_attention") else value for name, value in rope.items()
+    }
     if tiny.get("original_max_position_embeddings"):
         tiny["original_max_position_embeddings"] = min(TRAINED_POSITIONS, tiny["original_max_position_embeddings"])
     pairs = int(HEAD_DIM * (tiny.get("partial_rotary_factor") or 1.0)) // 2
