@@ -13,7 +13,7 @@ import pytest
 from titan_rl.cli.main import main
 from titan_rl.core.errors import ModelError
 from titan_rl.run.machine import model_check
-from titan_rl.run.machine.model_check import CheckedModel, Outcome, check_model, read_model
+from titan_rl.run.machine.model_check import CheckedModel, ModelOutcome, check_model, read_model
 from titan_rl.training.comparison import Comparison
 
 RIGHT = Comparison("logprobs", "A against B", 1e-6, 2e-5, "nats")
@@ -113,20 +113,20 @@ def test_errors_crashes_and_hangs_of_a_process_are_its_result(
 @pytest.mark.parametrize(
     ("outcomes", "code", "verdict", "following"),
     [
-        ([Outcome("trainer", RIGHT), Outcome("engine", RIGHT)], 0, "yes, a run can train 'qwen2'", "train CONFIG"),
-        ([Outcome("trainer", WRONG), Outcome("engine", RIGHT)], 1, "no, a run cannot train 'qwen2'", "doctor"),
+        ([ModelOutcome("trainer", RIGHT), ModelOutcome("engine", RIGHT)], 0, "yes, a run can train 'qwen2'", "train CONFIG"),
+        ([ModelOutcome("trainer", WRONG), ModelOutcome("engine", RIGHT)], 1, "no, a run cannot train 'qwen2'", "doctor"),
         (
-            [Outcome("trainer", RIGHT), Outcome("engine", WRONG)],
+            [ModelOutcome("trainer", RIGHT), ModelOutcome("engine", WRONG)],
             1, "no, a run cannot sample 'qwen2'", "sft CONFIG",
         ),
         (
-            [Outcome("trainer", RIGHT), Outcome("engine", problem="vLLM does not have it")],
+            [ModelOutcome("trainer", RIGHT), ModelOutcome("engine", problem="vLLM does not have it")],
             1, "the engine could not be checked", "sft CONFIG",
         ),
     ],
 )  # fmt: skip
 def test_the_verdict_says_yes_or_what_differs_and_the_next_command(
-    outcomes: list[Outcome],
+    outcomes: list[ModelOutcome],
     code: int,
     verdict: str,
     following: str,

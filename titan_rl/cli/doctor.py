@@ -12,7 +12,7 @@ import msgspec
 from titan_rl.cli import EXIT_FAILED
 from titan_rl.cli.options import Parser
 from titan_rl.run.machine.checkup import Finding, check_up
-from titan_rl.run.machine.model_check import CheckedModel, Outcome, check_model, read_model
+from titan_rl.run.machine.model_check import CheckedModel, ModelOutcome, check_model, read_model
 from titan_rl.run.terminal.standard_streams import say, tell, tell_next
 from titan_rl.run.terminal.waiting import WAITING
 
@@ -78,19 +78,19 @@ def _verdict(model: CheckedModel, wrong: dict[str, list[str]]) -> int:
     return EXIT_FAILED if wrong else 0
 
 
-def _name(outcome: Outcome) -> str:
+def _name(outcome: ModelOutcome) -> str:
     if outcome.comparison is None:
         return f"the {outcome.part} could not be checked"
     return f"{outcome.comparison.name} differ"
 
 
-def _outcome_as_json(outcome: Outcome) -> str:
+def _outcome_as_json(outcome: ModelOutcome) -> str:
     line = {"part": outcome.part, "is_right": outcome.is_right, "problem": outcome.problem}
     compared = {} if outcome.comparison is None else asdict(outcome.comparison)
     return msgspec.json.encode(line | compared).decode() + "\n"
 
 
-def _outcome_as_text(outcome: Outcome) -> str:
+def _outcome_as_text(outcome: ModelOutcome) -> str:
     name = outcome.part if outcome.comparison is None else outcome.comparison.name
     found = outcome.problem if outcome.comparison is None else str(outcome.comparison)
     return f"{'ok' if outcome.is_right else 'wrong':8} {name:18}{found}\n"

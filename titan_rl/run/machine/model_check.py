@@ -49,7 +49,7 @@ class CheckedModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ModelOutcome:
     """Result of one check, or the reason why a part could not be checked.
 
     Attributes:
@@ -97,7 +97,7 @@ def read_model(folder: Path) -> CheckedModel:
     return CheckedModel(folder, model_type, chosen.name, chosen.reason)
 
 
-def check_model(model: CheckedModel, *, limit_s: float = LIMIT_S) -> Iterator[Outcome]:
+def check_model(model: CheckedModel, *, limit_s: float = LIMIT_S) -> Iterator[ModelOutcome]:
     """Run all checks, the parts at the same time.
 
     Args:
@@ -130,7 +130,7 @@ class _Process:
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
             )
 
-    def outcomes(self) -> Iterator[Outcome]:
+    def outcomes(self) -> Iterator[ModelOutcome]:
         """Results, once the process has ended."""
         problem = None
         try:
@@ -146,9 +146,9 @@ class _Process:
             if "problem" in found:
                 problem = found["problem"]
             else:
-                yield Outcome(self._part, Comparison(**found))
+                yield ModelOutcome(self._part, Comparison(**found))
         if problem is not None:
-            yield Outcome(self._part, problem=problem)
+            yield ModelOutcome(self._part, problem=problem)
 
     def end(self) -> None:
         """End the process and its children, if they still run."""
