@@ -113,8 +113,14 @@ def test_errors_crashes_and_hangs_of_a_process_are_its_result(
 @pytest.mark.parametrize(
     ("outcomes", "code", "verdict", "following"),
     [
-        ([ModelOutcome("trainer", RIGHT), ModelOutcome("engine", RIGHT)], 0, "yes, a run can train 'qwen2'", "train CONFIG"),
-        ([ModelOutcome("trainer", WRONG), ModelOutcome("engine", RIGHT)], 1, "no, a run cannot train 'qwen2'", "doctor"),
+        (
+            [ModelOutcome("trainer", RIGHT), ModelOutcome("engine", RIGHT)],
+            0, "yes, a run can train 'qwen2'", "train CONFIG",
+        ),
+        (
+            [ModelOutcome("trainer", WRONG), ModelOutcome("engine", RIGHT)],
+            1, "no, a run cannot train 'qwen2'", "doctor",
+        ),
         (
             [ModelOutcome("trainer", RIGHT), ModelOutcome("engine", WRONG)],
             1, "no, a run cannot sample 'qwen2'", "sft CONFIG",
