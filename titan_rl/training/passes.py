@@ -76,10 +76,10 @@ class BuiltFrom:
                 if isinstance(hf.get(name), list):
                     hf[name] = hf[name][:num_layers]
         trained, frozen = (getattr(torch, name) for name in (self.trained_dtype, self.frozen_dtype))
+        adapter = AdapterConfig(rank=self.adapter_rank, targets=self.adapter_targets) if self.adapter_rank else None
         if self.implementation == "torchtitan":
             from titan_rl.training.models.torchtitan_decoder import TorchtitanDecoder
 
-            adapter = AdapterConfig(rank=self.adapter_rank, targets=self.adapter_targets) if self.adapter_rank else None
             return TorchtitanDecoder(
                 hf, max_context=1, dtype=trained, splits_matrices=False, adapter=adapter, base_dtype=frozen
             )
@@ -87,7 +87,7 @@ class BuiltFrom:
 
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(hf))
-            return TransformersDecoder(Path(folder), max_context=1, dtype=trained)
+            return TransformersDecoder(Path(folder), max_context=1, dtype=trained, adapter=adapter, base_dtype=frozen)
 
 
 @dataclass(frozen=True, slots=True)
