@@ -20,7 +20,7 @@ from titan_rl.rollout.rewards.advantages import find_advantage
 from titan_rl.rollout.types import Rollout, RolloutGroup, Turn
 from titan_rl.scheduling.filters import first_reason
 from titan_rl.training.algorithms import BY_NAME, find_algorithm
-from titan_rl.training.data.packing import plan_step
+from titan_rl.training.data.step_plan import plan_step
 from titan_rl.training.losses import find_loss
 from titan_rl.training.settings import TrainingConfig
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
