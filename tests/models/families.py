@@ -75,20 +75,7 @@ RESULTS = Path(__file__).with_name("results.json")
 ALL = bool(os.environ.get("TITAN_RL_TEST_MODELS"))
 SELECTED = tuple(FAMILIES) if ALL else MOST_DIFFERENT
 
-_NO_START = "vLLM's model does not start on a CPU without compilation"
 ENGINE_PROBLEMS: Mapping[str, str] = {
-    "arcee": _NO_START,
-    "glm": _NO_START,
-    "gpt_neox": _NO_START,
-    "helium": _NO_START,
-    "hunyuan_v1_dense": _NO_START,
-    "nanochat": _NO_START,
-    "olmo": _NO_START,
-    "olmo3": _NO_START,
-    "phi": _NO_START,
-    "seed_oss": _NO_START,
-    "starcoder2": _NO_START,
-    "vaultgemma": _NO_START,
     "apertus": "logprobs of an export differ by 0.0014",
     "cohere2": "logprobs of an export differ by 0.07",
     "gpt_oss": "vLLM has no kernel on a CPU for its experts",
