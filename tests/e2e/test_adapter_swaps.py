@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import multiprocessing
 from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ pytest.importorskip("peft", reason="needs the dev extra")
 
 import peft
 import torch
+from background import HANG_S
 from e2e.test_hot_swap_numerics import reference, sample_of
 from e2e.tiny_policy import make_tiny_llama3, make_tiny_moe, make_tiny_qwen3, make_trainer
 from models.families import make_family
@@ -209,8 +211,8 @@ def test_mixtures_and_bfloat16_compute_with_each_version(
     tmp_path: Path, make: Callable[[Path], Path], dtype: DType
 ) -> None:
     base = make(tmp_path / "model")
-    with multiprocessing.get_context("spawn").Pool(1) as own_process:  # vLLM joins its groups once in a process
-        assert own_process.apply(swap_and_verify, (base, dtype)) == [0.0, 0.0, 0.0]
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as own_process:  # vLLM joins its groups once in one
+        assert own_process.submit(swap_and_verify, base, dtype).result(timeout=HANG_S) == [0.0, 0.0, 0.0]
 
 
 def swap_and_verify(base: Path, dtype: DType) -> list[float]:

@@ -181,7 +181,7 @@ class Critic:
         time.
 
         Args:
-            minibatch: one that `judge` returned.
+            minibatch: one that `judge` returned, for the first time.
             lr: present learning rate of the policy, to which that of the critic is proportional.
 
         Returns:
@@ -191,7 +191,7 @@ class Critic:
             UntrainableError: loss or gradient is not finite; raised on all ranks. If that is so in the first step,
                 nothing has changed.
         """
-        judged = [self._judged[id(batch)] for batch in minibatch.batches]
+        judged = [self._judged.pop(id(batch)) for batch in minibatch.batches]  # each once: frees them after its update
         (count,) = self._world.sum([float(sum(each.estimate.acts_N.sum() for each in judged))])
         losses: list[float] = []
         try:
