@@ -178,6 +178,18 @@ async def test_a_question_mark_lists_the_keys_of_the_tab(open_page: OpenPage) ->
     assert "its messages" not in await dialog.inner_text()
 
 
+async def test_a_key_reaches_the_tab_though_the_closed_list_still_has_the_focus(open_page: OpenPage) -> None:
+    page = await open_page(f"#tab=rollouts&runs={FIRST}")
+    await page.keyboard.press("?")
+    await page.evaluate("""() => {
+        const list = document.querySelector("dialog.keys"), press = key =>
+            list.querySelector("button").dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+        press("Escape");
+        press("1");
+    }""")
+    await until(page, "document.querySelector('[role=tab][aria-selected=true]').innerText === 'Overview'")
+
+
 async def shown_runs(page: Any) -> list[str]:
     names = page.locator("#run-list .name")
     return [await one.inner_text() for one in await names.all() if await one.is_visible()]

@@ -28,8 +28,9 @@ export class KeyList {
     this.element.showModal();
   }
 
-  /** No key reaches the tab behind the list. */
+  /** No key reaches the tab behind the list. A closed one may keep the focus until the next frame, and holds nothing back. */
   #key(event) {
+    if (!this.element.open) return;
     event.stopPropagation();
     if (event.key === "?" || event.key === "Escape") {
       event.preventDefault();
