@@ -18,6 +18,7 @@ from titan_rl.rollout.rewards.reward import Reward
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.types import Message, Rollout, RolloutGroup
 from titan_rl.tasks import Judge, LocalClassifier, RewardModel, ServedClassifier
+from titan_rl.tasks.players import Endpoint
 from titan_rl.types import SamplingParams
 
 
@@ -72,6 +73,47 @@ def length(text: str) -> str:
 async def rewards(group: RolloutGroup, *judges: Any) -> list[float | None]:
     await Rubric(list(judges)).score(group)
     return [rollout.reward for rollout in group.rollouts]
+
+
+@pytest.mark.parametrize(
+    ("make", "reply"),
+    [
+        (
+            lambda url: Judge(Endpoint(url=f"{url}/v1", model="judge"), said, float),
+            {"choices": [{"message": {"role": "assistant", "content": "1"}, "finish_reason": "stop"}]},
+        ),
+        (lambda url: RewardModel(ServedClassifier(url, "rm"), said), {"data": [{"index": 0, "probs": [1.0]}]}),
+    ],
+    ids=["judge", "reward model"],
+)
+async def test_connections_are_closed_with_the_rubric_and_opened_again_when_needed(
+    make: Callable[[str], Any], reply: dict[str, Any]
+):
+    ended = asyncio.Queue[None]()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        (length,) = (
+            int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length")
+        )
+        await reader.readexactly(length)
+        body = json.dumps(reply).encode()
+        writer.write(
+            b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+        )
+        assert await reader.read() == b"", "the client asks nothing more, and closes"
+        writer.close()
+        ended.put_nowait(None)
+
+    async with await asyncio.start_server(answer, "127.0.0.1") as server:
+        rubric = Rubric([make(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")])
+        for text in ("once", "again"):
+            group = group_of(text)
+            await rubric.score(group)
+            assert group.rollouts[0].reward == 1.0
+            assert ended.empty(), "it is kept for the next question"
+            await rubric.close()
+            await asyncio.wait_for(ended.get(), 10)
 
 
 @pytest.mark.looptime

@@ -136,7 +136,10 @@ async def open_rollouters(
     async with AsyncExitStack() as tasks:
         for source in config.sources:
             await tasks.enter_async_context(opened(source.task, run))
-        yield {source.name: make_rollouter(config, source, renderer) for source in config.sources}
+        rollouters = {source.name: make_rollouter(config, source, renderer) for source in config.sources}
+        for rollouter in rollouters.values():
+            tasks.push_async_callback(rollouter.rubric.close)
+        yield rollouters
 
 
 def make_sample_maker(config: RunConfig, state: Mapping[str, Any] | None = None) -> SampleMaker:

@@ -202,7 +202,9 @@ async def open_suites(
                 opened_tasks.add(suite.source.name)
                 run = RunContext(config.model.path, renderer, config.model.max_context, folder, console)
                 await tasks.enter_async_context(opened(task, run))
-            suites.append(_suite(config, settings, suite, policy, renderer))
+            rollouter = _rollouter(config, suite.source, policy, renderer)
+            tasks.push_async_callback(rollouter.rubric.close)
+            suites.append(_suite(config, settings, suite, rollouter, renderer))
         yield suites
 
 
@@ -227,7 +229,7 @@ def _of_all_tasks(config: RunConfig) -> list[ResolvedSuite]:
 
 
 def _suite(
-    config: RunConfig, settings: EvalConfig, suite: ResolvedSuite, policy: OpenedPolicy, renderer: Renderer
+    config: RunConfig, settings: EvalConfig, suite: ResolvedSuite, rollouter: Rollouter, renderer: Renderer
 ) -> Suite:
     """Suite of a run's validation, with the overrides of settings."""
     source, task = suite.source, suite.source.task
@@ -244,7 +246,6 @@ def _suite(
         seed=config.seed,
         stop_token_ids=tuple(renderer.get_stop_token_ids()),
     )
-    rollouter = _rollouter(config, source, policy, renderer)
     measure = partial(measured, task) if isinstance(task, MeasuredTask) else None
     return Suite(suite.name, prompts, samples, sampling, rollouter, suite.group_ids, measure)
 

@@ -12,10 +12,9 @@ import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titan_rl.core.calls.plain import plain_json
 from titan_rl.core.errors import RewardError
@@ -25,6 +24,9 @@ from titan_rl.rollout.types import Message, Rollout
 from titan_rl.tasks.judging import JudgeCalls, JudgeMetrics, Verdict
 from titan_rl.tasks.players import Endpoint
 from titan_rl.types import SamplingParams, float_or_none
+
+if TYPE_CHECKING:
+    from titan_rl.serving.client import HttpChatFn
 
 Prompt = str | Sequence[Message]
 PromptFn = Callable[[Any], Prompt]
@@ -120,6 +122,7 @@ class Judge(FunctionReward[Any]):
         self._price = price
         self._calls = JudgeCalls(name, cache=cache, in_flight=in_flight, per_minute=per_minute, outage_s=outage_s)
         self._metrics = JudgeMetrics()
+        self._client: HttpChatFn | None = None
 
     async def values(self, rollouts: Sequence[Rollout], timeout_s: float | None = None) -> Sequence[float]:
         """See `WeightedReward.values`. The judge's own `outage_s` is the limit."""
@@ -131,6 +134,12 @@ class Judge(FunctionReward[Any]):
     def take_metrics(self, rollout_id: str) -> dict[str, float]:
         """Metrics of the judging of a rollout, once."""
         return self._metrics.take(rollout_id)
+
+    async def close(self) -> None:
+        """Close the connections to the endpoint."""
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()
 
     async def _absolute(self, rollout: Rollout) -> float:
         verdict = await self._ask(rollout, rollout.rollout_id, self._number)
@@ -171,22 +180,25 @@ class Judge(FunctionReward[Any]):
                 f"the prompt of judge {self.name!r} failed on {request_id!r}: {type(error).__name__}: {error}"
             ) from error
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        generate, model, sampling = self._opened
+        generate, model, sampling = self._judge()
         return await self._calls.ask(_Chat(generate, model, messages, sampling, f"{self.name}/{request_id}"), check)
 
-    @cached_property
-    def _opened(self) -> tuple[ChatFn, str, SamplingParams]:
+    def _judge(self) -> tuple[ChatFn, str, SamplingParams]:
         if not isinstance(self._model, Endpoint):
             name = getattr(self._model, "__qualname__", type(self._model).__name__)
             return self._model, name, SamplingParams(MAX_TOKENS, temperature=0.0)
         from titan_rl.serving.client import HttpChatFn
 
         given = self._model
-        generate = HttpChatFn(
+        self._client = self._client or HttpChatFn(
             given.url, model=given.model, api_key=os.environ.get(given.api_key), timeout_s=given.timeout_s
         )
         temperature = 0.0 if given.temperature is None else given.temperature
-        return generate, f"{given.model} at {given.url}", SamplingParams(given.max_tokens or MAX_TOKENS, temperature)
+        return (
+            self._client,
+            f"{given.model} at {given.url}",
+            SamplingParams(given.max_tokens or MAX_TOKENS, temperature),
+        )
 
     def _number(self, text: str) -> float:
         return _numbers([self._parse(text)], 1)[0]

@@ -8,13 +8,16 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.errors import GenerationError
 from titan_rl.rollout.rewards.reward import FailurePolicy, FunctionReward, together
 from titan_rl.rollout.types import Rollout
 from titan_rl.tasks.judging import JudgeCalls, JudgeMetrics, Verdict
+
+if TYPE_CHECKING:
+    from titan_rl.serving.client import Asking
 
 ScoreFn = Callable[[Sequence[str]], Awaitable[Sequence[float]]]
 """Scores of a batch of texts.  # [num_texts] -> [num_texts]"""
@@ -44,6 +47,7 @@ class ServedClassifier:
         self._endpoint = f"{url.rstrip('/').removesuffix('/v1')}/classify"
         self._model, self._label, self._timeout_s, self._transport = model, label, timeout_s, transport
         self._key = os.environ.get(api_key)
+        self._client: Asking | None = None
 
     async def __call__(self, texts: Sequence[str]) -> Sequence[float]:
         """
@@ -51,7 +55,7 @@ class ServedClassifier:
             RequestError: the server refuses the texts.
             GenerationError: it cannot be reached, or sends no scores.
         """
-        response = await self._asking.post({"model": self._model, "input": list(texts)}, {})
+        response = await self._asking().post({"model": self._model, "input": list(texts)}, {})
         try:
             data = sorted(response.json()["data"], key=lambda each: each["index"])
             scores = [float(each["probs"][self._label]) for each in data]
@@ -61,11 +65,16 @@ class ServedClassifier:
             raise GenerationError(f"{self._endpoint} sent {len(scores)} scores for {len(texts)} texts")
         return scores
 
-    @cached_property
-    def _asking(self) -> Any:
+    async def close(self) -> None:
+        """Close the connections to the server."""
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()
+
+    def _asking(self) -> Asking:
         from titan_rl.serving.client import Asking
 
-        return Asking(
+        self._client = self._client or Asking(
             self._endpoint,
             api_key=self._key,
             timeout_s=self._timeout_s,
@@ -73,6 +82,7 @@ class ServedClassifier:
             max_connections=64,
             transport=self._transport,
         )
+        return self._client
 
 
 class LocalClassifier:
@@ -200,6 +210,7 @@ class RewardModel(FunctionReward[Any]):
         if batch < 1:
             raise ValueError(f"batch of reward model {name!r} is {batch}; it must be at least 1")
         self._text = text
+        self._score = score
         self._model = getattr(score, "name", getattr(score, "__qualname__", type(score).__name__))
         self._batches = Batches(score, batch)
         self._calls = JudgeCalls(name, cache=cache, in_flight=16 * batch, per_minute=per_minute, outage_s=outage_s)
@@ -213,6 +224,11 @@ class RewardModel(FunctionReward[Any]):
     def take_metrics(self, rollout_id: str) -> dict[str, float]:
         """Metrics of the judging of a rollout, once."""
         return self._metrics.take(rollout_id)
+
+    async def close(self) -> None:
+        """Close the connections of the classifier."""
+        if (close := getattr(self._score, "close", None)) is not None:
+            await close()
 
     async def _value(self, rollout: Rollout) -> float:
         verdict = await self._calls.ask(_Text(self._batches, self._model, self._text(rollout)), float)

@@ -91,6 +91,7 @@ async def play(
         folder = resources.enter_context(tempfile.TemporaryDirectory(prefix="titan_rl-play-"))
         run = RunContext(config.model.path, game.renderer, config.model.max_context, Path(folder), console)
         await resources.enter_async_context(opened(source.task, run))
+        resources.push_async_callback(game.rollouter.rubric.close)
         for place in range(scene.first, scene.first + scene.count):
             say(f"--- {'held-out' if scene.held_out else 'training'} sample {place} of {source.name}")
             group = await game.rollouter.run_group(

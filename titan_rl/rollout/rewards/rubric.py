@@ -115,6 +115,12 @@ class Rubric:
             if isinstance(reward, FunctionReward) and reward.timeout_s is not None:
                 reward.timeout_s = min(reward.timeout_s, timeout_s)
 
+    async def close(self) -> None:
+        """Close the connections of the rewards, after the last rollout. Idempotent; a later call opens them again."""
+        for reward in self.rewards:
+            if (close := getattr(reward, "close", None)) is not None:
+                await close()
+
     async def begin(self, rollout: Rollout) -> dict[str, float]:
         """Judge one rollout before its siblings end, with the rewards of single rollouts. The rollout is not changed.
 
