@@ -1,6 +1,6 @@
 """PPO with a critic against GRPO's loss, both with groups of one rollout: rollouts until a held-out reward is reached.
 
-    python -m benchmarks.critic [--seeds 0 1 2 3 4] [--target 0.6] [--base FOLDER]
+    python -m benchmarks.critic [--seeds 0 1 2 3 4] [--target 0.2] [--base FOLDER]
 
 The task is `examples/distillation` with four sums in a prompt and the share of right ones as reward, which is known at
 the end of the answer only. Runs start from the same model, which often gives up, and have the same prompts:
@@ -167,7 +167,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--only", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
-    parser.add_argument("--target", type=float, default=0.6, help="held-out reward to reach")
+    parser.add_argument("--target", type=float, default=0.2, help="held-out reward to reach")
     parser.add_argument("--base", type=Path, help="folder of the student; by default it is made")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
