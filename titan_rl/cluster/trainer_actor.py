@@ -18,7 +18,7 @@ from monarch.actor import concurrent_endpoint
 
 from titan_rl.cluster.hosts.cores import trainer_threads, usable_cores
 from titan_rl.cluster.processes.garbage import growing_heap
-from titan_rl.cluster.processes.process import ProcessActor, ProcessSpec, transport_of
+from titan_rl.cluster.processes.process import ProcessActor, ProcessSpec, policy_run_id, transport_of
 from titan_rl.config.model_files import changed_parts
 from titan_rl.config.sections import StateDictConfig
 from titan_rl.core.calls.threads import in_thread
@@ -27,7 +27,7 @@ from titan_rl.core.tracing.spans import Track, flush, span
 from titan_rl.rollout.renderer.registry import TemplateFit
 from titan_rl.training.data.step_plan import StepPlan
 from titan_rl.training.protocol import StepResult
-from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
+from titan_rl.training.settings import CorrectionConfig, ModelConfig, PolicySettings, TrainingConfig
 from titan_rl.weights.manifest import PackedManifest, pack
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,11 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class TrainerSettings:
-    """Settings of the trainer process."""
+    """Settings of the trainer process.
+
+    Attributes:
+        adapters: Settings of each adapter in the place of `training` and `correction`, if there are several.
+    """
 
     model: ModelConfig
     training: TrainingConfig
@@ -47,6 +51,12 @@ class TrainerSettings:
     seed: int
     lends_memory: bool = False  # engines on its GPUs have what it does not hold between two steps
     began_with: Mapping[str, str] = field(default_factory=dict[str, str])  # `model_identity` of the run's model
+    adapters: Mapping[str, PolicySettings] = field(default_factory=dict[str, PolicySettings])
+
+    @property
+    def policies(self) -> Mapping[str, PolicySettings]:
+        """Settings of the trained policies by name: of the adapters, or of one policy with the name ""."""
+        return self.adapters or {"": PolicySettings(self.training, self.correction)}
 
 
 class ModelCheck:
@@ -67,7 +77,8 @@ class ModelCheck:
                 f"model.path = {path!r} on host {host} is not the initial model of the run: {', '.join(changed)} "
                 "changed; put that model back, and continue with --resume"
             )
-            if changed != ["weights"] or settings.training.kl_coef or settings.training.adapter.is_on:
+            of_base = [each.training.kl_coef or each.training.adapter.is_on for each in settings.policies.values()]
+            if changed != ["weights"] or any(of_base):
                 raise ModelError(self._complaint)
 
     def checkpoint_loaded(self) -> None:
@@ -85,7 +96,7 @@ class ModelCheck:
 
 class TrainerActor(ProcessActor):
     """Actor of one trainer rank: steps the optimizer and publishes the weights. Its calls run one at a time in the
-    order in which they arrive, and are the same on all ranks."""
+    order in which they arrive, and are the same on all ranks. With several adapters each call names one of them."""
 
     def __init__(self, spec: ProcessSpec, settings: TrainerSettings) -> None:
         super().__init__(spec)
@@ -127,94 +138,98 @@ class TrainerActor(ProcessActor):
     def _load(self) -> None:
         settings, statedict = self._settings, self._settings.statedict
         with growing_heap():
+            from titan_rl.training.adapters import AdapterTrainers
             from titan_rl.training.publishing import WeightPublisher
-            from titan_rl.training.trainer import TrainerCore
 
-            self._trainer = TrainerCore(
-                settings.model,
-                settings.training,
-                settings.correction,
-                seed=settings.seed,
-                num_threads=trainer_threads(usable_cores()),
-            )
-        if statedict is not None:
-            self._publisher = WeightPublisher(
-                self._trainer,
-                transport_of(self._spec, settings.run_id, statedict),
-                num_probes=statedict.num_probes,
-                tolerance=statedict.tolerance,
-                seed=settings.seed,
-            )
+            threads = trainer_threads(usable_cores())
+            self._trainers = AdapterTrainers(settings.model, settings.policies, seed=settings.seed, num_threads=threads)
+        self._publishers: dict[str, WeightPublisher] = {}
+        for policy in self._trainers if statedict is not None else ():
+            with self._trainers.turn(policy) as trainer:
+                self._publishers[policy] = WeightPublisher(
+                    trainer,
+                    transport_of(self._spec, policy_run_id(settings.run_id, policy), statedict),
+                    num_probes=statedict.num_probes,
+                    tolerance=statedict.tolerance,
+                    seed=settings.seed,
+                )
         self._model = ModelCheck(settings, self._spec.host)
         logger.info("training the model of %s", settings.model.path)
 
     @concurrent_endpoint
-    async def train(self, plan: StepPlan) -> StepResult:
+    async def train(self, plan: StepPlan, policy: str = "") -> StepResult:
         """Run `TrainerCore.train`, which skips what cannot be trained on, with idle_s among the metrics: how long this
         rank had nothing to do since the end of the step before; 0 in its first."""
-        return await self._run("step", self._train, plan, is_work=True)
+        return await self._run("step", self._train, plan, policy, is_work=True)
 
-    def _train(self, plan: StepPlan) -> StepResult:
-        self._track.note(step=self._trainer.version + 1)
+    def _train(self, plan: StepPlan, policy: str) -> StepResult:
+        self._track.note(step=self._trainers[policy].version + 1)
         if not self._has_stepped:
             self._track.take()
             self._has_stepped = True
         self._model.check_weights()
-        result = self._trainer.train(plan, skip=True)
+        with self._trainers.turn(policy) as trainer:
+            result = trainer.train(plan, skip=True)
         return replace(result, metrics={**result.metrics, "idle_s": self._track.take().get("idle", 0.0)})
 
     @concurrent_endpoint
-    async def measure(self, plan: StepPlan) -> float:
-        return await self._run("measure", self._trainer.measure_plan, plan, is_work=True)
+    async def measure(self, plan: StepPlan, policy: str = "") -> float:
+        return await self._run("measure", self._trainers[policy].measure_plan, plan, is_work=True)
 
     @concurrent_endpoint
-    async def begin_publish(self) -> None:
-        await self._run("publish", self._begin_publish)
+    async def begin_publish(self, policy: str = "") -> None:
+        await self._run("publish", self._begin_publish, policy)
 
-    def _begin_publish(self) -> None:
+    def _begin_publish(self, policy: str) -> None:
         self._model.check_weights()
-        self._publisher.begin()
+        self._publishers[policy].begin()
         if self._settings.lends_memory:
             import torch
 
             torch.accelerator.empty_cache()  # what a step computed with is the engines' until the next one
 
     @concurrent_endpoint
-    async def finish_publish(self, known: frozenset[str]) -> PackedManifest:
+    async def finish_publish(self, known: frozenset[str], policy: str = "") -> PackedManifest:
         """Finish publishing, and return this rank's part for a receiver that knows the layouts with these digests."""
-        return pack(await in_thread(self._publisher.finish), known)
+        return pack(await in_thread(self._publishers[policy].finish), known)
 
     @concurrent_endpoint
-    async def begin_save(self, directory: Path, run_state: dict[str, Any]) -> int:
-        return await self._run("save", self._begin_save, directory, run_state)
+    async def begin_save(self, directory: Path, run_state: dict[str, Any], policy: str = "") -> int:
+        return await self._run("save", self._begin_save, directory, run_state, policy)
 
-    def _begin_save(self, directory: Path, run_state: dict[str, Any]) -> int:
-        version = self._trainer.version
+    def _begin_save(self, directory: Path, run_state: dict[str, Any], policy: str) -> int:
+        version = self._trainers[policy].version
         if run_state["step"] != version:
             raise CheckpointError(
                 f"the trainer has version {version}, but the run's state is for version {run_state['step']}, so they "
                 "are not saved together"
             )
-        self._trainer.begin_save(directory, {"run_state.json": json.dumps(run_state)})
+        with self._trainers.turn(policy) as trainer:
+            trainer.begin_save(directory, {"run_state.json": json.dumps(run_state)})
         return version
 
     @concurrent_endpoint
-    async def finish_save(self) -> None:
+    async def finish_save(self, policy: str = "") -> None:
         with span("checkpoint", "checkpoint", lane="save"):
-            await in_thread(self._trainer.finish_save)
+            await in_thread(self._trainers[policy].finish_save)
 
     @concurrent_endpoint
-    async def load(self, checkpoint: Path) -> int:
-        await self._run("load", self._trainer.load, checkpoint)
-        self._model.checkpoint_loaded()
-        return self._trainer.version
+    async def load(self, checkpoint: Path, policy: str = "") -> int:
+        return await self._run("load", self._load_checkpoint, checkpoint, policy)
+
+    def _load_checkpoint(self, checkpoint: Path, policy: str) -> int:
+        with self._trainers.turn(policy) as trainer:
+            trainer.load(checkpoint)
+            self._model.checkpoint_loaded()
+            return trainer.version
 
     @concurrent_endpoint
-    async def close(self) -> None:
-        if self._settings.statedict is not None:
-            await self._run("close", self._publisher.close)
+    async def close(self, policy: str = "") -> None:
+        """Release what a policy has published."""
+        if (publisher := self._publishers.get(policy)) is not None:
+            await self._run("close", publisher.close)
         await in_thread(flush)
 
     @concurrent_endpoint
-    async def export(self, path: Path, fit: TemplateFit) -> None:
-        await self._run("export", self._trainer.export_hf, path, fit)
+    async def export(self, path: Path, fit: TemplateFit, policy: str = "") -> None:
+        await self._run("export", self._trainers[policy].export_hf, path, fit)

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import shutil
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,14 +50,23 @@ class ActorTrainer:
     Attributes:
         is_leaving: its host is to go, and this with it.
 
+    Args:
+        adapter: The one of several adapters that this trains.
+
     Raises:
         ActorDiedError: from every call, once a process of the trainer is gone.
     """
 
     def __init__(
-        self, remote: RemoteProcess, ranks: Sequence[Any], training: TrainingConfig, model: ModelConfig
+        self,
+        remote: RemoteProcess,
+        ranks: Sequence[Any],
+        training: TrainingConfig,
+        model: ModelConfig,
+        adapter: str = "",
     ) -> None:
         self.remote = remote
+        self._named = (adapter,) if adapter else ()
         self.is_leaving = False
         self._training = training
         self._model = model
@@ -158,7 +167,7 @@ class ActorTrainer:
     async def _all(self, endpoint: str, *arguments: Sequence[Any], timeout_s: float | None = None) -> list[Any]:
         """Call every rank, each with its arguments, and return what each one does."""
         calls = [
-            self.remote.call(getattr(rank, endpoint), *own, timeout_s=timeout_s)
+            self.remote.call(getattr(rank, endpoint), *own, *self._named, timeout_s=timeout_s)
             for rank, own in zip(self._ranks, arguments or [()] * len(self._ranks), strict=True)
         ]
         try:
@@ -201,6 +210,7 @@ class TrainerProcesses:
 
     Attributes:
         trainer: the newest.
+        adapters: the newest, for each of several adapters; otherwise the same with the name "".
         before_leaving: has what is trained saved, before the trainer leaves a host.
         waits_for: what a restart needs that is not there; "" where it lacks nothing.
 
@@ -210,6 +220,7 @@ class TrainerProcesses:
     """
 
     trainer: ActorTrainer
+    adapters: Mapping[str, ActorTrainer]
 
     def __init__(
         self,
@@ -237,8 +248,13 @@ class TrainerProcesses:
         return await self._start(self._places())
 
     async def _start(self, places: Sequence[ProcessPlace]) -> ActorTrainer:
-        remote, ranks = await self._processes.spawn(TRAINER, TrainerActor, self._settings, places=places)
-        self.trainer = ActorTrainer(remote, ranks, self._settings.training, self._settings.model)
+        settings = self._settings
+        remote, ranks = await self._processes.spawn(TRAINER, TrainerActor, settings, places=places)
+        self.adapters = {
+            name: ActorTrainer(remote, ranks, each.training, settings.model, name)
+            for name, each in settings.policies.items()
+        }
+        self.trainer = next(iter(self.adapters.values()))
         return self.trainer
 
     async def restart(self) -> ActorTrainer:
@@ -286,7 +302,8 @@ class TrainerProcesses:
     async def close(self) -> None:
         """Give the published versions back. What died with them is cleared by others."""
         with contextlib.suppress(ActorDiedError):
-            await self.trainer.close()
+            for trainer in self.adapters.values():
+                await trainer.close()
 
 
 async def _nothing() -> None: ...

@@ -79,6 +79,8 @@ class Policy:
         offload_parameters: see `parallelize`.
         implementation: see `choose_implementation`.
         has_head: False leaves the output layer unused, and frozen, for a model of which only `states` are used.
+        base: Policy of the same folder with another adapter, whose frozen weights this one uses. In a world of one
+            rank.
 
     Raises:
         ModelError: the folder lacks a file, or its config and weights do not fit together.
@@ -103,6 +105,7 @@ class Policy:
         offload_parameters: bool = False,
         implementation: Implementation = "auto",
         has_head: bool = True,
+        base: Policy | None = None,
     ) -> None:
         self.device = local_device()
         self._world_size = world.size
@@ -140,7 +143,10 @@ class Policy:
         # Several ranks gather parameters in that dtype. Autocast would convert them in each layer and keep them until
         # its backward pass.
         self._autocasts = world.size == 1 and self.dtype is not torch.float32
-        self._hf.load(self.device, on_host=offload_parameters)
+        if base is None:
+            self._hf.load(self.device, on_host=offload_parameters)
+        else:
+            self._hf.share(base._hf, self.device)
         self._offloads = offload_activations
         self._keeps_no_state = activation_checkpointing == "none" and not (compile or offload_activations)
         self._host_weights = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import (
@@ -419,3 +420,11 @@ class CorrectionConfig(Section):
         if self.bounds[0] > self.bounds[1]:
             raise ValueError(f"bounds = {list(self.bounds)}: the lowest ratio comes first")
         return self
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySettings:
+    """Settings by which a trainer trains one policy."""
+
+    training: TrainingConfig
+    correction: CorrectionConfig

@@ -77,6 +77,7 @@ class TrainerCore:
     Args:
         seed: of torch's random state; equal seeds, weights and samples give bit-identical results on one machine.
         num_threads: Micro-batches that are computed at the same time on processors. It does not change results.
+        base: Trainer of another adapter of the same model, whose frozen weights this one uses; see `AdapterTrainers`.
 
     Raises:
         ModelError: the folder lacks a file, or its config and weights do not fit together.
@@ -97,6 +98,7 @@ class TrainerCore:
         *,
         seed: int,
         num_threads: int = 1,
+        base: TrainerCore | None = None,
     ) -> None:
         torch.manual_seed(seed)
         self._config = model_config
@@ -105,7 +107,9 @@ class TrainerCore:
             context_parallel=training.context_parallel,
             tensor_parallel=training.tensor_parallel,
         )
-        self._policy = _make_policy(model_config, training, self._world, seed=seed)
+        self._policy = _make_policy(
+            model_config, training, self._world, seed=seed, base=None if base is None else base._policy
+        )
         self._model = self._policy.model
         self._gradient_pass = GradientPass(
             self._policy,
@@ -454,6 +458,7 @@ def _make_policy(
     is_trained: bool = True,
     seed: int = 0,
     has_head: bool = True,
+    base: Policy | None = None,
 ) -> Policy:
     """Build the policy, the reference model if it is not trained, or the trunk of a critic if it has no head.
 
@@ -490,6 +495,7 @@ def _make_policy(
         offload_weights="reference" in training.offload and not is_trained,
         offload_parameters="parameters" in training.offload and is_trained,
         has_head=has_head,
+        base=base,
     )
 
 

@@ -150,6 +150,11 @@ def _point(descriptor: int, log_path: str | Path) -> None:
     os.close(log)
 
 
+def policy_run_id(run_id: str, adapter: str) -> str:
+    """Id in the names of the weights of one of several adapters; the run's own id for the name ""."""
+    return f"{run_id}-{adapter}" if adapter else run_id
+
+
 def transport_of(process: ProcessSpec, run_id: str, statedict: StateDictConfig) -> StateDictTransport:
     """The transport that settings name, as this process uses it."""
     spec = TransportSpec(

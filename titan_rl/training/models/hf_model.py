@@ -138,6 +138,25 @@ class HFModel:
         if self.adapter is not None:
             self.adapter.begin(self._seed)
 
+    def share(self, other: HFModel, device: torch.device) -> None:
+        """Allocate the decoder's memory as `load` does, but use the weights of another model of the same folder, which
+        nobody changes. Only the adapter has memory of its own. In a world of one rank.
+
+        Args:
+            other: It has loaded its weights, in the same dtype.
+        """
+        self.decoder.allocate(device, on_host=False)
+        theirs = dict(other.decoder.module.named_parameters(remove_duplicate=False))
+        values = dict(other._base())
+        for name, parameter in self.decoder.module.named_parameters(remove_duplicate=False):
+            if name in theirs and name in values:
+                parameter.data = theirs[name].data
+        for name, tensor in self._base():
+            if name not in theirs:  # a buffer
+                tensor.copy_(values[name])
+        if self.adapter is not None:
+            self.adapter.begin(self._seed)
+
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter under its Hugging Face name, detached and whole. It shares the model's memory if possible.
 

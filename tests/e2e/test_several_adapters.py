@@ -1,0 +1,92 @@
+"""Several adapters of one model in one trainer: the bits of each are those of training it alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
+
+import torch
+from e2e.tiny_policy import make_tiny_llama3, make_tiny_qwen3, on_policy_samples
+
+from titan_rl.core.errors import UntrainableError
+from titan_rl.training.adapters import AdapterTrainers
+from titan_rl.training.settings import CorrectionConfig, ModelConfig, PolicySettings, TrainingConfig
+from titan_rl.training.trainer import TrainerCore
+
+SETTINGS = {
+    "sort": {"adapter": {"rank": 4, "alpha": 8.0}, "lr": 1e-2, "algorithm": "gspo"},
+    "sum": {"adapter": {"rank": 1, "targets": ("q_proj", "v_proj", "k_proj")}, "lr": 3e-2, "kl_coef": 0.1},
+    "tags": {"adapter": {"rank": 8}, "optimizer": "sgd", "lr": 1e-1, "lr_decay": "linear"},
+}
+
+
+def policies(*names: str) -> dict[str, PolicySettings]:
+    return {
+        name: PolicySettings(TrainingConfig(**{"steps": 10, **SETTINGS[name]}), CorrectionConfig()) for name in names
+    }
+
+
+def trainers(folder: Path, *names: str) -> AdapterTrainers:
+    return AdapterTrainers(ModelConfig(path=str(folder)), policies(*names), seed=0)
+
+
+def step(trainers: AdapterTrainers, name: str) -> None:
+    with trainers.turn(name) as trainer:
+        trainer.step(on_policy_samples(trainer, 20, 30, 25, 18))
+        torch.rand(3)  # a loss of the user's may draw
+
+
+def state(trainers: AdapterTrainers, name: str, folder: Path) -> dict[str, bytes]:
+    with trainers.turn(name) as trainer:
+        trainer.save(folder)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("make", [make_tiny_qwen3, make_tiny_llama3])
+def test_an_adapter_trained_with_others_has_the_bits_of_one_trained_alone(
+    tmp_path: Path, make: Callable[[Path], Path]
+) -> None:
+    base = make(tmp_path / "model")
+    together = trainers(base, *SETTINGS)
+    for name in ("sort", "sum", "sort", "tags", "tags", "sum", "sort", "tags"):
+        step(together, name)
+    for name, count in {"sort": 3, "sum": 2, "tags": 3}.items():
+        alone = trainers(base, name)
+        for _ in range(count):
+            step(alone, name)
+        found = state(together, name, tmp_path / f"{name}-together")
+        assert found == state(alone, name, tmp_path / f"{name}-alone")  # weights, moments, version and random state
+        assert together[name].version == count
+
+
+def test_the_frozen_weights_are_in_memory_once(tmp_path: Path) -> None:
+    together = trainers(make_tiny_qwen3(tmp_path / "model", tied=True), *SETTINGS)
+    frozen = {name: frozen_storages(together[name]) for name in together}
+    assert frozen["sort"]
+    assert frozen["sum"] == frozen["tags"] == frozen["sort"]
+    assert not trained_storages(together["sort"]) & trained_storages(together["tags"])
+
+
+def frozen_storages(trainer: TrainerCore) -> set[int]:
+    return {parameter.data_ptr() for parameter in trainer._model.parameters() if not parameter.requires_grad}
+
+
+def trained_storages(trainer: TrainerCore) -> set[int]:
+    return {parameter.data_ptr() for parameter in trainer._model.parameters() if parameter.requires_grad}
+
+
+def test_an_adapter_whose_loss_is_not_finite_leaves_the_others_as_they_are(tmp_path: Path) -> None:
+    base = make_tiny_qwen3(tmp_path / "model")
+    together, alone = trainers(base, "sort", "sum"), trainers(base, "sum")
+    with together.turn("sort") as trainer:
+        samples = on_policy_samples(trainer, 20, 30)
+        samples[0].advantages[-1] = float("nan")
+        with pytest.raises(UntrainableError):
+            trainer.step(samples)
+    step(together, "sum")
+    step(alone, "sum")
+    assert state(together, "sum", tmp_path / "together") == state(alone, "sum", tmp_path / "alone")
