@@ -95,7 +95,8 @@ def samples(seed: int, count: int = 8, length: int = 40) -> list[TrainingSample]
 def make_engine(folder: Path, dtype: str = "float32", adapter: AdapterSpec | None = SPEC) -> Any:
     from titan_rl.generation.vllm_engine import VLLMEngine
 
-    spec = EngineSpec(str(folder), dtype=dtype, max_context=256, max_running=64, kv_cache_gib=0.2, adapter=adapter)
+    adapters = {} if adapter is None else {"": adapter}
+    spec = EngineSpec(str(folder), dtype=dtype, max_context=256, max_running=64, kv_cache_gib=0.2, adapters=adapters)
     return VLLMEngine(spec)
 
 

@@ -78,12 +78,12 @@ def test_an_engine_that_does_not_apply_adapters_is_refused(tmp_path: Path, monke
 
 def test_pinned_swaps_hold_two_versions_more_than_the_staleness() -> None:
     pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
-    from titan_rl.cluster.generator_actor import adapter_spec
+    from titan_rl.cluster.generator_actor import adapter_specs
 
-    assert adapter_spec(load(rank=0)) is None
-    assert adapter_spec(load()) == AdapterSpec(8, 32.0, TARGETS, num_versions=1)
+    assert adapter_specs(load(rank=0)) == {}
+    assert adapter_specs(load()) == {"": AdapterSpec(8, 32.0, TARGETS, num_versions=1)}
     pinned = load(("generation.adapter_swap", "pinned"), ("scheduling.max_staleness", "3"))
-    assert adapter_spec(pinned) == AdapterSpec(8, 32.0, TARGETS, num_versions=5)
+    assert adapter_specs(pinned) == {"": AdapterSpec(8, 32.0, TARGETS, num_versions=5)}
 
 
 def test_the_folder_to_start_from_is_found_next_to_the_file(tmp_path: Path) -> None:

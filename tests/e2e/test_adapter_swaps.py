@@ -49,7 +49,7 @@ NUM_VERSIONS, IN_FLIGHT, LENGTH = 8, 24, 48
 
 def engine_of(folder: Path, *, rank: int, alpha: float, num_versions: int = 1) -> VLLMEngine:
     adapter = AdapterSpec(rank, alpha, TARGETS, num_versions)
-    spec = EngineSpec(str(folder), max_context=256, max_running=IN_FLIGHT, kv_cache_gib=0.1, adapter=adapter)
+    spec = EngineSpec(str(folder), max_context=256, max_running=IN_FLIGHT, kv_cache_gib=0.1, adapters={"": adapter})
     return VLLMEngine(spec)
 
 
@@ -220,7 +220,7 @@ def swap_and_verify(base: Path, dtype: DType) -> list[float]:
     training = TrainingConfig.model_validate({"lr": 1e-2, "adapter": {"rank": 16}})
     trainer = TrainerCore(ModelConfig(path=str(base), dtype=dtype), training, seed=0)
     adapter = AdapterSpec(16, 32.0, TARGETS)
-    spec = EngineSpec(str(base), dtype=dtype, max_context=128, kv_cache_gib=0.1, adapter=adapter)
+    spec = EngineSpec(str(base), dtype=dtype, max_context=128, kv_cache_gib=0.1, adapters={"": adapter})
     engine, check, unread = VLLMEngine(spec), SwapCheck(), list[float]()
     samples = [sample_of([5, 6, 7], made_up(number), (-1.0) ** number) for number in range(8)]
     with SharedMemoryTransport(f"test-adapter-{dtype}") as transport:

@@ -89,7 +89,7 @@ def test_an_engine_has_the_trainers_logprobs_after_three_swaps_of_an_adapter(nam
     targets = ADAPTED_TARGETS.get(name, TARGETS)
     trainer = make(folder, lr=1e-2, adapter={"rank": 4, "alpha": 8.0, "targets": ADAPTED_TARGETS.get(name, ())})
     adapter = AdapterSpec(4, 8.0, targets)
-    engine = VLLMEngine(EngineSpec(str(folder), max_context=128, kv_cache_gib=0.1, adapter=adapter))
+    engine = VLLMEngine(EngineSpec(str(folder), max_context=128, kv_cache_gib=0.1, adapters={"": adapter}))
     try:
         for number in range(2):
             sampling = SamplingParams(max_tokens=100, min_tokens=100)

@@ -7,14 +7,14 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 
 from monarch.actor import Port, concurrent_endpoint
 
 from titan_rl.cluster.processes.garbage import growing_heap, settle_heap
-from titan_rl.cluster.processes.process import ProcessActor, ProcessSpec, transport_of
+from titan_rl.cluster.processes.process import ProcessActor, ProcessSpec, policy_run_id, transport_of
 from titan_rl.cluster.request_stream import Packed, RequestServer
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import STREAM_INTERVAL, GenerationConfig, StateDictConfig
@@ -22,7 +22,7 @@ from titan_rl.core.calls.cancellation import stray_cancellation_fails
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.tensor_checksum import TensorChecksum
 from titan_rl.core.tracing.spans import flush
-from titan_rl.generation.engine import AdapterSpec, Engine, EngineSpec
+from titan_rl.generation.engine import AdapterSpec, Engine, EngineSpec, LoadedPolicy
 from titan_rl.generation.gpu_share import CPU_KV_GIB
 from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.loop.ranks import EngineRank, GlooRanks, follow_leader
@@ -44,7 +44,7 @@ class GeneratorPlan:
         version: of the weights in the model's folder.
         max_running: most requests one engine advances at a time.
         sleeps: engines give their memory to a trainer at times.
-        adapter: that the trainer trains and publishes.
+        adapters: that the trainer trains and publishes, by name; the only one has the name "".
     """
 
     model: ModelConfig
@@ -55,7 +55,7 @@ class GeneratorPlan:
     version: int
     max_running: int
     sleeps: bool
-    adapter: AdapterSpec | None = None
+    adapters: Mapping[str, AdapterSpec] = field(default_factory=dict[str, AdapterSpec])
 
     def settings_of(
         self, index: int, model_path: str, *, neighbours: int = 0, beside_trainer: bool = False
@@ -88,18 +88,20 @@ class GeneratorPlan:
             sleeps=self.sleeps,
             tensor_parallel_size=generation.tensor_parallel_size,
             generator=index,
-            adapter=self.adapter,
+            adapters=self.adapters,
         )
         return GeneratorSettings(engine, generation, self.statedict, self.run_id, self.version)
 
 
-def adapter_spec(config: RunConfig) -> AdapterSpec | None:
-    """The adapter of a run for its engines; None if all weights are trained."""
-    adapter = config.training.adapter
-    if not adapter.is_on:
-        return None
+def adapter_specs(config: RunConfig) -> dict[str, AdapterSpec]:
+    """The adapters of a run for its engines, by name; empty if all weights are trained."""
     num_versions = 1 if config.generation.adapter_swap == "hot" else config.scheduling.max_staleness + 2
-    return AdapterSpec(adapter.rank, adapter.alpha, adapter.targets or TARGETS, num_versions)
+    adapters = {"": config.training.adapter}
+    return {
+        name: AdapterSpec(adapter.rank, adapter.alpha, adapter.targets or TARGETS, num_versions)
+        for name, adapter in adapters.items()
+        if adapter.is_on
+    }
 
 
 logger = logging.getLogger(__name__)
@@ -114,6 +116,31 @@ class GeneratorSettings:
     statedict: StateDictConfig
     run_id: str
     version: int = 0  # of the weights in the model's folder
+
+
+class AdapterPulls:
+    """Pulls of one adapter's versions, or of the whole model's, in a generator.
+
+    Attributes:
+        layouts: Tensor layouts that this process knows.
+    """
+
+    def __init__(self, spec: ProcessSpec, run_id: str, statedict: StateDictConfig) -> None:
+        self.layouts = KnownLayouts()
+        self._open = partial(transport_of, spec, run_id, statedict)
+        self._swaps = SwapCheck()
+
+    @cached_property
+    def transport(self) -> StateDictTransport:
+        return self._open()
+
+    def items(self, manifest: Manifest) -> Items:
+        """Reads and verifies every byte before the first pair: not for the event loop."""
+        return self.transport.pull(manifest)
+
+    def verify(self, manifest: Manifest, policy: LoadedPolicy) -> ProbeFigures:
+        """Compare the engine with what the trainer measured."""
+        return self._swaps.verify(manifest.probes, policy.score, manifest.tolerance, version=manifest.version)
 
 
 class GeneratorActor(ProcessActor):
@@ -137,8 +164,7 @@ class GeneratorActor(ProcessActor):
             ranks=GlooRanks() if generation.tensor_parallel_size > 1 else None,
             stepping=self.work.in_progress,
         )
-        self._layouts = KnownLayouts()
-        self._swaps = SwapCheck()
+        self._adapters: dict[str, AdapterPulls] = {}
         self._server: RequestServer
         self._requests: set[asyncio.Task[None]] = set()
 
@@ -185,8 +211,13 @@ class GeneratorActor(ProcessActor):
             self._server.fail(request.request_id, error)
 
     @concurrent_endpoint
-    async def pull(self, packed: PackedManifest) -> tuple[int, dict[str, float], GaugeSummary | None]:
+    async def pull(
+        self, packed: PackedManifest, adapter: str = ""
+    ) -> tuple[int, dict[str, float], GaugeSummary | None]:
         """Load a published version and check it against the trainer's logprobs of the manifest's probes.
+
+        Args:
+            adapter: One of several adapters.
 
         Returns:
             The version that is loaded then, this or a newer one.
@@ -195,18 +226,20 @@ class GeneratorActor(ProcessActor):
             what the transport measured.
             What the engine said of itself since the pull before.
         """
-        (manifest,) = self._layouts.unpack([packed])
+        pulls = self._pulls_of(adapter)
+        (manifest,) = pulls.layouts.unpack([packed])
         probes: list[ProbeFigures] = []
 
-        def check(engine: Engine) -> None:
-            probes.append(self._verify(manifest, engine))
+        def check(policy: LoadedPolicy) -> None:
+            probes.append(pulls.verify(manifest, policy))
 
         result = await self._loop.pull(
             manifest.version,
-            lambda: self._items(manifest),
+            lambda: pulls.items(manifest),
             check,
-            manifest=manifest,
+            manifest=(adapter, manifest),
             published=await in_thread(_checksums_of, manifest),
+            adapter=adapter,
         )
         figures = {
             "load_s": result.load_s,
@@ -219,8 +252,8 @@ class GeneratorActor(ProcessActor):
             figures["unverified_share"] = self._unverified_share(result, probes[-1])
         if probes and not math.isnan(probes[-1].margin):
             figures |= {"probe_margin": probes[-1].margin, "probe_missed": probes[-1].missed}
-        if isinstance(self._transport, MeasuredTransport):
-            figures |= self._transport.pull_figures()
+        if isinstance(pulls.transport, MeasuredTransport):
+            figures |= pulls.transport.pull_figures()
         return result.version, figures, result.gauges
 
     def _unverified_share(self, result: PullResult, probes: ProbeFigures) -> float:
@@ -237,20 +270,17 @@ class GeneratorActor(ProcessActor):
             return share
         return 0.0
 
-    def _open(self, manifest: Manifest) -> Weights:
-        return Weights(self._items(manifest), lambda engine: self._verify(manifest, engine), _checksums_of(manifest))
+    def _open(self, told: tuple[str, Manifest]) -> Weights:
+        adapter, manifest = told
+        pulls = self._pulls_of(adapter)
+        verify = partial(pulls.verify, manifest)
+        return Weights(pulls.items(manifest), verify, _checksums_of(manifest))
 
-    def _verify(self, manifest: Manifest, engine: Engine) -> ProbeFigures:
-        """Compare the engine with what the trainer measured."""
-        return self._swaps.verify(manifest.probes, engine.score, manifest.tolerance, version=manifest.version)
-
-    def _items(self, manifest: Manifest) -> Items:
-        """Reads and verifies every byte before the first pair: not for the event loop."""
-        return self._transport.pull(manifest)
-
-    @cached_property
-    def _transport(self) -> StateDictTransport:
-        return transport_of(self._spec, self._settings.run_id, self._settings.statedict)
+    def _pulls_of(self, adapter: str) -> AdapterPulls:
+        if adapter not in self._adapters:
+            run_id = policy_run_id(self._settings.run_id, adapter)
+            self._adapters[adapter] = AdapterPulls(self._spec, run_id, self._settings.statedict)
+        return self._adapters[adapter]
 
     @concurrent_endpoint
     async def pause(self, mode: PauseMode) -> None:

@@ -92,7 +92,7 @@ class GeneratorProcesses(SupervisedProcesses):
         version: of the weights in the model's folder.
         max_running: most requests one engine advances at a time.
         sleeps: engines give their memory to a trainer at times.
-        adapter: that the trainer trains and publishes.
+        adapters: that the trainer trains and publishes; see `GeneratorPlan`.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class GeneratorProcesses(SupervisedProcesses):
         published: PublishedWeights,
         hosts: Hosts,
         sleeps: bool = False,
-        adapter: AdapterSpec | None = None,
+        adapters: Mapping[str, AdapterSpec] | None = None,
     ) -> None:
         self.replicas: list[ActorReplica]
         self._places = GeneratorPlaces(generation)
@@ -120,7 +120,7 @@ class GeneratorProcesses(SupervisedProcesses):
         self._routing = routing
         self._statedict = statedict
         self._plan = GeneratorPlan(
-            model, generation, statedict, files.run_id, seed, version, max_running, sleeps, adapter
+            model, generation, statedict, files.run_id, seed, version, max_running, sleeps, adapters or {}
         )
         super().__init__(files, hosts, start_limit_s(model, generation))
         self._published = published

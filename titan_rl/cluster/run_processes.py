@@ -12,7 +12,7 @@ from typing import Any
 
 from monarch.actor import this_proc
 
-from titan_rl.cluster.generator_actor import adapter_spec
+from titan_rl.cluster.generator_actor import adapter_specs
 from titan_rl.cluster.generator_processes import GeneratorProcesses
 from titan_rl.cluster.hosts.hosts import Hosts
 from titan_rl.cluster.hosts.placement import (
@@ -74,7 +74,7 @@ class RunProcesses(GeneratorProcesses):
             published=published,
             hosts=hosts,
             sleeps=config.scheduling.on_batch_ready == "sleep",
-            adapter=adapter_spec(config),
+            adapters=adapter_specs(config),
         )
         self.training: TrainerProcesses
         self.workers = WorkerPool(wait_s=config.hosts.wait_s)

@@ -144,15 +144,16 @@ class TrainerActor(ProcessActor):
             threads = trainer_threads(usable_cores())
             self._trainers = AdapterTrainers(settings.model, settings.policies, seed=settings.seed, num_threads=threads)
         self._publishers: dict[str, WeightPublisher] = {}
-        for policy in self._trainers if statedict is not None else ():
-            with self._trainers.turn(policy) as trainer:
-                self._publishers[policy] = WeightPublisher(
-                    trainer,
-                    transport_of(self._spec, policy_run_id(settings.run_id, policy), statedict),
-                    num_probes=statedict.num_probes,
-                    tolerance=statedict.tolerance,
-                    seed=settings.seed,
-                )
+        if statedict is not None:
+            for policy in self._trainers:
+                with self._trainers.turn(policy) as trainer:
+                    self._publishers[policy] = WeightPublisher(
+                        trainer,
+                        transport_of(self._spec, policy_run_id(settings.run_id, policy), statedict),
+                        num_probes=statedict.num_probes,
+                        tolerance=statedict.tolerance,
+                        seed=settings.seed,
+                    )
         self._model = ModelCheck(settings, self._spec.host)
         logger.info("training the model of %s", settings.model.path)
 

@@ -6,14 +6,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from titan_rl.core.errors import UnsupportedSamplingError
+from titan_rl.core.errors import StateDictError, UnsupportedSamplingError
 from titan_rl.generation.request import EngineRequest
 from titan_rl.types import EXTRA_SAMPLING, FinishReason, PromptScores, TopLogprobs
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:
-    """LoRA adapter that an engine applies to every request. Its versions are loaded by `Engine.load_state_dict`.
+    """LoRA adapter that an engine applies to requests. Its versions are loaded by `Engine.load_state_dict`.
 
     Attributes:
         rank: Rank of the change of each layer.
@@ -57,8 +57,9 @@ class EngineSpec:
         sleeps: It has to release its memory at times: a `SleepingEngine`.
         tensor_parallel_size: Number of processes that share the model, each with an engine of its own, in lockstep.
         generator: Index of the generator in the run.
-        adapter: Adapter of the model. The pairs of `load_state_dict` are then its matrices, and the model is not
-            loaded again. None loads whole models.
+        adapters: Adapters of the model by name: one with the name "", or several for a `SharedEngine`. The pairs of
+            `load_state_dict` are then an adapter's matrices, and the model is not loaded again. Empty loads whole
+            models.
     """
 
     model_path: str
@@ -77,7 +78,7 @@ class EngineSpec:
     sleeps: bool = False
     tensor_parallel_size: int = 1
     generator: int = 0
-    adapter: AdapterSpec | None = None
+    adapters: Mapping[str, AdapterSpec] = field(default_factory=dict[str, AdapterSpec])
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +212,46 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
+class LoadedPolicy(Protocol):
+    """One of several policies of an engine: the methods of `Engine` and `ReadableEngine` that concern its weights."""
+
+    def load_state_dict(self, items: Iterable[tuple[str, Any]], version: int) -> None:
+        """See `Engine.load_state_dict`. Requests of other policies are not affected."""
+        ...
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """See `Engine.score`. Requests of other policies advance in every step meanwhile, and their deltas are part of
+        the next `Engine.step`; those of this policy may."""
+        ...
+
+    def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
+        """See `Engine.reset_prefix_cache`."""
+        ...
+
+
+@runtime_checkable
+class SharedEngine(Engine, Protocol):
+    """An engine with several adapters, each a policy of its own. A request names its adapter, and the requests of all
+    adapters share the batch."""
+
+    def policy(self, adapter: str) -> LoadedPolicy:
+        """The policy of one adapter."""
+        ...
+
+
+def policy_of(engine: Engine, adapter: str) -> LoadedPolicy:
+    """The policy of an adapter; for the name "" the engine itself.
+
+    Raises:
+        StateDictError: the engine does not hold several adapters.
+    """
+    if not adapter:
+        return engine
+    if not isinstance(engine, SharedEngine):
+        raise StateDictError(f"{type(engine).__name__} does not hold several adapters, and was given {adapter!r}")
+    return engine.policy(adapter)
+
+
 @runtime_checkable
 class SleepingEngine(Engine, Protocol):
     """An engine that can release its memory for a time, for a trainer on the same GPU."""
@@ -258,8 +299,8 @@ class HeldTensor:
 
 
 @runtime_checkable
-class ReadableEngine(Engine, Protocol):
-    """An engine whose weights can be read back, which verifies every pull exactly."""
+class ReadableEngine(Protocol):
+    """An engine, or one of its policies, whose weights can be read back, which verifies every pull exactly."""
 
     def held_weights(self) -> Iterable[HeldTensor]:
         """All weights that this rank holds at present, with fused tensors split. Weights that it cannot read are left

@@ -29,7 +29,8 @@ class EngineRequest:
     """One prompt to continue. It is made from the keyword arguments of a `GenerateFn` and passed to the engine as one
     object.
 
-    `sampling.max_tokens` counts new tokens only. The prompt is copied into an immutable array.
+    `sampling.max_tokens` counts new tokens only. The prompt is copied into an immutable array. `adapter` names one of
+    several adapters that the engine holds.
 
     Raises:
         RequestError: the prompt contains anything but token ids, which are integers from 0 to 2**31 - 1; or an ID is
@@ -40,6 +41,7 @@ class EngineRequest:
     prompt_token_ids: Sequence[int]  # [num_prompt_tokens]
     sampling: SamplingParams
     session_id: str | None = None  # stable over the turns of one rollout
+    adapter: str = ""
 
     def __post_init__(self) -> None:
         try:

@@ -75,6 +75,29 @@ class _Sequence:
     metrics: dict[str, float] = field(default_factory=dict[str, float])
 
 
+class ScriptedPolicy:
+    """One of several adapters of a `ScriptedEngine`, with a version of its own.
+
+    Attributes:
+        versions: Every version loaded, the current one last.
+    """
+
+    def __init__(self, version: int, seed: int) -> None:
+        self.versions = [version]
+        self.state_dict: dict[str, Any] = {}
+        self._seed = seed
+
+    def load_state_dict(self, items: Iterable[tuple[str, Any]], version: int) -> None:
+        self.state_dict = dict(items)
+        self.versions.append(version)
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return [scripted_logprobs(sequence, self.versions[-1], self._seed) for sequence in sequences]
+
+    def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
+        """Do nothing: the simulated cache depends on tokens alone."""
+
+
 class ScriptedEngine:
     """Generates tokens that are a pure function of the context so far and `seed`.
 
@@ -132,6 +155,7 @@ class ScriptedEngine:
         self._waiting: dict[str, _Sequence] = {}
         self._running: dict[str, _Sequence] = {}
         self._cached: set[int] = set()  # hash of the context at each block's end
+        self._policies: dict[str, ScriptedPolicy] = {}
         self._num_prompt_tokens = self._num_cached_tokens = 0
 
     @property
@@ -167,6 +191,12 @@ class ScriptedEngine:
         if seconds := self._cost.step_seconds(len(self._running), num_prompt_tokens, num_context_tokens):
             self._sleep(seconds)
         return [self._advance(sequence) for sequence in list(self._running.values())]
+
+    def policy(self, adapter: str) -> ScriptedPolicy:
+        return self._policies.setdefault(adapter, ScriptedPolicy(self.versions[0], self._seed))
+
+    def _version_of(self, request: EngineRequest) -> int:
+        return self.policy(request.adapter).versions[-1] if request.adapter else self.version
 
     def load_state_dict(self, items: Iterable[tuple[str, Any]], version: int) -> None:
         self.state_dict = dict(items)
@@ -231,7 +261,8 @@ class ScriptedEngine:
         request, sampling = sequence.request, sequence.request.sampling
         token = self._next_token(sequence)
         before = sequence.state
-        logprob = _logprob(before, token, self.version)
+        version = self._version_of(request)
+        logprob = _logprob(before, token, version)
         sequence.context.append(token)
         sequence.state = _mix(sequence.state, token)
         sequence.generated += 1
@@ -244,7 +275,7 @@ class ScriptedEngine:
             del self._running[request.request_id]
         metrics, sequence.metrics = sequence.metrics, {}
         rows = [self._route(sequence.state)] if sampling.return_routed_experts and self._experts is not None else None
-        top = [self._likeliest(before, sampling.top_logprobs)] if sampling.top_logprobs else None
+        top = [self._likeliest(before, sampling.top_logprobs, version)] if sampling.top_logprobs else None
         scores = self._scores_of(request) if sequence.generated == 1 and sampling.prompt_logprobs is not None else None
         return TokenDelta(
             request.request_id, (token,), (logprob,), finish, rows, metrics, top_logprobs=top, prompt_scores=scores
@@ -253,15 +284,15 @@ class ScriptedEngine:
     def _scores_of(self, request: EngineRequest) -> PromptScores:
         prompt, top_k = request.prompt_token_ids, request.sampling.prompt_logprobs or 0
         top: list[tuple[int, float]] = []
-        state = _mix(0, self._seed)
+        state, version = _mix(0, self._seed), self._version_of(request)
         for token in prompt[:-1] if top_k else ():
             state = _mix(state, token)
-            top += self._likeliest(state, top_k)
-        logprobs = scripted_logprobs(prompt, self.version, self._seed)
+            top += self._likeliest(state, top_k, version)
+        logprobs = scripted_logprobs(prompt, version, self._seed)
         return PromptScores(logprobs, top_k, [token for token, _ in top], [logprob for _, logprob in top])
 
-    def _likeliest(self, state: int, count: int) -> list[tuple[int, float]]:
-        scored = ((_logprob(state, token, self.version), token) for token in range(self._vocab_size))
+    def _likeliest(self, state: int, count: int, version: int) -> list[tuple[int, float]]:
+        scored = ((_logprob(state, token, version), token) for token in range(self._vocab_size))
         return [(token, logprob) for logprob, token in heapq.nlargest(count, scored)]
 
     def _route(self, state: int) -> list[list[int]]:
@@ -274,7 +305,8 @@ class ScriptedEngine:
         if self._script is not None:
             return self._script(sequence.context)
         sampling = sequence.request.sampling
-        draw = _mix(sequence.state, self.version if self._tokens_depend_on_version else -1)
+        depends = self._tokens_depend_on_version
+        draw = _mix(sequence.state, self._version_of(sequence.request) if depends else -1)
         stops = sampling.stop_token_ids
         if stops and self._mean_tokens is not None and sequence.generated >= sampling.min_tokens:
             threshold = int((1 << 32) / self._mean_tokens)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from titan_rl.core.errors import VerificationError
 from titan_rl.core.tensor_checksum import TensorChecksum, box_sum, checksums_of, covers, is_exact_in
-from titan_rl.generation.engine import Engine, ReadableEngine
+from titan_rl.generation.engine import ReadableEngine
 
 if TYPE_CHECKING:
     import torch
@@ -145,7 +145,7 @@ class Readback:
     unread_share: float
 
 
-def read_back(engine: Engine, published: Mapping[str, TensorChecksum]) -> list[HeldChecksum]:
+def read_back(engine: object, published: Mapping[str, TensorChecksum]) -> list[HeldChecksum]:
     """Checksums of the published tensors that this rank's engine holds. Empty for an engine that cannot be read.
 
     A tensor that the engine keeps in another dtype is read if that dtype represents every value of the published one.

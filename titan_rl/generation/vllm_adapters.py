@@ -8,7 +8,7 @@ under running requests.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,11 +51,15 @@ PLAIN_LAYERS = (QKVParallelLinear, MergedColumnParallelLinear, ColumnParallelLin
 """Base layers that compute as their `quant_method` does. Others keep vLLM's own computation."""
 
 
-def make_places(worker: Any, spec: AdapterSpec) -> None:
-    """Fill all of vLLM's places with adapters that change nothing, with the ids 1, 2, and so on."""
+def make_places(worker: Any, num_places: int, rank: int) -> None:
+    """Fill all of vLLM's places with adapters that change nothing, with the ids 1, 2, and so on.
+
+    Args:
+        rank: Largest rank of an adapter. The matrices of a smaller one take the first rows of a place.
+    """
     manager = _manager_of(worker)
-    for adapter_id in range(1, spec.num_versions + 1):
-        manager.add_adapter(manager.create_dummy_lora(adapter_id, spec.rank, {}))
+    for adapter_id in range(1, num_places + 1):
+        manager.add_adapter(manager.create_dummy_lora(adapter_id, rank, {}))
         manager.activate_adapter(adapter_id)
     for module in manager.modules.values():
         if isinstance(batch := module.punica_wrapper, GroupedPunica) and type(module.base_layer) in PLAIN_LAYERS:
@@ -135,22 +139,23 @@ def _matrices(manager: Any, adapter_id: int, spec: AdapterSpec) -> Iterator[_Mat
 
 
 class AdapterVersions:
-    """The versions of an adapter that an engine holds, each in a place of its own.
+    """The versions of an adapter that an engine holds, each in a place of its own. Made by `make_adapters`.
 
     With a single place each version replaces the one before it, under running requests. With several, a version stays
     until no request uses it and a later one needs its place. vLLM would evict the least recently used one silently.
 
     Args:
         core: vLLM's engine core.
-        requests: Later requests use the newest version.
+        requests: Later requests of the adapter use its newest version.
+        first_id: vLLM's id of the adapter's first place; the others follow.
     """
 
-    def __init__(self, core: Any, requests: VLLMRequests, spec: AdapterSpec) -> None:
-        self._core, self._requests, self._spec = core, requests, spec
-        self._versions: dict[int, int | None] = dict.fromkeys(range(1, spec.num_versions + 1))  # by vLLM's id
-        self._newest = 1
-        core.collective_rpc(make_places, args=(spec,))
-        requests.adapter = request_of(self._newest)
+    def __init__(self, core: Any, requests: VLLMRequests, name: str, spec: AdapterSpec, first_id: int) -> None:
+        self._core, self._requests, self._name, self._spec = core, requests, name, spec
+        places = range(first_id, first_id + spec.num_versions)
+        self._versions: dict[int, int | None] = dict.fromkeys(places)  # by vLLM's id
+        self._newest = first_id
+        requests.adapters[name] = request_of(self._newest)
 
     def load(self, items: Iterable[tuple[str, Any]], version: int, in_use: Collection[int]) -> None:
         """Load a version, which later requests use.
@@ -174,12 +179,24 @@ class AdapterVersions:
             self._newest = free[0]
         self._core.collective_rpc(load_adapter, args=(self._newest, items, self._spec))
         self._versions[self._newest] = version
-        self._requests.adapter = request_of(self._newest)
+        self._requests.adapters[self._name] = request_of(self._newest)
 
     def held(self) -> list[HeldTensor]:
         """The matrices of the newest version; see `held_adapter`."""
         (held,) = self._core.collective_rpc(held_adapter, args=(self._newest, self._spec))
         return held
+
+
+def make_adapters(core: Any, requests: VLLMRequests, specs: Mapping[str, AdapterSpec]) -> dict[str, AdapterVersions]:
+    """Make the places of all adapters of an engine, by their names."""
+    rank, num_places = max(spec.rank for spec in specs.values()), sum(spec.num_versions for spec in specs.values())
+    core.collective_rpc(make_places, args=(num_places, rank))
+    made: dict[str, AdapterVersions] = {}
+    first_id = 1
+    for name, spec in specs.items():
+        made[name] = AdapterVersions(core, requests, name, spec, first_id)
+        first_id += spec.num_versions
+    return made
 
 
 MOST_JOINED_RANK = 64

@@ -139,7 +139,7 @@ def prepare_cpu(spec: EngineSpec) -> None:
     note_packing()
     if spec.speculative is not None:
         repair_sampler()
-    if spec.adapter is not None:
+    if spec.adapters:
         from titan_rl.generation.vllm_adapters import prepare_cpu_adapters
 
         prepare_cpu_adapters()
@@ -186,13 +186,14 @@ def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> EngineArgs:
         "distributed_executor_backend": "external_launcher" if spec.tensor_parallel_size > 1 else "uni",
         "disable_log_stats": True,
     }
-    if spec.adapter is not None:
+    if adapters := spec.adapters.values():
+        num_places, rank = sum(each.num_versions for each in adapters), max(each.rank for each in adapters)
         arguments |= {
             "enable_lora": True,
-            "max_loras": spec.adapter.num_versions,
-            "max_cpu_loras": spec.adapter.num_versions,
-            "max_lora_rank": next(rank for rank in LORA_RANKS if rank >= spec.adapter.rank),
-            "lora_target_modules": list(spec.adapter.targets),
+            "max_loras": num_places,
+            "max_cpu_loras": num_places,
+            "max_lora_rank": next(allowed for allowed in LORA_RANKS if allowed >= rank),
+            "lora_target_modules": list(dict.fromkeys(target for each in adapters for target in each.targets)),
         }
     return EngineArgs(**arguments | dict(spec.options))
 

@@ -6,6 +6,8 @@ import gc
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +68,7 @@ class VLLMEngine:
         self._internal: dict[str, str] = {}  # request id -> core id
         self._external: dict[str, EngineRequest] = {}  # by core id
         self._adapter_ids: dict[str, int] = {}  # by core id
+        self._ahead: list[TokenDelta] = []  # of steps in which an adapter was scored
         self._has_cache, self._guesses = spec.prefix_cache, spec.speculative is not None
         self._num_prompt_tokens = self._num_cached_tokens = 0
         arguments = engine_arguments(spec, on_cpu=self._on_cpu)
@@ -87,12 +90,12 @@ class VLLMEngine:
             constraints = Constraints(config)
             self._core.engine_core.structured_output_manager = constraints
             self._scheduler.structured_output_manager = constraints
-            self._adapters: AdapterVersions | None = None
-            if spec.adapter is not None:
-                from titan_rl.generation.vllm_adapters import AdapterVersions
+            self._adapters: dict[str, AdapterVersions] = {}
+            if spec.adapters:
+                from titan_rl.generation.vllm_adapters import make_adapters
 
-                self._adapters = AdapterVersions(self._core, self._requests, spec.adapter)
-            self.pins_versions = spec.adapter is not None and spec.adapter.num_versions > 1
+                self._adapters = make_adapters(self._core, self._requests, spec.adapters)
+            self.pins_versions = any(adapter.num_versions > 1 for adapter in spec.adapters.values())
         except (ValueError, OSError, ImportError) as error:
             raise ModelError(f"vLLM cannot serve {spec.model_path}: {error}") from error
 
@@ -114,45 +117,74 @@ class VLLMEngine:
             del self._external[core_id]
             self._adapter_ids.pop(core_id, None)
         self._core.abort_requests(core_ids)
+        self._ahead = [delta for delta in self._ahead if delta.request_id not in gone]
+
+    def policy(self, adapter: str) -> AdapterPolicy:
+        return AdapterPolicy(self, adapter)
 
     def load_state_dict(self, items: Iterable[tuple[str, Any]], version: int) -> None:
-        if self._adapters is not None:
-            self._adapters.load(items, version, set(self._adapter_ids.values()))
+        if self._adapters:
+            self.load_adapter("", items, version)
             return
         pairs = with_tied_head(items) if self._tied and self._has_output_layer else iter(items)
         if self._on_cpu:
             self._core.collective_rpc(drop_packed_experts)
         self._core.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs})
 
+    def load_adapter(self, adapter: str, items: Iterable[tuple[str, Any]], version: int) -> None:
+        """Load a version of one adapter; see `LoadedPolicy.load_state_dict`."""
+        self._adapters[adapter].load(items, version, set(self._adapter_ids.values()))
+
+    def held_adapter(self, adapter: str) -> list[HeldTensor]:
+        """The matrices of one adapter; see `ReadableEngine.held_weights`."""
+        return self._adapters[adapter].held()
+
     def held_weights(self) -> list[HeldTensor]:
-        if self._adapters is not None:
-            return self._adapters.held()
+        if self._adapters:
+            return self.held_adapter("")
         from titan_rl.generation.vllm_held_weights import held_weights
 
         (held,) = self._core.collective_rpc(held_weights, args=(self._tied,))
         return held
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        requests = self._requests.scoring(sequences)
+        return self._score(sequences, "", self._scheduler.alone())
+
+    def score_adapter(self, adapter: str, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Score with one adapter; see `LoadedPolicy.score`. Requests stand still only if the KV cache is full."""
+        has_room = self._scheduler.has_room_beside(map(len, sequences))
+        return self._score(sequences, adapter, self._scheduler.beside() if has_room else self._scheduler.alone())
+
+    def _score(
+        self, sequences: Sequence[Sequence[int]], adapter: str, place: AbstractContextManager[None]
+    ) -> list[list[float]]:
+        requests = self._requests.scoring(sequences, adapter)
         scores: list[list[float]] = [[] for _ in sequences]
         unscored = {request.request_id: index for index, request in enumerate(requests) if request is not None}
-        with self._scheduler.alone():
+        with place:
             for request in requests:
                 if request is not None:
                     self._core.add_request(request)
             while unscored:
-                for output in self._core.get_output().outputs:
-                    index = unscored[output.request_id]
+                outputs = self._core.get_output().outputs
+                for output in outputs:
+                    if (index := unscored.get(output.request_id)) is None:
+                        continue
                     if output.new_prompt_logprobs_tensors is not None:
                         # [num_tokens - 1, 1]: the first column is the token that was there
                         scores[index] = output.new_prompt_logprobs_tensors.logprobs[:, 0].tolist()
                     if output.finish_reason is not None:
                         del unscored[output.request_id]
+                self._ahead += self._deltas_of(outputs)
         return scores
 
     def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
+        self.leave_cache("", recompute_running=recompute_running)
+
+    def leave_cache(self, adapter: str, *, recompute_running: bool = False) -> None:
+        """See `LoadedPolicy.reset_prefix_cache`. `recompute_running` concerns the requests of all adapters."""
         # vLLM cannot empty the cache while requests run; salting the keys of later requests hides it from them.
-        self._requests.leave_cache()
+        self._requests.leave_cache(adapter)
         if recompute_running or not self._external:
             self._core.reset_prefix_cache(reset_running_requests=recompute_running)
 
@@ -186,14 +218,18 @@ class VLLMEngine:
             self._core.shutdown()
 
     def step(self) -> list[TokenDelta]:
-        outputs = self._core.get_output().outputs
+        ahead, self._ahead = self._ahead, []
+        return [*ahead, *self._deltas_of(self._core.get_output().outputs)]
+
+    def _deltas_of(self, outputs: Sequence[Any]) -> list[TokenDelta]:
+        """Deltas of one step of vLLM."""
         # A long prompt is computed in several steps, and vLLM puts out nothing before its last.
         silent = set(self._scheduler.take_begun()).difference(output.request_id for output in outputs)
         deltas = [TokenDelta(self._external[core_id].request_id, (), ()) for core_id in silent & self._external.keys()]
         for output in outputs:
             core_id = output.request_id
             request = self._external.get(core_id)
-            if request is None:  # aborted
+            if request is None:  # aborted, or a sequence that is scored
                 continue
             request_id = request.request_id
             finish_reason, failure = None, None
@@ -225,6 +261,26 @@ class VLLMEngine:
                 TokenDelta(request_id, tokens, logprobs, finish_reason, experts, metrics, failure, top, allowed, scores)
             )
         return deltas
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPolicy:
+    """One of several adapters of a `VLLMEngine`: its `LoadedPolicy`, which can be read back."""
+
+    engine: VLLMEngine
+    adapter: str
+
+    def load_state_dict(self, items: Iterable[tuple[str, Any]], version: int) -> None:
+        self.engine.load_adapter(self.adapter, items, version)
+
+    def held_weights(self) -> list[HeldTensor]:
+        return self.engine.held_adapter(self.adapter)
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return self.engine.score_adapter(self.adapter, sequences)
+
+    def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
+        self.engine.leave_cache(self.adapter, recompute_running=recompute_running)
 
 
 def _likeliest(logprobs: Any, count: int) -> TopLogprobs | None:

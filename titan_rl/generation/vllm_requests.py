@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -211,12 +212,12 @@ class VLLMRequests:
         self._guesses = guesses
         self._vocab_size = vocab_size
         self._ids = map(str, itertools.count())  # the core's own request ids, never used twice
-        self._cache_epoch = 0
-        self.adapter: LoRARequest | None = None  # of every request
+        self._cache_epochs = Counter[str]()  # by adapter
+        self.adapters: dict[str, LoRARequest] = {}  # by name; "" is that of every request
 
-    def leave_cache(self) -> None:
-        """Later requests read nothing of the prefix cache that earlier ones have written."""
-        self._cache_epoch += 1
+    def leave_cache(self, adapter: str = "") -> None:
+        """Later requests of an adapter read nothing of the prefix cache that earlier ones have written."""
+        self._cache_epochs[adapter] += 1
 
     def generating(self, request: EngineRequest) -> EngineCoreRequest:
         """
@@ -233,9 +234,15 @@ class VLLMRequests:
                 f"{self._max_context - 1} leave room for a completion. Shorten the prompt or raise max_context, "
                 f"which is {self._max_context}"
             )
-        return self._core_request(prompt, self._params(request.request_id, request.sampling.within(room)))
+        if request.adapter and request.adapter not in self.adapters:
+            raise RequestError(
+                f"request {request.request_id!r} names adapter {request.adapter!r}; the engine has "
+                f"{', '.join(filter(None, self.adapters)) or 'none'}"
+            )
+        params = self._params(request.request_id, request.sampling.within(room))
+        return self._core_request(prompt, params, request.adapter)
 
-    def scoring(self, sequences: Sequence[Sequence[int]]) -> list[EngineCoreRequest | None]:
+    def scoring(self, sequences: Sequence[Sequence[int]], adapter: str = "") -> list[EngineCoreRequest | None]:
         """One for each sequence; None for one that has no token to score.
 
         Raises:
@@ -247,9 +254,9 @@ class VLLMRequests:
                 raise RequestError(f"a sequence to score has {len(prompt)} tokens; max_context is {self._max_context}")
         # Asking for prompt logprobs keeps a request from reading the prefix cache.
         params = VLLMSamplingParams(max_tokens=1, prompt_logprobs=0, ignore_eos=True, detokenize=False)
-        return [self._core_request(prompt, params) if len(prompt) > 1 else None for prompt in prompts]
+        return [self._core_request(prompt, params, adapter) if len(prompt) > 1 else None for prompt in prompts]
 
-    def _core_request(self, prompt: list[int], params: VLLMSamplingParams) -> EngineCoreRequest:
+    def _core_request(self, prompt: list[int], params: VLLMSamplingParams, adapter: str) -> EngineCoreRequest:
         return EngineCoreRequest(
             request_id=next(self._ids),
             prompt_token_ids=prompt,
@@ -257,8 +264,8 @@ class VLLMRequests:
             sampling_params=params,
             pooling_params=None,
             arrival_time=0.0,
-            lora_request=self.adapter,
-            cache_salt=str(self._cache_epoch),
+            lora_request=self.adapters.get(adapter),
+            cache_salt=str(self._cache_epochs[adapter]),
             data_parallel_rank=None,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -38,6 +38,8 @@ class ScoringScheduler(Scheduler):
         self.allowed_logprobs: dict[str, float] = {}  # of the last step's constrained requests: see `ConstrainedIds`
         self._begun: list[str] = []
         self._still: tuple[list[Request], Any] | None = None  # running and waiting requests, while others run alone
+        self._beside_places = 0  # further places while some requests run beside the others
+        self._behind: Any = None  # requests that wait behind these
 
     @contextmanager
     def alone(self) -> Generator[None]:
@@ -57,7 +59,37 @@ class ScoringScheduler(Scheduler):
             self.max_num_active_reqs = places
             self._still = None
 
+    @contextmanager
+    def beside(self) -> Generator[None]:
+        """Within the block, requests that were added before its first step have places of their own and wait for none,
+        and all other requests go on. Those that have not finished at its end are aborted."""
+        others, places = {request.request_id for request in (*self.running, *self.waiting)}, self.max_num_active_reqs
+        self._behind, self.waiting = self.waiting, create_request_queue(self.policy)
+        self._beside_places = SCORE_PLACES
+        self.max_num_active_reqs = places + SCORE_PLACES
+        try:
+            yield
+        finally:
+            self._join_waiting()
+            self._beside_places = 0
+            self.max_num_active_reqs = places
+            left = [request.request_id for request in (*self.running, *self.waiting)]
+            self.finish_requests([each for each in left if each not in others], RequestStatus.FINISHED_ABORTED)
+
+    def has_room_beside(self, lengths: Iterable[int]) -> bool:
+        """Whether sequences of these lengths fit the KV cache, with a further block for each running request."""
+        blocks = sum(cdiv(length + 1, self.block_size) for length in lengths) + len(self.running)
+        groups = len(self.kv_cache_config.kv_cache_groups)
+        return blocks * groups <= self.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    def _join_waiting(self) -> None:
+        if self._behind is not None:
+            behind, self._behind = self._behind, None
+            for request in behind:
+                self.waiting.add_request(request)
+
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        self._join_waiting()
         if self._still is not None:
             self._make_room(*self._still)
         output = super().schedule(*args, **kwargs)
@@ -136,7 +168,7 @@ class AdaptiveScheduler(ScoringScheduler):
             self._left.clear()
             running = [_growth(request) for request in self.running]
             self._adaptive.num_joining(running, map(_growth, self.waiting), self._num_shared())
-            self.max_num_active_reqs = self._adaptive.limit
+            self.max_num_active_reqs = self._adaptive.limit + self._beside_places
         return super().schedule(*args, **kwargs)
 
     def _num_shared(self) -> int:

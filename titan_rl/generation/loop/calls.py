@@ -217,19 +217,20 @@ class PendingCalls:
             self._outbox.resolve(call.future, call.completion(FinishReason.ABORT))
         return len(calls)
 
-    def admit(self, version: int) -> tuple[EngineRequest, ...]:
-        """Let waiting calls join the batch; their next tokens belong to `version`."""
+    def admit(self, version_of: Mapping[str, int]) -> tuple[EngineRequest, ...]:
+        """Let waiting calls join the batch; their next tokens belong to the version of their adapter."""
         admitted = tuple(self.waiting.values())
         self.running.update(self.waiting)
         self.waiting.clear()
         for call in admitted:
-            call.admit(version, len(self.running))
+            call.admit(version_of[call.request.adapter], len(self.running))
         return tuple(call.request for call in admitted)
 
-    def mark(self, version: int) -> None:
-        """Note that `version` produces the tokens from here on."""
+    def mark(self, version: int, adapter: str) -> None:
+        """Note that `version` of an adapter produces the tokens of its requests from here on."""
         for call in self.running.values():
-            call.mark(version)
+            if call.request.adapter == adapter:
+                call.mark(version)
 
     def absorb(self, deltas: Iterable[TokenDelta], began: float, now: float) -> tuple[str, ...]:
         """Pass the tokens of a step to their calls.
@@ -279,17 +280,24 @@ class PendingCalls:
             if (call := self.running.pop(request_id, None)) is not None:
                 self._outbox.resolve(call.future, call.completion(FinishReason.ABORT))
 
-    def clear(self) -> tuple[list[PendingCall], tuple[str, ...]]:
-        """Remove all calls.
+    def clear(self, adapter: str | None = None) -> tuple[list[PendingCall], tuple[str, ...]]:
+        """Remove the calls of an adapter, or all calls.
 
         Returns:
-            All calls, which the caller must fail, and the ids of those that ran.
+            The removed calls, which the caller must fail, and the ids of those that ran.
         """
-        calls, running = [*self.waiting.values(), *self.running.values()], tuple(self.running)
-        self.waiting.clear()
-        self.running.clear()
-        self.aborting.clear()
-        return calls, running
+
+        def removed(calls: dict[str, PendingCall]) -> list[PendingCall]:
+            return [call for call in calls.values() if adapter is None or call.request.adapter == adapter]
+
+        waiting, running = removed(self.waiting), removed(self.running)
+        ids = tuple(call.request.request_id for call in running)
+        for call in waiting:
+            del self.waiting[call.request.request_id]
+        for request_id in ids:
+            del self.running[request_id]
+        self.aborting.difference_update(ids)
+        return [*waiting, *running], ids
 
     def _finish(self, call: PendingCall, finish_reason: FinishReason) -> None:
         request_id = call.request.request_id

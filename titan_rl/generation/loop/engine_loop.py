@@ -80,7 +80,11 @@ class EngineLoop:
     @property
     def version(self) -> int:
         """Newest version that was loaded and verified. It never goes back."""
-        return self._state.version
+        return self._state.version_of("")
+
+    def version_of(self, adapter: str) -> int:
+        """Newest version of one of several adapters; see `version`."""
+        return self._state.version_of(adapter)
 
     @property
     def num_in_flight(self) -> int:
@@ -226,6 +230,7 @@ class EngineLoop:
         *,
         manifest: Any = None,
         published: Mapping[str, TensorChecksum] | None = None,
+        adapter: str = "",
     ) -> PullResult:
         """Load weights between two engine steps, also while paused. Of pulls that wait together only the newest is
         loaded. A pull of an older version than the loaded one returns with the loaded one.
@@ -238,6 +243,7 @@ class EngineLoop:
             manifest: Used by the other ranks to open the version; it can be pickled.
             published: Checksums by Hugging Face name. The weights that a `ReadableEngine` holds are compared with them
                 before `verify` is called.
+            adapter: One of several adapters, whose requests alone get the new weights, or fail.
 
         Raises:
             UnavailableWeightsError: `make_items` failed before its first pair; the old weights are still served.
@@ -246,9 +252,9 @@ class EngineLoop:
             EngineDeadError: the loop has ended.
         """
         self._require_started()
-        if (answer := self._state.outdated(version)) is not None:
+        if (answer := self._state.outdated(version, adapter)) is not None:
             return answer
-        pull = PendingPull(version, manifest)
+        pull = PendingPull(version, manifest, adapter)
         await in_thread(pull.open, make_items, verify, published)
         if (answer := self._state.add_pull(pull)) is not None:
             pull.close()

@@ -190,7 +190,7 @@ class EngineDriver:
         match decision.action:
             case LoopAction.PULL:
                 assert decision.version is not None
-                self._pull(decision.version)
+                self._pull(decision.version, decision.adapter)
             case LoopAction.ABORT:
                 self._rank.abort(decision.request_ids)
                 self._state.aborted(decision.request_ids)
@@ -226,9 +226,9 @@ class EngineDriver:
             self._streamed_at = now
         self._state.stream(also_empty=is_sign)
 
-    def _pull(self, version: int) -> None:
-        """Load the newest of the waiting pulls; pulls of older versions share its outcome."""
-        newest = self._state.pull_of(version)
+    def _pull(self, version: int, adapter: str) -> None:
+        """Load the newest of an adapter's waiting pulls; pulls of older versions share its outcome."""
+        newest = self._state.pull_of(version, adapter)
         self._track.pulls(version)
         is_open = False
         outcome: PullResult | StateDictError
@@ -240,23 +240,23 @@ class EngineDriver:
         except StateDictError as error:
             outcome = error
             if is_open:
-                self._forget(self._state.distrust(error))
+                self._forget(self._state.distrust(error, adapter))
         self._track.pulled()
-        self._state.pulled(version, outcome)
+        self._state.pulled(version, adapter, outcome)
 
     def _load(self, pull: PendingPull) -> PullResult:
         state, weights = self._state, pull.weights
         began = state.clock.now()
         with span("load", "sync"):
-            self._rank.load(weights, pull.version)
+            self._rank.load(weights, pull.version, pull.adapter)
         loaded = state.clock.now()
         with span("read back", "sync"):
-            readback = self._rank.read_back(weights, pull.version)
+            readback = self._rank.read_back(weights, pull.version, pull.adapter)
         read = state.clock.now()
         with span("verify", "sync"):
-            self._rank.verify(weights)
+            self._rank.verify(weights, pull.adapter)
         done = state.clock.now()
-        state.loaded(pull.version, running_continue=not self._rank.pins_versions)
+        state.loaded(pull.version, pull.adapter, running_continue=not self._rank.pins_versions)
         return PullResult(
             pull.version,
             load_s=loaded - began,

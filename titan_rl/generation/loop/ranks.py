@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from titan_rl.core.calls.user_code import summary, with_cause
 from titan_rl.core.errors import EngineDeadError, RequestError, StateDictError
-from titan_rl.generation.engine import Engine, SleepingEngine, TokenDelta, check_sampling
+from titan_rl.generation.engine import Engine, SleepingEngine, TokenDelta, check_sampling, policy_of
 from titan_rl.generation.loop.state import LoopAction, LoopDecision, Weights
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.types import KVPolicy, Readback, compare, read_back
@@ -136,7 +136,7 @@ class EngineRank:
         self._make_engine = make_engine
         self._kv_policy = kv_policy or KVPolicy()
         self._stepping = stepping
-        self._distrusted = False  # the loaded weights are unknown
+        self._distrusted: set[str] = set()  # adapters, or "", whose loaded weights are unknown
 
     def start(self) -> None:
         """Make the engine and connect to the other ranks. Called in the thread that drives the engine."""
@@ -192,7 +192,7 @@ class EngineRank:
                 f"{type(self.engine).__name__} cannot sleep; set scheduling.on_batch_ready to something else than "
                 "'sleep'"
             )
-        self._distrusted = True  # the weights are gone
+        self._distrusted.add("")  # the weights are gone
         self.engine.sleep()
 
     def wake(self) -> None:
@@ -222,20 +222,22 @@ class EngineRank:
         if problem is not None:
             raise StateDictError(problem)
 
-    def load(self, weights: Weights, version: int) -> None:
+    def load(self, weights: Weights, version: int, adapter: str = "") -> None:
         """Swap weights, and treat the KV cache as the policy says.
 
         Raises:
             StateDictError: a rank could not. The loaded weights are unknown until a later load succeeds.
         """
-        distrusted, self._distrusted = self._distrusted, True
+        distrusted = adapter in self._distrusted
+        self._distrusted.add(adapter)
         with self.together(f"version {version} could not be loaded"):
-            self.engine.load_state_dict(weights.items, version)
+            policy = policy_of(self.engine, adapter)
+            policy.load_state_dict(weights.items, version)
         # KV computed under unknown weights is never offered again, whatever the policy.
         if self._kv_policy.reset_prefix_cache or distrusted:
-            self.engine.reset_prefix_cache(recompute_running=self._kv_policy.running == "recompute")
+            policy.reset_prefix_cache(recompute_running=self._kv_policy.running == "recompute")
 
-    def read_back(self, weights: Weights, version: int) -> Readback | None:
+    def read_back(self, weights: Weights, version: int, adapter: str = "") -> Readback | None:
         """Compare what the engines of all ranks hold with the checksums of what was published.
 
         Returns:
@@ -248,14 +250,14 @@ class EngineRank:
         if not weights.published:
             return None
         with self.together("the weights loaded could not be read"):
-            mine = read_back(self.engine, weights.published)
+            mine = read_back(policy_of(self.engine, adapter), weights.published)
         held = self.ranks.gather(mine)
         if not any(held):
             return None
         with self.together("the weights loaded differ"):
             return compare(weights.published, held, version)
 
-    def verify(self, weights: Weights) -> None:
+    def verify(self, weights: Weights, adapter: str = "") -> None:
         """Run the check that came with the version. The weights are trusted from here on.
 
         Raises:
@@ -263,8 +265,8 @@ class EngineRank:
         """
         if weights.verify is not None:
             with self.together("the weights loaded could not be verified"):
-                weights.verify(self.engine)
-        self._distrusted = False
+                weights.verify(policy_of(self.engine, adapter))
+        self._distrusted.discard(adapter)
 
 
 def follow_leader(rank: EngineRank, open_weights: Callable[[Any], Weights]) -> None:
@@ -288,9 +290,9 @@ def follow_leader(rank: EngineRank, open_weights: Callable[[Any], Weights]) -> N
                     try:
                         with rank.together(CANNOT_OPEN):
                             weights = open_weights(decision.manifest)
-                        rank.load(weights, decision.version)
-                        rank.read_back(weights, decision.version)
-                        rank.verify(weights)
+                        rank.load(weights, decision.version, decision.adapter)
+                        rank.read_back(weights, decision.version, decision.adapter)
+                        rank.verify(weights, decision.adapter)
                     except StateDictError:
                         logger.exception("version %s was not pulled", decision.version)
                 case LoopAction.SLEEP:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from titan_rl.core.calls.user_code import summary, with_cause
 from titan_rl.core.clock import CLOCK, Clock
 from titan_rl.core.errors import EngineDeadError, GenerationError, StateDictError, UnavailableWeightsError
 from titan_rl.core.tensor_checksum import TensorChecksum
-from titan_rl.generation.engine import Engine, TokenDelta
+from titan_rl.generation.engine import LoadedPolicy, TokenDelta
 from titan_rl.generation.loop.calls import Outbox, PendingCall, PendingCalls
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.types import PauseMode, PullResult
@@ -47,13 +48,14 @@ class LoopDecision:
 
     action: LoopAction
     version: int | None = None  # PULL: the version to load
+    adapter: str = ""  # PULL: the adapter that it is of
     manifest: Any = None  # PULL: describes the version to followers
     request_ids: tuple[str, ...] = ()  # ABORT: the requests to forget
     requests: tuple[EngineRequest, ...] = ()  # STEP: the requests that join the batch first
 
 
 Items = Iterable[tuple[str, Any]]
-Verify = Callable[[Engine], object]
+Verify = Callable[[LoadedPolicy], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +70,9 @@ class Weights:
 class PendingPull:
     """One `pull` call. Made in its event loop; see `EngineLoop.pull` for the arguments."""
 
-    def __init__(self, version: int, manifest: Any) -> None:
+    def __init__(self, version: int, manifest: Any, adapter: str = "") -> None:
         self.version = version
+        self.adapter = adapter
         self.manifest = manifest
         self.future: asyncio.Future[PullResult] = asyncio.get_running_loop().create_future()
         self.weights = Weights(())
@@ -115,7 +118,8 @@ class LoopState:
         self.clock = clock
         self._lock = threading.Condition()  # reentrant; the engine's thread waits on it
         self._outbox = Outbox()
-        self._version = version  # the newest weights that were loaded and verified; never goes back
+        # By adapter, or for "": the newest weights that were loaded and verified, which never go back.
+        self._versions: defaultdict[str, int] = defaultdict(lambda: version)
         self._calls = PendingCalls(self._outbox)
         self._pulls: list[PendingPull] = []
         self._barriers: Waiters = []  # resolved between two steps, when nothing is being aborted
@@ -124,15 +128,14 @@ class LoopState:
         self._to_sleep = False  # when nothing is being aborted
         self._asleep = False
         self._closing = False
-        self._distrusted: Exception | None = None  # the reason why the loaded weights are unknown
+        self._distrusted: dict[str, Exception] = {}  # the reason why the loaded weights are unknown, by adapter
         self._ended: tuple[str, BaseException | None] | None = None
 
     # The callers' side.
 
-    @property
-    def version(self) -> int:
+    def version_of(self, adapter: str) -> int:
         with self._lock:
-            return self._version
+            return self._versions[adapter]
 
     @property
     def paused(self) -> PauseMode | None:
@@ -166,8 +169,8 @@ class LoopState:
             self.require_alive()
             if self._paused is not None and self._paused.ends_requests:
                 self._outbox.resolve(call.future, call.completion(FinishReason.ABORT))
-            elif self._distrusted is not None:
-                raise self._distrust_error()
+            elif (adapter := call.request.adapter) in self._distrusted:
+                raise self._distrust_error(adapter)
             else:
                 self._calls.add(call)
 
@@ -210,7 +213,7 @@ class LoopState:
             self._paused, self._to_sleep = None, False
             self._resolve(self._drained)
 
-    def outdated(self, version: int) -> PullResult | None:
+    def outdated(self, version: int, adapter: str) -> PullResult | None:
         """The answer to a pull of a version older than the loaded one: loaded versions never go back.
 
         Raises:
@@ -218,19 +221,19 @@ class LoopState:
         """
         with self._lock:
             self.require_alive()
-            if version >= self._version:
+            if version >= (loaded := self._versions[adapter]):
                 return None
-            if self._distrusted is not None:
+            if (cause := self._distrusted.get(adapter)) is not None:
                 raise StateDictError(
-                    f"version {version} is older than version {self._version}, which was served, and is not loaded; the"
-                    f" weights loaded are unknown ({self._distrusted}), so pull version {self._version} or a newer one"
+                    f"version {version} is older than version {loaded}, which was served, and is not loaded; the"
+                    f" weights loaded are unknown ({cause}), so pull version {loaded} or a newer one"
                 )
-            return PullResult(self._version, load_s=0.0, verify_s=0.0, stall_s=0.0)
+            return PullResult(loaded, load_s=0.0, verify_s=0.0, stall_s=0.0)
 
     def add_pull(self, pull: PendingPull) -> PullResult | None:
         """Queue a pull, or answer it at once; see `outdated`."""
         with self._changing():
-            if (answer := self.outdated(pull.version)) is None:
+            if (answer := self.outdated(pull.version, pull.adapter)) is None:
                 self._pulls.append(pull)
             return answer
 
@@ -258,14 +261,16 @@ class LoopState:
         if self._asleep and (self._pulls or self._paused is not PauseMode.SLEEP):
             return LoopDecision(LoopAction.WAKE)
         if self._pulls:
-            newest = max(self._pulls, key=lambda pull: pull.version)
-            return LoopDecision(LoopAction.PULL, version=newest.version, manifest=newest.manifest)
+            adapter = self._pulls[0].adapter
+            of_adapter = [pull for pull in self._pulls if pull.adapter == adapter]
+            newest = max(of_adapter, key=lambda pull: pull.version)
+            return LoopDecision(LoopAction.PULL, newest.version, adapter, newest.manifest)
         if calls.aborting or self._barriers:
             return LoopDecision(LoopAction.ABORT, request_ids=tuple(calls.aborting))
         if self._to_sleep and not self._asleep:
             return LoopDecision(LoopAction.SLEEP)
         if self._paused is None and len(calls):
-            return LoopDecision(LoopAction.STEP, requests=calls.admit(self._version))
+            return LoopDecision(LoopAction.STEP, requests=calls.admit(self._versions))
         if self._paused is PauseMode.WAIT and calls.running:
             return LoopDecision(LoopAction.STEP)
         return None
@@ -279,7 +284,8 @@ class LoopState:
         """Note that the engine has released its memory, and with it its weights."""
         with self._lock:
             self._to_sleep, self._asleep = False, True
-            self._distrusted = StateDictError("the engine has slept, and no version was pulled since")
+            slept = StateDictError("the engine has slept, and no version was pulled since")
+            self._distrusted = dict.fromkeys({*self._versions, ""}, slept)
 
     def woken(self) -> None:
         with self._lock:
@@ -307,40 +313,41 @@ class LoopState:
             if not self._calls.aborting:
                 self._resolve(self._barriers)
 
-    def pull_of(self, version: int) -> PendingPull:
+    def pull_of(self, version: int, adapter: str) -> PendingPull:
         """A pending pull of this version."""
         with self._lock:
-            return next(pull for pull in self._pulls if pull.version == version)
+            return next(pull for pull in self._pulls if (pull.version, pull.adapter) == (version, adapter))
 
-    def pulled(self, version: int, outcome: PullResult | Exception) -> None:
+    def pulled(self, version: int, adapter: str, outcome: PullResult | Exception) -> None:
         """Answer the pulls of this version and of older ones."""
         with self._lock:
-            answered = [pull for pull in self._pulls if pull.version <= version]
-            self._pulls = [pull for pull in self._pulls if pull.version > version]
+            answered = [pull for pull in self._pulls if pull.adapter == adapter and pull.version <= version]
+            self._pulls = [pull for pull in self._pulls if pull not in answered]
         for pull in answered:
             pull.close()  # runs code of a transport, so without the lock
         with self._lock:
             for pull in answered:
                 self._outbox.resolve(pull.future, outcome)
 
-    def loaded(self, version: int, *, running_continue: bool) -> None:
+    def loaded(self, version: int, adapter: str, *, running_continue: bool) -> None:
         """Note that the engine has this version, verified: it produces the tokens of requests that join from here on.
 
         Args:
             running_continue: It also produces the next tokens of running requests.
         """
         with self._lock:
-            self._version, self._distrusted = version, None
+            self._versions[adapter] = version
+            self._distrusted.pop(adapter, None)
             if running_continue:
-                self._calls.mark(version)
+                self._calls.mark(version, adapter)
 
-    def distrust(self, cause: Exception) -> tuple[str, ...]:
-        """Fail all requests until a pull succeeds. Returns the requests that the engine is to forget."""
+    def distrust(self, cause: Exception, adapter: str) -> tuple[str, ...]:
+        """Fail all requests of an adapter until a pull succeeds. Returns the requests that the engine is to forget."""
         with self._lock:
-            self._distrusted = cause
-            calls, running = self._calls.clear()
+            self._distrusted[adapter] = cause
+            calls, running = self._calls.clear(adapter)
             for call in calls:
-                self._outbox.resolve(call.future, self._distrust_error())
+                self._outbox.resolve(call.future, self._distrust_error(adapter))
         return running
 
     def end(self, reason: str, cause: BaseException | None) -> None:
@@ -355,9 +362,10 @@ class LoopState:
             self._pulls.clear()
             self._drained.clear()
 
-    def _distrust_error(self) -> GenerationError:
-        error = GenerationError(f"the weights loaded are unknown, since a pull failed ({self._distrusted}); pull again")
-        return with_cause(error, self._distrusted)
+    def _distrust_error(self, adapter: str) -> GenerationError:
+        cause = self._distrusted[adapter]
+        error = GenerationError(f"the weights loaded are unknown, since a pull failed ({cause}); pull again")
+        return with_cause(error, cause)
 
     def _resolve(self, waiters: Waiters) -> None:
         for waiter in waiters:
