@@ -30,7 +30,7 @@ from models.families import make_family
 from transformers import AutoModelForCausalLM
 
 from titan_rl.core.errors import StateDictError, VerificationError
-from titan_rl.generation.engine import AdapterSpec, Engine, EngineSpec
+from titan_rl.generation.engine import AdapterSpec, Engine, EngineSpec, LoadedPolicy
 from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.types import compare, read_back
@@ -95,7 +95,7 @@ async def test_each_token_is_that_of_its_adapter(
             manifest = publisher.publish()
             models[trainer.version] = peft_model(base, trainer, tmp_path / str(trainer.version))
 
-            def check(engine: Engine) -> None:
+            def check(engine: LoadedPolicy) -> None:
                 verify(manifest.probes, engine.score, manifest.tolerance)
 
             result = await loop.pull(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,7 +85,8 @@ def test_an_adapter_whose_loss_is_not_finite_leaves_the_others_as_they_are(tmp_p
     together, alone = trainers(base, "sort", "sum"), trainers(base, "sum")
     with together.turn("sort") as trainer:
         samples = on_policy_samples(trainer, 20, 30)
-        samples[0].advantages[-1] = float("nan")
+        advantages = [*samples[0].advantages[:-1], float("nan")]
+        samples[0] = replace(samples[0], advantages=advantages)
         with pytest.raises(UntrainableError):
             trainer.step(samples)
     step(together, "sum")
