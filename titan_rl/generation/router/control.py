@@ -11,6 +11,7 @@ from typing import Literal, get_args
 from titan_rl.core.errors import StateDictError, UnavailableWeightsError
 from titan_rl.generation.router.pool import Pool, PooledReplica
 from titan_rl.generation.router.requests import NotResumedError, RequestsInFlight
+from titan_rl.generation.router.shards import Shards
 from titan_rl.generation.types import PauseMode
 
 
@@ -32,14 +33,15 @@ class Pause:
     The mode changes as soon as a call begins; `open` is set again when a resume has reached all replicas.
     """
 
-    def __init__(self, pool: Pool, requests: RequestsInFlight) -> None:
+    def __init__(self, pool: Pool, requests: RequestsInFlight, shards: Shards) -> None:
         self.open = asyncio.Event()
         self.open.set()
+        self.changing = asyncio.Lock()
         self._pool = pool
+        self._shards = shards
         self._target = pool.target
         self._requests = requests
         self._limits = pool.limits
-        self._changing = asyncio.Lock()
 
     async def pause(self, mode: PauseMode) -> PauseReport:
         if self._target.mode is not None:
@@ -50,23 +52,32 @@ class Pause:
         aborted = list(self._requests) if mode.ends_requests else []
         for request in aborted:
             request.aborted = True
-        async with self._changing:
-            if mode is PauseMode.KEEP:
-                self._requests.freeze(self._limits.paused_s)
-            elif mode is PauseMode.WAIT and not await self._all_idle():
-                aborted = [request for request in self._requests if request.replica is not None]
-            cancelled = await self._requests.abort(aborted)
+        async with self.changing:
+            in_shards = asyncio.ensure_future(self._shards.pause(mode))
+            try:
+                if mode is PauseMode.KEEP:
+                    self._requests.freeze(self._limits.paused_s)
+                elif mode is PauseMode.WAIT and not await self._all_idle():
+                    aborted = [request for request in self._requests if request.replica is not None]
+                cancelled = await self._requests.abort(aborted)
+                ended = await in_shards  # engines pause when no shard sends any more
+            finally:
+                in_shards.cancel()
             failed = await self._apply_to_all()
+            if failed:
+                await self._shards.settle()
         seconds = asyncio.get_running_loop().time() - started
-        return PauseReport(mode, seconds, tuple(request.request_id for request in aborted), cancelled, failed)
+        aborted_ids = (*(request.request_id for request in aborted), *ended.aborted)
+        return PauseReport(mode, seconds, aborted_ids, (*cancelled, *ended.cancelled), failed)
 
     async def resume(self) -> None:
-        async with self._changing:  # a pause in progress ends first
+        async with self.changing:  # a pause in progress ends first
             if self._target.mode is None:
                 raise RuntimeError("the router is not paused; there is nothing to resume")
             self._target.mode = None
             try:
                 await self._apply_to_all()
+                await self._shards.resume()
             finally:  # a replica that missed the resume is resumed before its next use; the waiting requests continue
                 self._open_gate()
 
@@ -129,10 +140,11 @@ class PullReport:
 class Puller:
     """Pulls the newest version on all replicas. Calls for an older version return with the newest one."""
 
-    def __init__(self, pool: Pool, requests: RequestsInFlight) -> None:
+    def __init__(self, pool: Pool, requests: RequestsInFlight, shards: Shards) -> None:
         self._pool = pool
         self._target = pool.target
         self._requests = requests
+        self._shards = shards
         self._draining = asyncio.Lock()
 
     async def pull(self, version: int, mode: PullMode) -> PullReport:
@@ -153,6 +165,7 @@ class Puller:
         self._handle_unavailable(version, failed)
         if not self._pulled():
             await self._wait_for_one(version, failed)
+        await self._shards.settle()  # none sends to a replica that has the old version
         return PullReport(version, self._pulled(), failed, tuple(aborted))
 
     def _pulled(self) -> tuple[str, ...]:
@@ -220,14 +233,11 @@ class Puller:
         """Take a replica out of service until its requests have finished. Returns the ids of requests that had to be
         aborted."""
         self._pool.withdraw(replica, draining=True)
-        try:
-            await self._requests.wait_idle(replica, self._pool.limits.drain_s)
-        except TimeoutError:
-            late = self._requests.on(replica)
-            logger.warning("replica %s did not drain; aborting %d requests", replica.name, len(late))
-            await self._requests.abort(late)
-            return [request.request_id for request in late]
-        return []
+        drain_s = self._pool.limits.drain_s
+        own, of_shards = await asyncio.gather(
+            self._requests.drain(replica, drain_s), self._shards.drain(replica, drain_s, abort=True)
+        )
+        return [*own, *of_shards]
 
     async def _wait_for_one(self, version: int, failed: Mapping[str, Exception]) -> None:
         """Wait for a replica that recovers or joins, and then has the version. Do not wait for one with wrong

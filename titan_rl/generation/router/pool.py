@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from types import TracebackType
 from typing import Literal
 
@@ -21,19 +22,25 @@ logger = logging.getLogger(__name__)
 
 OnReplicaFailed = Callable[[Replica, Exception], None]
 
+_identities = count()
+
 
 class PooledReplica:
     """State of one replica. Only the router and its parts change it.
 
-    `load` is an estimate in tokens: prompt and token budget of every request sent and not yet answered.
+    `load` is an estimate in tokens: prompt and token budget of every request sent and not yet answered, and this
+    router's part of the requests of its shards, or of the other shards.
     """
 
     def __init__(self, handle: Replica, cancel_s: float) -> None:
         self.handle = handle
         self.calls = ReplicaCalls(handle, cancel_s)
         self.name = handle.name
+        self.identity = next(_identities)  # distinguishes it from a later replica with the same name
         self.load = 0  # tokens
         self.num_requests = 0
+        self.elsewhere: tuple[int, int] = (0, 0)  # tokens and requests of other shards
+        self.load_of_others = 0  # part of `load`
         self.idle = asyncio.Event()  # set while num_requests is 0
         self.idle.set()
         self.serving = False  # the strategy may choose it
@@ -253,6 +260,8 @@ class Pool:
         self.enough = asyncio.Event()  # set while enough replicas serve for requests to be sent
         self.last_error: Exception | None = None  # of the replica that failed last
         self.on_room: Callable[[], None] | None = None  # called when a replica enters service, or has a request less
+        self.on_change: Callable[[PooledReplica], None] = _ignore  # called when a replica's service changes
+        self.origin = ""  # suffix of engine ids, where several routers send to the same replicas
         self._on_failed = on_failed
         self._replicas: dict[str, PooledReplica] = {}
         self._recovering: set[PooledReplica] = set()
@@ -275,6 +284,7 @@ class Pool:
         if handle.name in self._replicas:
             raise ValueError(f"replica name {handle.name!r} is taken; remove that replica first, or choose another")
         replica = self._replicas[handle.name] = PooledReplica(handle, self.limits.cancel_s)
+        self.on_change(replica)
         return replica
 
     def remove(self, name: str) -> PooledReplica:
@@ -287,6 +297,7 @@ class Pool:
         self.withdraw(replica)
         del self._replicas[name]
         replica.removed = True
+        self.on_change(replica)
         self.aborts.forget(replica)
         return replica
 
@@ -319,6 +330,7 @@ class Pool:
         self._num_serving += 1
         self.strategy.admit(replica)
         self._update_events()
+        self.on_change(replica)
         self.has_room()
 
     def withdraw(self, replica: PooledReplica, *, draining: bool = False) -> None:
@@ -332,6 +344,16 @@ class Pool:
             self._num_serving -= 1
             self.strategy.withdraw(replica)
         self._update_events()
+        self.on_change(replica)
+
+    def note_elsewhere(self, replica: PooledReplica, load: tuple[int, int], num_shards: int) -> None:
+        """Note the tokens and requests of other shards. Their part in the replica's load is divided by the number of
+        shards, because each shard corrects an imbalance."""
+        tokens = load[0] // num_shards
+        grown, replica.elsewhere, replica.load_of_others = tokens - replica.load_of_others, load, tokens
+        replica.load += grown
+        if grown < 0:
+            self.strategy.released(replica)
 
     def quarantine(self, replica: PooledReplica, error: Exception, epoch: int | None = None) -> None:
         """Take a replica out of service because of `error`, and recover it in the background.
@@ -418,6 +440,9 @@ class Pool:
         _set(self.enough, self._num_serving > 0 and self._num_serving + num_draining >= self.least)
 
 
+def _ignore(replica: PooledReplica) -> None: ...
+
+
 def _set(event: asyncio.Event, is_set: bool) -> None:
     if is_set:
         event.set()
@@ -441,4 +466,13 @@ class ReplicaStatus:
     def of(cls, replica: PooledReplica) -> ReplicaStatus:
         error = None if replica.last_error is None or replica.serving else reason(replica.last_error)
         gauges = replica.handle.gauges if isinstance(replica.handle, GaugedReplica) else None
-        return cls(replica.name, replica.serving, replica.version, replica.load, replica.num_requests, error, gauges)
+        tokens, requests = replica.elsewhere
+        return cls(
+            replica.name,
+            replica.serving,
+            replica.version,
+            replica.load - replica.load_of_others + tokens,
+            replica.num_requests + requests,
+            error,
+            gauges,
+        )

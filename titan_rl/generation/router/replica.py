@@ -34,6 +34,7 @@ class Limits:
     reabort_interval_s: float = 2.0  # until an abort is repeated, for requests that reached their engine after it
     cancel_s: float = 5.0  # cancelled calls and tasks end; the rest is logged and left behind
     call_s: float = 10.0  # one pause, resume, abort or close call to a replica
+    shard_s: float = 60.0  # a shard acknowledges a message, beyond the time that carrying it out takes
     blame_s: float = 2.0  # if replicas that failed a request serve others meanwhile, the request is at fault
     quarantine_s: float = 1.0  # before a failed replica is tried again; doubles with each failure in a row
     max_quarantine_s: float = 60.0
@@ -251,14 +252,15 @@ class BackgroundTasks:
         self._tasks: set[asyncio.Task[object]] = set()
         self._closed = False
 
-    def start(self, coroutine: Coroutine[Any, Any, object], name: str) -> None:
-        """Run `coroutine`. After `close` it is dropped before it starts."""
-        if self._closed:
-            coroutine.close()
-            return
+    def start(self, coroutine: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+        """Run `coroutine`. After `close` it is cancelled before it starts."""
         task = asyncio.get_running_loop().create_task(coroutine, name=name)
+        if self._closed:
+            task.cancel()
+            return task
         self._tasks.add(task)
         task.add_done_callback(self._done)
+        return task
 
     async def close(self, timeout_s: float) -> None:
         """Cancel all tasks and wait until they have ended, or with a warning until the time has passed."""

@@ -160,7 +160,8 @@ class RequestInFlight(Waiter):
         self.what = f"request {self.request_id!r} on replica {replica.name}"
         while True:
             is_plain = not self._num_attempts and _LATER_ATTEMPT.search(self.request_id) is None
-            self.engine_id = self.request_id if is_plain else f"{self.request_id}~{self._num_attempts}"
+            plain_id = f"{self.request_id}{self._requests.pool.origin}"
+            self.engine_id = plain_id if is_plain else f"{plain_id}~{self._num_attempts}"
             self._num_attempts += 1
             if not self._requests.pool.aborts.may_run(self.engine_id):
                 break
@@ -361,6 +362,24 @@ class RequestsInFlight:
             await wait.within(seconds, replica.idle.wait(), self._frozen_s)
         finally:
             self._waits.discard(wait)
+
+    async def drain(self, replica: PooledReplica, seconds: float) -> tuple[str, ...]:
+        """Wait until a replica runs no request, and abort those that are left when `seconds` have passed.
+
+        Returns:
+            Ids of the requests that were aborted.
+
+        Raises:
+            NotResumedError: they were frozen for too long.
+        """
+        try:
+            await self.wait_idle(replica, seconds)
+        except TimeoutError:
+            late = self.on(replica)
+            logger.warning("replica %s did not drain; aborting %d requests", replica.name, len(late))
+            await self.abort(late)
+            return tuple(request.request_id for request in late)
+        return ()
 
     async def abort(self, requests: Sequence[RequestInFlight]) -> tuple[str, ...]:
         """Abort requests and wait until they have ended.

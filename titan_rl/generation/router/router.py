@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterable, Sequence
-from contextlib import suppress
 from typing import Any
 
 from titan_rl.core.errors import EngineDeadError
@@ -15,6 +14,8 @@ from titan_rl.generation.router.dispatch import Dispatcher
 from titan_rl.generation.router.pool import OnReplicaFailed, Pool, ReplicaStatus
 from titan_rl.generation.router.replica import BackgroundTasks, Limits, OpenCalls, Replica
 from titan_rl.generation.router.requests import CutShortError, RequestsInFlight
+from titan_rl.generation.router.shard_messages import FromShard, ShardLink
+from titan_rl.generation.router.shards import Shards
 from titan_rl.generation.router.strategies import LeastLoaded, StickySession, Strategy
 from titan_rl.generation.types import PauseMode
 from titan_rl.types import Completion, SamplingParams
@@ -49,6 +50,8 @@ class GeneratorRouter:
         ValueError: the strategy is that of another router, or two replicas have one name.
     """
 
+    _pool_type: type[Pool] = Pool
+
     def __init__(
         self,
         replicas: Iterable[Replica],
@@ -65,17 +68,18 @@ class GeneratorRouter:
         self._calls = OpenCalls()
         tasks = BackgroundTasks(self._calls)
         strategy = strategy or StickySession(fallback=LeastLoaded())
-        pool = self._pool = Pool(replicas, strategy, limits, tasks, on_replica_failed, least_replicas)
+        pool = self._pool = self._pool_type(replicas, strategy, limits, tasks, on_replica_failed, least_replicas)
         requests = self._requests = RequestsInFlight(pool, stall_timeout_s)
-        pause = self._pause = Pause(pool, requests)
-        self._puller = Puller(pool, requests)
+        shards = self._shards = Shards(pool)
+        pause = self._pause = Pause(pool, requests, shards)
+        self._puller = Puller(pool, requests, shards)
         self._dispatcher = Dispatcher(
             pool, requests, pause, self._calls, max_attempts=max_attempts, move_below=move_below
         )
 
     @property
     def replicas(self) -> tuple[ReplicaStatus, ...]:
-        """Every replica with its load, version and health, for metrics."""
+        """Every replica with its load, version and health, for metrics. The load includes that of the shards."""
         return tuple(ReplicaStatus.of(replica) for replica in self._pool)
 
     def has_replica(self, name: str) -> bool:
@@ -181,8 +185,10 @@ class GeneratorRouter:
             Ids of requests that did not return in time and were cancelled. Unknown ids are ignored.
         """
         async with self._calls.one():
-            requests = list(self._requests) if request_ids is None else self._requests.find(request_ids)
-            return await self._requests.abort(requests)
+            ids = None if request_ids is None else tuple(request_ids)
+            requests = list(self._requests) if ids is None else self._requests.find(ids)
+            cancelled, ended = await asyncio.gather(self._requests.abort(requests), self._shards.abort(ids))
+            return (*cancelled, *ended.cancelled)
 
     def tokens_so_far(self) -> dict[str, Completion]:
         """Tokens streamed so far for each request in flight, by id, as aborted completions."""
@@ -190,13 +196,14 @@ class GeneratorRouter:
 
     @property
     def num_tokens_so_far(self) -> int:
-        """Number of tokens of all requests in flight, without building `tokens_so_far`."""
-        return sum(request.partial.num_tokens for request in self._requests)
+        """Number of tokens of all requests in flight, also in shards, without building `tokens_so_far`."""
+        return sum(request.partial.num_tokens for request in self._requests) + self._shards.num_tokens
 
     @property
     def num_moved(self) -> int | None:
-        """Number of requests so far that moved to an emptier replica. None without `move_below`."""
-        return self._dispatcher.moves.num_moved
+        """Number of requests so far that moved to an emptier replica, also in shards. None without `move_below`."""
+        own = self._dispatcher.moves.num_moved
+        return None if own is None else own + self._shards.num_moved
 
     def finish_session(self, session_id: str) -> None:
         """Free the strategy's state of a session, which sends no further requests."""
@@ -220,6 +227,7 @@ class GeneratorRouter:
             except asyncio.CancelledError:
                 self._pool.remove(pooled.name)
                 raise
+            await self._shards.settle()
             return pooled.serving
 
     def remove_replica(self, name: str) -> None:
@@ -240,10 +248,32 @@ class GeneratorRouter:
         """
         replica = self._pool.find(name)
         self._pool.withdraw(replica, draining=True)
-        with suppress(TimeoutError):
-            await self._requests.wait_idle(replica, finish_s)
+        own = self._requests.wait_idle(replica, finish_s)
+        results = await asyncio.gather(own, self._shards.drain(replica, finish_s, abort=False), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, TimeoutError):
+                raise result
         if not replica.removed:
             self.remove_replica(name)
+
+    async def join(self, link: ShardLink) -> None:
+        """Add a shard: a `RouterShard` behind `link`, usually in another process. It may send requests to the replicas
+        once this returns, and pulls, pauses, drains and aborts of this router apply to its requests, too.
+
+        Raises:
+            ConfigError: a replica cannot be reached from other processes.
+            ActorDiedError: the shard has ended.
+        """
+        async with self._calls.one(), self._pause.changing:
+            await self._shards.join(link, self.paused)
+
+    def leave(self, link: ShardLink) -> None:
+        """Forget a shard, which has ended."""
+        self._shards.leave(link)
+
+    def receive(self, link: ShardLink, report: FromShard) -> None:
+        """Handle a report of a shard."""
+        self._shards.receive(link, report)
 
     async def close(self) -> None:
         """Fail all calls in flight with `EngineDeadError` and close every replica. Closing again does nothing."""

@@ -1,0 +1,150 @@
+"""A router with shards in one process: the interface of one router, for tests of guarantees. Messages between router
+and shards take a random time, and arrive in any order."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import zlib
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
+
+from titan_rl.core.errors import ActorDiedError
+from titan_rl.generation.request import EngineRequest, OnChunk
+from titan_rl.generation.router import GeneratorRouter
+from titan_rl.generation.router.replica import Replica, StreamingReplica
+from titan_rl.generation.router.shard import RouterShard, ShardReplica
+from titan_rl.generation.router.shard_messages import Ended, FromShard, ToShard
+from titan_rl.types import Completion
+
+LATENCY_S = 0.05  # of a message, at most
+
+
+class Connected(ShardReplica):
+    """A shard's connection to a replica of the test."""
+
+    def __init__(self, name: str, replica: Any) -> None:
+        super().__init__(name)
+        self._replica = replica
+
+    async def generate(self, *args: Any, **kwargs: Any) -> Completion:
+        return await self._replica.generate(*args, **kwargs)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        await self._replica.abort(request_ids)
+
+    async def close(self) -> None: ...
+
+
+class ConnectedStream(Connected):
+    async def stream(self, request: EngineRequest, on_chunk: OnChunk) -> Completion:
+        return await self._replica.stream(request, on_chunk)
+
+
+class Addressed:
+    """A replica with an address: itself."""
+
+    def __init__(self, replica: Any) -> None:
+        self.address = replica
+        self._replica = replica
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._replica, name)
+
+
+def _connect(name: str, replica: Any) -> Connected:
+    return ConnectedStream(name, replica) if isinstance(replica, StreamingReplica) else Connected(name, replica)
+
+
+class InProcessLink:
+    """A shard of its own, and the connection of the router to it."""
+
+    def __init__(self, name: str, router: GeneratorRouter, options: dict[str, Any]) -> None:
+        self.name = name
+        self.random = random.Random(name)
+        self.died = asyncio.Event()
+        self.shard = RouterShard(_connect, self._report, origin=f"@{name}", **options)
+        self._router = router
+
+    async def call(self, number: int, message: ToShard) -> Ended:
+        await asyncio.sleep(self.random.uniform(0, LATENCY_S))
+        carrying = asyncio.ensure_future(self.shard.receive_message(number, message))
+        ending = asyncio.ensure_future(self.died.wait())
+        await asyncio.wait([carrying, ending], return_when=asyncio.FIRST_COMPLETED)
+        ending.cancel()
+        if not carrying.done() or self.died.is_set():
+            carrying.cancel()
+            raise ActorDiedError(f"{self.name} died")
+        return await carrying
+
+    def end(self, reason: str) -> None:
+        self.died.set()
+
+    def _report(self, report: FromShard) -> None:
+        if not self.died.is_set():
+            delay_s = self.random.uniform(0, LATENCY_S)
+            asyncio.get_running_loop().call_later(delay_s, self._router.receive, self, report)
+
+    async def kill(self) -> None:
+        """End the shard and its requests, as the death of its process does."""
+        self.died.set()
+        self._router.leave(self)
+        await self.shard.close()
+
+
+class InProcessShards:
+    """A router and its shards. Sessions stay in their shard."""
+
+    def __init__(self, replicas: Iterable[Replica], *args: Any, num_shards: int, **options: Any) -> None:
+        self.router = GeneratorRouter(map(Addressed, replicas), *args, **options)  # pyright: ignore
+        options.pop("on_replica_failed", None)
+        self.links = [InProcessLink(f"shard{number}", self.router, options) for number in range(num_shards)]
+        self._joined: asyncio.Future[Any] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.router, name)
+
+    async def joined(self) -> None:
+        """Wait until all shards have joined. Whatever is asked of the router before waits for it, too."""
+        if self._joined is None:
+            self._joined = asyncio.gather(*(self.router.join(link) for link in self.links))
+        await asyncio.shield(self._joined)
+
+    def link_of(self, session_id: str | None) -> InProcessLink:
+        living = [link for link in self.links if not link.died.is_set()]
+        return living[zlib.crc32((session_id or "").encode()) % len(living)]
+
+    async def generate(self, *args: Any, request_id: str, session_id: str | None = None, **kwargs: Any) -> Completion:
+        await self.joined()
+        shard = self.link_of(session_id or request_id).shard
+        return await shard.generate(*args, request_id=request_id, session_id=session_id, **kwargs)
+
+    async def add_replica(self, replica: Any) -> bool:
+        return await self._after_join(self.router.add_replica, Addressed(replica))
+
+    async def pull_state_dict(self, *args: Any) -> Any:
+        return await self._after_join(self.router.pull_state_dict, *args)
+
+    async def pause(self, *args: Any) -> Any:
+        return await self._after_join(self.router.pause, *args)
+
+    async def resume(self) -> None:
+        await self._after_join(self.router.resume)
+
+    async def abort(self, *args: Any) -> Any:
+        return await self._after_join(self.router.abort, *args)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(link.shard.close() for link in self.links))
+        await self.router.close()
+
+    async def _after_join(self, call: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+        await self.joined()
+        return await call(*args)
+
+
+def router_of(replicas: Iterable[Replica], *args: Any, num_shards: int = 0, **options: Any) -> Any:
+    """A router, or one with shards that answer the requests."""
+    if not num_shards:
+        return GeneratorRouter(replicas, *args, **options)
+    return InProcessShards(replicas, *args, num_shards=num_shards, **options)

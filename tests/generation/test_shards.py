@@ -1,0 +1,325 @@
+"""Guarantees of a router over several shards: as over one router, and through the death of a shard. Virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import pytest
+from depth import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from in_process_shards import InProcessShards
+from virtual_time import in_virtual_time
+
+from titan_rl.core.errors import ActorDiedError, ConfigError, EngineDeadError, GenerationError, UnavailableWeightsError
+from titan_rl.generation.router import GeneratorRouter, Limits
+from titan_rl.generation.router.shard_messages import Ended, ToShard
+from titan_rl.testing.fake_replica import FakeReplica
+from titan_rl.types import Completion, FinishReason, SamplingParams
+
+pytestmark = pytest.mark.looptime
+
+NUM_SHARDS = 16
+
+
+async def sharded(replicas: list[FakeReplica], num_shards: int = NUM_SHARDS, **options: Any) -> InProcessShards:
+    router = InProcessShards(replicas, num_shards=num_shards, **options)
+    await router.joined()
+    return router
+
+
+def ask(router: InProcessShards, number: int, tokens: int = 10) -> asyncio.Task[Completion]:
+    sampling = SamplingParams(max_tokens=tokens)
+    return asyncio.create_task(
+        router.generate([1], request_id=f"g{number}/0/0", session_id=f"g{number}/0", sampling=sampling)
+    )
+
+
+async def test_a_pause_is_complete_once_no_shard_sends_any_more() -> None:
+    replicas = [FakeReplica(name) for name in "abcd"]
+    router = await sharded(replicas)
+    running = [ask(router, number) for number in range(64)]
+    await asyncio.sleep(3.5)
+    await router.pause("keep")
+    served = sum(len(replica.served) for replica in replicas)
+    assert served == 64
+    late = [ask(router, number) for number in range(64, 128)]
+    await asyncio.sleep(300)
+    assert not any(request.done() for request in [*running, *late])
+    assert sum(len(replica.served) for replica in replicas) == served
+    await router.resume()
+    completions = await asyncio.gather(*running, *late)
+    assert {(len(one.token_ids), one.finish_reason) for one in completions} == {(10, FinishReason.LENGTH)}
+    await router.close()
+
+
+async def test_requests_of_all_shards_finish_within_a_waiting_pause_or_are_reported_as_aborted() -> None:
+    router = await sharded([FakeReplica("a"), FakeReplica("b")], limits=Limits(finish_s=50))
+    short, long = (
+        [ask(router, number) for number in range(20)],
+        [ask(router, 100 + number, 1000) for number in range(9)],
+    )
+    await asyncio.sleep(1)
+    report = await router.pause("wait")
+    assert {request.result().finish_reason for request in short} == {FinishReason.LENGTH}
+    assert sorted(report.aborted) == sorted(f"g{100 + number}/0/0" for number in range(9))
+    assert {(await request).finish_reason for request in long} == {FinishReason.ABORT}
+    assert report.cancelled == ()
+    await router.resume()
+    await router.close()
+
+
+async def test_an_abort_reaches_the_requests_of_every_shard() -> None:
+    router = await sharded([FakeReplica("a"), FakeReplica("b")])
+    requests = [ask(router, number, 1000) for number in range(40)]
+    await asyncio.sleep(5.5)
+    assert await router.abort() == ()
+    completions = await asyncio.gather(*requests)
+    assert {(len(one.token_ids) >= 5, one.finish_reason) for one in completions} == {(True, FinishReason.ABORT)}
+    await router.close()
+
+
+async def test_a_drain_takes_each_replica_out_of_every_shard_so_that_an_answer_has_one_version() -> None:
+    replicas = [FakeReplica("a"), FakeReplica("b")]
+    router = await sharded(replicas)
+    await router.pull_state_dict(1)
+    requests = [ask(router, number, 20) for number in range(64)]
+    await asyncio.sleep(2)
+    pulling = asyncio.create_task(router.pull_state_dict(2, "drain"))
+    later = list[asyncio.Task[Completion]]()
+    for number in range(64, 128):
+        later.append(ask(router, number, 5))
+        await asyncio.sleep(0.5)
+    report = await pulling
+    assert (sorted(report.pulled), report.aborted) == (["a", "b"], ())
+    completions = await asyncio.gather(*requests, *later)
+    assert all(len({span.version for span in one.version_spans}) == 1 for one in completions)
+    await router.close()
+
+
+async def test_after_a_pull_no_shard_sends_to_a_replica_that_kept_old_weights() -> None:
+    a, b = FakeReplica("a"), FakeReplica("b")
+    router = await sharded([a, b], limits=Limits(quarantine_s=1000, max_quarantine_s=1000))
+    b.pull_error = UnavailableWeightsError("no route")
+    report = await router.pull_state_dict(1)
+    assert list(report.failed) == ["b"]
+    await asyncio.gather(*(ask(router, number) for number in range(64)))
+    assert (len(a.served), b.served) == (64, [])
+    await router.close()
+
+
+async def test_a_replica_that_fails_in_one_shard_leaves_service_in_all_and_returns_to_all() -> None:
+    a, b = FakeReplica("a"), FakeReplica("b")
+    router = await sharded([a, b], limits=Limits(quarantine_s=50))
+    a.generate_error = GenerationError("broken")
+    first = [ask(router, number) for number in range(8)]
+    await asyncio.sleep(3)
+    a.generate_error, tried = None, len(a.served)
+    assert [replica.serving for replica in router.replicas] == [False, True]
+    second = [ask(router, number) for number in range(100, 164)]
+    await asyncio.gather(*first, *second)
+    assert len(a.served) == tried
+    await asyncio.sleep(60)
+    await asyncio.gather(*(ask(router, number) for number in range(200, 264)))
+    assert len(a.served) > tried
+    await router.close()
+
+
+async def test_a_silent_replica_is_reported_by_the_shard_whose_requests_it_has() -> None:
+    a, told = FakeReplica("a", step_s=10_000), list[tuple[str, str]]()
+    router = await sharded(
+        [a],
+        stall_timeout_s=30,
+        max_attempts=1,
+        on_replica_failed=lambda replica, error: told.append((replica.name, type(error).__name__)),
+    )
+    with pytest.raises(GenerationError, match="no sign of life from a for 30 s"):
+        await ask(router, 0)
+    await asyncio.sleep(1)
+    assert told == [("a", "EngineStalledError")]
+    await router.close()
+
+
+async def test_replicas_join_retire_and_are_replaced_in_every_shard() -> None:
+    a, b = FakeReplica("a"), FakeReplica("b")
+    router = await sharded([a])
+    await router.pull_state_dict(1)
+    assert await router.add_replica(b)
+    requests = [ask(router, number) for number in range(64)]
+    await asyncio.sleep(2)
+    assert a.served
+    assert b.served
+    await router.router.retire_replica("a", 100)
+    assert (len(a.running), router.router.has_replica("a")) == (0, False)
+    router.router.remove_replica("b")
+    another = FakeReplica("b")
+    assert await router.add_replica(another)
+    completions = await asyncio.gather(*requests, *(ask(router, number) for number in range(100, 132)))
+    assert {len(one.token_ids) for one in completions} == {10}
+    assert len(another.served) >= 32
+    await router.close()
+
+
+async def test_a_shard_that_joins_during_a_pause_sends_nothing_before_the_resume() -> None:
+    a = FakeReplica("a")
+    router = InProcessShards([a], num_shards=2)
+    await router.router.pause("keep")
+    request = ask(router, 0)
+    await asyncio.sleep(100)
+    assert a.served == []
+    await router.resume()
+    assert len((await request).token_ids) == 10
+    await router.close()
+
+
+async def test_the_death_of_a_shard_costs_only_its_own_requests() -> None:
+    replicas = [FakeReplica(name) for name in "ab"]
+    router = await sharded(replicas, num_shards=4)
+    requests = {number: ask(router, number, 30) for number in range(64)}
+    dead = router.link_of("g0/0")
+    own = {number for number in requests if router.link_of(f"g{number}/0") is dead}
+    await asyncio.sleep(5)
+    await dead.kill()
+    await router.pause("keep")
+    await router.resume()
+    await router.pull_state_dict(1)
+    for number, request in requests.items():
+        if number in own:
+            with pytest.raises(EngineDeadError):
+                await request
+        else:
+            assert len((await request).token_ids) == 30
+    assert len((await ask(router, 0)).token_ids) == 10  # its session continues in another shard
+    await asyncio.sleep(3)
+    assert all((replica.load, replica.num_requests) == (0, 0) for replica in router.replicas)
+    await router.close()
+
+
+async def test_a_shard_that_does_not_acknowledge_is_given_up_so_that_a_pause_ends() -> None:
+    class Deaf:
+        name, reason = "deaf", ""
+
+        async def call(self, number: int, message: ToShard) -> Ended:
+            if number:
+                await asyncio.Event().wait()
+            return Ended()
+
+        def end(self, reason: str) -> None:
+            self.reason = reason
+
+    router, deaf = await sharded([FakeReplica("a")], num_shards=2, limits=Limits(shard_s=20)), Deaf()
+    await router.router.join(deaf)
+    await router.pause("keep")
+    assert "did not follow the router" in deaf.reason
+    await router.resume()
+    await router.close()
+
+
+async def test_a_shard_that_ends_while_it_joins_is_an_error() -> None:
+    class Gone:
+        name = "gone"
+
+        async def call(self, number: int, message: ToShard) -> Ended:
+            raise ActorDiedError("gone died")
+
+        def end(self, reason: str) -> None: ...
+
+    router = await sharded([FakeReplica("a")], num_shards=1)
+    with pytest.raises(ActorDiedError, match="gone did not join the router"):
+        await router.router.join(Gone())
+    await router.close()
+
+
+async def test_a_replica_without_an_address_cannot_be_shared() -> None:
+    router = GeneratorRouter([FakeReplica("a")])
+    (link,) = (await sharded([FakeReplica("b")], num_shards=1)).links
+    with pytest.raises(ConfigError, match=r"replica 'a' has no address.*rollout\.num_workers"):
+        await router.join(link)
+    await router.close()
+
+
+async def test_shards_together_keep_the_busiest_replica_within_a_tenth_of_the_mean() -> None:
+    replicas = [FakeReplica(f"r{number}", step_s=4.0) for number in range(4)]
+    router = InProcessShards(replicas, num_shards=NUM_SHARDS)
+    await router.joined()
+    requests = set[asyncio.Task[Completion]]()
+    for number in range(64 * len(replicas)):
+        requests.add(ask(router, number, 5 + number * 7919 % 15))
+        await asyncio.sleep(0.04)
+    number, ratios = 10_000, list[float]()
+    for _ in range(40):
+        await asyncio.sleep(1)
+        done = {request for request in requests if request.done()}
+        requests -= done
+        for _ in done:
+            number += 1
+            requests.add(ask(router, number, 5 + number * 7919 % 15))
+        counts = Counter({replica.name: len(replica.running) for replica in replicas})
+        ratios.append(max(counts.values()) * len(replicas) / counts.total())
+    assert max(ratios[5:]) <= 1.15
+    assert sorted(ratios[5:])[len(ratios[5:]) // 2] <= 1.1
+    for request in requests:
+        request.cancel()
+    await asyncio.gather(*requests, return_exceptions=True)
+    await router.close()
+
+
+Event = tuple[str, int]
+
+EVENTS = st.lists(
+    st.tuples(st.sampled_from(["ask", "ask", "kill", "keep", "resume", "pull", "drain", "fail"]), st.integers(0, 7)),
+    max_size=40,
+)
+
+
+LIMITS = Limits(no_replica_s=500, max_quarantine_s=10)
+
+
+async def survive(events: list[Event]) -> None:
+    replicas = [FakeReplica(name) for name in "ab"]
+    router = await sharded(replicas, num_shards=3, limits=LIMITS, max_attempts=20)
+    asked: dict[asyncio.Task[Completion], Any] = {}
+    controls, version = list[asyncio.Task[Any]](), 0
+    for place, (what, number) in enumerate(events):
+        living = [link for link in router.links if not link.died.is_set()]
+        match what:
+            case "ask":
+                asked[ask(router, 1000 * number + place, 5 + number)] = router.link_of(f"g{1000 * number + place}/0")
+            case "kill" if len(living) > 1:
+                await living[number % len(living)].kill()
+            case "keep" | "resume":
+                calls = {"keep": lambda: router.pause("keep"), "resume": router.resume}
+                controls.append(asyncio.create_task(calls[what]()))
+            case "pull" | "drain":
+                version += 1
+                pull = router.pull_state_dict(version, "drain" if what == "drain" else "hot_swap")
+                controls.append(asyncio.create_task(pull))
+            case "fail":
+                replicas[number % 2].generate_error = GenerationError("broken") if number < 4 else None
+            case _:
+                pass
+        await asyncio.sleep(number / 7)
+    for replica in replicas:
+        replica.generate_error = None
+    await asyncio.sleep(30)
+    if router.paused is not None:
+        await router.resume()
+    for request, link in asked.items():
+        try:
+            completion = await request
+            assert completion.finish_reason is FinishReason.LENGTH
+        except EngineDeadError:
+            assert link.died.is_set()
+    await asyncio.gather(*controls, return_exceptions=True)
+    await asyncio.sleep(30)  # every quarantine ends
+    assert all((replica.serving, replica.load, replica.num_requests) == (True, 0, 0) for replica in router.replicas)
+    assert {replica.version for replica in replicas} == {router.version or 0}
+    await router.close()
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(EVENTS)
+def test_whatever_happens_a_request_is_lost_only_with_its_shard(events: list[Event]) -> None:
+    in_virtual_time(survive(events))

@@ -1,0 +1,203 @@
+"""Shard of a router: dispatches its own requests to replicas that another router controls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from titan_rl.generation.router.pool import Pool, PooledReplica
+from titan_rl.generation.router.replica import Limits, Replica
+from titan_rl.generation.router.router import GeneratorRouter
+from titan_rl.generation.router.shard_messages import (
+    SHARE_S,
+    AbortRequests,
+    Drain,
+    Ended,
+    FromShard,
+    Join,
+    PauseShard,
+    ReplicaFailed,
+    ReplicaState,
+    ResumeShard,
+    ShardLoad,
+    ToShard,
+    Totals,
+    Update,
+)
+from titan_rl.generation.router.strategies import Strategy
+from titan_rl.generation.types import PauseMode
+
+
+class ShardReplica:
+    """Base class of a shard's replicas. The router pulls, pauses and resumes the engine; a subclass adds `stream` or
+    `generate`, `abort`, and `close`, which only ends the shard's own connection."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.identity = -1  # of the replica, as the router knows it
+        self.admitted = 0  # its epoch there at its last admission
+
+    async def pull(self, version: int) -> int:
+        return version
+
+    async def pause(self, mode: PauseMode) -> None: ...
+
+    async def resume(self) -> None: ...
+
+
+class ShardPool(Pool):
+    """Pool whose replicas enter service when the router says so. A replica that fails here is out of service here,
+    until the router has admitted it again."""
+
+    def take_out(self, replica: PooledReplica) -> None:
+        self.withdraw(replica)
+
+    def quarantine(self, replica: PooledReplica, error: Exception, epoch: int | None = None) -> None:
+        if replica.serving or replica.draining:
+            super().quarantine(replica, error, epoch)
+
+    def follow(self, replica: PooledReplica, state: ReplicaState) -> None:
+        """Bring a replica to the state that the router has decided."""
+        handle = replica.handle
+        assert isinstance(handle, ShardReplica)
+        replica.version = state.version
+        if not state.serving:
+            self.withdraw(replica, draining=state.draining)
+        elif state.epoch > handle.admitted:
+            if not replica.serving:
+                self.aborts.send_again(replica)
+            handle.admitted = state.epoch
+            self.withdraw(replica)  # a failure from before is not one of this epoch
+            self.admit(replica)
+
+
+class RouterShard(GeneratorRouter):
+    """Router of one process's requests over the replicas of another process's router.
+
+    It has the strategy, the failover, the moves and the stall detection of a router. `receive_message` carries out what
+    the router decides.
+
+    Args:
+        connect: Makes the replica for a name and an address.
+        report: Sends a report to the router.
+        origin: Suffix of engine ids, unique among all shards that the replicas have ever had.
+        options: Of `GeneratorRouter`.
+    """
+
+    _pool_type = ShardPool
+
+    def __init__(
+        self,
+        connect: Callable[[str, Any], ShardReplica],
+        report: Callable[[FromShard], None],
+        strategy: Strategy | None = None,
+        *,
+        origin: str,
+        limits: Limits | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__((), strategy, limits=limits, on_replica_failed=self._failed, **options)
+        self._connect = connect
+        self._report = report
+        self._next = 0
+        self._reported = ShardLoad()
+        self._turns: dict[int, asyncio.Event] = {}  # of messages that overtook others
+        self._pool.origin = origin
+        self._pool.tasks.start(self._keep_reporting(), "report the load")
+
+    async def receive_message(self, number: int, message: ToShard) -> Ended:
+        """Carry out a message of the router, beginning with those sent before it.
+
+        Args:
+            number: Of the message, from 0.
+        """
+        if number != self._next:
+            turn = self._turns[number] = asyncio.Event()
+            await turn.wait()
+        task = asyncio.ensure_future(self._carry_out(message))
+        await asyncio.sleep(0)  # it has begun
+        self._next = number + 1
+        if (turn := self._turns.pop(self._next, None)) is not None:
+            turn.set()
+        return await task
+
+    async def _carry_out(self, message: ToShard) -> Ended:
+        match message:
+            case Update():
+                self._follow(message.replicas)
+            case Join():
+                self._follow(message.replicas)
+                if message.mode is not None:
+                    await self.pause(message.mode)
+            case Totals():
+                self._note(message)
+            case PauseShard():
+                if self.paused is None:
+                    report = await self.pause(message.mode)
+                    return Ended(report.aborted, report.cancelled)
+            case ResumeShard():
+                if self.paused is not None:
+                    await self.resume()
+            case Drain():
+                return await self._drain(message)
+            case AbortRequests(request_ids):
+                return Ended(cancelled=await self.abort(request_ids))
+        return Ended()
+
+    def _follow(self, states: tuple[ReplicaState, ...]) -> None:
+        pool = self._pool
+        assert isinstance(pool, ShardPool)
+        for state in states:
+            if state.removed:
+                if state.name in pool and self._identity(state.name) == state.identity:
+                    self.remove_replica(state.name)
+                continue
+            if state.address is not None and (state.name not in pool or self._identity(state.name) != state.identity):
+                handle: Any = self._connect(state.name, state.address)
+                handle.identity = state.identity
+                pool.add(handle)
+            pool.follow(pool.find(state.name), state)
+
+    def _identity(self, name: str) -> int:
+        handle = self._pool.find(name).handle
+        assert isinstance(handle, ShardReplica)
+        return handle.identity
+
+    def _note(self, totals: Totals) -> None:
+        for replica in self._pool:
+            tokens, requests = totals.loads.get(replica.name, (0, 0))
+            own_tokens, own_requests = self._reported.loads.get(replica.name, (0, 0))
+            elsewhere = max(0, tokens - own_tokens), max(0, requests - own_requests)
+            self._pool.note_elsewhere(replica, elsewhere, totals.num_shards)
+            if replica.name in totals.versions and replica.serving:
+                replica.version = totals.versions[replica.name]
+
+    async def _drain(self, message: Drain) -> Ended:
+        if message.name not in self._pool:
+            return Ended()
+        replica = self._pool.find(message.name)
+        if message.abort:
+            return Ended(aborted=await self._requests.drain(replica, message.seconds))
+        with suppress(TimeoutError):
+            await self._requests.wait_idle(replica, message.seconds)
+        return Ended()
+
+    def _failed(self, handle: Replica, error: Exception) -> None:
+        assert isinstance(handle, ShardReplica)
+        self._report(ReplicaFailed(handle.name, handle.identity, handle.admitted, error))
+
+    async def _keep_reporting(self) -> None:
+        while True:
+            await asyncio.sleep(SHARE_S)
+            loads = {
+                replica.name: (replica.load - replica.load_of_others, replica.num_requests)
+                for replica in self._pool
+                if replica.num_requests
+            }
+            tokens = sum(request.partial.num_tokens for request in self._requests)
+            load = ShardLoad(loads, tokens, self.num_moved)
+            if load != self._reported:
+                self._reported = load
+                self._report(load)

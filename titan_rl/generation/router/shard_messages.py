@@ -1,0 +1,172 @@
+"""Messages between a router and its shards: plain data, small, and in order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from titan_rl.generation.types import PauseMode
+
+Load = tuple[int, int]
+"""Tokens reserved, and requests in flight."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaState:
+    """State of one replica, as the router decided it.
+
+    Attributes:
+        identity: Distinguishes a replica from a later one with the same name.
+        epoch: Number of admissions so far. A failure that a shard reports names the epoch in which it occurred.
+        removed: The replica is gone, and its requests continue elsewhere.
+        address: Plain data from which a shard connects to the replica; None if the shard has received it.
+    """
+
+    name: str
+    identity: int
+    epoch: int
+    serving: bool
+    draining: bool
+    removed: bool
+    version: int | None
+    address: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """New states of replicas."""
+
+    replicas: tuple[ReplicaState, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """First message to a shard: every replica, and the present pause."""
+
+    replicas: tuple[ReplicaState, ...]
+    mode: PauseMode | None
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Load and version of the replicas, by name.
+
+    Attributes:
+        loads: Of all shards together, without replicas that have none.
+        num_shards: Shards whose loads these are.
+    """
+
+    loads: Mapping[str, Load]
+    versions: Mapping[str, int | None]
+    num_shards: int
+
+
+@dataclass(frozen=True, slots=True)
+class PauseShard:
+    mode: PauseMode
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeShard:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Wait until a replica runs no request of the shard.
+
+    Attributes:
+        seconds: Limit of the wait.
+        abort: End the requests that are left then.
+    """
+
+    name: str
+    seconds: float
+    abort: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRequests:
+    """End requests with the tokens they have; None stands for all that are in flight."""
+
+    request_ids: tuple[str, ...] | None
+
+
+ToShard = Update | Join | Totals | PauseShard | ResumeShard | Drain | AbortRequests
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Answer of a shard to a pause, a drain or an abort: ids of requests.
+
+    Attributes:
+        aborted: Ended early.
+        cancelled: Those of them that did not return in time, and lost their tokens.
+    """
+
+    aborted: tuple[str, ...] = ()
+    cancelled: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaFailed:
+    """A replica failed in a shard, which sends it nothing until it is admitted again."""
+
+    name: str
+    identity: int
+    epoch: int
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLoad:
+    """Report of a shard, every `SHARE_S` seconds.
+
+    Attributes:
+        loads: By the replicas' names, without replicas that have none.
+        num_tokens: Tokens so far of the requests in flight.
+        num_moved: Requests that have moved so far; None if requests do not move.
+    """
+
+    loads: Mapping[str, Load] = field(default_factory=dict[str, Load])
+    num_tokens: int = 0
+    num_moved: int | None = None
+
+
+FromShard = ReplicaFailed | ShardLoad
+
+SHARE_S = 1.0
+"""Interval at which shards report their load, and receive that of the others."""
+
+
+class ShardLink(Protocol):
+    """Connection of a router to one shard. Compared by identity."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def call(self, number: int, message: ToShard) -> Ended:
+        """Deliver a message, and return once the shard has carried it out.
+
+        Args:
+            number: Of the message, from 0: the shard begins them in order.
+
+        Raises:
+            ActorDiedError: the shard has ended.
+        """
+        ...
+
+    def end(self, reason: str) -> None:
+        """End a shard that does not answer in time."""
+        ...
+
+
+@runtime_checkable
+class AddressedReplica(Protocol):
+    """A replica that shards in other processes can reach, too."""
+
+    @property
+    def address(self) -> Any:
+        """Plain data from which a shard connects to it."""
+        ...

@@ -1,0 +1,246 @@
+"""Control of a router's shards: what they learn of replicas, and operations that every shard acknowledges."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from titan_rl.core.calls.bounded import limited
+from titan_rl.core.errors import ActorDiedError, ConfigError
+from titan_rl.generation.router.pool import Pool, PooledReplica
+from titan_rl.generation.router.shard_messages import (
+    SHARE_S,
+    AbortRequests,
+    AddressedReplica,
+    Drain,
+    Ended,
+    FromShard,
+    Join,
+    Load,
+    PauseShard,
+    ReplicaFailed,
+    ReplicaState,
+    ResumeShard,
+    ShardLink,
+    ShardLoad,
+    ToShard,
+    Totals,
+    Update,
+)
+from titan_rl.generation.types import PauseMode
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Shard:
+    numbers: count[int] = field(default_factory=count)
+    known: set[int] = field(default_factory=set[int])  # identities of replicas whose address it has
+    load: ShardLoad = field(default_factory=ShardLoad)
+    updates: set[asyncio.Task[Ended]] = field(default_factory=set[asyncio.Task[Ended]])  # not acknowledged yet
+
+
+class Shards:
+    """Shards of a router: other routers over the same replicas, each for its own requests.
+
+    The router decides which replicas serve, pulls, pauses and resumes them. A shard follows these decisions, dispatches
+    requests by itself, and reports failures. Messages to a shard are carried out in order, and an operation is complete
+    once each shard has acknowledged it. A shard that ends, or does not answer in time, takes its requests with it and
+    holds up nothing.
+
+    A strategy sees the load of its own shard, plus the load of the other shards divided by the number of shards: if an
+    engine has too much, each shard corrects its part of the excess, instead of all of them correcting all of it.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._limits = pool.limits
+        self._shards: dict[ShardLink, _Shard] = {}
+        self._changed: dict[PooledReplica, None] = {}  # since the last update, in order
+        self._shared: Totals | None = None  # that the shards have
+        self._is_sharing = False
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far of all requests in flight in shards."""
+        return sum(shard.load.num_tokens for shard in self._shards.values())
+
+    @property
+    def num_moved(self) -> int:
+        """Requests that have moved so far, in the shards that are left."""
+        return sum(shard.load.num_moved or 0 for shard in self._shards.values())
+
+    async def join(self, link: ShardLink, mode: PauseMode | None) -> None:
+        """Add a shard. It may send requests once this returns.
+
+        Raises:
+            ConfigError: a replica cannot be reached from other processes.
+            ActorDiedError: it has ended.
+        """
+        self._flush()
+        self._pool.on_change = self._note
+        shard = _Shard()
+        states = self._states(self._pool, shard)
+        self._shards[link] = shard
+        await asyncio.shield(self._begin(link, Join(states, mode)))
+        if link not in self._shards:
+            raise ActorDiedError(f"{link.name} did not join the router")
+        self._shared = None  # it has no totals yet
+        self._share()
+        if not self._is_sharing:
+            self._is_sharing = True
+            self._pool.tasks.start(self._keep_sharing(), "share the load of shards")
+
+    def leave(self, link: ShardLink) -> None:
+        """Forget a shard and its load. Does nothing the second time."""
+        if self._shards.pop(link, None) is not None:
+            self._add_up()
+
+    def receive(self, link: ShardLink, report: FromShard) -> None:
+        """Handle the report of a shard. Those of shards that have left are ignored."""
+        if (shard := self._shards.get(link)) is None:
+            return
+        match report:
+            case ShardLoad():
+                shard.load = report
+            case ReplicaFailed() if report.name in self._pool:
+                replica = self._pool.find(report.name)
+                if replica.identity == report.identity:
+                    self._pool.quarantine(replica, report.error, report.epoch)
+            case ReplicaFailed():  # it has been removed since
+                pass
+
+    async def settle(self) -> None:
+        """Return once each shard follows all decisions so far."""
+        self._flush()
+        if updates := [update for shard in self._shards.values() for update in shard.updates]:
+            await asyncio.wait(updates)
+
+    async def pause(self, mode: PauseMode) -> Ended:
+        return await self._call_all(PauseShard(mode), self._limits.finish_s + self._limits.abort_s)
+
+    async def resume(self) -> None:
+        await self._call_all(ResumeShard())
+
+    async def drain(self, replica: PooledReplica, seconds: float, *, abort: bool) -> Sequence[str]:
+        """Wait until no shard runs a request on a replica that is out of service, or for that time.
+
+        Returns:
+            ids of the requests that were aborted then, with `abort`.
+        """
+        longest_s = seconds + self._limits.paused_s + self._limits.abort_s  # a pause may stop the clock
+        self._flush()
+        return (await self._call_all(Drain(replica.name, seconds, abort), longest_s)).aborted
+
+    async def abort(self, request_ids: Iterable[str] | None) -> Ended:
+        ids = None if request_ids is None else tuple(request_ids)
+        return await self._call_all(AbortRequests(ids), self._limits.abort_s)
+
+    def _note(self, replica: PooledReplica) -> None:
+        """Tell the shards of a change at the end of this iteration of the event loop, with all others."""
+        if not self._changed:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._changed[replica] = None
+
+    def _flush(self) -> None:
+        changed, self._changed = self._changed, {}
+        if not changed:
+            return
+        for link, shard in tuple(self._shards.items()):
+            if states := self._states(changed, shard):
+                update = self._begin(link, Update(states))
+                shard.updates.add(update)
+                update.add_done_callback(shard.updates.discard)
+
+    def _states(self, replicas: Iterable[PooledReplica], shard: _Shard) -> tuple[ReplicaState, ...]:
+        states: list[ReplicaState] = []
+        for replica in replicas:
+            identity, address = replica.identity, None
+            if identity not in shard.known:
+                if replica.removed:
+                    continue
+                if not isinstance(replica.handle, AddressedReplica):
+                    raise ConfigError(
+                        f"replica {replica.name!r} has no address: rollout workers cannot reach it; set "
+                        "rollout.num_workers to 0"
+                    )
+                shard.known.add(identity)
+                address = replica.handle.address
+            states.append(
+                ReplicaState(
+                    replica.name,
+                    identity,
+                    replica.epoch,
+                    replica.serving,
+                    replica.draining,
+                    replica.removed,
+                    replica.version,
+                    address,
+                )
+            )
+        return tuple(states)
+
+    async def _keep_sharing(self) -> None:
+        while True:
+            await asyncio.sleep(SHARE_S)
+            self._share()
+
+    def _share(self) -> None:
+        if not self._shards:
+            return
+        loads = self._add_up()
+        totals = Totals(loads, {replica.name: replica.version for replica in self._pool}, len(self._shards))
+        if totals == self._shared:
+            return
+        self._shared = totals
+        for link in tuple(self._shards):
+            self._begin(link, totals)
+
+    def _add_up(self) -> dict[str, Load]:
+        """Load of all shards on each replica, as this router's own strategy sees it, too."""
+        tokens, requests = Counter[str](), Counter[str]()
+        for shard in self._shards.values():
+            for name, (num_tokens, num_requests) in shard.load.loads.items():
+                tokens[name] += num_tokens
+                requests[name] += num_requests
+        loads = {name: (tokens[name], requests[name]) for name in tokens}
+        for replica in self._pool:
+            self._pool.note_elsewhere(replica, loads.get(replica.name, (0, 0)), max(1, len(self._shards)))
+        return loads
+
+    def _begin(self, link: ShardLink, message: ToShard, longest_s: float = 0.0) -> asyncio.Task[Ended]:
+        """Send a message. A caller that is cancelled does not take it back: the shard carries messages out in order.
+
+        Args:
+            longest_s: Time that the shard may need to carry it out.
+        """
+        number = next(self._shards[link].numbers)
+        delivering = self._deliver(link, number, message, longest_s + self._limits.shard_s)
+        return self._pool.tasks.start(delivering, f"tell {link.name}")
+
+    async def _call_all(self, message: ToShard, longest_s: float = 0.0) -> Ended:
+        calls = [asyncio.shield(self._begin(link, message, longest_s)) for link in tuple(self._shards)]
+        answers = await asyncio.gather(*calls)
+        return Ended(
+            tuple(request_id for answer in answers for request_id in answer.aborted),
+            tuple(request_id for answer in answers for request_id in answer.cancelled),
+        )
+
+    async def _deliver(self, link: ShardLink, number: int, message: ToShard, limit_s: float) -> Ended:
+        """Send a message and wait for its acknowledgement. A shard that does not give it leaves."""
+        try:
+            async with limited(limit_s, f"the acknowledgement of {type(message).__name__}"):
+                return await link.call(number, message)
+        except Exception as error:
+            if link in self._shards:
+                logger.warning("shard %s is given up: %r", link.name, error)
+                self.leave(link)
+                link.end(f"it did not follow the router: {error!r}")
+            return Ended()
