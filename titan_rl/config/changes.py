@@ -19,6 +19,7 @@ RESUMABLE = (
     "training.data_parallel",
     "training.context_parallel",
     "training.tensor_parallel",
+    "training.expert_parallel",
     "training.activation_checkpointing",
     "training.offload",
     "training.attention",

@@ -36,7 +36,7 @@ from titan_rl.training.choices import GAEOver
 from titan_rl.training.gae import AdvantageEstimate, estimate
 from titan_rl.training.optimizer.optimizers import Optimizers
 from titan_rl.training.optimizer.registry import OptimizerSpec
-from titan_rl.training.parallel import World, full_tensor
+from titan_rl.training.parallel import World, by_mesh, full_tensor
 from titan_rl.training.policy import Policy
 from titan_rl.training.settings import TrainingConfig
 from titan_rl.training.state.train_state import Trained
@@ -240,7 +240,7 @@ class Critic:
             each.copy_(whole.view_as(each))
         gradients = [own]
         if self._trains_trunk:
-            gradients.append([each.grad for each in self._trunk.model.parameters() if each.grad is not None])
+            gradients += by_mesh(each.grad for each in self._trunk.model.parameters() if each.grad is not None)
         norms = []
         for each in gradients:
             torch._foreach_div_(each, count)

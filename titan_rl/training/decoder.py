@@ -106,11 +106,16 @@ class DecoderModel(Protocol):
         """Split the weight matrices over ranks (tensor parallelism)."""
         ...
 
-    def shard(self, mesh: Any, dtype: torch.dtype, *, offload: bool) -> None:
+    def divide_experts(self, mesh: Any) -> None:
+        """Divide the experts of each layer over the ranks of a mesh (expert parallelism)."""
+        ...
+
+    def shard(self, mesh: Any, dtype: torch.dtype, *, offload: bool, same_experts: Any = None) -> None:
         """Shard the parameters with FSDP2, layer by layer.
 
         Args:
             dtype: dtype in which parameters are gathered.
+            same_experts: mesh of the ranks with the same experts, if experts are divided.
         """
         ...
 

@@ -22,7 +22,7 @@ from torch import nn
 from titan_rl.core.errors import TrainingError, UntrainableError
 from titan_rl.core.tracing.spans import span
 from titan_rl.training.objective import Objective, TokenStats
-from titan_rl.training.parallel import World, full_tensor
+from titan_rl.training.parallel import World, by_mesh, full_tensor
 from titan_rl.training.policy import Policy, Scorer
 from titan_rl.training.tensor_batch import Minibatch, TensorBatch
 
@@ -222,8 +222,13 @@ def average_and_clip(parameters: Sequence[nn.Parameter], denominator: float, max
     Returns:
         Norm before clipping.
     """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    torch._foreach_div_(gradients, denominator)
-    norm = full_tensor(torch.nn.utils.get_total_norm(gradients))
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    norms: list[torch.Tensor] = []
+    groups = by_mesh(parameter for parameter in parameters if parameter.grad is not None)
+    for group in groups:
+        gradients = [parameter.grad for parameter in group if parameter.grad is not None]
+        torch._foreach_div_(gradients, denominator)
+        norms.append(full_tensor(torch.nn.utils.get_total_norm(gradients)))
+    norm = norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
+    for group in groups:
+        torch.nn.utils.clip_grads_with_norm_(group, max_norm, norm)
     return float(norm)

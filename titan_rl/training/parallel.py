@@ -1,13 +1,13 @@
 """Sharding: the `World` of the ranks that train one policy together, and the part of the model that each rank holds.
 
-Parameters are sharded by FSDP2, tensor parallelism, or both.
+Parameters are sharded by FSDP2, tensor parallelism, expert parallelism, or FSDP2 with one of the others.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -35,6 +35,7 @@ T = TypeVar("T")
 class World:
     """The ranks as one of them sees them. Tensor-parallel ranks, which share tokens, have consecutive numbers; then
     come context-parallel ranks, which share rows, and data-parallel ranks, which have rows of their own.
+    Expert-parallel ranks are consecutive ones of these, and share the experts of each layer.
 
     Example: of 2 x 1 x 2 ranks, rank 3 has `data_rank` 1 and holds the second half of each matrix.
     """
@@ -42,12 +43,15 @@ class World:
     data_parallel: int = 1
     context_parallel: int = 1
     tensor_parallel: int = 1
+    expert_parallel: int = 1  # divides data_parallel * context_parallel
     rank: int = 0
     dims: Any = None  # torchtitan's ParallelDims, if there are several ranks
     group: Any = None  # process group of `gather` and `barrier`; None is torch.distributed's default
 
     @staticmethod
-    def join(*, data_parallel: int = 1, context_parallel: int = 1, tensor_parallel: int = 1) -> World:
+    def join(
+        *, data_parallel: int = 1, context_parallel: int = 1, tensor_parallel: int = 1, expert_parallel: int = 1
+    ) -> World:
         """Join the other ranks by torch.distributed's environment variables. A single rank needs none.
 
         Raises:
@@ -73,10 +77,11 @@ class World:
             data_parallel_shard_degree=data_parallel,
             context_parallel_degree=context_parallel,
             tensor_parallel_degree=tensor_parallel,
+            expert_parallel_degree=expert_parallel,
         )
         dims = ParallelDims.from_config(settings, size)
         dims.build_mesh()
-        return World(data_parallel, context_parallel, tensor_parallel, dist.get_rank(), dims)
+        return World(data_parallel, context_parallel, tensor_parallel, expert_parallel, dist.get_rank(), dims)
 
     def with_own_group(self) -> World:
         """The same ranks for another thread, whose messages do not mix with this thread's. All ranks call this at the
@@ -174,13 +179,17 @@ def parallelize(
     assert world.size > 1 or not offload_parameters, "FSDP moves parameters, and takes several ranks"
     if world.tensor_parallel > 1:
         model.split_matrices(world.dims)
+    same_experts = None
+    if world.expert_parallel > 1:
+        model.divide_experts(world.dims.get_mesh("ep"))
+        same_experts = world.dims.get_mesh("efsdp")
     if compile:  # inside checkpointing, because torch does not compile around it
         _compile_blocks(model)
     if (checkpointing := _CHECKPOINTING.get(activation_checkpointing)) is not None:
         model.wrap_blocks(checkpointing().build(dump_folder=""))
     if world.size == 1:
         return
-    model.shard(world.dims.get_mesh(["fsdp"]), dtype, offload=offload_parameters)
+    model.shard(world.dims.get_mesh(["fsdp"]), dtype, offload=offload_parameters, same_experts=same_experts)
     for module in model.module.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # the only reduction of gloo
@@ -194,6 +203,15 @@ def _leave_unpinned(module: FSDPModule) -> None:
     for group in state._fsdp_param_groups:
         for parameter in group.fsdp_params:
             parameter.pin_memory = False
+
+
+def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Group tensors by the mesh of ranks that holds their parts: torch's operations on lists take only such of one
+    mesh. With expert parallelism experts have another mesh than the rest."""
+    found: dict[Any, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+    return list(found.values())
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:

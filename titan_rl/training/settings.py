@@ -228,6 +228,9 @@ class TrainingConfig(Section):
     parameters and optimizer (FSDP)."""
     tensor_parallel: PositiveInt = 1
     """Trainer processes that compute each token together, each with a part of every matrix."""
+    expert_parallel: PositiveInt = 1
+    """Trainer processes, of those of data_parallel and context_parallel, that divide the experts of each layer of a
+    mixture: tokens are sent to the process of their expert, instead of gathering its weights."""
     activation_checkpointing: ActivationCheckpointing = "none"
     """Activations that the backward pass recomputes instead of keeping them."""
     attention: Attention = "auto"
@@ -349,6 +352,23 @@ class TrainingConfig(Section):
             raise ValueError(
                 f"{name} with tensor_parallel = {self.tensor_parallel}: tokens that ranks compute together are neither "
                 f"shared out nor moved to the host; {fix}, or set tensor_parallel = 1 and use data_parallel"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _divides_experts_evenly(self) -> Self:
+        ranks = self.data_parallel * self.context_parallel
+        if self.expert_parallel > 1 and self.tensor_parallel > 1:
+            raise ValueError(
+                f"expert_parallel = {self.expert_parallel} with tensor_parallel = {self.tensor_parallel}: ranks that "
+                "compute each token together have no tokens of their own to send; set tensor_parallel = 1 and use "
+                "data_parallel, or set expert_parallel = 1"
+            )
+        if ranks % self.expert_parallel:
+            raise ValueError(
+                f"expert_parallel = {self.expert_parallel} does not divide the {ranks} processes of data_parallel = "
+                f"{self.data_parallel} x context_parallel = {self.context_parallel}, which share the experts; choose "
+                "one that does"
             )
         return self
 

@@ -106,6 +106,7 @@ class TrainerCore:
             data_parallel=training.data_parallel,
             context_parallel=training.context_parallel,
             tensor_parallel=training.tensor_parallel,
+            expert_parallel=training.expert_parallel,
         )
         self._policy = _make_policy(
             model_config, training, self._world, seed=seed, base=None if base is None else base._policy

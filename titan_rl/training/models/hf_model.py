@@ -6,9 +6,10 @@ error that names the tensor, not a model that generates noise.
 No rank holds more than its part of the model and one tensor: the model is built without memory, sharded over the
 ranks, and each rank then reads its part from the files.
 
-If the module and the folder only name a parameter differently, or if it is one tensor in the module and one for each
-row in the folder (experts), the ranks that hold it publish it without communication. A tensor that a translation
-computes (torchtitan's queries and keys of Llama) is gathered, and the ranks take turns in publishing such tensors.
+If the module and the folder only name a parameter differently, or if it is one tensor in the module and one or several
+for each row in the folder (experts, with gate and up projection in one matrix or two), the ranks that hold it publish
+it without communication. A tensor that a translation computes (torchtitan's queries and keys of Llama) is gathered,
+and the ranks take turns in publishing such tensors.
 """
 
 from __future__ import annotations
@@ -127,14 +128,10 @@ class HFModel:
             if (direct := self._names[parameter]) is None:
                 whole = self._computed(parameter, piece.position)
                 piece.tensor.copy_(_cut(whole, piece))
-            elif direct.are_rows:
-                first, *start = piece.position.start
-                position = SlicePosition(tuple(start), piece.position.whole_shape[1:])
-                for name, row in zip(direct.names[first:], piece.tensor, strict=False):
-                    self._weights.copy_into(row, name, position)
             else:
-                for name in direct.names:
-                    self._weights.copy_into(piece.tensor, name, piece.position)
+                for name, place in direct.items():
+                    if (own := _of_place(piece, place)) is not None:
+                        self._weights.copy_into(own.tensor, name, own.position)
         if self.adapter is not None:
             self.adapter.begin(self._seed)
 
@@ -192,9 +189,9 @@ class HFModel:
                     found += entries_of(name, piece, made.shape, dtype, world)
             else:
                 piece = owned_slice(tensor, world)
-                shape = tensor.shape[1:] if direct.are_rows else tensor.shape
-                for row, name in enumerate(direct.names):
-                    own = _row(piece, row) if direct.are_rows else piece
+                for name, place in direct.items():
+                    own = None if piece is None else _of_place(piece, place)
+                    shape = tensor.shape if place is None else torch.Size((place.size, *tensor.shape[2:]))
                     found += entries_of(name, own, shape, dtype, world)
         return found
 
@@ -222,42 +219,57 @@ def _cut(whole: torch.Tensor, piece: TensorSlice) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class HFNames:
-    """Names of the Hugging Face tensors that are a parameter, or its rows.
+class RowPart:
+    """Place of a Hugging Face tensor in a parameter that is a stack of them.
 
-    Example: `HFNames(("model.norm.weight",))`, or with `are_rows` the names of a layer's experts.
+    Example: the up projection of expert 3, if `gate_up_proj` stacks gates of 768 rows upon ups, is at `row` 3 from
+    `first` 768, of `size` 768.
     """
 
-    names: tuple[str, ...]  # empty for a parameter that is tied to another
-    are_rows: bool = False
+    row: int
+    first: int
+    size: int
 
 
-def _hf_names(translation: Any, parameter: str, shape: torch.Size) -> HFNames | None:
-    """Names of a parameter in Hugging Face; None if the translation computes the Hugging Face tensors."""
+Places = Mapping[str, RowPart | None]
+"""Hugging Face tensors that a parameter consists of, by name; None for one that is the parameter. A parameter that is
+tied to another has none."""
+
+
+def _hf_names(translation: Any, parameter: str, shape: torch.Size) -> Places | None:
+    """Hugging Face names of a parameter, with their places in it; None if the translation computes these tensors."""
     tensor = torch.empty(shape, device="meta")
     made: dict[str, torch.Tensor] = translation.to_hf({parameter: tensor})
     if all(value is tensor for value in made.values()):
-        return HFNames(tuple(made))
-    rows = list(tensor.unbind()) if len(shape) else []
-    if len(made) == len(rows) and all(map(_same_view, made.values(), rows)):
-        return HFNames(tuple(made), are_rows=True)
-    return None
-
-
-def _same_view(tensor: torch.Tensor, row: torch.Tensor) -> bool:
-    def layout(each: torch.Tensor) -> tuple[Any, ...]:
-        return each.shape, each.stride(), each.storage_offset()
-
-    return layout(tensor) == layout(row)
-
-
-def _row(piece: TensorSlice | None, row: int) -> TensorSlice | None:
-    if piece is None:
+        return dict.fromkeys(made)
+    if len(shape) < 2 or len(made) < shape[0]:
         return None
-    first, *start = piece.position.start
-    if not first <= row < first + len(piece.tensor):
+    # Numbers in the place of rows show which of them a tensor has, and in what order.
+    numbered = torch.arange(shape[0] * shape[1]).view(shape[0], shape[1], *(1 for _ in shape[2:]))
+    places: dict[str, RowPart] = {}
+    for name, rows in translation.to_hf({parameter: numbered}).items():
+        row, first = divmod(int(rows.flatten()[0]), shape[1])
+        part = numbered[row, first : first + len(rows)]
+        if rows.shape != part.shape or not torch.equal(rows, part) or made[name].shape[1:] != shape[2:]:
+            return None
+        places[name] = RowPart(row, first, len(rows))
+    return places if sum(each.size for each in places.values()) == shape[0] * shape[1] else None
+
+
+def _of_place(piece: TensorSlice, place: RowPart | None) -> TensorSlice | None:
+    """Slice of a Hugging Face tensor that a slice of the parameter has, sharing its memory; None if it has nothing of
+    the tensor."""
+    if place is None:
+        return piece
+    row, first, *start = piece.position.start
+    rows, size = piece.tensor.shape[:2]
+    begin, end = max(first, place.first), min(first + size, place.first + place.size)
+    if not row <= place.row < row + rows or begin >= end:
         return None
-    return TensorSlice(piece.tensor[row - first], SlicePosition(tuple(start), piece.position.whole_shape[1:]))
+    return TensorSlice(
+        piece.tensor[place.row - row, begin - first : end - first],
+        SlicePosition((begin - place.first, *start), (place.size, *piece.position.whole_shape[2:])),
+    )
 
 
 class HFWeights:

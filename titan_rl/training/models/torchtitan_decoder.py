@@ -8,11 +8,13 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import titan_rl.training.device  # noqa: F401  before torchtitan
 from titan_rl.training.attention.attention import Layout
 from titan_rl.training.attention.document_attention import DocumentAttention
 from titan_rl.training.models.architecture import Architecture, Dimensions
+from titan_rl.training.models.expert_parallel import divide_experts, shard_experts
 from titan_rl.training.models.experts import routers
 from titan_rl.training.models.families import ARCHITECTURES
 from titan_rl.training.models.lora import with_adapter
@@ -21,7 +23,7 @@ from titan_rl.training.settings import AdapterConfig
 # isort: split
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.common.moe import MoE
+from torchtitan.models.common.moe import MoE, RoutedExperts
 from torchtitan.protocols.sharding import ShardingConfig
 
 
@@ -118,7 +120,22 @@ class TorchtitanDecoder:
         if self.is_tied:
             self.module.tok_embeddings.weight = self.head.weight  # sharding has untied them
 
-    def shard(self, mesh: Any, dtype: torch.dtype, *, offload: bool) -> None:
+    def divide_experts(self, mesh: Any) -> None:
+        for routed in self._experts():
+            divide_experts(routed, mesh)
+
+    def shard(self, mesh: Any, dtype: torch.dtype, *, offload: bool, same_experts: Any = None) -> None:
+        if same_experts is not None:
+            options: dict[str, Any] = {
+                "mp_policy": MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+            }
+            if offload:
+                options["offload_policy"] = CPUOffloadPolicy()
+            for routed in self._experts():
+                shard_experts(routed.inner_experts, same_experts, **options)
         apply_fsdp_to_decoder(
             self.module, mesh, param_dtype=dtype, reduce_dtype=torch.float32, pp_enabled=False, cpu_offload=offload
         )
+
+    def _experts(self) -> list[RoutedExperts]:
+        return [module for module in self.module.modules() if isinstance(module, RoutedExperts)]

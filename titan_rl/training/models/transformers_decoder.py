@@ -33,6 +33,7 @@ from titan_rl.core.errors import ModelError
 from titan_rl.training.attention.attention import Layout
 from titan_rl.training.attention.variants import PLAIN, Variant
 from titan_rl.training.decoder import PREFIX
+from titan_rl.training.models.expert_parallel import ExpertsOnRanks, shard_experts
 from titan_rl.training.models.experts import FREE
 from titan_rl.training.models.lora import adapt_layers
 from titan_rl.training.selected_logprobs import capped, selected_logprobs
@@ -364,11 +365,19 @@ class TransformersDecoder:
     def split_matrices(self, dims: Any) -> None:
         raise ModelError("transformers' implementation does not split matrices; set training.tensor_parallel = 1")
 
-    def shard(self, mesh: Any, dtype: torch.dtype, *, offload: bool) -> None:
+    def divide_experts(self, mesh: Any) -> None:
+        for block, router in zip(self._mixtures, self.routers, strict=True):
+            ExpertsOnRanks(block.experts, router.top_k, mesh)
+
+    def shard(self, mesh: Any, dtype: torch.dtype, *, offload: bool, same_experts: Any = None) -> None:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        sharded = partial(fully_shard, mesh=mesh, mp_policy=policy)
+        options: dict[str, Any] = {"mp_policy": policy}
         if offload:
-            sharded = partial(sharded, offload_policy=CPUOffloadPolicy())
+            options["offload_policy"] = CPUOffloadPolicy()
+        sharded = partial(fully_shard, mesh=mesh, **options)
+        if same_experts is not None:
+            for block in self._mixtures:
+                shard_experts(block.experts, same_experts, **options)
         embedding = self._causal.get_input_embeddings()
         if self.is_tied:
             sharded([embedding, self.head], reshard_after_forward=False)

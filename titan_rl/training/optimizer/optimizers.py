@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from titan_rl.core.errors import ConfigError
 from titan_rl.training.choices import StateDType
 from titan_rl.training.device import local_device  # before torchtitan
 from titan_rl.training.optimizer.registry import NamedParameters, OptimizerSpec, find_optimizer
-from titan_rl.training.parallel import local, local_slice
+from titan_rl.training.parallel import by_mesh, local, local_slice
 
 # isort: split
 from torchtitan.components.checkpointer.utils import canonical_fqn
@@ -276,6 +277,9 @@ class Optimizers:
         parameters = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         self.parts = _optimizers(name, find_optimizer(name)(parameters, spec))
         _check_parameters(name, self.parts, parameters)
+        for part in self.parts:
+            if len(by_mesh(_parameters(part))) > 1:
+                part.step = partial(_step_by_mesh, part, part.step)
         self._proportions = [float(group["lr"]) / spec.lr for group in self._groups()]
 
     def zero_grad(self) -> None:
@@ -319,6 +323,27 @@ def _adam(
         weight_decay=spec.weight_decay,
         fused=True,
     )
+
+
+def _step_by_mesh(optimizer: Optimizer, step: Callable[[], Any], closure: None = None) -> None:
+    """Step of an optimizer whose parameters are on several meshes of ranks, one mesh at a time, because torch's fused
+    updates take DTensors of one mesh. Parameters of the others have no gradient meanwhile, so they are left as they
+    are."""
+    gradients = {parameter: parameter.grad for parameter in _parameters(optimizer)}
+    try:
+        for group in by_mesh(gradients):
+            for parameter in gradients:
+                parameter.grad = None
+            for parameter in group:
+                parameter.grad = gradients[parameter]
+            step()
+    finally:
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _tensors(parameters: NamedParameters) -> list[nn.Parameter]:
