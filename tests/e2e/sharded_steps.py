@@ -11,11 +11,12 @@ from unittest.mock import patch
 import torch
 from e2e.tiny_policy import on_policy_samples, sequences
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
 from titan_rl.training import policy as policy_module
 from titan_rl.training.data.packing import Family
 from titan_rl.training.data.sample import SampleRewards, TrainingSample
-from titan_rl.training.parallel import World
+from titan_rl.training.parallel import World, full_tensor
 from titan_rl.training.policy import Policy
 from titan_rl.training.protocol import StepResult
 from titan_rl.training.settings import CorrectionConfig, ModelConfig, TrainingConfig
@@ -64,6 +65,34 @@ def logprobs_and_kept_weights(folder: Path, *, data_parallel: int) -> tuple[list
     kept = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in weights}
     logprobs_N.sum().backward()
     return logprobs_N.tolist(), sum(kept.values())
+
+
+def gradients_of_given_experts(folder: Path, **layout: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Logprobs of a sequence whose tokens all use the first experts, so that the rank of the last ones has none, and
+    the gradients of their sum, in which all ranks have the same sequence."""
+    world = World.join(**layout)
+    policy = Policy(folder, world, max_context=128, row_tokens=80)
+    size = 70
+    blank = [0.0] * size
+    sample = TrainingSample("", "", range(1, size + 1), [True] * size, blank, blank, [0] * size, temperature=1.0)
+    batch = make_tensor_batch([[Family((sample,))]], policy.device, policy.lay_out)
+    routers = policy._routers
+    given_K = torch.arange(routers[0].top_k)
+    shape = (*batch.token_ids_BL.shape, len(routers), len(given_K))
+    logprobs_N, _ = policy.logprobs(replace(batch, experts_BLRK=given_K.expand(shape)))
+    logprobs_N.sum().backward()
+    gradients = {name: each.grad for name, each in policy.model.named_parameters() if each.grad is not None}
+    return logprobs_N.tolist(), {name: full_tensor(each).clone() / world.size for name, each in gradients.items()}
+
+
+def step_without_one_rank(folder: Path, **training: Any) -> None:
+    """A step in which the last rank fails instead of sending its tokens."""
+    trainer = TrainerCore(ModelConfig(path=str(folder)), TrainingConfig(**training), CorrectionConfig(), seed=0)
+    samples = on_policy_samples(trainer, *LENGTHS)
+    if trainer.world.rank == trainer.world.size - 1:
+        with patch.object(AllToAllTokenDispatcher, "dispatch", side_effect=RuntimeError("this rank ends")):
+            trainer.step(samples)
+    trainer.step(samples)
 
 
 def step_skipped_and_step_made(folder: Path, **training: Any) -> tuple[list[StepResult], list[bool]]:

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from e2e.tiny_policy import on_policy_samples
+from safetensors.torch import load_file
 
+from titan_rl.training.family_check import draw_sequences
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.trainer import TrainerCore
 
@@ -18,6 +20,34 @@ def make(folder: Path, implementation: Any = "transformers", num_threads: int = 
         settings,
         seed=0,
         num_threads=num_threads,
+    )
+
+
+def scores_and_gradient(
+    folder: Path, out: Path, implementation: Any = "transformers", **settings: Any
+) -> list[list[float]]:
+    """Logprobs of sequences, and a step of plain gradient descent, which subtracts the gradient from the weights and
+    exports them to `out`."""
+    trainer = make(
+        folder,
+        implementation,
+        **{"optimizer": "sgd", "betas": (0.0, 0.95), "lr": 1.0, "max_grad_norm": 1e6, **settings},
+    )
+    scores = trainer.score(draw_sequences(40, 17, 90, 33))
+    trainer.step(on_policy_samples(trainer, 50, 20, 33, 90, 41))
+    trainer.export_hf(out)
+    return scores
+
+
+def gradient_error(folder: Path, ours: Path, theirs: Path) -> float:
+    """Largest relative difference of a tensor's gradient between two exports of `scores_and_gradient`; of gradients
+    that are 0 but for rounding, the difference itself."""
+    begin, mine, other = ({k: v for f in sorted(each.glob("*.safetensors")) for k, v in load_file(f).items()}
+                          for each in (folder, ours, theirs))  # fmt: skip
+    assert mine.keys() == other.keys()
+    return max(
+        float((other[key] - tensor).norm()) / max(float((tensor - begin[key]).norm()), 1e-3)
+        for key, tensor in mine.items()
     )
 
 

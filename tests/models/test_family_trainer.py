@@ -16,7 +16,7 @@ import torch
 from e2e.tiny_policy import on_policy_samples, weights
 from e2e.warm import run_world
 from models.families import FAMILIES, REPLAY_PROBLEMS, make_family, model_type
-from models.steps import make, two_steps
+from models.steps import gradient_error, make, scores_and_gradient, two_steps
 from safetensors.torch import load_file
 
 from titan_rl.core.errors import ModelError
@@ -124,6 +124,30 @@ def test_given_experts_are_used_and_those_chosen_anyway_change_nothing(
     given = [[0, 1]] * len(routers)
     other = trainers[2].step([with_experts(sample, [given] * 29)]).metrics
     assert other["grad_norm"] != pytest.approx(plain["grad_norm"], rel=1e-3)
+
+
+@pytest.mark.check("h")
+def test_ranks_that_share_the_tokens_of_rows_have_the_logprobs_and_gradients_of_one(
+    name: str, folder: Path, tmp_path: Path
+) -> None:
+    compare_with_one_rank(folder, tmp_path, context_parallel=2)
+
+
+@pytest.mark.check("i")
+def test_ranks_that_divide_experts_have_the_logprobs_and_gradients_of_one(
+    name: str, folder: Path, policy: Policy, tmp_path: Path
+) -> None:
+    if not policy._routers:  # pyright: ignore[reportPrivateUsage]
+        pytest.skip("a dense model")
+    compare_with_one_rank(folder, tmp_path, data_parallel=2, expert_parallel=2)
+
+
+def compare_with_one_rank(folder: Path, out: Path, **layout: int) -> None:
+    expected = scores_and_gradient(folder, out / "one")
+    for found in run_world(scores_and_gradient, 2, folder=folder, out=out / "two", **layout):
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine == pytest.approx(theirs, abs=1e-5)
+    assert gradient_error(folder, out / "one", out / "two") < 1e-3
 
 
 def with_experts(sample: Any, chosen: Any) -> Any:

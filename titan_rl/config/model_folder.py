@@ -14,7 +14,7 @@ from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import GenerationConfig, SpeculativeConfig
 from titan_rl.core.errors import ConfigError, ModelError
 from titan_rl.generation.gpu_share import planned_kv_gib
-from titan_rl.training.models.choice import choose_implementation
+from titan_rl.training.models.choice import EXPERT_COUNTS, choose_implementation
 from titan_rl.training.settings import TARGETS, AdapterConfig, ModelConfig, TrainingConfig
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -22,9 +22,6 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 """Files that may hold a chat template, besides tokenizer_config.json."""
-
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Keys in config.json with the number of experts."""
 
 BYTES = {"float32": 4, "bfloat16": 2}
 GIB = 2**30
@@ -184,6 +181,7 @@ def check_training_fit(config: RunConfig) -> None:
             architecture,
             config.model.implementation,
             tensor_parallel=ranks,
+            expert_parallel=config.training.expert_parallel,
             has_adapter=config.training.adapter.is_on,
         )
 

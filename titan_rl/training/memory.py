@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from titan_rl.core.errors import ModelError
-from titan_rl.training.models.choice import choose_implementation
+from titan_rl.training.models.choice import EXPERT_COUNTS, choose_implementation
 from titan_rl.training.models.hf_model import read_hf_config
 from titan_rl.training.passes import BuiltFrom, MicroBatchShape, measure_passes
 from titan_rl.training.settings import ModelConfig, TrainingConfig
@@ -156,7 +156,11 @@ def rank_memory(
     """
     hf = read_hf_config(Path(model.path)) if hf is None else hf
     chosen = choose_implementation(
-        hf, model.implementation, tensor_parallel=training.tensor_parallel, has_adapter=training.adapter.is_on
+        hf,
+        model.implementation,
+        tensor_parallel=training.tensor_parallel,
+        expert_parallel=training.expert_parallel,
+        has_adapter=training.adapter.is_on,
     )
     is_alone = training.num_ranks == 1
     autocasts = is_alone and model.dtype != "float32"
@@ -179,6 +183,11 @@ def rank_memory(
         autocasts=autocasts,
         checkpointing=training.activation_checkpointing,
     )
+    if training.expert_parallel > 1:
+        # A rank gathers its own experts only, and computes as many tokens with them as a rank that has all of them.
+        own = _divided(hf, training.expert_parallel)
+        source = replace(source, text=json.dumps(own, sort_keys=True))
+        numbers = replace(numbers, layer=count_parameters(source, 1).layer)
     passes = measure_passes(source, shape)
     master, compute = BYTES[training.master_dtype], BYTES[model.dtype]
     weights = numbers.trained * master + numbers.frozen * compute
@@ -241,6 +250,16 @@ def _split(hf: Mapping[str, Any], ranks: int) -> dict[str, Any]:
                     "one that does"
                 )
             made[name] = -(-hf[name] // ranks)
+    return made
+
+
+def _divided(hf: Mapping[str, Any], ranks: int) -> dict[str, Any]:
+    """config.json of a model that has the experts of one expert-parallel rank, but at least as many as a token uses."""
+    made = dict(hf)
+    top_k = next((hf[name] for name in ("num_experts_per_tok", "moe_topk", "moe_k") if hf.get(name)), 1)
+    for name in EXPERT_COUNTS:
+        if hf.get(name):
+            made[name] = max(top_k, hf[name] // ranks)
     return made
 
 

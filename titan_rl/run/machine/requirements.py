@@ -169,6 +169,7 @@ def describe_implementation(config: RunConfig) -> str:
         hf,
         config.model.implementation,
         tensor_parallel=config.training.tensor_parallel,
+        expert_parallel=config.training.expert_parallel,
         has_adapter=config.training.adapter.is_on,
     )
     untried = chosen.name == "transformers" and hf.get("model_type") not in PROVED

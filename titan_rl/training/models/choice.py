@@ -61,6 +61,17 @@ UNADAPTED: Mapping[str, str] = {
 UNTESTED = "its adapters have not been compared between transformers and vLLM"
 """Reason for families in neither `ADAPTED` nor `UNADAPTED`."""
 
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of the number of experts of a layer in config.json."""
+
+DIVIDED = frozenset(
+    {
+        "deepseek_v3", "ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "minimax_m2", "mixtral", "olmoe", "phimoe",
+        "qwen2_moe", "qwen3_moe",
+    }
+)  # fmt: skip
+"""Mixtures, by `model_type`, whose experts the tests divide over ranks in transformers' implementation."""
+
 _CARRIES = "layers of type {} have a recurrent state, which would carry over from one packed sequence to the next"
 
 REFUSED: Mapping[str, str] = {
@@ -112,6 +123,7 @@ def choose_implementation(
     asked: Implementation = "auto",
     *,
     tensor_parallel: int = 1,
+    expert_parallel: int = 1,
     has_adapter: bool = False,
 ) -> ChosenImplementation:
     """Resolve `model.implementation`.
@@ -125,6 +137,8 @@ def choose_implementation(
 
     Example: Qwen2.5, whose model_type is "qwen2", is trained with transformers, and Qwen3 with torchtitan.
     """
+    if expert_parallel > 1:
+        _check_experts(hf, expert_parallel)
     lacks = torchtitan_lacks(hf)
     if asked == "torchtitan" or (asked == "auto" and lacks is None):
         if lacks is not None:
@@ -149,7 +163,25 @@ def choose_implementation(
             f"training.tensor_parallel = {tensor_parallel}, and transformers' implementation of the model, {why}, "
             "does not split matrices; set training.tensor_parallel = 1 and use training.data_parallel"
         )
+    if expert_parallel > 1 and (family := hf.get("model_type")) not in DIVIDED:
+        raise ModelError(
+            f"training.expert_parallel = {expert_parallel}, and the experts of model_type {family!r} have not been "
+            f"divided in a test; set it to 1, or use a model of another family: {', '.join(sorted(DIVIDED))}"
+        )
     return ChosenImplementation("transformers", "model.implementation asks for it" if lacks is None else lacks)
+
+
+def _check_experts(hf: Mapping[str, Any], ranks: int) -> None:
+    count = next((hf[name] for name in EXPERT_COUNTS if hf.get(name)), None)
+    if count is None:
+        raise ModelError(
+            f"training.expert_parallel = {ranks}, and config.json has no experts to divide ({', '.join(EXPERT_COUNTS)})"
+            "; set it to 1"
+        )
+    if count % ranks:
+        raise ModelError(
+            f"training.expert_parallel = {ranks} does not divide the model's {count} experts; choose one that does"
+        )
 
 
 def torchtitan_lacks(hf: Mapping[str, Any]) -> str | None:

@@ -84,7 +84,11 @@ class HFModel:
     ) -> None:
         hf = read_hf_config(folder)
         chosen = choose_implementation(
-            hf, implementation, tensor_parallel=world.tensor_parallel, has_adapter=adapter is not None
+            hf,
+            implementation,
+            tensor_parallel=world.tensor_parallel,
+            expert_parallel=world.expert_parallel,
+            has_adapter=adapter is not None,
         )
         self.decoder: DecoderModel
         if chosen.name == "transformers":
