@@ -80,6 +80,12 @@ CASES: Mapping[str, Case] = {
         "mixtral", {"num_local_experts": 8, "intermediate_size": 384}, training={"activation_checkpointing": "full"}
     ),
     "qwen3, two ranks": Case("qwen3", {"num_hidden_layers": 8}, training={"data_parallel": 2}),
+    "qwen3_moe, experts divided": Case("qwen3_moe", _EXPERTS, training={"data_parallel": 2, "expert_parallel": 2}),
+    "mixtral, experts divided": Case(
+        "mixtral",
+        {"num_local_experts": 8, "intermediate_size": 384},
+        training={"data_parallel": 2, "expert_parallel": 2, "activation_checkpointing": "full"},
+    ),
     "olmo2, two ranks, checkpointed": Case(
         "olmo2", {"num_hidden_layers": 8}, training={"data_parallel": 2, "activation_checkpointing": "full"}
     ),

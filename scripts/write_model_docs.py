@@ -32,6 +32,12 @@ These checks use the transformers implementation, also in rows with torchtitan, 
 | export | transformers loads the exported model and computes the trainer's logprobs |
 | resume | the first step after a resume is bit-identical to that of an uninterrupted trainer |
 | replay | a mixture of experts uses the experts that it is given (router replay), instead of choosing them |
+| CP 2 | two ranks that share each row (`training.context_parallel`) have the logprobs and gradients of one |
+| EP 2 | two ranks that divide the experts (`training.expert_parallel`) have the logprobs and gradients of one |
+
+Context parallelism divides the tokens in titan_rl's attention, which has all of a family's variants. So it also works
+for a family without a row, if the check of packed sequences that the trainer makes before it starts shows that tokens
+mix nowhere else. The experts of such a family are not divided: `training.expert_parallel` is refused.
 
 If the column *engine* has "no", it gives the reason why vLLM's logprobs differ from the trainer's, or why vLLM cannot
 run the model, on a CPU with the installed version. For `cohere2` and `apertus`, the tests show that the probes detect
@@ -41,8 +47,8 @@ from the hub, GPUs and bfloat16 are not part of these checks.
 This page is generated from `tests/models/results.json` and `titan_rl/training/models/choice.py` by
 `scripts/write_model_docs.py`.
 
-| family | implementation | logprobs | engine | gradients | 2 ranks | export | resume | replay |
-|---|---|---|---|---|---|---|---|---|
+| family | implementation | logprobs | engine | gradients | 2 ranks | export | resume | replay | CP 2 | EP 2 |
+|---|---|---|---|---|---|---|---|---|---|---|
 """
 
 REFUSED_HEAD = """

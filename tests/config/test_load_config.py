@@ -177,6 +177,14 @@ def test_all_wrong_settings_are_reported_at_once(project: Path):
             ["[training] compile = true", "tensor_parallel = 2", "compile = false"],
         ),
         (
+            {"training.expert_parallel": "2", "training.tensor_parallel": "2"},
+            ["[training] expert_parallel = 2 with tensor_parallel = 2", "set tensor_parallel = 1"],
+        ),
+        (
+            {"training.expert_parallel": "4", "training.data_parallel": "2", "training.context_parallel": "3"},
+            ["[training] expert_parallel = 4 does not divide the 6 processes of data_parallel = 2 x context_parallel"],
+        ),
+        (
             {"training.offload": '["activations"]', "training.activation_checkpointing": "selective"},
             [
                 '[training] offload = ["activations"]',

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from e2e.tiny_policy import on_policy_samples, sequences
+from numpy.typing import NDArray
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
@@ -67,7 +69,7 @@ def logprobs_and_kept_weights(folder: Path, *, data_parallel: int) -> tuple[list
     return logprobs_N.tolist(), sum(kept.values())
 
 
-def gradients_of_given_experts(folder: Path, **layout: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+def gradients_of_given_experts(folder: Path, **layout: int) -> tuple[list[float], dict[str, NDArray[np.float32]]]:
     """Logprobs of a sequence whose tokens all use the first experts, so that the rank of the last ones has none, and
     the gradients of their sum, in which all ranks have the same sequence."""
     world = World.join(**layout)
@@ -82,7 +84,7 @@ def gradients_of_given_experts(folder: Path, **layout: int) -> tuple[list[float]
     logprobs_N, _ = policy.logprobs(replace(batch, experts_BLRK=given_K.expand(shape)))
     logprobs_N.sum().backward()
     gradients = {name: each.grad for name, each in policy.model.named_parameters() if each.grad is not None}
-    return logprobs_N.tolist(), {name: full_tensor(each).clone() / world.size for name, each in gradients.items()}
+    return logprobs_N.tolist(), {name: (full_tensor(each) / world.size).numpy() for name, each in gradients.items()}
 
 
 def step_without_one_rank(folder: Path, **training: Any) -> None:

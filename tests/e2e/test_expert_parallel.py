@@ -37,7 +37,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "offload": ("activations", "parameters", "reference"),
     },
 }
-RUN_ALWAYS = {(TORCHTITAN, "EP 2 x CP 2"), ("mixtral", "FSDP 2 x EP 2, offloaded")}
+RUN_ALWAYS = (TORCHTITAN, "EP 2 x CP 2")
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        pytest.param(name, layout, marks=() if (name, layout) in RUN_ALWAYS else in_depth)
+        pytest.param(name, layout, marks=() if (name, layout) == RUN_ALWAYS else in_depth)
         for name in (TORCHTITAN, "qwen2_moe", "mixtral")
         for layout in LAYOUTS
     ],
@@ -82,8 +82,13 @@ def test_three_steps_and_one_from_a_checkpoint_of_one_rank(
 
 @pytest.mark.parametrize(
     ("name", "data_parallel"),
-    [(TORCHTITAN, 2), ("mixtral", 4), *(pytest.param(*each, marks=in_depth) for each in ((TORCHTITAN, 4), ("mixtral", 2)))],
-)  # fmt: skip
+    [
+        ("mixtral", 4),
+        pytest.param("mixtral", 2, marks=in_depth),
+        pytest.param(TORCHTITAN, 2, marks=in_depth),
+        pytest.param(TORCHTITAN, 4, marks=in_depth),
+    ],
+)
 def test_gradients_are_those_of_one_rank_if_a_rank_gets_no_token(
     folders: dict[str, Path], name: str, data_parallel: int
 ) -> None:
@@ -94,14 +99,13 @@ def test_gradients_are_those_of_one_rank_if_a_rank_gets_no_token(
         assert logprobs == pytest.approx(alone, abs=1e-5)
         assert gradients.keys() == expected.keys()
         for key, gradient in gradients.items():
-            size = float(expected[key].abs().max())
-            torch.testing.assert_close(gradient, expected[key], rtol=0, atol=1e-4 * size + 1e-7, msg=key)
+            assert abs(gradient - expected[key]).max() <= 1e-4 * abs(expected[key]).max() + 1e-7, key
     experts = next(each for key, each in expected.items() if "experts" in key)
     assert experts[0].any()
     assert not experts[len(experts) // 2 :].any()
 
 
-@pytest.mark.parametrize("name", [TORCHTITAN, pytest.param("mixtral", marks=in_depth)])
+@pytest.mark.parametrize("name", ["mixtral", pytest.param(TORCHTITAN, marks=in_depth)])
 def test_steps_from_a_checkpoint_are_those_without_a_break_to_the_bit(
     folders: dict[str, Path], name: str, tmp_path: Path
 ) -> None:
@@ -109,9 +113,9 @@ def test_steps_from_a_checkpoint_are_those_without_a_break_to_the_bit(
         assert losses[2:] == resumed
 
 
-def test_each_rank_publishes_the_experts_that_it_holds(folders: dict[str, Path]) -> None:
-    models = [(str(folders[name]), "float32") for name in (TORCHTITAN, "mixtral")]
-    for by_model in run_world(publish_models, 2, models=models, **TWO):
+@pytest.mark.parametrize("name", ["mixtral", pytest.param(TORCHTITAN, marks=in_depth)])
+def test_each_rank_publishes_the_experts_that_it_holds(folders: dict[str, Path], name: str) -> None:
+    for by_model in run_world(publish_models, 2, models=[(str(folders[name]), "float32")], **TWO):
         for found in by_model:
             assert found["num_gathered"] == 0
             for compared in found["compared"]:
@@ -119,6 +123,7 @@ def test_each_rank_publishes_the_experts_that_it_holds(folders: dict[str, Path])
                 assert max(compared["part_bytes"]) < 0.7 * compared["whole_bytes"]
 
 
+@in_depth
 def test_ranks_end_with_an_error_if_one_is_gone_that_others_send_tokens_to(folders: dict[str, Path]) -> None:
     with pytest.raises(AssertionError, match=r"rank 0:[\s\S]*dispatch[\s\S]*(Connection|peer)"):
         run_world(step_without_one_rank, 2, folder=folders[TORCHTITAN], row_tokens=64, rows_per_micro_batch=2, **TWO)

@@ -88,6 +88,9 @@ ENGINE_PROBLEMS: Mapping[str, str] = {
 REPLAY_PROBLEMS: Mapping[str, str] = {"phimoe": "its router does not choose by top-k"}
 """Mixtures that refuse given experts, with the reason."""
 
+SHARED_BY_RANKS = tuple(FAMILIES) if ALL else ("gemma2", "gpt_oss")
+"""Families whose rows or experts are shared by two ranks in the tests."""
+
 ENGINES = tuple(FAMILIES) if ALL else ("qwen2", "gemma3_text")
 """Families whose engine is started by the tests."""
 

@@ -3,12 +3,14 @@ begins, with the reason."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
+from models.families import RESULTS, model_type
 
 from titan_rl.core.errors import ModelError
-from titan_rl.training.models.choice import choose_implementation
+from titan_rl.training.models.choice import DIVIDED, choose_implementation
 
 
 @pytest.mark.parametrize(
@@ -50,6 +52,24 @@ def test_the_one_that_is_asked_for_is_used() -> None:
 def test_models_that_cannot_be_trained_are_refused_with_the_reason(hf: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         choose_implementation(hf)
+
+
+@pytest.mark.parametrize(
+    ("hf", "message"),
+    [
+        ({"model_type": "qwen3"}, r"expert_parallel = 4, and config.json has no experts to divide .*; set it to 1"),
+        ({"model_type": "qwen3_moe", "num_experts": 6}, r"expert_parallel = 4 does not divide the model's 6 experts"),
+        ({"model_type": "new_moe", "num_experts": 8}, r"the experts of model_type 'new_moe' have not been divided"),
+    ],
+)
+def test_experts_are_divided_only_where_there_are_enough_and_it_is_tested(hf: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        choose_implementation(hf, expert_parallel=4)
+
+
+def test_the_families_whose_experts_are_divided_are_those_that_the_tests_have_proved() -> None:
+    proved = {model_type(name) for name, found in json.loads(RESULTS.read_text()).items() if found["i"] == "yes"}
+    assert proved == DIVIDED
 
 
 def test_matrices_are_not_split_by_transformers() -> None:

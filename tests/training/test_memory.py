@@ -40,6 +40,18 @@ def config_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "config.json").read_text())
 
 
+def test_ranks_that_divide_experts_gather_only_their_own() -> None:
+    hf = json.loads((ARCHITECTURES / "qwen3_30b_a3b.json").read_text())
+    model = ModelConfig(path="", dtype="bfloat16")
+    whole, divided = (
+        rank_memory(model, TrainingConfig(data_parallel=8, expert_parallel=ranks, row_tokens=512), hf=hf).device
+        for ranks in (1, 8)
+    )
+    for component in ("master weights", "gradients", "optimizer states"):
+        assert divided[component] == whole[component]
+    assert divided["gathered layers"] < 0.3 * whole["gathered layers"]
+
+
 @pytest.mark.parametrize(
     ("name", "count"),
     [

@@ -165,6 +165,9 @@ def _candidates(config: RunConfig, before: Fit) -> Iterator[tuple[str, Any]]:
             yield "training.data_parallel", ranks
     if training.activation_checkpointing != "full":
         yield "training.activation_checkpointing", "full"
+    if training.expert_parallel == 1:
+        ranks = training.data_parallel * training.context_parallel
+        yield from (("training.expert_parallel", size) for size in (2, 4, 8) if ranks % size == 0)
     if generation.kv_cache_gib is not None:
         beyond = (before.fullest.total - before.limit) / GIB
         less = max(CPU_KV_GIB, float(int(generation.kv_cache_gib - beyond / _engines_on(before.fullest, generation))))

@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -248,11 +249,12 @@ def _hf_names(translation: Any, parameter: str, shape: torch.Size) -> Places | N
         return dict.fromkeys(made)
     if len(shape) < 2 or len(made) < shape[0]:
         return None
-    # Numbers in the place of rows show which of them a tensor has, and in what order.
-    numbered = torch.arange(shape[0] * shape[1]).view(shape[0], shape[1], *(1 for _ in shape[2:]))
+    # Numbered entries, of short rows, show which rows a tensor has, and in what order.
+    short = [2 for _ in shape[2:]]
+    numbered = torch.arange(shape[0] * shape[1] * prod(short)).view(*shape[:2], *short)
     places: dict[str, RowPart] = {}
     for name, rows in translation.to_hf({parameter: numbered}).items():
-        row, first = divmod(int(rows.flatten()[0]), shape[1])
+        row, first = divmod(int(rows.flatten()[0]) // prod(short), shape[1])
         part = numbered[row, first : first + len(rows)]
         if rows.shape != part.shape or not torch.equal(rows, part) or made[name].shape[1:] != shape[2:]:
             return None
