@@ -23,7 +23,7 @@ LIMIT_GIB = 80
 ROW_TOKENS = 16_384
 GPUS = (1, 2, 4, 8, 16, 32, 64)
 EXPERT_RANKS = 8
-"""Most ranks that divide the experts: those of a host."""
+"""Ranks that divide the experts: those of a host."""
 MODELS = {
     "8B": "qwen3_8b",
     "30B-A3B": "qwen3_30b_a3b",
@@ -50,12 +50,12 @@ def _trainers() -> Iterator[str]:
         for state, given in STATES.items():
             yield f"| {name} | {state} | " + " | ".join(_trainer(file, given, count) for count in GPUS) + " |"
             if state != "float32" and "num_experts" in _config(file):
-                cells = (_trainer(file, given, count, min(count, EXPERT_RANKS)) for count in GPUS)
+                cells = (_trainer(file, given, count, EXPERT_RANKS) for count in GPUS)
                 yield f"| {name} | {state}, experts divided | " + " | ".join(cells) + " |"
 
 
 def _trainer(file: str, given: Mapping[str, Any], count: int, expert_parallel: int = 1) -> str:
-    if count == 1 and "parameters" in given.get("offload", ()):
+    if count % expert_parallel or (count == 1 and "parameters" in given.get("offload", ())):
         return "-"
     training = TrainingConfig(
         data_parallel=count,

@@ -78,7 +78,7 @@ def gradients_of_given_experts(folder: Path, **layout: int) -> tuple[list[float]
     blank = [0.0] * size
     sample = TrainingSample("", "", range(1, size + 1), [True] * size, blank, blank, [0] * size, temperature=1.0)
     batch = make_tensor_batch([[Family((sample,))]], policy.device, policy.lay_out)
-    routers = policy._routers
+    routers = policy._routers  # pyright: ignore[reportPrivateUsage]
     given_K = torch.arange(routers[0].top_k)
     shape = (*batch.token_ids_BL.shape, len(routers), len(given_K))
     logprobs_N, _ = policy.logprobs(replace(batch, experts_BLRK=given_K.expand(shape)))

@@ -41,7 +41,7 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def test_ranks_that_divide_experts_gather_only_their_own() -> None:
-    hf = json.loads((ARCHITECTURES / "qwen3_30b_a3b.json").read_text())
+    hf = json.loads((ARCHITECTURES / "qwen3_30b_a3b.json").read_text()) | {"num_hidden_layers": 2}
     model = ModelConfig(path="", dtype="bfloat16")
     whole, divided = (
         rank_memory(model, TrainingConfig(data_parallel=8, expert_parallel=ranks, row_tokens=512), hf=hf).device
@@ -49,7 +49,7 @@ def test_ranks_that_divide_experts_gather_only_their_own() -> None:
     )
     for component in ("master weights", "gradients", "optimizer states"):
         assert divided[component] == whole[component]
-    assert divided["gathered layers"] < 0.3 * whole["gathered layers"]
+    assert divided["gathered layers"] < whole["gathered layers"] / 2
 
 
 @pytest.mark.parametrize(

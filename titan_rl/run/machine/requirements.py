@@ -23,7 +23,7 @@ from titan_rl.core.errors import ConfigError, MissingExtraError, NoSpaceError
 from titan_rl.rollout.renderer.registry import ChosenRenderer, choose_renderer
 from titan_rl.rollout.renderer.support import chat_support
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
-from titan_rl.training.models.choice import PROVED, choose_implementation
+from titan_rl.training.models.choice import EXPERT_COUNTS, PROVED, choose_implementation
 from titan_rl.weights.transports.registry import find_transport
 
 LEFT_FREE = 1 << 24
@@ -174,7 +174,11 @@ def describe_implementation(config: RunConfig) -> str:
     )
     untried = chosen.name == "transformers" and hf.get("model_type") not in PROVED
     try_it = f"; no test has this family, try it with titan-rl doctor --model {config.model.path}" if untried else ""
-    return f"model.implementation is {chosen.name}: {chosen.reason}{try_it}"
+    divided = ""
+    if (ranks := config.training.expert_parallel) > 1:
+        count = next(hf[name] for name in EXPERT_COUNTS if hf.get(name))
+        divided = f"; each rank holds {count // ranks} of {count} experts (training.expert_parallel = {ranks})"
+    return f"model.implementation is {chosen.name}: {chosen.reason}{divided}{try_it}"
 
 
 def describe_chat(config: RunConfig) -> list[str]:

@@ -20,7 +20,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -279,7 +279,7 @@ class Optimizers:
         _check_parameters(name, self.parts, parameters)
         for part in self.parts:
             if len(by_mesh(_parameters(part))) > 1:
-                part.step = partial(_step_by_mesh, part, part.step)
+                cast(Any, part).step = partial(_step_by_mesh, part, part.step)
         self._proportions = [float(group["lr"]) / spec.lr for group in self._groups()]
 
     def zero_grad(self) -> None:
