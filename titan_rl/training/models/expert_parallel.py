@@ -49,7 +49,7 @@ class ExpertsOnRanks:
     def __init__(self, experts: Any, top_k: int, mesh: Any) -> None:
         self._experts = experts
         self._num_experts: int = experts.num_experts
-        self._exchange = _exchange(experts.num_experts, top_k, mesh)
+        self._exchange: Any = _exchange(experts.num_experts, top_k, mesh)
         self._forward_own = experts.forward
         _divide_parameters(experts, mesh)
         experts.num_experts //= mesh.size()
