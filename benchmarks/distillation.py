@@ -10,9 +10,9 @@ for each seed start from the same student, which knows sums and often gives up, 
     teacher_free  has neither: a fixed negative advantage on improbable tokens (arXiv:2608.31046)
 
 Prints one JSON object per line: {"name": ..., "value": ..., "target": ..., "unit": ...}. `distill_steps_vs_grpo` is the
-median over the seeds of GRPO's steps over those of distillation, counting a run that does not get there as having
-taken all of its steps. `teacher_share_of_step` is the share of a step's time that the teacher costs: 1 minus GRPO's
-median step over that of distillation, validation not counted.
+median over the seeds of GRPO's steps over those of distillation. A run of GRPO that does not get there counts as having
+taken all of its steps; where distillation does not get there, the ratio is 0. `teacher_share_of_step` is the share of a
+step's time that the teacher costs: 1 minus GRPO's median step over that of distillation, validation not counted.
 """
 
 from __future__ import annotations
@@ -65,10 +65,15 @@ def records_of(kind: str, seed: int, folder: Path) -> list[dict[str, Any]]:
     return read_jsonl(folder / "latest" / "metrics.jsonl")
 
 
-def steps_to(records: list[dict[str, Any]], target: float, most: int) -> int:
-    """First step whose validation reaches the target; all steps if none does."""
+def steps_to(records: list[dict[str, Any]], target: float) -> int | None:
+    """First step whose validation reaches the target, at least 1; None if none does."""
     reached = (record["step"] for record in records if record.get(REWARD, 0.0) >= target)
-    return max(1, next(reached, most))
+    return next((max(1, step) for step in reached), None)
+
+
+def speedup(grpo: int | None, taught: int | None) -> float:
+    """GRPO's steps over those of distillation."""
+    return 0.0 if taught is None else (MOST_STEPS["grpo"] if grpo is None else grpo) / taught
 
 
 def step_s(records: list[dict[str, Any]]) -> float:
@@ -88,18 +93,18 @@ def main() -> None:
     for made, toml in (("base", EXAMPLE), ("teacher", TEACHER)):
         if not (FOLDER / made).is_dir():
             run("titan_rl.cli.main", "sft", toml)
-    steps: dict[str, list[int]] = {kind: [] for kind in SETTINGS}
+    steps: dict[str, list[int | None]] = {kind: [] for kind in SETTINGS}
     last: dict[str, list[float]] = {kind: [] for kind in SETTINGS}
     seconds: dict[str, list[float]] = {kind: [] for kind in SETTINGS}
     for seed in arguments.seeds:
         with tempfile.TemporaryDirectory() as folder:
             for kind in SETTINGS:
                 records = records_of(kind, seed, Path(folder) / kind)
-                steps[kind].append(steps_to(records, arguments.target, MOST_STEPS[kind]))
+                steps[kind].append(steps_to(records, arguments.target))
                 last[kind].append(round([record[REWARD] for record in records if REWARD in record][-1], 3))
                 seconds[kind].append(step_s(records))
                 print(f"seed {seed}, {kind}: {steps[kind][-1]} steps, {last[kind][-1]} at the end", file=sys.stderr)
-    ratios = [grpo / taught for grpo, taught in zip(steps["grpo"], steps["distillation"], strict=True)]
+    ratios = [speedup(*pair) for pair in zip(steps["grpo"], steps["distillation"], strict=True)]
     figure(
         "distill_steps_vs_grpo",
         median(ratios),
