@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,29 @@ def test_what_is_no_player_is_refused(setting: Any, said: str) -> None:
 def test_settings_that_cannot_go_well_are_refused_when_they_are_read(seats: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         task_of(seats=seats).check_settings()
+
+
+@pytest.mark.parametrize(
+    ("seat", "said"),
+    [
+        (
+            '{ league = "hard", settings = { "generation.kv_gib" = "1" } }',
+            "task.seats.b.settings: generation.kv_gib = 1 is not a setting; nearest: generation.kv_cache_gib",
+        ),
+        (
+            '{ policy = "old", settings = { "generation.max_running" = "none of many" } }',
+            "task.seats.b.settings: generation.max_running = 'none of many' must be",
+        ),
+        ('{ league = "hard", every = 0 }', "config.toml: task.seats.b.every = 0 must be greater than 0"),
+        ('{ league = "harder" }', "config.toml: task.seats.b.league = 'harder' must be 'hard', 'even' or 'uniform'"),
+    ],
+)
+def test_wrong_settings_of_a_seat_are_named_as_they_are_written(tmp_path: Path, seat: str, said: str) -> None:
+    (tmp_path / "old").mkdir()
+    toml = f'[model]\npath = "m"\nmax_context = 512\n[task]\ntype = "{__name__}:Trio"\nseats.b = {seat}\n'
+    (tmp_path / "config.toml").write_text(toml)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load_config(tmp_path / "config.toml", check_files=False)
 
 
 def test_a_checkpoint_is_looked_for_beside_the_file_that_names_it(tmp_path: Path) -> None:

@@ -94,6 +94,10 @@ async def test_a_server_that_does_not_tokenize_or_is_not_there_is_refused() -> N
         ([("training.algorithm", "distillation")], "training.distill_coef = 1 without a teacher"),
         ([("training.teacher", "self")], 'training.teacher = "self" has no effect'),
         ([("training.teacher", "gone"), ("training.distill_coef", "1")], "training.teacher = 'gone' is no folder here"),
+        (
+            [("training.teacher", "https://"), ("training.distill_coef", "1")],
+            "training.teacher = 'https://' names no host; write http://HOST:PORT",
+        ),
         ([("training.teacher", "self"), ("training.distill_coef", "1")], "has no method teacher_messages(rollout)"),
         (
             [*SELF, ("sampling.temperature", "0.7")],

@@ -14,12 +14,12 @@ from byte_tokenizer import VOCAB, byte_tokenizer
 
 from titan_rl.core.errors import GenerationError, RequestError, RewardError
 from titan_rl.rollout.chat_env import ChatReply
-from titan_rl.rollout.rewards.reward import Reward
+from titan_rl.rollout.rewards.reward import FailurePolicy, Reward
 from titan_rl.rollout.rewards.rubric import Rubric
 from titan_rl.rollout.types import Message, Rollout, RolloutGroup
 from titan_rl.tasks import Judge, LocalClassifier, RewardModel, ServedClassifier
 from titan_rl.tasks.players import Endpoint
-from titan_rl.types import SamplingParams
+from titan_rl.types import FinishReason, SamplingParams
 
 
 class ScriptedJudge:
@@ -213,6 +213,60 @@ async def test_an_answer_that_cannot_be_parsed_is_not_kept(tmp_path: Path):
 
 
 @pytest.mark.looptime
+async def test_a_kept_answer_that_another_parse_does_not_accept_is_asked_for_again(tmp_path: Path):
+    judge = ScriptedJudge(length)
+    assert await rewards(group_of("good"), Judge(judge, said, float, cache=tmp_path)) == [4.0]
+    judge._says = lambda text: f"grade: {len(text)}"
+
+    def after_colon(text: str) -> float:
+        return float(text.split(": ")[1])
+
+    assert await rewards(group_of("good"), Judge(judge, said, after_colon, cache=tmp_path)) == [4.0]
+    assert await rewards(group_of("good"), Judge(judge, said, after_colon, cache=tmp_path)) == [4.0]
+    assert judge.asked == ["good", "good"]
+
+
+@pytest.mark.looptime
+async def test_an_outage_that_ends_during_a_call_is_reported_with_the_last_reason():
+    asked = 0
+
+    async def fails_then_hangs(messages: Sequence[Message], **_: Any) -> ChatReply:
+        nonlocal asked
+        asked += 1
+        if asked > 1:
+            await asyncio.sleep(1e6)
+        raise GenerationError("the server is on fire")
+
+    judge = Judge(fails_then_hangs, said, float, outage_s=60, on_failure=FailurePolicy(retries=0))
+    with pytest.raises(RewardError, match="has failed for 60 s: the server is on fire"):
+        await rewards(group_of("a"), judge)
+    asked = 1
+    judge = Judge(fails_then_hangs, said, float, outage_s=60, on_failure=FailurePolicy(retries=0))
+    with pytest.raises(RewardError, match="has failed for 60 s: it did not answer, or demanded longer waits"):
+        await rewards(group_of("a"), judge)
+
+
+async def test_a_prompt_that_is_no_text_and_no_messages_is_named():
+    judge = Judge(ScriptedJudge(length), lambda rollout: None, float, on_failure=FailurePolicy(retries=0))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(RewardError, match="the prompt of judge 'judge' for 'g/0' is None; it must be a text or"):
+        await rewards(group_of("a"), judge)
+
+
+async def test_a_judge_that_is_cut_off_is_reported_once(caplog: pytest.LogCaptureFixture):
+    async def cut_off(messages: Sequence[Message], **_: Any) -> ChatReply:
+        return ChatReply({"role": "assistant", "content": "1"}, FinishReason.LENGTH)
+
+    assert await rewards(group_of("a", "b"), Judge(cut_off, said, float)) == [1.0, 1.0]
+    assert caplog.text.count("was cut off after max_tokens = 512") == 1
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://judge", "http://"])
+def test_an_endpoint_needs_the_url_of_a_host(url: str):
+    with pytest.raises(ValueError, match='must begin with "http://" or "https://" and name a host'):
+        Endpoint(url=url, model="judge")
+
+
+@pytest.mark.looptime
 async def test_calls_are_limited_at_once_and_in_a_minute():
     clock = asyncio.get_running_loop().time
     model, began = ScriptedJudge(length), clock()
@@ -255,11 +309,15 @@ async def test_disagreement_with_exact_checks_and_between_judges_is_recorded():
         ({"in_flight": 0}, "in_flight of judge 'judge' is 0; it must be positive"),
         ({"per_minute": -1.0}, "per_minute of judge 'judge' is -1.0"),
         ({"outage_s": 0.0}, "timeout_s 0.0; it must be positive"),
+        ({"price": (1.0,)}, r"price of judge 'judge' is \(1.0,\); it must be \(cost per million prompt tokens"),
+        ({"price": (-1.0, 1.0)}, "price of judge 'judge'"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: dict[str, Any], problem: str):
     with pytest.raises(ValueError, match=problem):
         Judge(ScriptedJudge(length), said, float, **arguments)
+    with pytest.raises(ValueError, match="model of judge 'judge' is 'http://judge'; it must be an Endpoint"):
+        Judge("http://judge", said, float)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="parse of judge 'judge' is 3"):
         Judge(ScriptedJudge(length), said, 3)  # pyright: ignore[reportArgumentType]
 
@@ -270,7 +328,9 @@ async def test_a_reward_model_behind_vllm_is_asked_in_batches_and_once_for_each_
 
     def classify(request: httpx.Request) -> httpx.Response:
         assert request.url.path == "/classify"
-        texts = json.loads(request.content)["input"]
+        body = json.loads(request.content)
+        assert body["use_activation"] is False, "vLLM would squash the score of a reward model into 0 to 1"
+        texts = body["input"]
         batches.append(texts)
         data = [{"index": i, "probs": [len(text) / 10], "num_classes": 1} for i, text in enumerate(texts)]
         return httpx.Response(200, json={"data": data[::-1]})
@@ -288,6 +348,29 @@ async def test_a_reward_model_that_sends_something_else_fails_the_reward():
     )
     with pytest.raises(RewardError, match=r"has failed for 0.01 s: .*sent 0 scores for 1 texts"):
         await rewards(group_of("a"), RewardModel(score, said, outage_s=0.01))
+
+
+def classifier_of(probs: list[float], label: int | None = None) -> ServedClassifier:
+    def classify(request: httpx.Request) -> httpx.Response:
+        assert json.loads(request.content)["use_activation"] is (label is not None)
+        return httpx.Response(200, content=json.dumps({"data": [{"index": 0, "probs": probs}]}))
+
+    return ServedClassifier("http://rm", "rm", label=label, transport=httpx.MockTransport(classify))
+
+
+async def test_a_classifier_of_several_classes_needs_a_label():
+    with pytest.raises(RewardError, match="has 2 outputs; choose the one that scores with label"):
+        await rewards(group_of("a"), RewardModel(classifier_of([0.2, 0.8]), said))
+    with pytest.raises(RewardError, match="has 2 outputs, numbered from 0"):
+        await rewards(group_of("a"), RewardModel(classifier_of([0.2, 0.8], label=2), said))
+    assert await rewards(group_of("a"), RewardModel(classifier_of([0.2, 0.8], label=1), said)) == [0.8]
+
+
+async def test_a_score_that_is_not_finite_is_not_kept(tmp_path: Path):
+    with pytest.raises(RewardError, match="nan is no finite number"):
+        await rewards(group_of("a"), RewardModel(classifier_of([float("nan")]), said, cache=tmp_path))
+    assert list_files(tmp_path) == []
+    assert await rewards(group_of("a"), RewardModel(classifier_of([3.5]), said, cache=tmp_path)) == [3.5]
 
 
 async def test_a_classifier_of_this_process_scores_with_its_logits(tmp_path: Path):

@@ -164,9 +164,11 @@ def _instead(key: str, root: type[BaseModel], prefix: str, beside: Sequence[str]
 
 
 def _dotted(loc: tuple[int | str, ...], prefix: str) -> str:
-    """`("training", "betas", 0)` is `training.betas[0]`."""
+    """`("training", "betas", 0)` is `training.betas[0]`. Parts in angle brackets are members of a union."""
     key = prefix
     for part in loc:
+        if isinstance(part, str) and part.startswith("<"):
+            continue
         if isinstance(part, int):
             key += f"[{part}]"
         else:

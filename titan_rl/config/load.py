@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 import tomli_w
 from pydantic import ValidationError
@@ -27,6 +28,7 @@ from titan_rl.config.model_folder import (
 from titan_rl.config.retired import drop_unchanged
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import SFTConfig
+from titan_rl.config.serve import check_server_settings
 from titan_rl.config.tables import UNSET, dotted, give, read_tables, without_unset
 from titan_rl.config.task_tables import (
     check_task,
@@ -41,7 +43,7 @@ from titan_rl.config.tasks import TaskSource
 from titan_rl.core.calls.imports import name_of
 from titan_rl.core.errors import ConfigError
 from titan_rl.core.settings import Section
-from titan_rl.rollout.task import Task
+from titan_rl.rollout.task import ServingTask, Task
 from titan_rl.scheduling.settings import MODES
 from titan_rl.training.settings import MADE_BY_SFT
 
@@ -83,6 +85,10 @@ def load_config(
         check_adapter_start(config.training, origins.folders_for("training.adapter.start"))
         for table, source in config.tables_of_tasks():
             check_task(source.task, origins, table)
+    for table, source in config.tables_of_tasks():
+        if isinstance(source.task, ServingTask):
+            for name, settings in source.task.server_settings().items():
+                check_server_settings(settings, name.replace("task.", f"{table}.", 1), origins)
     return config
 
 
@@ -136,7 +142,11 @@ def _with_teachers(config: RunConfig, origins: Origins, *, check_files: bool) ->
 
 
 def _teacher(name: str, key: str, origins: Origins, *, check_files: bool) -> str:
-    if name in ("", "self") or name.startswith(("http://", "https://")):
+    if name in ("", "self"):
+        return name
+    if name.startswith(("http://", "https://")):
+        if not urlsplit(name).netloc:
+            raise ConfigError(f"{origins.of(key)}: {key} = {name!r} names no host; write http://HOST:PORT")
         return name
     places = origins.folders_for(key)
     if (folder := find_model_folder(name, places)) is not None:

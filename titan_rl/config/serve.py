@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import tomli_w
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
 
-from titan_rl.config.explain import COMMAND_LINE, explain
+from titan_rl.config.explain import COMMAND_LINE, Origins, explain
 from titan_rl.config.functions import SearchPath, check_functions, named_modules
 from titan_rl.config.hosts import HostsConfig
 from titan_rl.config.model_folder import check_model_folder, find_model_folder
@@ -95,6 +95,25 @@ def load_serve_config(toml: Path | None, overrides: Sequence[tuple[str, str]], *
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
     check_model_folder(config.model, config.generation, places)
     return config
+
+
+def check_server_settings(given: Mapping[str, str], name: str, origins: Origins) -> None:
+    """Check settings of a server that is started by a run.
+
+    Args:
+        given: Values by dotted names, see `load_config`.
+        name: Of the setting that holds them.
+
+    Raises:
+        ConfigError: names each wrong setting, its value and what is allowed.
+    """
+    tables, of_server = read_tables((), ())
+    override(tables, [("model.path", "unknown"), *given.items()], of_server)
+    try:
+        ServeConfig.model_validate(without_unset(ServeConfig, tables))
+    except ValidationError as error:
+        told = explain(error, ServeConfig, of_server).replace(f"{COMMAND_LINE}: ", "")
+        raise ConfigError("\n".join(f"{origins.of(name)}: {name}: {line}" for line in told.splitlines())) from None
 
 
 def dump_serve_config(config: ServeConfig) -> str:

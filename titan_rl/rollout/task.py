@@ -115,6 +115,16 @@ class CheckedTask(Task, Protocol):
         ...
 
 
+@runtime_checkable
+class ServingTask(Task, Protocol):
+    """Task that serves models next to the run."""
+
+    def server_settings(self) -> Mapping[str, Mapping[str, str]]:
+        """Settings of each server, such as {"generation.kv_cache_gib": "0.5"}, by the name of the setting that holds
+        them, such as "task.seats.second.settings". They are checked when the settings of a run are read."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Demonstration:
     """Conversation whose assistant messages are learned by supervised fine-tuning.

@@ -8,10 +8,13 @@ rubric = Rubric([
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -23,7 +26,7 @@ from titan_rl.rollout.rewards.reward import FailurePolicy, FunctionReward, toget
 from titan_rl.rollout.types import Message, Rollout
 from titan_rl.tasks.judging import JudgeCalls, JudgeMetrics, Verdict
 from titan_rl.tasks.players import Endpoint
-from titan_rl.types import SamplingParams, float_or_none
+from titan_rl.types import FinishReason, SamplingParams, float_or_none
 
 if TYPE_CHECKING:
     from titan_rl.serving.client import HttpChatFn
@@ -33,6 +36,8 @@ PromptFn = Callable[[Any], Prompt]
 """Function of a rollout, or of the rollouts of a group."""
 ParseFn = Callable[[str], float | Sequence[float]]
 """Function from a judge's text to the value of a rollout, or to the values of a group."""
+
+logger = logging.getLogger(__name__)
 
 MAX_TOKENS = 512
 """Default limit of the tokens of a judge's answer; `Endpoint.max_tokens` overrides it."""
@@ -55,6 +60,8 @@ class _Chat:
 
     async def ask(self) -> Verdict:
         reply = await self.generate(self.messages, request_id=self.request_id, sampling=self.sampling)
+        if reply.finish_reason is FinishReason.LENGTH:
+            _warn_cut_off(self.model, self.sampling.max_tokens)
         text = str(reply.message.get("content") or "")
         return Verdict(text, reply.num_prompt_tokens or 0, reply.num_tokens or 0)
 
@@ -116,6 +123,17 @@ class Judge(FunctionReward[Any]):
         if not callable(parse):
             raise ValueError(f"parse of judge {name!r} is {parse!r}; it must be a function of the judge's text")
         self.per_rollout = not relative
+        if not (isinstance(model, Endpoint) or callable(model)):
+            raise ValueError(f"model of judge {name!r} is {model!r}; it must be an Endpoint or an async function")
+        if price is not None and not (
+            isinstance(price, tuple | list)
+            and len(price) == 2
+            and all(isinstance(cost, int | float) and math.isfinite(cost) and cost >= 0 for cost in price)
+        ):
+            raise ValueError(
+                f"price of judge {name!r} is {price!r}; it must be (cost per million prompt tokens, cost per million "
+                "completion tokens)"
+            )
         self._model = model
         self._prompt = prompt
         self._parse: Callable[[str], Any] = parse
@@ -179,7 +197,12 @@ class Judge(FunctionReward[Any]):
             raise RewardError(
                 f"the prompt of judge {self.name!r} failed on {request_id!r}: {type(error).__name__}: {error}"
             ) from error
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
+            raise RewardError(
+                f"the prompt of judge {self.name!r} for {request_id!r} is {prompt!r}; it must be a text or a list of "
+                "messages"
+            )
         generate, model, sampling = self._judge()
         return await self._calls.ask(_Chat(generate, model, messages, sampling, f"{self.name}/{request_id}"), check)
 
@@ -219,6 +242,17 @@ class Judge(FunctionReward[Any]):
         if self._price is not None:
             noted["cost"] = (prompt * self._price[0] + completion * self._price[1]) / 1e6
         self._metrics.note(rollout_id, {f"{self.name}_{key}": value for key, value in noted.items()})
+
+
+@cache
+def _warn_cut_off(model: str, max_tokens: int) -> None:
+    """Warn of an answer that was cut off, once for each model."""
+    logger.warning(
+        "an answer of judge %s was cut off after max_tokens = %d, and is parsed as it is; raise max_tokens of the "
+        "Endpoint, unless the grade comes first",
+        model,
+        max_tokens,
+    )
 
 
 def _numbers(given: Any, count: int) -> list[float]:

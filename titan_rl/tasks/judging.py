@@ -172,14 +172,16 @@ class JudgeCalls:
         self._running: dict[str, asyncio.Task[Verdict]] = {}
 
     async def ask(self, question: JudgeQuestion, check: Callable[[Any], object]) -> Verdict:
-        """Answer of a question. `check` is called with a new answer, before it is cached.
+        """Answer of a question. `check` is called with each answer, before it is cached; a cached answer that it does
+        not accept, for example because a judge's `parse` has changed, is asked for again.
 
         Raises:
             RewardError: the model refuses the question, has failed for `outage_s`, or `check` raised.
         """
         self._begin()
         key = self._cache.key_of(question.content)
-        if (known := self._cache.get(key)) is not None:
+        known = self._cache.get(key)
+        if known is not None and self._accepts(known, check):
             return replace(known, is_cached=True)
         task = self._running.get(key)
         is_first = task is None
@@ -188,6 +190,14 @@ class JudgeCalls:
             task.add_done_callback(lambda done: self._ended(key, done))
         verdict = await asyncio.shield(task)
         return verdict if is_first else replace(verdict, is_cached=True)
+
+    def _accepts(self, known: Verdict, check: Callable[[Any], object]) -> bool:
+        try:
+            check(known.value)
+        except Exception as error:
+            logger.warning("a kept answer of judge %r cannot be parsed, and is asked for again: %s", self.name, error)
+            return False
+        return True
 
     def _begin(self) -> None:
         """Forget the calls of an earlier event loop."""
@@ -219,6 +229,7 @@ class JudgeCalls:
 
     async def _until_answered(self, ask: Callable[[], Awaitable[Verdict]]) -> Verdict:
         backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, limit_s=self.outage_s)
+        cause = "it did not answer, or demanded longer waits"
         while True:
             await self._turn()
             try:
@@ -227,9 +238,10 @@ class JudgeCalls:
             except RequestError as error:
                 raise RewardError(f"judge {self.name!r} refuses a question: {error}") from error
             except (GenerationError, TimeoutError) as error:
+                cause = str(error) or cause  # the end of the time says nothing of the reason
                 if backoff.is_over:
-                    raise RewardError(f"judge {self.name!r} has failed for {self.outage_s:g} s: {error}") from error
-                logger.warning("judge %r failed: %s; asked again in %g s", self.name, error, backoff.next_s)
+                    raise RewardError(f"judge {self.name!r} has failed for {self.outage_s:g} s: {cause}") from error
+                logger.warning("judge %r failed: %s; asked again in %g s", self.name, cause, backoff.next_s)
             await backoff.pause()
 
     async def _turn(self) -> None:

@@ -10,8 +10,19 @@ from abc import abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Discriminator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, PrivateAttr, Tag
+from pydantic import (
+    Discriminator,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    PrivateAttr,
+    Tag,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from titan_rl.core.calls.backoff import Backoff
 from titan_rl.core.calls.imports import find_function
@@ -46,6 +57,14 @@ class Endpoint(Section):
     timeout_s: PositiveFloat = 60.0
     """Longest time of one answer, retries included."""
 
+    @field_validator("url")
+    @classmethod
+    def _is_url(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise PydanticCustomError("url", 'must begin with "http://" or "https://" and name a host')
+        return url
+
 
 class FrozenPolicy(Section):
     """Frozen checkpoint that is served next to the run."""
@@ -64,22 +83,23 @@ class FrozenPolicy(Section):
 
 
 def _kind(given: Any) -> str | None:
+    """Tag of a setting in `PlayerSetting`. Errors leave out parts in angle brackets, which are no keys."""
     if isinstance(given, str):
-        return "named"
+        return "<named>"
     if isinstance(given, Endpoint) or (isinstance(given, Mapping) and "url" in given):
-        return "endpoint"
+        return "<endpoint>"
     if isinstance(given, FrozenPolicy) or (isinstance(given, Mapping) and "policy" in given):
-        return "frozen"
+        return "<frozen>"
     if isinstance(given, LeagueSeat) or (isinstance(given, Mapping) and "league" in given):
-        return "league"
+        return "<league>"
     return None
 
 
 PlayerSetting = Annotated[
-    Annotated[str, FunctionName(("policy",)), Tag("named")]
-    | Annotated[Endpoint, Tag("endpoint")]
-    | Annotated[FrozenPolicy, Tag("frozen")]
-    | Annotated[LeagueSeat, Tag("league")],
+    Annotated[str, FunctionName(("policy",)), Tag("<named>")]
+    | Annotated[Endpoint, Tag("<endpoint>")]
+    | Annotated[FrozenPolicy, Tag("<frozen>")]
+    | Annotated[LeagueSeat, Tag("<league>")],
     Discriminator(
         _kind,
         custom_error_type="player",
@@ -122,6 +142,14 @@ class SeatedTask(Section):
     def league(self) -> LeagueSeat | None:
         """Settings of the seats that frozen versions of this run play, if there are any."""
         return next((setting for setting in self.seats.values() if isinstance(setting, LeagueSeat)), None)
+
+    def server_settings(self) -> dict[str, Mapping[str, str]]:
+        """Settings of the servers of seats, by the names of the settings that hold them; see `ServingTask`."""
+        return {
+            f"task.seats.{seat}.settings": setting.settings
+            for seat, setting in self.seats.items()
+            if isinstance(setting, FrozenPolicy | LeagueSeat)
+        }
 
     @abstractmethod
     def game(self, sample: Any) -> SeatedMessageEnv:

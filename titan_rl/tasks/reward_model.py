@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_rl.core.calls.threads import in_thread
-from titan_rl.core.errors import GenerationError
+from titan_rl.core.errors import GenerationError, RequestError
 from titan_rl.rollout.rewards.reward import FailurePolicy, FunctionReward, together
 from titan_rl.rollout.types import Rollout
 from titan_rl.tasks.judging import JudgeCalls, JudgeMetrics, Verdict
+from titan_rl.types import float_or_none
 
 if TYPE_CHECKING:
     from titan_rl.serving.client import Asking
@@ -28,7 +30,8 @@ class ServedClassifier:
 
     Args:
         url: Of the server, with or without its "/v1".
-        label: Index of the class whose probability is the score; a reward model has one class.
+        label: Index of the class whose probability is the score. By default the model has one output, as reward models
+            do, and that is the score, as it is.
         api_key: Environment variable with the key, if the server needs one.
         transport: httpx transport that replaces the network.
     """
@@ -38,12 +41,12 @@ class ServedClassifier:
         url: str,
         model: str,
         *,
-        label: int = 0,
+        label: int | None = None,
         api_key: str = "OPENAI_API_KEY",
         timeout_s: float = 60.0,
         transport: Any = None,
     ) -> None:
-        self.name = f"{model} at {url}, label {label}"
+        self.name = f"{model} at {url}, {_told(label)}"
         self._endpoint = f"{url.rstrip('/').removesuffix('/v1')}/classify"
         self._model, self._label, self._timeout_s, self._transport = model, label, timeout_s, transport
         self._key = os.environ.get(api_key)
@@ -52,13 +55,16 @@ class ServedClassifier:
     async def __call__(self, texts: Sequence[str]) -> Sequence[float]:
         """
         Raises:
-            RequestError: the server refuses the texts.
+            RequestError: the server refuses the texts, or the model has other outputs than `label` expects.
             GenerationError: it cannot be reached, or sends no scores.
         """
-        response = await self._asking().post({"model": self._model, "input": list(texts)}, {})
+        body = {"model": self._model, "input": list(texts), "use_activation": self._label is not None}
+        response = await self._asking().post(body, {})
         try:
             data = sorted(response.json()["data"], key=lambda each: each["index"])
-            scores = [float(each["probs"][self._label]) for each in data]
+            scores = [float(each["probs"][_place(self._label, len(each["probs"]), self.name)]) for each in data]
+        except RequestError:
+            raise
         except (LookupError, TypeError, ValueError) as error:
             raise GenerationError(f"{self._endpoint} sent what is no classification: {error!r}") from error
         if len(scores) != len(texts):
@@ -89,11 +95,11 @@ class LocalClassifier:
     """Classifier of a Hugging Face folder, in a thread of this process, on the CPU. For small models and tests.
 
     Args:
-        label: Index of the logit that is the score.
+        label: See `ServedClassifier`.
     """
 
-    def __init__(self, folder: str | Path, *, label: int = 0) -> None:
-        self.name = f"{folder}, label {label}"
+    def __init__(self, folder: str | Path, *, label: int | None = None) -> None:
+        self.name = f"{folder}, {_told(label)}"
         self._folder, self._label = str(folder), label
 
     async def __call__(self, texts: Sequence[str]) -> Sequence[float]:
@@ -113,8 +119,38 @@ class LocalClassifier:
 
         tokenizer, model = self._loaded
         with torch.no_grad():  # one at a time: small models gain nothing from padding, and some have no pad token
-            logits = [model(**tokenizer(text, return_tensors="pt")).logits[0, self._label] for text in texts]
-        return [float(logit) for logit in logits]
+            outputs = [model(**tokenizer(text, return_tensors="pt")).logits[0] for text in texts]
+        if self._label is not None:
+            outputs = [logits.softmax(-1) for logits in outputs]
+        return [float(values[_place(self._label, len(values), self.name)]) for values in outputs]
+
+
+def _told(label: int | None) -> str:
+    return "its one output" if label is None else f"label {label}"
+
+
+def _place(label: int | None, num_outputs: int, name: str) -> int:
+    """Index of the output that is the score.
+
+    Raises:
+        RequestError: the model has other outputs.
+    """
+    if label is None and num_outputs > 1:
+        raise RequestError(f"the classifier {name} has {num_outputs} outputs; choose the one that scores with label")
+    if label is not None and not 0 <= label < num_outputs:
+        raise RequestError(f"the classifier {name} has {num_outputs} outputs, numbered from 0")
+    return label or 0
+
+
+def _finite(value: object) -> float:
+    """
+    Raises:
+        ValueError: it is no finite number.
+    """
+    number = float_or_none(value)
+    if number is None or not math.isfinite(number):
+        raise ValueError(f"{value!r} is no finite number")
+    return number
 
 
 class Batches:
@@ -231,7 +267,7 @@ class RewardModel(FunctionReward[Any]):
             await close()
 
     async def _value(self, rollout: Rollout) -> float:
-        verdict = await self._calls.ask(_Text(self._batches, self._model, self._text(rollout)), float)
+        verdict = await self._calls.ask(_Text(self._batches, self._model, self._text(rollout)), _finite)
         noted = {f"{self.name}_seconds": verdict.seconds, f"{self.name}_cached": float(verdict.is_cached)}
         self._metrics.note(rollout.rollout_id, noted)
         return float(verdict.value)

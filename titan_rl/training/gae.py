@@ -70,7 +70,7 @@ def estimate(
     lam: float,
     over: GAEOver,
 ) -> AdvantageEstimate:
-    """AdvantageEstimate the advantages of N trained tokens of S sequences.
+    """Estimate the advantages of N trained tokens of S sequences.
 
     Args:
         values_N: of the state before each token.
