@@ -307,6 +307,7 @@ async def test_disagreement_with_exact_checks_and_between_judges_is_recorded():
     ("arguments", "problem"),
     [
         ({"in_flight": 0}, "in_flight of judge 'judge' is 0; it must be positive"),
+        ({"in_flight": 1.5}, "in_flight of judge 'judge' is 1.5; it must be an integer"),
         ({"per_minute": -1.0}, "per_minute of judge 'judge' is -1.0"),
         ({"outage_s": 0.0}, "timeout_s 0.0; it must be positive"),
         ({"price": (1.0,)}, r"price of judge 'judge' is \(1.0,\); it must be \(cost per million prompt tokens"),

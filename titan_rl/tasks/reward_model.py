@@ -62,7 +62,7 @@ class ServedClassifier:
         response = await self._asking().post(body, {})
         try:
             data = sorted(response.json()["data"], key=lambda each: each["index"])
-            scores = [float(each["probs"][_place(self._label, len(each["probs"]), self.name)]) for each in data]
+            scores = [float(each["probs"][_place(self._label, len(each["probs"]))]) for each in data]
         except RequestError:
             raise
         except (LookupError, TypeError, ValueError) as error:
@@ -122,23 +122,23 @@ class LocalClassifier:
             outputs = [model(**tokenizer(text, return_tensors="pt")).logits[0] for text in texts]
         if self._label is not None:
             outputs = [logits.softmax(-1) for logits in outputs]
-        return [float(values[_place(self._label, len(values), self.name)]) for values in outputs]
+        return [float(values[_place(self._label, len(values))]) for values in outputs]
 
 
 def _told(label: int | None) -> str:
     return "its one output" if label is None else f"label {label}"
 
 
-def _place(label: int | None, num_outputs: int, name: str) -> int:
+def _place(label: int | None, num_outputs: int) -> int:
     """Index of the output that is the score.
 
     Raises:
         RequestError: the model has other outputs.
     """
     if label is None and num_outputs > 1:
-        raise RequestError(f"the classifier {name} has {num_outputs} outputs; choose the one that scores with label")
+        raise RequestError(f"the classifier has {num_outputs} outputs; choose the one that scores with label")
     if label is not None and not 0 <= label < num_outputs:
-        raise RequestError(f"the classifier {name} has {num_outputs} outputs, numbered from 0")
+        raise RequestError(f"the classifier has {num_outputs} outputs, numbered from 0; label is {label}")
     return label or 0
 
 
