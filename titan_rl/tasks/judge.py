@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from titan_rl.core.calls.plain import plain_json
 from titan_rl.core.errors import RewardError
@@ -125,15 +125,7 @@ class Judge(FunctionReward[Any]):
         self.per_rollout = not relative
         if not (isinstance(model, Endpoint) or callable(model)):
             raise ValueError(f"model of judge {name!r} is {model!r}; it must be an Endpoint or an async function")
-        if price is not None and not (
-            isinstance(price, tuple | list)
-            and len(price) == 2
-            and all(isinstance(cost, int | float) and math.isfinite(cost) and cost >= 0 for cost in price)
-        ):
-            raise ValueError(
-                f"price of judge {name!r} is {price!r}; it must be (cost per million prompt tokens, cost per million "
-                "completion tokens)"
-            )
+        _check_price(price, name)
         self._model = model
         self._prompt = prompt
         self._parse: Callable[[str], Any] = parse
@@ -197,8 +189,7 @@ class Judge(FunctionReward[Any]):
             raise RewardError(
                 f"the prompt of judge {self.name!r} failed on {request_id!r}: {type(error).__name__}: {error}"
             ) from error
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
+        if (messages := _messages(prompt)) is None:
             raise RewardError(
                 f"the prompt of judge {self.name!r} for {request_id!r} is {prompt!r}; it must be a text or a list of "
                 "messages"
@@ -242,6 +233,28 @@ class Judge(FunctionReward[Any]):
         if self._price is not None:
             noted["cost"] = (prompt * self._price[0] + completion * self._price[1]) / 1e6
         self._metrics.note(rollout_id, {f"{self.name}_{key}": value for key, value in noted.items()})
+
+
+def _check_price(price: Any, name: str) -> None:
+    """
+    Raises:
+        ValueError: it is neither None nor a pair of costs.
+    """
+    costs = [float_or_none(cost) for cost in cast("Sequence[Any]", price)] if isinstance(price, tuple | list) else []
+    is_pair = len(costs) == 2 and all(cost is not None and 0 <= cost < math.inf for cost in costs)
+    if price is not None and not is_pair:
+        raise ValueError(
+            f"price of judge {name!r} is {price!r}; it must be (cost per million prompt tokens, cost per million "
+            "completion tokens)"
+        )
+
+
+def _messages(prompt: Any) -> Sequence[Message] | None:
+    """Messages of a prompt; None if it is neither a text nor messages."""
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    messages = list(cast("Sequence[Any]", prompt)) if isinstance(prompt, Sequence) else [None]
+    return messages if all(isinstance(message, Mapping) for message in messages) else None
 
 
 @cache

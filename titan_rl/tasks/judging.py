@@ -161,7 +161,7 @@ class JudgeCalls:
         for field, value in (("in_flight", in_flight), ("per_minute", per_minute), ("outage_s", outage_s)):
             if value is not None and not value > 0:
                 raise ValueError(f"{field} of judge {name!r} is {value!r}; it must be positive")
-        if not isinstance(in_flight, int):
+        if in_flight != int(in_flight):
             raise ValueError(f"in_flight of judge {name!r} is {in_flight!r}; it must be an integer")
         self.name = name
         self._cache = VerdictCache(None if cache is None else Path(cache))
