@@ -253,7 +253,7 @@ def _messages(prompt: Any) -> Sequence[Message] | None:
     """Messages of a prompt; None if it is neither a text nor messages."""
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
-    messages = list(cast("Sequence[Any]", prompt)) if isinstance(prompt, Sequence) else [None]
+    messages: list[Any] = list(cast("Sequence[Any]", prompt)) if isinstance(prompt, Sequence) else [None]
     return messages if all(isinstance(message, Mapping) for message in messages) else None
 
 
