@@ -95,7 +95,9 @@ class GeneratorPlan:
 
 def adapter_specs(config: RunConfig) -> dict[str, AdapterSpec]:
     """The adapters of a run for its engines, by name; empty if all weights are trained."""
-    num_versions = 1 if config.generation.adapter_swap == "hot" else config.scheduling.max_staleness + 2
+    num_versions = 1
+    if config.generation.adapter_swap == "pinned":
+        num_versions = config.scheduling.max_staleness + 2 + config.validates_beside_training
     adapters = {"": config.training.adapter}
     return {
         name: AdapterSpec(adapter.rank, adapter.alpha, adapter.targets or TARGETS, num_versions)
@@ -240,6 +242,7 @@ class GeneratorActor(ProcessActor):
             manifest=(adapter, manifest),
             published=await in_thread(_checksums_of, manifest),
             adapter=adapter,
+            pinned=manifest.pinned,
         )
         figures = {
             "load_s": result.load_s,
@@ -274,7 +277,7 @@ class GeneratorActor(ProcessActor):
         adapter, manifest = told
         pulls = self._pulls_of(adapter)
         verify = partial(pulls.verify, manifest)
-        return Weights(pulls.items(manifest), verify, _checksums_of(manifest))
+        return Weights(pulls.items(manifest), verify, _checksums_of(manifest), manifest.pinned)
 
     def _pulls_of(self, adapter: str) -> AdapterPulls:
         if adapter not in self._adapters:

@@ -195,6 +195,11 @@ class TrainerActor(ProcessActor):
         return pack(await in_thread(self._publishers[policy].finish), known)
 
     @concurrent_endpoint
+    async def hold_published(self, version: int | None, policy: str = "") -> bool:
+        """Keep a published version beside the newest ones; see `WeightPublisher.hold`."""
+        return await in_thread(self._publishers[policy].hold, version)
+
+    @concurrent_endpoint
     async def begin_save(self, directory: Path, run_state: dict[str, Any], policy: str = "") -> int:
         return await self._run("save", self._begin_save, directory, run_state, policy)
 

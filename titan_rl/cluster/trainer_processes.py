@@ -104,6 +104,9 @@ class ActorTrainer:
         known = [(self._layouts.digests,)] * len(self._ranks)
         return join(self._layouts.unpack(await self._all("finish_publish", *known)))
 
+    async def hold_published(self, version: int | None) -> bool:
+        return all(await self._all("hold_published", *[(version,)] * len(self._ranks)))
+
     async def publish(self) -> Manifest:
         """Publish the current version and wait for it."""
         await self.begin_publish()

@@ -275,6 +275,32 @@ def of_suites(validation: ValidationConfig, tasks: Sequence[TaskSource]) -> Iter
             return
 
 
+def of_background_validation(
+    validation: ValidationConfig, generation: GenerationConfig, scheduling: SchedulingConfig, *, is_repeated: bool
+) -> Iterator[str]:
+    """Check the settings that a validation beside training needs.
+
+    Args:
+        is_repeated: A suite runs between steps.
+    """
+    if not validation.beside_training or not validation.num_prompts:
+        return
+    beside = "validation.beside_training = true"
+    if not is_repeated:
+        yield f"{beside} with validation.interval = 0: no validation runs between steps; set interval, or leave it out"
+    if scheduling.on_batch_ready != "continue":
+        yield (
+            f'{beside} with scheduling.on_batch_ready = "{scheduling.on_batch_ready}": generation is interrupted for '
+            'each training step, and so would be the validation; set on_batch_ready = "continue"'
+        )
+    least = max(1, generation.least_generators)
+    if generation.adapter_swap != "pinned" and generation.num_generators <= least:
+        yield (
+            f"{beside} with generation.num_generators = {generation.num_generators}: one generator is held for the "
+            f"validation, and training needs {least} besides; set num_generators to at least {least + 1}"
+        )
+
+
 def _sampled(validation: ValidationConfig) -> Iterator[tuple[str, float, int]]:
     """Yield (table, temperature, samples per prompt) of the validation and of each suite."""
     yield "validation", validation.temperature, validation.samples_per_prompt

@@ -97,6 +97,9 @@ class RunConfig(Section):
         yield from self.hosts.too_few()
         yield from of_effects(self)
         yield from conflicts.of_suites(self.validation, self.tasks)
+        yield from conflicts.of_background_validation(
+            self.validation, generation, scheduling, is_repeated=any(suite.interval for suite in self.suites)
+        )
 
     @property
     def sources(self) -> list[TaskSource]:
@@ -108,6 +111,15 @@ class RunConfig(Section):
         trained = [("task" if is_alone(self.tasks) else f"tasks.{source.name}", source) for source in self.tasks]
         own = [(f"validation.suites.{suite.name}", suite.task) for suite in self.validation.suites]
         return [*trained, *((table, source) for table, source in own if isinstance(source, TaskSource))]
+
+    @property
+    def validates_beside_training(self) -> bool:
+        """Whether training goes on while validations between its steps run."""
+        if self.validation.beside_training is not None:
+            return self.validation.beside_training
+        continues = self.scheduling.on_batch_ready == "continue"
+        is_repeated = any(suite.interval for suite in self.suites)
+        return self.generation.adapter_swap == "pinned" and continues and is_repeated
 
     @property
     def suites(self) -> list[ResolvedSuite]:

@@ -232,6 +232,10 @@ class ValidationConfig(Section):
     """Sampling temperature; 0 is greedy."""
     interval: Annotated[NonNegativeInt, _VALIDATED] = 0
     """Steps between validations; 0 validates only before and after training."""
+    beside_training: Annotated[bool | None, _VALIDATED] = None
+    """Train on while validations between steps run, with the same results. One generator stays at the validated version
+    until it is done, and the others go on; with generation.adapter_swap = "pinned" all of them keep that version. By
+    default true only with "pinned"; false has training wait."""
     suites: Annotated[tuple[ValidationSuite, ...], _VALIDATED] = Field(default=(), strict=False)
     """Validation suites; by default one for each task of the run."""
 

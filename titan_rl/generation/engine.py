@@ -253,6 +253,18 @@ def policy_of(engine: Engine, adapter: str) -> LoadedPolicy:
 
 
 @runtime_checkable
+class PinningEngine(Engine, Protocol):
+    """An engine that holds several versions. A request may name one (`EngineRequest.version`)."""
+
+    pins_versions: bool
+
+    def pin(self, version: int | None, adapter: str = "") -> None:
+        """Keep a version of an adapter that is loaded, until this is called again; None keeps none. Called right before
+        `load_state_dict`. `add` raises `GenerationError` for a request that names a version which is not loaded."""
+        ...
+
+
+@runtime_checkable
 class SleepingEngine(Engine, Protocol):
     """An engine that can release its memory for a time, for a trainer on the same GPU."""
 

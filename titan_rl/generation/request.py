@@ -42,6 +42,7 @@ class EngineRequest:
     sampling: SamplingParams
     session_id: str | None = None  # stable over the turns of one rollout
     adapter: str = ""
+    version: int | None = None  # that produces the tokens, in an engine that pins versions; by default the newest
 
     def __post_init__(self) -> None:
         try:

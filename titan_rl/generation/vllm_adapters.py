@@ -24,7 +24,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.platforms import current_platform
 
-from titan_rl.core.errors import StateDictError
+from titan_rl.core.errors import GenerationError, StateDictError
 from titan_rl.generation.engine import AdapterSpec, HeldTensor
 from titan_rl.generation.vllm_held_weights import hf_name_of, parts_of
 from titan_rl.generation.vllm_requests import VLLMRequests
@@ -155,6 +155,7 @@ class AdapterVersions:
         places = range(first_id, first_id + spec.num_versions)
         self._versions: dict[int, int | None] = dict.fromkeys(places)  # by vLLM's id
         self._newest = first_id
+        self.pinned: int | None = None  # version that is kept beside the newest, if it is loaded
         requests.adapters[name] = request_of(self._newest)
 
     def load(self, items: Iterable[tuple[str, Any]], version: int, in_use: Collection[int]) -> None:
@@ -169,7 +170,11 @@ class AdapterVersions:
             StateDictError: the tensors do not fit the model, or running requests use all places.
         """
         if self._spec.num_versions > 1:
-            free = [each for each in self._versions if each not in in_use and each != self._newest]
+            free = [
+                each
+                for each, held in self._versions.items()
+                if each not in in_use and each != self._newest and (held is None or held != self.pinned)
+            ]
             if not free:
                 held = ", ".join("none" if each is None else str(each) for each in self._versions.values())
                 raise StateDictError(
@@ -177,9 +182,23 @@ class AdapterVersions:
                     f'{self._spec.num_versions}, with versions {held}; set generation.adapter_swap = "hot"'
                 )
             self._newest = free[0]
+        self._versions[self._newest] = None  # until it is loaded whole
         self._core.collective_rpc(load_adapter, args=(self._newest, items, self._spec))
         self._versions[self._newest] = version
         self._requests.adapters[self._name] = request_of(self._newest)
+
+    def request_for(self, version: int) -> LoRARequest:
+        """The adapter of a version for vLLM's requests.
+
+        Raises:
+            GenerationError: the version is not loaded.
+        """
+        for adapter_id, held in self._versions.items():
+            if held == version:
+                return request_of(adapter_id)
+        raise GenerationError(
+            f"version {version} of the adapter is not loaded; loaded are {list(self._versions.values())}"
+        )
 
     def held(self) -> list[HeldTensor]:
         """The matrices of the newest version; see `held_adapter`."""

@@ -102,7 +102,10 @@ class VLLMEngine:
     def add(self, request: EngineRequest) -> None:
         if request.request_id in self._internal:
             raise RequestError(f"request_id {request.request_id!r} is already running; ids must be unique")
-        core_request = self._requests.generating(request)
+        pinned = None
+        if request.version is not None and request.adapter in self._adapters:
+            pinned = self._adapters[request.adapter].request_for(request.version)
+        core_request = self._requests.generating(request, pinned)
         core_id = core_request.request_id
         self._core.add_request(core_request)
         self._internal[request.request_id] = core_id
@@ -121,6 +124,10 @@ class VLLMEngine:
 
     def policy(self, adapter: str) -> AdapterPolicy:
         return AdapterPolicy(self, adapter)
+
+    def pin(self, version: int | None, adapter: str = "") -> None:
+        if adapter in self._adapters:
+            self._adapters[adapter].pinned = version
 
     def load_state_dict(self, items: Iterable[tuple[str, Any]], version: int) -> None:
         if self._adapters:

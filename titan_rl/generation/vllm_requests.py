@@ -219,8 +219,11 @@ class VLLMRequests:
         """Later requests of an adapter read nothing of the prefix cache that earlier ones have written."""
         self._cache_epochs[adapter] += 1
 
-    def generating(self, request: EngineRequest) -> EngineCoreRequest:
+    def generating(self, request: EngineRequest, pinned: LoRARequest | None = None) -> EngineCoreRequest:
         """
+        Args:
+            pinned: version of the request's adapter; by default the newest.
+
         Raises:
             RequestError: it can never run.
         """
@@ -240,7 +243,7 @@ class VLLMRequests:
                 f"{', '.join(filter(None, self.adapters)) or 'none'}"
             )
         params = self._params(request.request_id, request.sampling.within(room))
-        return self._core_request(prompt, params, request.adapter)
+        return self._core_request(prompt, params, request.adapter, pinned)
 
     def scoring(self, sequences: Sequence[Sequence[int]], adapter: str = "") -> list[EngineCoreRequest | None]:
         """One for each sequence; None for one that has no token to score.
@@ -256,7 +259,9 @@ class VLLMRequests:
         params = VLLMSamplingParams(max_tokens=1, prompt_logprobs=0, ignore_eos=True, detokenize=False)
         return [self._core_request(prompt, params, adapter) if len(prompt) > 1 else None for prompt in prompts]
 
-    def _core_request(self, prompt: list[int], params: VLLMSamplingParams, adapter: str) -> EngineCoreRequest:
+    def _core_request(
+        self, prompt: list[int], params: VLLMSamplingParams, adapter: str, pinned: LoRARequest | None = None
+    ) -> EngineCoreRequest:
         return EngineCoreRequest(
             request_id=next(self._ids),
             prompt_token_ids=prompt,
@@ -264,7 +269,7 @@ class VLLMRequests:
             sampling_params=params,
             pooling_params=None,
             arrival_time=0.0,
-            lora_request=self.adapters.get(adapter),
+            lora_request=pinned or self.adapters.get(adapter),
             cache_salt=str(self._cache_epochs[adapter]),
             data_parallel_rank=None,
         )

@@ -9,9 +9,10 @@ A step goes through these stages, each begun by a method of `Controller`, in thi
               one, and begins SYNC
     SYNC      in the background: waits until every generator has pulled and verified the version; then releases the
               batch's slots, which admits the groups of a later step
-    VALIDATE  when due: waits for SYNC; produces the mean reward on held-out samples, while no step is trained
-    SAVE      when due: waits for SYNC and for the previous checkpoint; copies weights and data position while no step
-              is trained, and begins WRITE
+    VALIDATE  when due: waits for SYNC; produces the mean reward on held-out samples, while no step is trained, or in
+              the background on generators that keep the version
+    SAVE      when due: waits for SYNC, for the previous checkpoint and for a validation of an earlier version; copies
+              weights and data position while no step is trained, and begins WRITE
     WRITE     in the background: writes the checkpoint to the disk
 
 So the next BATCH and TRAIN overlap SYNC and WRITE, and the scheduler decides how many groups are generated ahead of
@@ -48,6 +49,7 @@ from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.rollout_log import GroupRecords, RolloutLog
 from titan_rl.run.observability.steps import Stage, StepReports, prefixed
 from titan_rl.run.observability.summary import RunSummary
+from titan_rl.run.stages.background_validation import BackgroundValidation
 from titan_rl.run.stages.league import FrozenVersions
 from titan_rl.run.stages.rollout_stage import RolloutStage, make_mix
 from titan_rl.run.stages.training import WeightSync
@@ -126,6 +128,18 @@ class Controller(TrainingLoop):
             trainer, published, router, "drain" if config.generation.pull_mode == "drain" else "hot_swap"
         )
         self._validation = Validation(config, self._groups, self._transcripts, run_dir, sinks=sinks, progress=progress)
+        self._beside = (
+            BackgroundValidation(
+                self._validation,
+                trainer,
+                published,
+                router,
+                progress,
+                pins=config.generation.adapter_swap == "pinned",
+            )
+            if config.validates_beside_training
+            else None
+        )
         self._generation = GenerationStatus(router, self._groups.requests, config.generation.num_generators, hosts)
 
     async def run(self) -> RunSummary:
@@ -140,11 +154,15 @@ class Controller(TrainingLoop):
         self._stages.enter(Stage.VALIDATION, self.version)
         await self._validate_first()
         self._stages.begin_step()
-        async with self._saved_at_the_end():
-            async with asyncio.TaskGroup() as background, self._scheduler:
-                await self._train(background)
-            self._stages.enter(Stage.VALIDATION, self.version)
-            reward_after = await self._validation.run_once(self.version)
+        try:
+            async with self._saved_at_the_end():
+                async with asyncio.TaskGroup() as background, self._scheduler:
+                    await self._train(background)
+                self._stages.enter(Stage.VALIDATION, self.version)
+                reward_after = await self._validation.run_once(self.version)
+        finally:
+            if self._beside is not None:
+                await self._beside.close()
         await self._export()
         return RunSummary(
             reward_before=self._state.reward_before,
@@ -179,7 +197,7 @@ class Controller(TrainingLoop):
         if self._state.reward_before is None:
             self._state = replace(self._state, reward_before=await self._validation.run(self.version))
         elif self._validation.is_due(self.version) and self.version < self._config.training.steps:
-            await self._validation.run_due(self.version)
+            await self._validation.run_suites(self.version, self._validation.due(self.version))
 
     async def _train(self, background: asyncio.TaskGroup) -> None:
         """Loop over the stages until all steps are trained, all generators have the last version, and no checkpoint is
@@ -198,10 +216,13 @@ class Controller(TrainingLoop):
                     await self._pulled(step)
             await self._freeze_if_due(step)
             if step < self._config.training.steps:  # the end has a validation and a checkpoint of its own
-                await self._validate_if_due(step)
+                await self._validate_if_due(step, background)
                 if self._saver.is_due(step):
                     await self._save(background)
         await self._pulled(self.version)
+        if self._beside is not None:
+            self._stages.enter(Stage.VALIDATION, self.version)
+            await self._beside.ended()
         self._stages.enter(Stage.CHECKPOINT, self.version)
         await self._saver.written()
 
@@ -240,6 +261,8 @@ class Controller(TrainingLoop):
         """PUBLISH."""
         with self._progress.working(f"waiting until the generators have loaded version {step - 1}"):
             await self._pulled(step)
+            if self._beside is not None:
+                await self._beside.before_next_version()
         self._stages.enter(Stage.PUBLISH, step)
         await self._sync.begin()
         self._reports.add(step, self._stages.metrics())
@@ -267,18 +290,24 @@ class Controller(TrainingLoop):
             with self._progress.working(f"freezing version {step}"):
                 await self._calls.finish(self._league.freeze(step))
 
-    async def _validate_if_due(self, step: int) -> None:
+    async def _validate_if_due(self, step: int, background: asyncio.TaskGroup) -> None:
         """VALIDATE."""
         if self._validation.is_due(step):
             await self._pulled(step)
             self._stages.enter(Stage.VALIDATION, step)
-            await self._validation.run_due(step)
+            if self._beside is None or not await self._beside.begin(step, background):
+                await self._validation.run_suites(step, self._validation.due(step))
 
     async def _save(self, background: asyncio.TaskGroup) -> None:
         """SAVE."""
         await self._pulled(self.version)
         self._stages.enter(Stage.CHECKPOINT, self.version)
+        await self._before_checkpoint()
         await self._saver.begin(background)
+
+    async def _before_checkpoint(self) -> None:
+        if self._beside is not None:
+            await self._beside.before_checkpoint(self.version)
 
     def _report(self, step: int) -> None:
         self._reports.add(step, self._generation.take_metrics(step))

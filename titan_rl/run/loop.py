@@ -74,6 +74,13 @@ class TrainingLoop(ABC):
     def forget_before(self, version: int) -> None:  # noqa: B027  a supervised run has nothing to delete
         """Delete records that only checkpoints before this version need."""
 
+    async def _before_checkpoint(self) -> None:  # noqa: B027  a supervised run has nothing to wait for
+        """Wait until a checkpoint of the version may be written.
+
+        Raises:
+            TrainingError: it may not.
+        """
+
     def _wind_up(self) -> None:
         """Finish the records of a run that fails or is stopped, once the trainer is idle."""
         self._stages.enter(Stage.CHECKPOINT, self.version)
@@ -100,6 +107,7 @@ class TrainingLoop(ABC):
             await self._calls.wait()  # only then is the version known
             self._wind_up()
             if self.version:
+                await self._before_checkpoint()
                 await self._saver.save_last()
         except Exception as error:
             logger.warning("step %d is not saved", self.version, exc_info=error)

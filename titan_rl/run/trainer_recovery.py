@@ -209,6 +209,9 @@ class RecoveringTrainer:
         self._is_published = True
         return manifest
 
+    async def hold_published(self, version: int | None) -> bool:
+        return await self._call("hold_published", version)
+
     async def begin_save(self, root: Path, run_state: dict[str, Any]) -> int:
         version = await self._call("begin_save", root, run_state)
         self._saving = _Save(version, root, run_state)

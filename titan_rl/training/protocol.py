@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from titan_rl.core.errors import TrainingError
 from titan_rl.training.data.sample import TrainingSample
@@ -108,4 +108,17 @@ class Trainer(Protocol):
 
     async def export(self, path: Path) -> None:
         """Write the policy as a Hugging Face folder."""
+        ...
+
+
+@runtime_checkable
+class HoldingTrainer(Protocol):
+    """A trainer that can keep one published version for generators that start later."""
+
+    async def hold_published(self, version: int | None) -> bool:
+        """Keep a published version beside the newest ones, in place of the one held before. None holds none.
+
+        Returns:
+            Whether the version is there and is kept.
+        """
         ...

@@ -14,7 +14,7 @@ from titan_rl.core.errors import StateDictError
 from titan_rl.core.tracing.spans import span
 from titan_rl.training.device import side_stream
 from titan_rl.training.trainer import READ_LIMIT_S, TrainerCore
-from titan_rl.weights.types import NUM_KEPT, Manifest, Probe, StateDictTransport, TensorSlice
+from titan_rl.weights.types import NUM_KEPT, HoldingTransport, Manifest, Probe, StateDictTransport, TensorSlice
 from titan_rl.weights.verification import make_probes, with_checksums
 
 PROBE_TOKENS = 32
@@ -82,7 +82,8 @@ class WeightPublisher:
         self._transport = transport
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._publishing: Future[Manifest] | None = None
-        self._kept: deque[int] = deque()  # versions that can be read, ascending
+        self._kept: deque[int] = deque()  # versions that can be read, ascending, without the one that is held
+        self._held: int | None = None
         defaults = ProbeDefaults.of(trainer.dtype, trainer.device.type)
         self._tolerance = tolerance or defaults.tolerance
         length = min(PROBE_TOKENS, trainer.max_context - 1)  # a reader may have to add a token to score them
@@ -117,6 +118,34 @@ class WeightPublisher:
         """`begin` and `finish` in one call. Raises the same errors as `finish`."""
         self.begin()
         return self.finish()
+
+    def hold(self, version: int | None) -> bool:
+        """Keep a published version beside the newest ones, in place of the one held before. None holds none. Any thread
+        may call this.
+
+        Returns:
+            Whether the transport can hold a version, and has this one.
+        """
+        return self._thread.submit(self._hold, version).result()
+
+    def _hold(self, version: int | None) -> bool:
+        transport = self._transport
+        if not isinstance(transport, HoldingTransport):
+            return version is None
+        if self._held not in (None, version):
+            self._kept.appendleft(self._held)
+            self._held = None
+        is_there = version is None or version == self._held or version in self._kept
+        if version in self._kept:
+            self._kept.remove(version)
+            self._held = version
+        transport.hold(self._held)
+        self._release_oldest()
+        return is_there
+
+    def _release_oldest(self) -> None:
+        while len(self._kept) > NUM_KEPT:  # the transport may have released it already, to make room
+            self._transport.release(self._kept.popleft())
 
     def close(self) -> None:
         """Free the published versions once the last one is written."""
@@ -154,8 +183,7 @@ class WeightPublisher:
             raise
         assert isinstance(written, Manifest)
         self._kept.append(written.version)
-        if len(self._kept) > NUM_KEPT:  # the transport may have released it already, to make room
-            self._transport.release(self._kept.popleft())
+        self._release_oldest()
         return written
 
     def _as_published(self, snapshot: _Snapshot) -> Iterator[tuple[str, TensorSlice]]:

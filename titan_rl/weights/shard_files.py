@@ -259,6 +259,13 @@ class ShardStore(Generic[S]):
         self._names = count()
         self._lock = threading.Lock()  # guards the fields above; not held while bytes are copied
         self._closed = False
+        self._held: int | None = None
+
+    def hold(self, version: int | None) -> None:
+        """Keep a published version beside those that `keep` counts, until this is called again. `release` still frees
+        it. None holds none."""
+        with self._lock:
+            self._held = version
 
     def _make(self, path: Path, num_bytes: int) -> S:
         """Make a shard of that many bytes."""
@@ -337,8 +344,9 @@ class ShardStore(Generic[S]):
         """A shard for writing that no reader has mapped: a spare one if possible, otherwise a new one."""
         with self._lock:
             folder = self._folder_for(version)
-            while len(self._published) >= self._keep:
-                self._retire(next(iter(self._published)))
+            others = [published for published in self._published if published != self._held]
+            for oldest in others[: max(0, len(others) + 1 - self._keep)]:
+                self._retire(oldest)
             while self._spares:
                 shard = self._spares.pop(0)
                 try:

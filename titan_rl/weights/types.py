@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 from titan_rl.core.errors import StateDictError, UnavailableWeightsError
@@ -76,6 +76,7 @@ class Manifest:
     shards: tuple[Shard, ...]
     probes: tuple[Probe, ...] = ()
     tolerance: float = 1e-5  # largest mean difference allowed between a probe's logprobs and the reader's
+    pinned: int | None = None  # older version that engines which pin versions keep beside this one
 
 
 @runtime_checkable
@@ -117,6 +118,15 @@ class StateDictTransport(Protocol):
 
 
 @runtime_checkable
+class HoldingTransport(Protocol):
+    """A transport that can keep one version longer than the newest `NUM_KEPT`, for readers that start late."""
+
+    def hold(self, version: int | None) -> None:
+        """Keep a published version until it is released. A later call replaces it; None holds none."""
+        ...
+
+
+@runtime_checkable
 class MeasuredTransport(Protocol):
     """A transport whose readers measure more than their time. `metrics.jsonl` has the largest value of all readers."""
 
@@ -126,7 +136,7 @@ class MeasuredTransport(Protocol):
 
 
 class PublishedWeights:
-    """The newest manifest, and the measurements of each reader's last pull.
+    """The newest manifest, one that is held, and the measurements of each reader's last pull.
 
     Example:
 
@@ -138,6 +148,8 @@ class PublishedWeights:
 
     def __init__(self) -> None:
         self._manifest: Manifest | None = None
+        self._held: Manifest | None = None
+        self._pinned: int | None = None
         self._figures: dict[str, Mapping[str, float]] = {}
 
     def announce(self, manifest: Manifest) -> None:
@@ -150,14 +162,35 @@ class PublishedWeights:
             raise StateDictError(
                 f"version {manifest.version} is published after version {self._manifest.version}; they never go back"
             )
-        self._manifest = manifest
+        self._manifest = replace(manifest, pinned=self._pinned)
+        if self._held is not None and self._held.version == manifest.version:  # published again
+            self._held = self._manifest
 
-    def manifest_of(self, version: int) -> Manifest:
-        """The manifest of the newest version.
+    def hold(self, version: int, *, pinned: bool) -> None:
+        """Keep the manifest of the newest version until `let_go`, for readers that start late.
+
+        Args:
+            pinned: Readers keep the version in their engines beside later ones.
 
         Raises:
             UnavailableWeightsError: the version is not the newest.
         """
+        self._held = self.manifest_of(version)
+        self._pinned = version if pinned else None
+        self._manifest = self._held = replace(self._held, pinned=self._pinned)
+
+    def let_go(self) -> None:
+        """Forget the version that is held."""
+        self._held = self._pinned = None
+
+    def manifest_of(self, version: int) -> Manifest:
+        """The manifest of the newest version, or of the one that is held.
+
+        Raises:
+            UnavailableWeightsError: the version is neither.
+        """
+        if self._held is not None and self._held.version == version:
+            return self._held
         if self._manifest is None or self._manifest.version != version:
             newest = "none" if self._manifest is None else self._manifest.version
             raise UnavailableWeightsError(f"version {version} is not published; the newest is {newest}")

@@ -223,7 +223,8 @@ class PendingCalls:
         self.running.update(self.waiting)
         self.waiting.clear()
         for call in admitted:
-            call.admit(version_of[call.request.adapter], len(self.running))
+            wanted = call.request.version
+            call.admit(version_of[call.request.adapter] if wanted is None else wanted, len(self.running))
         return tuple(call.request for call in admitted)
 
     def mark(self, version: int, adapter: str) -> None:

@@ -231,6 +231,7 @@ class EngineLoop:
         manifest: Any = None,
         published: Mapping[str, TensorChecksum] | None = None,
         adapter: str = "",
+        pinned: int | None = None,
     ) -> PullResult:
         """Load weights between two engine steps, also while paused. Of pulls that wait together only the newest is
         loaded. A pull of an older version than the loaded one returns with the loaded one.
@@ -244,6 +245,7 @@ class EngineLoop:
             published: Checksums by Hugging Face name. The weights that a `ReadableEngine` holds are compared with them
                 before `verify` is called.
             adapter: One of several adapters, whose requests alone get the new weights, or fail.
+            pinned: An older version that a `PinningEngine` keeps, for requests that name it.
 
         Raises:
             UnavailableWeightsError: `make_items` failed before its first pair; the old weights are still served.
@@ -255,7 +257,7 @@ class EngineLoop:
         if (answer := self._state.outdated(version, adapter)) is not None:
             return answer
         pull = PendingPull(version, manifest, adapter)
-        await in_thread(pull.open, make_items, verify, published)
+        await in_thread(pull.open, make_items, verify, published, pinned)
         if (answer := self._state.add_pull(pull)) is not None:
             pull.close()
             return answer

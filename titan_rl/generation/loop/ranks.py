@@ -9,8 +9,15 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 from titan_rl.core.calls.user_code import summary, with_cause
-from titan_rl.core.errors import EngineDeadError, RequestError, StateDictError
-from titan_rl.generation.engine import Engine, SleepingEngine, TokenDelta, check_sampling, policy_of
+from titan_rl.core.errors import EngineDeadError, GenerationError, RequestError, StateDictError
+from titan_rl.generation.engine import (
+    Engine,
+    PinningEngine,
+    SleepingEngine,
+    TokenDelta,
+    check_sampling,
+    policy_of,
+)
 from titan_rl.generation.loop.state import LoopAction, LoopDecision, Weights
 from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.types import KVPolicy, Readback, compare, read_back
@@ -167,10 +174,13 @@ class EngineRank:
         for request in requests:
             try:
                 check_sampling(self.engine, request)
+                if request.version is not None and not self.pins_versions:
+                    raise GenerationError(f"request {request.request_id!r} names a version, and the engine pins none")
                 self.engine.add(request)
             except BaseException as error:  # nothing is awaited here, so a CancelledError is the engine's own
                 # An error that the engine did not foresee is caused by the request, and would happen on every replica.
-                if not isinstance(error, RequestError):
+                # Which versions are loaded differs between replicas.
+                if not isinstance(error, RequestError if request.version is None else GenerationError):
                     problem = f"request {request.request_id!r} was not accepted: {summary(error)}"
                     error = with_cause(RequestError(problem), error)
                 rejected[request.request_id] = error
@@ -232,6 +242,8 @@ class EngineRank:
         self._distrusted.add(adapter)
         with self.together(f"version {version} could not be loaded"):
             policy = policy_of(self.engine, adapter)
+            if isinstance(self.engine, PinningEngine):
+                self.engine.pin(weights.pinned, adapter)
             policy.load_state_dict(weights.items, version)
         # KV computed under unknown weights is never offered again, whatever the policy.
         if self._kv_policy.reset_prefix_cache or distrusted:

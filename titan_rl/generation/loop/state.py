@@ -65,6 +65,7 @@ class Weights:
     items: Items
     verify: Verify | None = None  # checks the loaded engine, and raises if the weights are wrong
     published: Mapping[str, TensorChecksum] = field(default_factory=dict[str, TensorChecksum])
+    pinned: int | None = None  # version that an engine which pins versions keeps beside this one
 
 
 class PendingPull:
@@ -78,7 +79,9 @@ class PendingPull:
         self.weights = Weights(())
         self._source: Any = None
 
-    def open(self, make_items: Callable[[], Items], verify: Verify | None, published: Any) -> None:
+    def open(
+        self, make_items: Callable[[], Items], verify: Verify | None, published: Any, pinned: int | None = None
+    ) -> None:
         """Read the first pair, before which a transport does all its checks, and put it back.
 
         Raises:
@@ -92,7 +95,7 @@ class PendingPull:
         except BaseException as error:  # CancelledError would look like the caller's; a future takes no StopIteration
             raise UnavailableWeightsError(f"version {self.version} could not be opened: {summary(error)}") from error
         items = () if first is None else chain([first], self._source)
-        self.weights = Weights(items, verify, published or {})
+        self.weights = Weights(items, verify, published or {}, pinned)
 
     def close(self) -> None:
         """Close the source of the items. An error is only logged, because the weights were loaded and verified."""

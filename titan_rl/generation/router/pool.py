@@ -177,10 +177,12 @@ class TargetState:
         version: Newest requested version, except versions that no replica could load. None before the first pull.
         loaded: Newest version that a replica has loaded.
         mode: Mode of the present pause.
+        pinned: Older version that engines which pin versions hold besides; replicas that start load it first.
     """
 
     def __init__(self, limits: Limits) -> None:
         self.version: int | None = None
+        self.pinned: int | None = None
         self.loaded: int | None = None
         self.mode: PauseMode | None = None
         self._limits = limits
@@ -200,12 +202,16 @@ class TargetState:
             Exception: whatever the replica fails with.
         """
         async with replica.pulling:
+            if replica.version is None and self.pinned is not None and self.version is not None:
+                await self._pull(replica, min(self.pinned, self.version))
             while self.version is not None and not self.has_version(replica):
-                version = self.version
-                async with limited(self._limits.pull_s, f"the pull of version {version}"):
-                    replica.version = await replica.calls.pull(version)
-                self.loaded = max(version, self.loaded or 0)
-                replica.hear()
+                await self._pull(replica, self.version)
+
+    async def _pull(self, replica: PooledReplica, version: int) -> None:
+        async with limited(self._limits.pull_s, f"the pull of version {version}"):
+            replica.version = await replica.calls.pull(version)
+        self.loaded = max(version, self.loaded or 0)
+        replica.hear()
 
     async def pause(self, replica: PooledReplica) -> None:
         """Bring one replica to the pause mode, or resume it.

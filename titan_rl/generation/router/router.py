@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from titan_rl.core.errors import EngineDeadError
@@ -11,7 +13,7 @@ from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.resume import listener
 from titan_rl.generation.router.control import Pause, PauseReport, Puller, PullMode, PullReport
 from titan_rl.generation.router.dispatch import Dispatcher
-from titan_rl.generation.router.pool import OnReplicaFailed, Pool, ReplicaStatus
+from titan_rl.generation.router.pool import OnReplicaFailed, Pool, PooledReplica, ReplicaStatus
 from titan_rl.generation.router.replica import BackgroundTasks, Limits, OpenCalls, Replica
 from titan_rl.generation.router.requests import CutShortError, RequestsInFlight
 from titan_rl.generation.router.shard_messages import FromShard, ShardLink
@@ -65,6 +67,11 @@ class GeneratorRouter:
         move_below: float | None = None,
     ) -> None:
         limits = limits or Limits()
+        self._on_replica_failed = on_replica_failed
+        self._stall_timeout_s = stall_timeout_s
+        self._held: GeneratorRouter | None = None  # router of the replica that is held at a version
+        self._released = asyncio.Event()  # set while none is held
+        self._released.set()
         self._calls = OpenCalls()
         tasks = BackgroundTasks(self._calls)
         strategy = strategy or StickySession(fallback=LeastLoaded())
@@ -80,11 +87,14 @@ class GeneratorRouter:
     @property
     def replicas(self) -> tuple[ReplicaStatus, ...]:
         """Every replica with its load, version and health, for metrics. The load includes that of the shards."""
-        return tuple(ReplicaStatus.of(replica) for replica in self._pool)
+        held = () if self._held is None else self._held.replicas
+        own = [ReplicaStatus.of(replica) for replica in self._pool]
+        names = {status.name for status in own}
+        return (*own, *(status for status in held if status.name not in names))
 
     def has_replica(self, name: str) -> bool:
         """Whether the router has a replica of that name."""
-        return name in self._pool
+        return name in self._pool or (self._held is not None and self._held.has_replica(name))
 
     @property
     def version(self) -> int | None:
@@ -128,7 +138,71 @@ class GeneratorRouter:
             on_chunk: Receives each token of the completion once and in order, in the event loop. It must not raise: the
                 error would count as a failure of the replica.
         """
+        if request.version is not None and self._held is not None:
+            return self._held.stream(replace(request, version=None), on_chunk)
         return self._dispatcher.generate(request, on_chunk)
+
+    def pin(self, version: int | None) -> None:
+        """Have replicas that start load this version before the newest one, because requests name it. None ends that.
+
+        Replicas in service must have the version, in engines that pin versions.
+        """
+        self._pool.target.pinned = version
+
+    def hold(self, version: int) -> bool:
+        """Keep one replica at its version, for requests that name a version, until `release`. The others continue, and
+        requests that run on it finish there: await `held_alone` before the next pull.
+
+        If the replica is removed, the next one that is added takes its place; it has to pull the held version.
+
+        Returns:
+            False, without effect, if too few replicas would be left, none has the version, or one is held already.
+        """
+        serving = [replica for replica in self._pool if replica.serving]
+        able = [replica for replica in serving if replica.version == version]
+        if self._held is not None or not able or len(serving) - 1 < max(1, self._pool.least):
+            return False
+        replica = min(able, key=lambda replica: replica.load)
+        self._pool.withdraw(replica, draining=True)
+        held = GeneratorRouter(
+            [replica.handle],
+            stall_timeout_s=self._stall_timeout_s,
+            limits=self._pool.limits,
+            on_replica_failed=self._on_replica_failed,
+        )
+        held._pool.target.version = held._pool.target.loaded = version
+        held._pool.find(replica.name).version = version
+        self._held = held
+        self._released.clear()
+        return True
+
+    async def held_alone(self) -> None:
+        """Wait until the replica that is held runs no other requests; after `Limits.drain_s` these continue on other
+        replicas."""
+        held = self._held
+        for replica in self._pool if held is not None else ():
+            if held is not None and held.has_replica(replica.name):
+                await self._until_idle(replica, self._pool.limits.drain_s)
+                if self._held is held and not replica.removed:
+                    self._remove(replica.name)
+
+    async def release(self) -> None:
+        """End `hold`: the replica pulls the newest version and serves like the others. Does nothing if none is held."""
+        held, self._held = self._held, None
+        if held is None:
+            return
+        handles = [replica.handle for replica in held._pool]
+        for handle in handles:
+            held.remove_replica(handle.name)
+        await held.close()
+        try:
+            for handle in handles:
+                if handle.name not in self._pool:
+                    await self.add_replica(handle)
+                elif (replica := self._pool.find(handle.name)).draining:
+                    await self._bring_up(replica)
+        finally:
+            self._released.set()
 
     async def pull_state_dict(self, version: int, mode: PullMode = "hot_swap") -> PullReport:
         """Bring every replica to `version`, or to a newer one that was requested meanwhile.
@@ -197,7 +271,8 @@ class GeneratorRouter:
     @property
     def num_tokens_so_far(self) -> int:
         """Number of tokens of all requests in flight, also in shards, without building `tokens_so_far`."""
-        return sum(request.partial.num_tokens for request in self._requests) + self._shards.num_tokens
+        held = 0 if self._held is None else self._held.num_tokens_so_far
+        return held + sum(request.partial.num_tokens for request in self._requests) + self._shards.num_tokens
 
     @property
     def num_moved(self) -> int | None:
@@ -218,17 +293,23 @@ class GeneratorRouter:
         Raises:
             ValueError: its name is taken.
         """
+        if self._held is not None and not self._held.replicas:
+            return await self._held.add_replica(replica)
         async with self._calls.one():
             pooled = self._pool.add(replica)
             try:
-                await self._pool.bring_up(pooled)
-            except Exception as error:
-                self._pool.quarantine(pooled, error)
+                await self._bring_up(pooled)
             except asyncio.CancelledError:
                 self._pool.remove(pooled.name)
                 raise
             await self._shards.settle()
             return pooled.serving
+
+    async def _bring_up(self, replica: PooledReplica) -> None:
+        try:
+            await self._pool.bring_up(replica)
+        except Exception as error:
+            self._pool.quarantine(replica, error)
 
     def remove_replica(self, name: str) -> None:
         """Remove a replica, without closing it. Its requests continue on others, from the tokens that it has streamed.
@@ -236,6 +317,14 @@ class GeneratorRouter:
         Raises:
             ValueError: there is no replica of that name.
         """
+        held = self._held
+        if held is not None and held.has_replica(name):
+            held.remove_replica(name)
+            if name not in self._pool:
+                return
+        self._remove(name)
+
+    def _remove(self, name: str) -> None:
         replica = self._pool.remove(name)
         for request in self._requests.on(replica):
             request.end(CutShortError())
@@ -246,15 +335,26 @@ class GeneratorRouter:
         Raises:
             ValueError: there is no replica of that name.
         """
+        if self._held is not None and self._held.has_replica(name):
+            with suppress(TimeoutError):  # it finishes the requests for its version first
+                async with asyncio.timeout(finish_s):
+                    await self._released.wait()
+        if name not in self._pool and self.has_replica(name):
+            self.remove_replica(name)
+            return
         replica = self._pool.find(name)
         self._pool.withdraw(replica, draining=True)
-        own = self._requests.wait_idle(replica, finish_s)
-        results = await asyncio.gather(own, self._shards.drain(replica, finish_s, abort=False), return_exceptions=True)
+        await self._until_idle(replica, finish_s)
+        if not replica.removed:
+            self.remove_replica(name)
+
+    async def _until_idle(self, replica: PooledReplica, seconds: float) -> None:
+        """Wait until a replica that is out of service runs no request, also of a shard, or for that time."""
+        own = self._requests.wait_idle(replica, seconds)
+        results = await asyncio.gather(own, self._shards.drain(replica, seconds, abort=False), return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException) and not isinstance(result, TimeoutError):
                 raise result
-        if not replica.removed:
-            self.remove_replica(name)
 
     async def join(self, link: ShardLink) -> None:
         """Add a shard: a `RouterShard` behind `link`, usually in another process. It may send requests to the replicas
@@ -277,6 +377,8 @@ class GeneratorRouter:
 
     async def close(self) -> None:
         """Fail all calls in flight with `EngineDeadError` and close every replica. Closing again does nothing."""
+        if self._held is not None:
+            await self._held.close()
         self._calls.end(EngineDeadError("the router is closed"))
         self._dispatcher.moves.close()
         limits = self._pool.limits

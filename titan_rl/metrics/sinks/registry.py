@@ -132,6 +132,7 @@ class PrometheusSink:
         host, _, port = spec.settings.prometheus.rpartition(":")
         self._run = spec.run
         self._latest: dict[str, Sample] = {}
+        self._newest = 0
         registry = self._client.CollectorRegistry()
         registry.register(self)
         self._server, self._thread = self._client.start_http_server(int(port), host, registry)
@@ -139,8 +140,9 @@ class PrometheusSink:
         spec.tell(f"Prometheus: {self.url}")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._newest = max(step, self._newest)  # a validation beside training may follow later steps
         own = {
-            "step": Sample("titan_rl_step", "Newest step that has a record.", {}, step),
+            "step": Sample("titan_rl_step", "Newest step that has a record.", {}, self._newest),
             "time": Sample("titan_rl_record_timestamp_seconds", "When its newest record came.", {}, time.time()),
         }
         # A scrape runs in a thread of its own, so the dictionary that it reads is replaced, not changed.

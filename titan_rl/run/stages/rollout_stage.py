@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import ResolvedSuite
+from titan_rl.core.errors import TrainingError
 from titan_rl.generation.resume import Attempt, Generation, Resume
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.generation.types import PauseMode
@@ -101,6 +102,41 @@ class RunningGroups:
         return Counter(group.state for group in self._groups)
 
 
+class EvaluatedVersion:
+    """Version that produces all tokens of a validation.
+
+    Args:
+        is_named: Requests name the version, because the generators go on to later ones.
+    """
+
+    def __init__(self, version: int, *, is_named: bool) -> None:
+        self._version = version
+        self._is_named = is_named
+        self._others: Counter[int] = Counter()  # tokens by version
+
+    @contextlib.contextmanager
+    def attempt(self, attempt: Attempt) -> Generator[None]:
+        """Name the version in a request, and note the versions of its tokens."""
+        if self._is_named:
+            attempt.request = replace(attempt.request, version=self._version)
+        yield
+        for span in () if attempt.answer is None else attempt.answer.version_spans:
+            if span.version != self._version and span.num_tokens:
+                self._others[span.version] += span.num_tokens
+
+    def check(self) -> None:
+        """
+        Raises:
+            TrainingError: another version produced some of the tokens.
+        """
+        if self._others:
+            found = ", ".join(f"{count} of version {version}" for version, count in sorted(self._others.items()))
+            raise TrainingError(
+                f"the validation of version {self._version} has tokens of other versions: {found}. A generator "
+                "reported a version that it does not have, or loaded another one meanwhile"
+            )
+
+
 class RolloutStage:
     """Runs groups on the samples of tasks, with generation by the router.
 
@@ -177,7 +213,9 @@ class RolloutStage:
             sampling=self._sampling(task, temperature, routed_experts=self._config.generation.return_routed_experts),
         )
 
-    async def run_validation_group(self, suite: ResolvedSuite, group_id: str, sample: Any) -> RolloutGroup:
+    async def run_validation_group(
+        self, suite: ResolvedSuite, group_id: str, sample: Any, evaluated: EvaluatedVersion
+    ) -> RolloutGroup:
         """Run the group of a held-out sample. Its seeds are the same each time, so that only the weights differ between
         two validations."""
         return await self._run_group(
@@ -188,6 +226,7 @@ class RolloutStage:
             group_id=group_id,
             group_size=suite.samples_per_prompt,
             sampling=self._sampling(suite.source.name, suite.temperature, seed=self._config.seed),
+            evaluated=evaluated,
         )
 
     @contextlib.asynccontextmanager
@@ -223,6 +262,7 @@ class RolloutStage:
         group_id: str,
         group_size: int,
         sampling: SamplingParams,
+        evaluated: EvaluatedVersion | None = None,
     ) -> RolloutGroup:
         with Sessions(self._router.finish_session) as sessions, running.one(group_size) as playing:
 
@@ -234,7 +274,7 @@ class RolloutStage:
                 sessions.finish(rollout.rollout_id)
 
             group = await self._group_runners[task].run_group(
-                self._generate_for(lease, playing, sessions),
+                self._generate_for(lease, evaluated, playing, sessions),
                 sample,
                 group_id=group_id,
                 group_size=group_size,
@@ -248,11 +288,14 @@ class RolloutStage:
             self._transcripts.lost(group)
         return group
 
-    def _generate_for(self, lease: Lease | None, playing: RunningGroup, sessions: Sessions) -> GenerateFn:
+    def _generate_for(
+        self, lease: Lease | None, evaluated: EvaluatedVersion | None, playing: RunningGroup, sessions: Sessions
+    ) -> GenerateFn:
         """Generation of one group: the router, and every step around a request. Pauses and suspensions only delay it.
 
         Args:
             lease: None for a validation group, which is neither suspended, recorded nor resumed.
+            evaluated: None for a training group.
         """
         router = self._router
 
@@ -263,7 +306,8 @@ class RolloutStage:
                 yield
 
         if lease is None:
-            return Generation(router.stream, around_request=[opened], around_attempt=[lambda _: self.requests.one()])
+            around = [lambda _: self.requests.one(), *([] if evaluated is None else [evaluated.attempt])]
+            return Generation(router.stream, around_request=[opened], around_attempt=around)
         suspension = lease.suspension
 
         async def both_open() -> None:

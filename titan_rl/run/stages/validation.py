@@ -1,5 +1,6 @@
 """Validation: rewards of the policy on held-out samples. It does not influence training: it takes neither random
-numbers nor training samples, informs no curriculum, and runs while no step is trained."""
+numbers nor training samples, and informs no curriculum. It runs while no step is trained, or beside training: then
+generators keep the version that is validated, and its metrics arrive behind those of later steps."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from titan_rl.run.directory import RunDirectory
 from titan_rl.run.observability.progress import Progress
 from titan_rl.run.observability.rollout_log import RolloutLog
 from titan_rl.run.observability.steps import validation_metrics
-from titan_rl.run.stages.rollout_stage import RolloutStage
+from titan_rl.run.stages.rollout_stage import EvaluatedVersion, RolloutStage
 
 ALONE = "validation"
 """Prefix of the metrics of a suite that is the only one."""
@@ -82,15 +83,23 @@ class Validation:
         reward = self._run_dir.metric(version, MEAN)
         return await self.run(version) if reward is None else reward
 
-    async def run_due(self, step: int) -> None:
-        """Run the suites that are due after a step, unless an earlier process of this run has."""
+    def due(self, step: int) -> list[ResolvedSuite]:
+        """Suites that are due after a step, and that no earlier process of this run has run."""
         due = [suite for suite in self._suites if suite.is_due(step)]
-        await self._run(step, [suite for suite in due if self._run_dir.metric(step, _mean_of(suite)) is None])
+        return [suite for suite in due if self._run_dir.metric(step, _mean_of(suite)) is None]
 
-    async def _run(self, version: int, suites: Sequence[ResolvedSuite]) -> float | None:
+    async def run_suites(self, step: int, suites: Sequence[ResolvedSuite], *, beside_training: bool = False) -> None:
+        """Run some suites after a step; see `run`.
+
+        Args:
+            beside_training: Generators go on to later versions, and requests name this one.
+        """
+        await self._run(step, suites, beside_training)
+
+    async def _run(self, version: int, suites: Sequence[ResolvedSuite], beside_training: bool = False) -> float | None:
         if not suites:
             return None
-        groups = await self._play(version, suites)
+        groups = await self._play(suites, version, EvaluatedVersion(version, is_named=beside_training))
         figures: dict[str, float] = {}
         for suite in suites:
             figures |= self._report(version, suite, groups[suite.name])
@@ -98,7 +107,9 @@ class Validation:
         self._sinks.log(version, figures | ({MEAN: mean} if len(suites) == len(self._suites) else {}))
         return mean
 
-    async def _play(self, version: int, suites: Sequence[ResolvedSuite]) -> dict[str, list[RolloutGroup]]:
+    async def _play(
+        self, suites: Sequence[ResolvedSuite], version: int, evaluated: EvaluatedVersion
+    ) -> dict[str, list[RolloutGroup]]:
         """Run the groups of all suites, all at once."""
         samples = {suite.name: self._groups.validation_samples(suite) for suite in suites}
         total, before = sum(map(len, samples.values())), self._groups.held_out.num_done
@@ -111,17 +122,26 @@ class Validation:
             async with asyncio.TaskGroup() as tasks:
                 running = {
                     suite.name: [
-                        tasks.create_task(self._run_group(version, suite, f"{suite.group_ids}-{index}", sample, lost))
+                        tasks.create_task(
+                            self._run_group(version, evaluated, suite, f"{suite.group_ids}-{index}", sample, lost)
+                        )
                         for index, sample in enumerate(samples[suite.name])
                     ]
                     for suite in suites
                 }
+        evaluated.check()
         return {name: [task.result() for task in of_suite] for name, of_suite in running.items()}
 
     async def _run_group(
-        self, version: int, suite: ResolvedSuite, group_id: str, sample: Any, lost: LostInARow
+        self,
+        version: int,
+        evaluated: EvaluatedVersion,
+        suite: ResolvedSuite,
+        group_id: str,
+        sample: Any,
+        lost: LostInARow,
     ) -> RolloutGroup:
-        group = await self._groups.run_validation_group(suite, group_id, sample)
+        group = await self._groups.run_validation_group(suite, group_id, sample, evaluated)
         if group.failure is not None:  # reported at once: the validation may fail with it
             self._transcripts.dropped(group, "reward_failed", version, phase="validation")
         lost.count(group)

@@ -254,6 +254,10 @@ class CudaIPCTransport:
             raise
         return self._until_read(pairs, locks)
 
+    def hold(self, version: int | None) -> None:
+        """Keep a version beside the newest ones; see `ShardStore.hold`."""
+        self._store.hold(version)
+
     def release(self, version: int) -> None:
         """Withdraw a version. Its memory serves the next one, or is freed once its readers are done."""
         self._store.release(version)

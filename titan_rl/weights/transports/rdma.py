@@ -89,6 +89,10 @@ class RDMATransport:
             )
         return data
 
+    def hold(self, version: int | None) -> None:
+        """Keep a version beside the newest ones; see `ShardStore.hold`."""
+        self._local.hold(version)
+
     def release(self, version: int) -> None:
         self._local.release(version)
         self._drop_withdrawn()

@@ -82,6 +82,10 @@ class SharedMemoryTransport:
         """
         return self._store.shard_of(version).data
 
+    def hold(self, version: int | None) -> None:
+        """Keep a version beside the newest ones; see `ShardStore.hold`."""
+        self._store.hold(version)
+
     def release(self, version: int) -> None:
         """Withdraw a version. Its memory is reused for the next one, or freed once its readers are done."""
         self._store.release(version)

@@ -131,6 +131,10 @@ class TCPTransport:
         """Bytes of published versions that this end has sent to other hosts."""
         return 0 if self._origin is None else self._origin.sent_bytes
 
+    def hold(self, version: int | None) -> None:
+        """Keep a version beside the newest ones; see `ShardStore.hold`."""
+        self._local.hold(version)
+
     def release(self, version: int) -> None:
         """Withdraw a version. Its memory, which a delta may still need, is not written to before the next `publish`."""
         self._local.release(version)
