@@ -29,7 +29,7 @@ from e2e.tiny_policy import make_tiny_llama3, make_tiny_moe, make_tiny_qwen3, ma
 from models.families import make_family
 from transformers import AutoModelForCausalLM
 
-from titan_rl.core.errors import StateDictError, VerificationError
+from titan_rl.core.errors import GenerationError, StateDictError, VerificationError
 from titan_rl.generation.engine import AdapterSpec, Engine, EngineSpec, LoadedPolicy
 from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.request import EngineRequest
@@ -251,4 +251,11 @@ def test_a_version_without_a_place_is_refused_and_a_place_is_free_once_its_reque
     engine.abort(["old"])
     engine.load_state_dict(tensors.items(), 2)
     assert len(engine.step()) == 1
+    engine.abort(["new"])
+    engine.pin(2)
+    for version in (3, 4):
+        engine.load_state_dict(tensors.items() if version == 4 else ((n, 2 * t) for n, t in tensors.items()), version)
+        engine.add(EngineRequest(f"pinned-{version}", [5, 6, 7], SamplingParams(max_tokens=20), version=2))
+    with pytest.raises(GenerationError, match=r"version 3 of the adapter is not loaded; loaded are"):
+        engine.add(EngineRequest("gone", [5, 6, 7], SamplingParams(max_tokens=20), version=3))
     engine.close()

@@ -27,7 +27,7 @@ import pytest
 
 from titan_rl.core.errors import StateDictError
 from titan_rl.weights.manifest import join
-from titan_rl.weights.types import NUM_KEPT, Manifest, SlicePosition, StateDictTransport, TensorSlice
+from titan_rl.weights.types import NUM_KEPT, HoldingTransport, Manifest, SlicePosition, StateDictTransport, TensorSlice
 
 Ends = Callable[..., StateDictTransport]
 
@@ -155,6 +155,22 @@ class TransportContract:
             writer.release(version)
         refused(reader, first)
         same(read(reader, second), self.weights(2))
+
+    def test_a_version_that_is_held_can_be_read_beside_the_newest_until_it_is_let_go(self, end: Ends) -> None:
+        writer, reader = end(), end()
+        if not isinstance(writer, HoldingTransport):
+            pytest.skip("the transport holds no version")
+        manifests = {1: writer.publish(1, self.weights(1).items())}
+        writer.hold(1)
+        for version in range(2, 2 + 2 * NUM_KEPT):
+            manifests[version] = writer.publish(version, self.weights(version).items())
+            for kept in (1, version, max(2, version - NUM_KEPT + 1)):
+                same(read(reader, manifests[kept]), self.weights(kept))
+        writer.hold(None)
+        for version in range(100, 100 + NUM_KEPT):
+            newest = writer.publish(version, self.weights(version).items())
+            same(read(reader, newest), self.weights(version))
+        refused(end(), manifests[1])
 
     def test_what_a_reader_was_given_stays_as_it_was(self, end: Ends) -> None:
         writer, reader = end(), end()

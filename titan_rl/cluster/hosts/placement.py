@@ -222,7 +222,7 @@ def choose_transport(
     total = gpu_bytes()
     if total is None:
         return "shared_memory", "nvidia-smi does not say whether the trainer's GPU has room for two more versions"
-    each = TRAINED_BYTES + NUM_KEPT * BYTES[config.model.dtype]
+    each = TRAINED_BYTES + (NUM_KEPT + config.validates_beside_training) * BYTES[config.model.dtype]
     count = count_parameters(Path(config.model.path)) if parameters is None else parameters
     need = each * count / config.training.num_ranks
     told = f"{need / 2**30:.1f} GiB of parameters and published versions on a trainer's GPU of {total / 2**30:.0f}"

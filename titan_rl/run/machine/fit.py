@@ -241,7 +241,8 @@ def _place(config: RunConfig, rank: RankMemory, num_gpus: int, limit: int) -> Fi
     transport = config.statedict.transport
     if transport == "auto":
         transport, _ = choose_transport(config, trainer, generators, lambda: limit, parameters=rank.parameters)
-    published = NUM_KEPT * _published(config, rank) // config.training.num_ranks
+    num_versions = NUM_KEPT + config.validates_beside_training  # one more is held meanwhile
+    published = num_versions * _published(config, rank) // config.training.num_ranks
     of_trainer = {**rank.device, "CUDA": CONTEXT_BYTES}
     host = {name: size * config.training.num_ranks for name, size in rank.host.items()}
     if transport == "cuda_ipc":

@@ -1,0 +1,200 @@
+"""A replica that is held at a version while the others go on, in random interleavings. Virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from depth import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from virtual_time import in_virtual_time
+
+from titan_rl import EngineLoop, LocalReplica
+from titan_rl.core.errors import GenerationError
+from titan_rl.generation.request import EngineRequest
+from titan_rl.generation.router import GeneratorRouter, Limits
+from titan_rl.generation.scripted_engine import ScriptedEngine
+from titan_rl.testing.fake_replica import FakeReplica
+from titan_rl.types import Completion, SamplingParams
+
+LIMITS = Limits(drain_s=20.0, quarantine_s=0.5)
+Move = tuple[str, int, float]  # what, argument, seconds until the next
+MOVES = st.lists(
+    st.tuples(
+        st.sampled_from(["train", "train", "validate", "pull", "kill", "kill_held", "retire"]),
+        st.integers(0, 5),
+        st.sampled_from([0.0, 0.3, 1.0, 4.0]),
+    ),
+    max_size=30,
+)
+
+
+def request(name: str, tokens: int, version: int | None = None) -> EngineRequest:
+    return EngineRequest(name, [1], SamplingParams(max_tokens=tokens), version=version)
+
+
+class Replicas:
+    """A router over three replicas, each of which gets a successor when it dies."""
+
+    def __init__(self) -> None:
+        self.all = [FakeReplica(f"r{index}") for index in range(3)]
+        self.router = GeneratorRouter(self.all, limits=LIMITS)
+        self.num_born = 3
+
+    async def kill(self, replica: FakeReplica) -> None:
+        replica.generate_error = replica.pull_error = GenerationError("dead")
+        if self.router.has_replica(replica.name):
+            self.router.remove_replica(replica.name)
+        self.all.remove(replica)
+        self.num_born += 1
+        self.all.append(FakeReplica(f"r{self.num_born}", version=-1))
+        await self.router.add_replica(self.all[-1])
+
+
+async def play(moves: Sequence[Move]) -> None:
+    replicas = Replicas()
+    router = replicas.router
+    await router.pull_state_dict(1)
+    assert router.hold(1)
+    assert not router.hold(1), "one at a time"
+    asking: list[tuple[bool, asyncio.Task[Completion]]] = []
+    alone = asyncio.ensure_future(router.held_alone())
+    version = 1
+    for number, (what, argument, seconds) in enumerate(moves):
+        if what == "train":
+            asking.append((False, asyncio.ensure_future(router.stream(request(f"t{number}", argument + 1)))))
+        elif what == "validate":
+            asking.append((True, asyncio.ensure_future(router.stream(request(f"v{number}", argument + 1, 1)))))
+        elif what == "pull":
+            await alone
+            version += 1
+            await router.pull_state_dict(version)
+        elif what == "kill":
+            await replicas.kill(replicas.all[argument % 3])
+        elif what == "kill_held":
+            held = [replica for replica in replicas.all if replica.version == 1]
+            await replicas.kill(held[0] if held else replicas.all[0])
+        elif what == "retire" and len(router.replicas) > 3:
+            await router.retire_replica(replicas.all[0].name, 5.0)
+        await asyncio.sleep(seconds)
+    for is_held_out, task in asking:
+        completion = await task
+        assert len(completion.token_ids) == task_length(completion)
+        if is_held_out:
+            assert {span.version for span in completion.version_spans} == {1}
+    await alone
+    await router.release()
+    await router.pull_state_dict(version + 1)
+    assert {status.version for status in router.replicas} == {version + 1}
+    assert all(status.serving for status in router.replicas)
+    assert len(router.replicas) == 3
+    after = await router.stream(request("after", 2, None))
+    assert {span.version for span in after.version_spans} == {version + 1}
+    await router.close()
+
+
+def task_length(completion: Completion) -> int:
+    return sum(span.num_tokens for span in completion.version_spans)
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(moves=MOVES)
+def test_requests_for_the_held_version_get_it_whatever_the_other_replicas_do(moves):
+    in_virtual_time(play(moves))
+
+
+def test_the_last_replicas_are_not_held():
+    async def run() -> None:
+        alone = GeneratorRouter([FakeReplica("a")])
+        await alone.pull_state_dict(1)
+        assert not alone.hold(1)
+        two = GeneratorRouter([FakeReplica("a"), FakeReplica("b")], least_replicas=2)
+        await two.pull_state_dict(1)
+        assert not two.hold(1)
+        assert not two.hold(7), "no replica has the version"
+
+    in_virtual_time(run())
+
+
+def test_a_replica_that_is_to_leave_finishes_its_requests_for_the_held_version_first():
+    async def run() -> None:
+        router = GeneratorRouter([FakeReplica("a"), FakeReplica("b")], limits=LIMITS)
+        await router.pull_state_dict(1)
+        assert router.hold(1)
+        await router.held_alone()
+        (held,) = {status.name for status in router.replicas} - {
+            status.name
+            for status in router.replicas
+            if status.serving and status.name in router._pool  # pyright: ignore
+        }
+        asked = asyncio.ensure_future(router.stream(request("v", 4, 1)))
+        leaving = asyncio.ensure_future(router.retire_replica(held, 60.0))
+        await asked
+        assert not leaving.done()
+        await router.release()
+        await leaving
+        assert [status.name for status in router.replicas] == [{"a": "b", "b": "a"}[held]]
+        await router.close()
+
+    in_virtual_time(run())
+
+
+class PinningEngine(ScriptedEngine):
+    """Its logprobs are those of the version that a request names."""
+
+    pins_versions = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pinned: list[int | None] = []
+
+    def pin(self, version: int | None) -> None:
+        self.pinned.append(version)
+
+
+async def test_a_loop_pins_before_it_loads_and_marks_tokens_with_the_version_that_a_request_names():
+    engine = PinningEngine()
+    loop = EngineLoop(lambda: engine)
+    await loop.start()
+    await loop.pull(1, lambda: [])
+    await loop.pull(2, lambda: [], pinned=1)
+    pinned, newest = [await loop.stream(request(f"r{version}", 3, version)) for version in (1, None)]
+    await loop.close()
+    assert engine.pinned == [None, 1]
+    assert [span.version for span in pinned.version_spans] == [1]
+    assert [span.version for span in newest.version_spans] == [2]
+
+
+async def test_an_engine_that_pins_no_versions_refuses_a_request_that_names_one():
+    loop = EngineLoop(ScriptedEngine)
+    await loop.start()
+    with pytest.raises(GenerationError, match="names a version, and the engine pins none"):
+        await loop.stream(request("r", 3, 0))
+    await loop.close()
+
+
+async def test_a_replica_that_starts_loads_the_pinned_version_before_the_newest():
+    engines: dict[str, PinningEngine] = {}
+
+    def replica(name: str) -> LocalReplica:
+        def make() -> Any:
+            engines[name] = PinningEngine()
+            return engines[name]
+
+        return LocalReplica(name, EngineLoop(make), lambda version: [])
+
+    first, second = replica("first"), replica("second")
+    await first.loop.start()
+    await second.loop.start()
+    router = GeneratorRouter([first])
+    await router.pull_state_dict(1)
+    router.pin(1)
+    await router.pull_state_dict(2)
+    await router.add_replica(second)
+    assert engines["first"].versions == [0, 1, 2]
+    assert engines["second"].versions == [0, 1, 2]
+    router.pin(None)
+    await router.close()
