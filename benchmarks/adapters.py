@@ -1,6 +1,7 @@
 """LoRA adapters: bytes, decoding speed, stalls of swaps, wrong adapters, and the trainer's memory and time.
 
-    python -m benchmarks.adapters [--rounds 8] [--tries 100] [--seeds 5] [--only bytes decode swap wrong trainer reward]
+    python -m benchmarks.adapters [--rounds 8] [--tries 100] [--seeds 5]
+                                  [--only bytes decode swap wrong trainer evaluation reward]
 
 - adapter_bytes_vs_formula: bytes of a published version, over the sum of rank x (in + out) x bytes per element.
 - lora_decode_vs_base: tokens per second of an engine with an adapter of rank 8, over those of an engine without one, in
@@ -12,6 +13,9 @@
   pass.
 - lora_trainer_peak_vs_full and lora_step_vs_full: memory and seconds of an optimizer step with an adapter of rank 8,
   over those of training all weights. The model has 30M parameters.
+- steps_per_hour_with_evaluation: steps per hour of alphabet-sort at rank 1 and staleness 1 with a validation every 5
+  steps beside training, over those without. A validation has a twentieth of the rollouts of 5 steps, because on these
+  cores everything that generates takes time from training. Before is that of training that waits.
 - adapter_reward_vs_full: mean reward of alphabet-sort in the last validation at rank 1 over the seeds, over that of
   training all weights; and the same at rank 8.
 """
@@ -48,7 +52,7 @@ from titan_rl.types import SamplingParams
 
 RANK, REQUESTS, TOKENS = 8, 32, 96
 SPEC = AdapterSpec(RANK, 32.0, TARGETS)
-PARTS = ("bytes", "decode", "swap", "wrong", "trainer", "reward")
+PARTS = ("bytes", "decode", "swap", "wrong", "trainer", "evaluation", "reward")
 FAULTS = ("withheld", "applied_twice", "layer_missing", "previous", "permuted")
 DTYPES = ("float32", "bfloat16")
 TRIES_OF_A_RUN = 20
@@ -292,15 +296,57 @@ def trainer(rounds: int) -> None:
     report("lora_step_vs_full", Spread(steps), "ratio, at most", 1.0)
 
 
-def reward_after(seed: int, rank: int, steps: int, folder: Path) -> float:
-    name = f"rank-{rank}-seed-{seed}"
+def alphabet_sort(folder: Path, name: str, **options: Any) -> list[dict[str, float]]:
+    """Train on alphabet-sort, and return the records of metrics.jsonl."""
     command = [sys.executable, "-m", "titan_rl.cli.main", "train", "examples/alphabet_sort/cpu.toml"]
-    options = {"seed": seed, "training.adapter.rank": rank, "training.steps": steps, "run_dir": folder, "name": name}
+    options = {"run_dir": folder, "name": name, **options}
     given = [part for key, value in options.items() for part in (f"--{key}", str(value))]
     subprocess.run([*command, *given], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     (run,) = folder.glob(f"*{name}*")
-    steps_of_run = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [line["validation/reward_mean"] for line in steps_of_run if "validation/reward_mean" in line][-1]
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+EVERY = 5
+EVALUATION = {
+    "training.adapter.rank": 1,
+    "generation.adapter_swap": "pinned",
+    "scheduling.max_staleness": 1,
+    "validation.num_prompts": 32,
+    "validation.samples_per_prompt": 1,
+}
+
+
+def seconds_per_step(folder: Path, name: str, steps: int, **options: Any) -> float:
+    """Seconds per step from the first validation between steps, which comes while engines warm up, to the last."""
+    records = alphabet_sort(folder, name, **EVALUATION, **{"training.steps": steps}, **options)
+    times = {record["step"]: record["time_s"] for record in records if "time/step_s" in record}
+    return (times[steps - 1] - times[EVERY - 1]) / (steps - EVERY)
+
+
+def evaluation(rounds: int, steps: int) -> None:
+    """Runs without evaluation, with one beside training and with one that training waits for, in turns."""
+    ways = {
+        "none": {"validation.interval": 0},
+        "beside": {"validation.interval": EVERY},
+        "waits": {"validation.interval": EVERY, "validation.beside_training": "false"},
+    }
+    rates: dict[str, list[float]] = {"beside": [], "waits": []}
+    with tempfile.TemporaryDirectory() as folder:
+        for turn in range(rounds):
+            order = list(ways) if turn % 2 == 0 else list(reversed(ways))
+            taken = {way: seconds_per_step(Path(folder), f"{way}-{turn}", steps, **ways[way]) for way in order}
+            for way, found in rates.items():
+                found.append(taken["none"] / taken[way])
+            print(json.dumps({"steps_per_hour": {way: round(3600 / seconds) for way, seconds in taken.items()}}))
+    waits = Spread(rates["waits"]).median
+    beside = Spread(rates["beside"])
+    report("steps_per_hour_with_evaluation", beside, "ratio", 0.97, before=(waits, "training that waits"))
+
+
+def reward_after(seed: int, rank: int, steps: int, folder: Path) -> float:
+    options = {"seed": seed, "training.adapter.rank": rank, "training.steps": steps}
+    records = alphabet_sort(folder, f"rank-{rank}-seed-{seed}", **options)
+    return [line["validation/reward_mean"] for line in records if "validation/reward_mean" in line][-1]
 
 
 def reward(seeds: int, steps: int) -> None:
@@ -324,7 +370,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--tries", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=80, help="of each run of the reward")
+    parser.add_argument("--steps", type=int, default=80, help="of each run of the reward and of the evaluation")
     parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
@@ -343,6 +389,8 @@ def main() -> None:
             report("wrong_adapters_caught", total / (len(DTYPES) * len(FAULTS) * arguments.tries), "share", 1.0)
     if "trainer" in arguments.only:
         trainer(arguments.rounds)
+    if "evaluation" in arguments.only:
+        evaluation(arguments.rounds, arguments.steps)
     if "reward" in arguments.only:
         reward(arguments.seeds, arguments.steps)
 

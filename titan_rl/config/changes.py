@@ -38,6 +38,7 @@ RESUMABLE = (
     "scheduling.max_failed_groups",
     "scheduling.max_refills",
     "scheduling.max_running_rollouts",
+    "validation.beside_training",
     "validation.interval",
     "validation.suites",
     "checkpoint.",

@@ -276,17 +276,13 @@ def of_suites(validation: ValidationConfig, tasks: Sequence[TaskSource]) -> Iter
 
 
 def of_background_validation(
-    validation: ValidationConfig, generation: GenerationConfig, scheduling: SchedulingConfig, *, is_repeated: bool
+    validation: ValidationConfig, generation: GenerationConfig, scheduling: SchedulingConfig
 ) -> Iterator[str]:
-    """Check the settings that a validation beside training needs.
-
-    Args:
-        is_repeated: A suite runs between steps.
-    """
+    """Check the settings that a validation beside training needs."""
     if not validation.beside_training or not validation.num_prompts:
         return
     beside = "validation.beside_training = true"
-    if not is_repeated:
+    if not validation.is_repeated:
         yield f"{beside} with validation.interval = 0: no validation runs between steps; set interval, or leave it out"
     if scheduling.on_batch_ready != "continue":
         yield (

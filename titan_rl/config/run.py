@@ -97,9 +97,7 @@ class RunConfig(Section):
         yield from self.hosts.too_few()
         yield from of_effects(self)
         yield from conflicts.of_suites(self.validation, self.tasks)
-        yield from conflicts.of_background_validation(
-            self.validation, generation, scheduling, is_repeated=any(suite.interval for suite in self.suites)
-        )
+        yield from conflicts.of_background_validation(self.validation, generation, scheduling)
 
     @property
     def sources(self) -> list[TaskSource]:
@@ -118,8 +116,7 @@ class RunConfig(Section):
         if self.validation.beside_training is not None:
             return self.validation.beside_training
         continues = self.scheduling.on_batch_ready == "continue"
-        is_repeated = any(suite.interval for suite in self.suites)
-        return self.generation.adapter_swap == "pinned" and continues and is_repeated
+        return self.generation.adapter_swap == "pinned" and continues and self.validation.is_repeated
 
     @property
     def suites(self) -> list[ResolvedSuite]:

@@ -239,6 +239,12 @@ class ValidationConfig(Section):
     suites: Annotated[tuple[ValidationSuite, ...], _VALIDATED] = Field(default=(), strict=False)
     """Validation suites; by default one for each task of the run."""
 
+    @property
+    def is_repeated(self) -> bool:
+        """Whether a suite runs between steps."""
+        own = [suite.interval for suite in self.suites] or [None]
+        return self.num_prompts > 0 and any(self.interval if each is None else each for each in own)
+
 
 class CheckpointConfig(Section):
     """Content and interval of checkpoints."""
