@@ -86,6 +86,35 @@ def test_pinned_swaps_hold_two_versions_more_than_the_staleness() -> None:
     assert adapter_specs(pinned) == {"": AdapterSpec(8, 32.0, TARGETS, num_versions=5)}
 
 
+def test_validation_runs_beside_training_by_default_with_pinned_swaps_and_takes_one_more_version() -> None:
+    from titan_rl.cluster.generator_actor import adapter_spec
+
+    pinned, validates = ("generation.adapter_swap", "pinned"), ("validation.interval", "5")
+    for config in (load(pinned), load(validates), load(pinned, validates, ("validation.beside_training", "false"))):
+        assert not config.validates_beside_training
+    config = load(pinned, validates, ("scheduling.max_staleness", "3"))
+    assert config.validates_beside_training
+    assert adapter_spec(config) == AdapterSpec(8, 32.0, TARGETS, num_versions=6)
+    held = load(validates, ("validation.beside_training", "true"))
+    assert held.validates_beside_training
+    assert adapter_spec(held) == AdapterSpec(8, 32.0, TARGETS, num_versions=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ([("generation.num_generators", "1")], "set num_generators to at least 2"),
+        ([("generation.num_generators_range", "[2, 4]")], "set num_generators to at least 3"),
+        ([("scheduling.on_batch_ready", "keep")], 'set on_batch_ready = "continue"'),
+        ([("validation.interval", "0")], "no validation runs between steps; set interval, or leave it out"),
+    ],
+)
+def test_a_validation_beside_training_says_what_it_needs(given: list[tuple[str, str]], says: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(("validation.interval", "5"), ("validation.beside_training", "true"), *given)
+    assert says in str(refused.value)
+
+
 def test_the_folder_to_start_from_is_found_next_to_the_file(tmp_path: Path) -> None:
     shutil.copy(CPU, tmp_path / "mine.toml")
     (tmp_path / "adapter").mkdir()

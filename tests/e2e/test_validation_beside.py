@@ -1,0 +1,51 @@
+"""A validation beside training gives the bits of one that training waits for, with real engines."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
+pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
+
+from depth import DEEP
+from e2e.runs import run_training
+
+STEPS = 3
+
+
+def results(folder: Path, **settings: object) -> tuple[list[dict[str, float]], list[object], list[int]]:
+    """Metrics and completions of the validations of a run at staleness 0, and the order of the records' steps."""
+    folder.mkdir()
+    short = {"generation__num_generators": 2, "scheduling__max_staleness": 0, "training__steps": STEPS}
+    with run_training(
+        folder,
+        **short,
+        training__adapter__rank=2,
+        training__lr=3e-2,
+        validation__interval=1,
+        logging__transcripts_per_step=8,
+        **settings,
+    ) as run:
+        assert run.wait() == 0, run.output
+        assert "training waits for the validation" not in run.output
+        records = run.metrics()
+        lines = (run.folder / "rollouts.jsonl").read_text().splitlines()
+    played = [line for line in map(json.loads, lines) if line["phase"] == "validation"]
+    played.sort(key=lambda line: (line["step"], line["rollout_id"]))
+    metrics = [
+        {name: value for name, value in record.items() if not name.endswith(("_s", "seconds", "in_flight"))}
+        for record in sorted(records, key=lambda record: record["step"])
+        if "validation/reward_mean" in record
+    ]
+    metrics = [{n: v for n, v in each.items() if n == "step" or n.startswith("validation/")} for each in metrics]
+    texts = [(line["step"], line["rollout_id"], line["reward"], line["messages"]) for line in played]
+    return metrics, texts, [int(record["step"]) for record in records if "validation/reward_mean" in record]
+
+
+def test_a_validation_beside_training_has_the_results_of_one_that_training_waits_for(tmp_path: Path):
+    waits = results(tmp_path / "waits")
+    assert [record["step"] for record in waits[0]] == list(range(STEPS + 1))
+    assert results(tmp_path / "held", validation__beside_training="true")[:2] == waits[:2]
+    if DEEP:
+        assert results(tmp_path / "pinned", generation__adapter_swap="pinned")[:2] == waits[:2]
