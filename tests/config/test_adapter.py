@@ -87,17 +87,17 @@ def test_pinned_swaps_hold_two_versions_more_than_the_staleness() -> None:
 
 
 def test_validation_runs_beside_training_by_default_with_pinned_swaps_and_takes_one_more_version() -> None:
-    from titan_rl.cluster.generator_actor import adapter_spec
+    from titan_rl.cluster.generator_actor import adapter_specs
 
     pinned, validates = ("generation.adapter_swap", "pinned"), ("validation.interval", "5")
     for config in (load(pinned), load(validates), load(pinned, validates, ("validation.beside_training", "false"))):
         assert not config.validates_beside_training
     config = load(pinned, validates, ("scheduling.max_staleness", "3"))
     assert config.validates_beside_training
-    assert adapter_spec(config) == AdapterSpec(8, 32.0, TARGETS, num_versions=6)
+    assert adapter_specs(config)[""] == AdapterSpec(8, 32.0, TARGETS, num_versions=6)
     held = load(validates, ("validation.beside_training", "true"))
     assert held.validates_beside_training
-    assert adapter_spec(held) == AdapterSpec(8, 32.0, TARGETS, num_versions=1)
+    assert adapter_specs(held)[""] == AdapterSpec(8, 32.0, TARGETS, num_versions=1)
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ class PinningEngine(ScriptedEngine):
         super().__init__()
         self.pinned: list[int | None] = []
 
-    def pin(self, version: int | None) -> None:
+    def pin(self, version: int | None, adapter: str = "") -> None:
         self.pinned.append(version)
 
 
