@@ -143,7 +143,7 @@ class Rig:
                 num_prompts=3, samples_per_prompt=1, interval=INTERVAL, beside_training=mode != "waits"
             ),
             checkpoint=CheckpointConfig(interval=checkpoint_interval),
-            generation=GenerationConfig(**{"adapter_swap": "pinned"} if mode == "pinned" else {}),
+            generation=GenerationConfig(adapter_swap="pinned" if mode == "pinned" else "hot"),
         )
         checkpoint = latest(run_dir.checkpoints)
         start = RunState() if checkpoint is None else RunState.read(checkpoint)
