@@ -90,7 +90,7 @@ class Storm:
         Watched.is_shared = num_shards > 0
         self.replicas = [Watched(name) for name in "abc"]
         self.num_shards = num_shards
-        limits = Limits(finish_s=15, abort_s=10, drain_s=15, pull_s=20, no_replica_s=200, paused_s=500)
+        limits = Limits(finish_s=15, abort_s=10, drain_s=15, pull_s=20, no_replica_s=200, paused_s=500, share_s=20)
         options = {"stall_timeout_s": 60, "limits": limits, "move_below": move_below}
         self.router = router_of(self.replicas, num_shards=num_shards, **options)
         self.asked: dict[str, asyncio.Task[Completion]] = {}
@@ -120,7 +120,7 @@ class Storm:
         assert [answer.request_id for answer in answers if isinstance(answer, Completion)] == [
             request_id for request_id, answer in zip(self.asked, answers, strict=True) if isinstance(answer, Completion)
         ]
-        await asyncio.sleep(3)  # shards report their load
+        await asyncio.sleep(45)  # shards tell their load
         assert all((replica.load, replica.num_requests) == (0, 0) for replica in self.router.replicas)
         if self.router.paused is not None:
             await self.router.resume()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ NUM_SHARDS = 16
 
 
 async def sharded(replicas: list[FakeReplica], num_shards: int = NUM_SHARDS, **options: Any) -> InProcessShards:
+    options["limits"] = replace(options.get("limits", Limits()), share_s=5)
     router = InProcessShards(replicas, num_shards=num_shards, **options)
     await router.joined()
     return router
@@ -46,7 +48,7 @@ async def test_a_pause_is_complete_once_no_shard_sends_any_more() -> None:
     served = sum(len(replica.served) for replica in replicas)
     assert served == 64
     late = [ask(router, number) for number in range(64, 128)]
-    await asyncio.sleep(300)
+    await asyncio.sleep(100)
     assert not any(request.done() for request in [*running, *late])
     assert sum(len(replica.served) for replica in replicas) == served
     await router.resume()
@@ -192,7 +194,7 @@ async def test_the_death_of_a_shard_costs_only_its_own_requests() -> None:
         else:
             assert len((await request).token_ids) == 30
     assert len((await ask(router, 0)).token_ids) == 10  # its session continues in another shard
-    await asyncio.sleep(3)
+    await asyncio.sleep(11)  # shards tell their load
     assert all((replica.load, replica.num_requests) == (0, 0) for replica in router.replicas)
     await router.close()
 

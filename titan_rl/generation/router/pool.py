@@ -24,12 +24,15 @@ OnReplicaFailed = Callable[[Replica, Exception], None]
 
 _identities = count()
 
+AWAY = 1 << 40
+"""Tokens added to the load of a replica on which another shard places new requests at present."""
+
 
 class PooledReplica:
     """State of one replica. Only the router and its parts change it.
 
-    `load` is an estimate in tokens: prompt and token budget of every request sent and not yet answered, and this
-    router's part of the requests of its shards, or of the other shards.
+    `load` is an estimate in tokens: prompt and token budget of every request sent and not yet answered, also by other
+    shards.
     """
 
     def __init__(self, handle: Replica, cancel_s: float) -> None:
@@ -352,10 +355,13 @@ class Pool:
         self._update_events()
         self.on_change(replica)
 
-    def note_elsewhere(self, replica: PooledReplica, load: tuple[int, int], num_shards: int) -> None:
-        """Note the tokens and requests of other shards. Their part in the replica's load is divided by the number of
-        shards, because each shard corrects an imbalance."""
-        tokens = load[0] // num_shards
+    def note_elsewhere(self, replica: PooledReplica, load: tuple[int, int], *, away: bool = False) -> None:
+        """Note the tokens and requests of other shards, which count in the replica's load.
+
+        Args:
+            away: Another shard places new requests there at present: it comes behind all others.
+        """
+        tokens = load[0] + (AWAY if away else 0)
         grown, replica.elsewhere, replica.load_of_others = tokens - replica.load_of_others, load, tokens
         replica.load += grown
         if grown < 0:

@@ -11,7 +11,6 @@ from titan_rl.generation.router.pool import Pool, PooledReplica
 from titan_rl.generation.router.replica import Limits, Replica
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.generation.router.shard_messages import (
-    SHARE_S,
     AbortRequests,
     Drain,
     Ended,
@@ -22,6 +21,7 @@ from titan_rl.generation.router.shard_messages import (
     ReplicaState,
     ResumeShard,
     ShardLoad,
+    TellLoad,
     ToShard,
     Totals,
     Update,
@@ -102,10 +102,9 @@ class RouterShard(GeneratorRouter):
         self._connect = connect
         self._report = report
         self._next = 0
-        self._reported = ShardLoad()
+        self._told = ShardLoad()
         self._turns: dict[int, asyncio.Event] = {}  # of messages that overtook others
         self._pool.origin = origin
-        self._pool.tasks.start(self._keep_reporting(), "report the load")
 
     async def receive_message(self, number: int, message: ToShard) -> Ended:
         """Carry out a message of the router, beginning with those sent before it.
@@ -133,6 +132,8 @@ class RouterShard(GeneratorRouter):
                     await self.pause(message.mode)
             case Totals():
                 self._note(message)
+            case TellLoad():
+                return Ended(load=self._load())
             case PauseShard():
                 if self.paused is None:
                     report = await self.pause(message.mode)
@@ -166,11 +167,13 @@ class RouterShard(GeneratorRouter):
         return handle.identity
 
     def _note(self, totals: Totals) -> None:
+        own_slice = totals.own_slice(replica.name for replica in self._pool if replica.serving)
         for replica in self._pool:
             tokens, requests = totals.loads.get(replica.name, (0, 0))
-            own_tokens, own_requests = self._reported.loads.get(replica.name, (0, 0))
+            own_tokens, own_requests = self._told.loads.get(replica.name, (0, 0))
             elsewhere = max(0, tokens - own_tokens), max(0, requests - own_requests)
-            self._pool.note_elsewhere(replica, elsewhere, totals.num_shards)
+            away = replica.serving and replica.name not in own_slice
+            self._pool.note_elsewhere(replica, elsewhere, away=away)
             if replica.name in totals.versions and replica.serving:
                 replica.version = totals.versions[replica.name]
 
@@ -188,16 +191,12 @@ class RouterShard(GeneratorRouter):
         assert isinstance(handle, ShardReplica)
         self._report(ReplicaFailed(handle.name, handle.identity, handle.admitted, error))
 
-    async def _keep_reporting(self) -> None:
-        while True:
-            await asyncio.sleep(SHARE_S)
-            loads = {
-                replica.name: (replica.load - replica.load_of_others, replica.num_requests)
-                for replica in self._pool
-                if replica.num_requests
-            }
-            tokens = sum(request.partial.num_tokens for request in self._requests)
-            load = ShardLoad(loads, tokens, self.num_moved)
-            if load != self._reported:
-                self._reported = load
-                self._report(load)
+    def _load(self) -> ShardLoad:
+        loads = {
+            replica.name: (replica.load - replica.load_of_others, replica.num_requests)
+            for replica in self._pool
+            if replica.num_requests
+        }
+        tokens = sum(request.partial.num_tokens for request in self._requests)
+        self._told = ShardLoad(loads, tokens, self.num_moved)
+        return self._told

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -55,11 +56,27 @@ class Totals:
     Attributes:
         loads: Of all shards together, without replicas that have none.
         num_shards: Shards whose loads these are.
+        shard: Number of the receiver, from 0.
+        turn: Number of the division of the replicas into slices.
     """
 
     loads: Mapping[str, Load]
     versions: Mapping[str, int | None]
     num_shards: int
+    shard: int
+    turn: int
+
+    def own_slice(self, names: Iterable[str]) -> set[str]:
+        """Replicas on which the receiver places new requests in this turn: a part of a random division, so that over
+        the turns all replicas are compared with each other. With fewer replicas than shards, several have one part.
+
+        Args:
+            names: Of the replicas in service.
+        """
+        order = sorted(names)
+        random.Random(self.turn).shuffle(order)
+        num_slices = max(1, min(self.num_shards, len(order)))
+        return set(order[self.shard % num_slices :: num_slices])
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,41 +104,23 @@ class Drain:
 
 
 @dataclass(frozen=True, slots=True)
+class TellLoad:
+    """Answer with the present load."""
+
+
+@dataclass(frozen=True, slots=True)
 class AbortRequests:
     """End requests with the tokens they have; None stands for all that are in flight."""
 
     request_ids: tuple[str, ...] | None
 
 
-ToShard = Update | Join | Totals | PauseShard | ResumeShard | Drain | AbortRequests
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """Answer of a shard to a pause, a drain or an abort: ids of requests.
-
-    Attributes:
-        aborted: Ended early.
-        cancelled: Those of them that did not return in time, and lost their tokens.
-    """
-
-    aborted: tuple[str, ...] = ()
-    cancelled: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaFailed:
-    """A replica failed in a shard, which sends it nothing until it is admitted again."""
-
-    name: str
-    identity: int
-    epoch: int
-    error: Exception
+ToShard = Update | Join | Totals | PauseShard | ResumeShard | Drain | AbortRequests | TellLoad
 
 
 @dataclass(frozen=True, slots=True)
 class ShardLoad:
-    """Report of a shard, every `SHARE_S` seconds.
+    """Load of a shard.
 
     Attributes:
         loads: By the replicas' names, without replicas that have none.
@@ -134,10 +133,32 @@ class ShardLoad:
     num_moved: int | None = None
 
 
-FromShard = ReplicaFailed | ShardLoad
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Answer of a shard: the message has been carried out.
 
-SHARE_S = 1.0
-"""Interval at which shards report their load, and receive that of the others."""
+    Attributes:
+        load: For `TellLoad`.
+        aborted: Ids of requests that were ended early.
+        cancelled: Those of them that did not return in time, and lost their tokens.
+    """
+
+    aborted: tuple[str, ...] = ()
+    cancelled: tuple[str, ...] = ()
+    load: ShardLoad | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaFailed:
+    """A replica failed in a shard, which sends it nothing until it is admitted again."""
+
+    name: str
+    identity: int
+    epoch: int
+    error: Exception
+
+
+FromShard = ReplicaFailed
 
 
 class ShardLink(Protocol):

@@ -13,7 +13,6 @@ from titan_rl.core.calls.bounded import limited
 from titan_rl.core.errors import ActorDiedError, ConfigError
 from titan_rl.generation.router.pool import Pool, PooledReplica
 from titan_rl.generation.router.shard_messages import (
-    SHARE_S,
     AbortRequests,
     AddressedReplica,
     Drain,
@@ -22,11 +21,11 @@ from titan_rl.generation.router.shard_messages import (
     Join,
     Load,
     PauseShard,
-    ReplicaFailed,
     ReplicaState,
     ResumeShard,
     ShardLink,
     ShardLoad,
+    TellLoad,
     ToShard,
     Totals,
     Update,
@@ -52,8 +51,10 @@ class Shards:
     once each shard has acknowledged it. A shard that ends, or does not answer in time, takes its requests with it and
     holds up nothing.
 
-    A strategy sees the load of its own shard, plus the load of the other shards divided by the number of shards: if an
-    engine has too much, each shard corrects its part of the excess, instead of all of them correcting all of it.
+    The load that a strategy sees includes that of the other shards as of `Limits.share_s` ago. If all shards chose the
+    emptiest replicas of the same outdated list, they would overload these. So each places new requests on a slice of
+    the replicas, which no other shard has at that time, and is given another one after `Limits.share_s`. The choices
+    of a strategy that does not go by load are unaffected.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -61,7 +62,8 @@ class Shards:
         self._limits = pool.limits
         self._shards: dict[ShardLink, _Shard] = {}
         self._changed: dict[PooledReplica, None] = {}  # since the last update, in order
-        self._shared: Totals | None = None  # that the shards have
+        self._shared: tuple[dict[str, Load], dict[str, int | None]] | None = None  # loads and versions, in the shards
+        self._turn = 0  # number of divisions of the replicas into slices
         self._is_sharing = False
 
     def __len__(self) -> int:
@@ -105,17 +107,10 @@ class Shards:
 
     def receive(self, link: ShardLink, report: FromShard) -> None:
         """Handle the report of a shard. Those of shards that have left are ignored."""
-        if (shard := self._shards.get(link)) is None:
-            return
-        match report:
-            case ShardLoad():
-                shard.load = report
-            case ReplicaFailed() if report.name in self._pool:
-                replica = self._pool.find(report.name)
-                if replica.identity == report.identity:
-                    self._pool.quarantine(replica, report.error, report.epoch)
-            case ReplicaFailed():  # it has been removed since
-                pass
+        if link in self._shards and report.name in self._pool:
+            replica = self._pool.find(report.name)
+            if replica.identity == report.identity:
+                self._pool.quarantine(replica, report.error, report.epoch)
 
     async def settle(self) -> None:
         """Return once each shard follows all decisions so far."""
@@ -189,19 +184,26 @@ class Shards:
 
     async def _keep_sharing(self) -> None:
         while True:
-            await asyncio.sleep(SHARE_S)
+            await asyncio.sleep(self._limits.share_s)
+            asked = {self._begin(link, TellLoad()): shard for link, shard in tuple(self._shards.items())}
+            if asked:
+                told, _ = await asyncio.wait(
+                    asked, timeout=self._limits.shard_s
+                )  # the load of a late one is the one it told last
+                for answer in told:
+                    asked[answer].load = answer.result().load or asked[answer].load
             self._share()
 
     def _share(self) -> None:
         if not self._shards:
             return
-        loads = self._add_up()
-        totals = Totals(loads, {replica.name: replica.version for replica in self._pool}, len(self._shards))
-        if totals == self._shared:
+        totals = self._add_up(), {replica.name: replica.version for replica in self._pool}
+        if totals == self._shared and not totals[0]:
             return
         self._shared = totals
-        for link in tuple(self._shards):
-            self._begin(link, totals)
+        self._turn += 1
+        for place, link in enumerate(tuple(self._shards)):
+            self._begin(link, Totals(*totals, len(self._shards), place, self._turn))
 
     def _add_up(self) -> dict[str, Load]:
         """Load of all shards on each replica, as this router's own strategy sees it, too."""
@@ -212,7 +214,7 @@ class Shards:
                 requests[name] += num_requests
         loads = {name: (tokens[name], requests[name]) for name in tokens}
         for replica in self._pool:
-            self._pool.note_elsewhere(replica, loads.get(replica.name, (0, 0)), max(1, len(self._shards)))
+            self._pool.note_elsewhere(replica, loads.get(replica.name, (0, 0)))
         return loads
 
     def _begin(self, link: ShardLink, message: ToShard, longest_s: float = 0.0) -> asyncio.Task[Ended]:
