@@ -43,7 +43,7 @@ the prompt. Otherwise a task with tools fails at its first reset, with the reaso
 
 **Stop tokens** are those of the renderer, the tokenizer's end of sequence, the special token that closes an answer in
 the template, and all tokens in `eos_token_id` of the folder's generation_config.json (of config.json if there is no
-other).
+other), except words and parts of words.
 
 ## Families
 

@@ -80,6 +80,49 @@ def test_a_gpu_that_is_too_small_for_any_setting_is_said_to_be(
     assert said[-1].endswith("use more or larger GPUs")
 
 
+def test_engines_and_trainer_that_both_do_not_fit_are_both_made_to_fit(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wide = {"hidden_size": 4096, "intermediate_size": 16384, "num_attention_heads": 32, "num_key_value_heads": 8}
+    (folder / "config.json").write_text(json.dumps({**SMALL, **wide, "head_dim": 128, "num_hidden_layers": 8}))
+    words = ("--gpus", "16", "--memory", "7.5", "--training.data_parallel", "8", "--training.row_tokens", "4096",
+             "--training.rows_per_micro_batch", "8", "--generation.num_generators", "2",
+             "--generation.kv_cache_gib", "1")  # fmt: skip
+    found = fit_as_json(folder, capsys, *words)
+    assert not found["fits"]
+    assert all(each["total"] > found["limit"] for each in found["gpus"] if each["total"])
+    assert found["fits_with_change"], found["change"]
+    pairs = [each.split(" = ") for each in found["change"]]
+    assert len({name for name, _ in pairs}) == len(pairs), "no setting is named twice"
+    options = [word for name, value in pairs for word in (f"--{name}", value.strip('"'))]
+    assert fit(folder, *words, *options) == 0
+
+
+def test_no_list_of_settings_is_announced_if_none_saves_memory(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--gpus", "2", "--memory", "2", "--generation.kv_cache_gib", "0.25", "--generation.num_generators", "1")
+    assert fit(folder, *words, "--training.rows_per_micro_batch", "1", "--training.row_tokens", "1024") == 1
+    said = capsys.readouterr().out
+    assert "each of these settings" not in said
+    assert "no single setting saves memory on GPU 1" in said
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[]", "null", *(json.dumps({**SMALL, "model_type": "qwen2", **wrong}) for wrong in (
+        {"hidden_size": "64"}, {"num_key_value_heads": 0}, {"num_hidden_layers": -1}, {"hidden_act": "unheard"},
+        {"layer_types": ["full_attention"]}, {"model_type": "t5"},
+    ))],
+)  # fmt: skip
+def test_a_damaged_config_json_is_one_sentence(folder: Path, content: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "config.json").write_text(content)
+    assert fit(folder, "--gpus", "1", "--memory", "80") == 2
+    said = [line for line in capsys.readouterr().err.strip().splitlines() if line.startswith("titan-rl: ")]
+    assert len(said) == 1
+    assert len(said[0]) < 500
+
+
 def test_a_trainer_that_has_the_memory_of_sleeping_engines_needs_the_larger_of_both(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

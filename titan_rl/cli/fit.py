@@ -81,7 +81,10 @@ def _lines(fit: Fit) -> Iterator[str]:
 def _advice(fit: Fit, saving: list[Saving], change: list[Saving], changed: Fit) -> Iterator[str]:
     if fit.fits:
         return
-    yield f"\neach of these settings saves memory on {_name(fit.fullest)}"
+    if saving:
+        yield f"\neach of these settings saves memory on {_name(fit.fullest)}"
+    else:
+        yield f"\nno single setting saves memory on {_name(fit.fullest)}"
     for each in saving:
         enough = ", which is enough" if each.fits else ""
         yield f"  {each!s:48}{each.bytes / GIB:8.2f}{enough}"

@@ -53,6 +53,17 @@ class MissingExtraError(TitanRLError, ImportError):
         self.extra = extra
 
 
+def in_one_line(error: Exception, most: int = 300) -> str:
+    """Message of an error of another library, without line breaks, at most so many characters of it.
+
+    A message that may be a mere name, such as that of a `KeyError`, is preceded by the type of the error.
+    """
+    message = " ".join(str(error).split())
+    if not message or not isinstance(error, (ValueError, OSError)):
+        message = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    return message if len(message) <= most else f"{message[: most - 4]} ..."
+
+
 def install_command(extra: str, options: str = "") -> str:
     """The shell command that adds an extra to this installation, from where it was installed: a clone, a wheel, a
     repository, or a package index.

@@ -87,7 +87,12 @@ class BuiltFrom:
 
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(hf))
-            return TransformersDecoder(Path(folder), max_context=1, dtype=trained, adapter=adapter, base_dtype=frozen)
+            try:
+                return TransformersDecoder(
+                    Path(folder), max_context=1, dtype=trained, adapter=adapter, base_dtype=frozen
+                )
+            except ModelError as error:  # the folder is not the user's
+                raise ModelError(str(error).replace(f" in {folder}", "").replace(folder, "its folder")) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,8 @@ class ModelConfig(Section):
     transformers'; --dry-run says which, and why."""
     renderer: Annotated[str, FunctionName(tuple(RENDERERS), ("tokenizer",))] = "auto"
     """Converts messages to tokens and back. auto uses a renderer of the `renderers` package, which parses tool calls,
-    if one supports the model, and otherwise chat_template, which does not parse them. A renderer of yours, such as
+    if one renders as the model's chat template does, and otherwise chat_template, which parses those of known
+    formats. A renderer of yours, such as
     `renderers:Qwen3Renderer`, is called with the tokenizer. Earlier reasoning stays in the prompt, even if the model's
     chat template drops it at the next user message; exported folders then have a template that keeps it, if
     possible."""

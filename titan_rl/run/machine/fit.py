@@ -131,21 +131,50 @@ def smallest_change(config: RunConfig, before: Fit) -> tuple[list[Saving], Fit]:
     Returns:
         The settings, and the memory with them.
     """
-    chosen: list[Saving] = []
+    found: dict[str, Saving] = {}
     changed, fit = config, before
-    for setting, value in _candidates(config, before):
-        if fit.fits:
-            break
-        after = _try(changed, setting, value, before)
-        if after is not None and (saved := fit.fullest.total - after.fullest.total) > before.limit // 200:
-            chosen.append(Saving(setting, value, saved, after.fits))
-            changed, fit = with_setting(changed, setting, value), after
+    progress = True
+    while progress and not fit.fits:
+        progress = False
+        # Engines take the GPUs that they need first, because the trainer's ranks take all others.
+        for candidates in (_splits, _candidates):
+            for setting, value in candidates(changed, fit):
+                after = None if fit.fits else _try(changed, setting, value, before)
+                if after is None or (saved := _excess(fit) - _excess(after)) <= before.limit // 200:
+                    continue
+                changed, fit, progress = with_setting(changed, setting, value), after, True
+                found.pop(setting, None)
+                found[setting] = Saving(setting, _value(changed, setting), saved, after.fits)
+    chosen = list(found.values())
     if fit.fits:
         for saving in list(chosen[:-1]):
             others = [each for each in chosen if each is not saving]
             if (after := _try_all(config, others, before)) is not None and after.fits:
                 chosen, fit = others, after
     return chosen, fit
+
+
+def _excess(fit: Fit) -> int:
+    """Bytes beyond the limit, on the fullest GPU with a rank of the trainer and on the fullest of the others.
+
+    A setting of the trainer helps even if engines on GPUs of their own need more, and the other way round.
+    """
+    fullest = (max((each.total for each in fit.gpus if bool(each.trainer) is has), default=0) for has in (True, False))
+    return sum(max(0, each - fit.limit) for each in fullest)
+
+
+def _value(config: RunConfig, setting: str) -> Any:
+    value: Any = config
+    for name in setting.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _splits(config: RunConfig, before: Fit) -> Iterator[tuple[str, Any]]:
+    """Changes of the number of GPUs that share an engine's weights."""
+    for size in (2, 4, 8):
+        if config.generation.tensor_parallel_size < size <= before.num_gpus:
+            yield "generation.tensor_parallel_size", size
 
 
 def _candidates(config: RunConfig, before: Fit) -> Iterator[tuple[str, Any]]:
@@ -175,9 +204,7 @@ def _candidates(config: RunConfig, before: Fit) -> Iterator[tuple[str, Any]]:
             yield "generation.kv_cache_gib", less
     if generation.num_generators > 1 and generation.num_generators_range is None:
         yield "generation.num_generators", 1
-    for size in (2, 4, 8):
-        if generation.tensor_parallel_size < size <= num_gpus:
-            yield "generation.tensor_parallel_size", size
+    yield from _splits(config, before)
     for name in ("bfloat16", "int8"):
         if BYTES[name] < BYTES[training.optimizer_dtype]:
             yield "training.optimizer_dtype", name

@@ -41,7 +41,7 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     """The folder's config.json.
 
     Raises:
-        ModelError: it is missing, or not JSON.
+        ModelError: it is missing, or not a JSON object.
     """
     path = folder / "config.json"
     try:
@@ -50,6 +50,8 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
         raise ModelError(f"{folder} has no config.json; model.path must be a Hugging Face model folder") from None
     except ValueError as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} is not a JSON object")
     return cast(dict[str, Any], config)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from titan_rl.core.errors import ModelError
+from titan_rl.core.errors import ModelError, in_one_line
 
 VOCABULARY = 128
 WINDOW = 8
@@ -227,8 +227,8 @@ def tiny_of_folder(folder: Path, out: Path) -> Path:
     """
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise ModelError(f"transformers cannot read {folder / 'config.json'}: {error}") from error
+    except Exception as error:  # the code of a family may raise anything for fields that it does not expect
+        raise ModelError(f"transformers cannot read {folder / 'config.json'}: {in_one_line(error)}") from error
     try:
         tiny = tiny_config(config)
     except (AttributeError, TypeError, ValueError) as error:

@@ -29,7 +29,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from titan_rl.core.errors import ModelError
+from titan_rl.core.errors import ModelError, in_one_line
 from titan_rl.training.attention.attention import Layout
 from titan_rl.training.attention.variants import PLAIN, Variant
 from titan_rl.training.decoder import PREFIX
@@ -296,8 +296,8 @@ class TransformersDecoder:
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             with _parameters_on_meta():
                 causal: Any = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
-        except (ValueError, KeyError, TypeError, OSError) as error:
-            raise ModelError(f"transformers cannot build the model in {folder}: {error}") from error
+        except Exception as error:  # the code of a family may raise anything for fields that it does not expect
+            raise ModelError(f"transformers cannot build the model in {folder}: {in_one_line(error)}") from error
         _check_positions(config, max_context)
         causal.eval()  # without dropout; gradients are computed all the same
         name = type(causal).__name__
