@@ -3,6 +3,7 @@
 It is computed from `metrics.jsonl` alone. Training, weight sync, validation and checkpoints are stages of the training
 loop, whose times are measured. The wait for a batch is attributed to generation for as long as the engines were busy.
 The rest of it is shared between environments and rewards in proportion to the time that rollouts spent in each.
+Scoring by a teacher counts as a reward.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ ADVICE = {
     "generation": "more generators, shorter completions (sampling.max_tokens), or a larger scheduling.max_staleness",
     "environments": "a faster environment, rollout.num_workers, or more rollouts in flight "
     "(scheduling.max_staleness, generation.max_running)",
-    "rewards": "a faster reward, or one in threads of its own (in_thread=True)",
+    "rewards": "a faster reward, judge or teacher, or a reward in threads of its own (in_thread=True)",
     "training": "fewer or shorter rollouts a step, longer rows (training.row_tokens), or more ranks "
     "(training.data_parallel)",
     "weight sync": "another statedict.transport, or fewer probes (statedict.num_probes)",
@@ -92,7 +93,7 @@ def parts_of(record: Mapping[str, Any]) -> dict[str, float]:
     window = sum(parts.values()) + wait
     busy_s = window * (1.0 - _number(record, "engine/idle_share"))
     environments = _number(record, "rollout/metrics/env_seconds")
-    rewards = _number(record, "rollout/metrics/reward_seconds")
+    rewards = _number(record, "rollout/metrics/reward_seconds") + _number(record, "rollout/metrics/teacher_seconds")
     elsewhere = max(0.0, wait - busy_s) if environments + rewards else 0.0
     parts["generation"] = wait - elsewhere
     if elsewhere:

@@ -118,7 +118,7 @@ class GenerationStatus:
         """Descriptions of the state of generation, for a stalled run."""
         serving = [replica.name for replica in self._router.replicas if replica.serving]
         errors = [f"{replica.name}: {replica.last_error}" for replica in self._router.replicas if replica.last_error]
-        elsewhere = "" if self._requests.now else " (rollouts wait for environments, agents, harnesses or rewards)"
+        elsewhere = "" if self._requests.now else " (rollouts wait for environments, agents, rewards or teachers)"
         return [
             f"{self._requests.now} requests are in flight{elsewhere}",
             f"{len(serving)} of {self._num_generators} generators serve",
