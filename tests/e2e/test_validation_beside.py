@@ -23,7 +23,6 @@ def results(folder: Path, **settings: Any) -> tuple[list[dict[str, float]], Any]
         folder,
         **short,
         training__adapter__rank=2,
-        training__lr=3e-2,
         validation__interval=1,
         logging__transcripts_per_step=8,
         **settings,
