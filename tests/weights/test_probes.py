@@ -125,6 +125,15 @@ def test_right_swaps_pass_where_the_tokens_that_move_are_those_that_rounding_mov
             theirs = np.minimum(theirs + 0.1 * random.standard_t(3, theirs.shape) * free, -1e-3)
 
 
+def test_a_right_swap_passes_if_rounding_takes_a_little_of_the_whole_change() -> None:
+    policy, swaps = Policy(0, step=0.05, error=FLOAT32), SwapCheck()
+    change = policy.trainer(1) - policy.trainer(0)
+    check(swaps, policy, 0, policy.engine(0))
+    assert check(swaps, policy, 1, policy.engine(1, lacks=0.04 * change)) == pytest.approx((0.05, 0.04), rel=1e-3)
+    with pytest.raises(VerificationError, match=r"by 0\.9[0-9]+ of what they should"):
+        check(swaps, policy, 2, policy.engine(2, lacks=(0.04 + 0.08) * change))
+
+
 @pytest.mark.parametrize("error", [BFLOAT16, FLOAT32])
 @pytest.mark.parametrize("layer", range(4))
 def test_an_update_of_one_layer_that_is_withheld_is_caught_where_the_tolerance_sees_nothing(
