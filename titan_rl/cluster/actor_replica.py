@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from titan_rl.cluster.processes.remote_process import RemoteProcess
@@ -11,7 +12,7 @@ from titan_rl.cluster.request_stream import RequestClient
 from titan_rl.core.errors import ActorDiedError, GenerationError
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.types import GaugeSummary, PauseMode
-from titan_rl.types import Completion, SamplingParams
+from titan_rl.types import Completion, SamplingParams, TokenChunk
 from titan_rl.weights.manifest import pack
 from titan_rl.weights.types import PublishedWeights
 
@@ -29,7 +30,7 @@ class ActorReplica:
         self._receiving: asyncio.Task[None] | None = None
         self._actor = actor
         self._published = published
-        self._known_layouts: frozenset[str] = frozenset()  # digests of those that the actor was told
+        self._known_layouts: dict[str, frozenset[str]] = {}  # by adapter: digests of those that the actor was told
         self.gauges: GaugeSummary | None = None
 
     async def connect(self) -> None:
@@ -56,13 +57,22 @@ class ActorReplica:
         return await self._client.generate(request, on_chunk)
 
     async def pull(self, version: int) -> int:
-        packed = pack(self._published.manifest_of(version), self._known_layouts)
-        self._known_layouts = frozenset()  # of a pull that fails nobody knows how far it came
-        loaded, figures, gauges = await self._call(self._actor.pull, packed)
-        self._known_layouts = frozenset(packed.digests)
+        return await self.pull_adapter(version, self._published, "")
+
+    async def pull_adapter(self, version: int, published: PublishedWeights, adapter: str) -> int:
+        """Pull a version of one of several adapters.
+
+        Args:
+            published: Manifests of the adapter's versions, which is told of the pull's measurements.
+        """
+        # Of a pull that fails nobody knows how far it came.
+        packed = pack(published.manifest_of(version), self._known_layouts.pop(adapter, frozenset()))
+        named = (adapter,) if adapter else ()
+        loaded, figures, gauges = await self._call(self._actor.pull, packed, *named)
+        self._known_layouts[adapter] = frozenset(packed.digests)
         self.gauges = gauges or self.gauges
         if loaded == version:
-            self._published.note_pull(self.name, figures)
+            published.note_pull(self.name, figures)
         return loaded
 
     async def pause(self, mode: PauseMode) -> None:
@@ -82,3 +92,54 @@ class ActorReplica:
             return await self.remote.call(endpoint, *args)
         except ActorDiedError as error:
             raise GenerationError(str(error)) from error
+
+
+class AdapterReplica:
+    """An `ActorReplica` for the router of one of several adapters: a `StreamingReplica`, too.
+
+    The requests of all adapters meet in one engine, where their ids begin with the adapter's name.
+
+    Attributes:
+        shared: Replica of the generator, which the routers of other adapters use, too.
+
+    Args:
+        published: Manifests of the adapter's versions.
+    """
+
+    def __init__(self, shared: ActorReplica, adapter: str, published: PublishedWeights) -> None:
+        self.name = shared.name
+        self.shared = shared
+        self._adapter = adapter
+        self._published = published
+
+    @property
+    def gauges(self) -> GaugeSummary | None:
+        return self.shared.gauges
+
+    async def stream(self, request: EngineRequest, on_chunk: OnChunk) -> Completion:
+        def renamed(chunk: TokenChunk) -> None:
+            on_chunk(replace(chunk, request_id=request.request_id))
+
+        sent = replace(request, request_id=self._shared_id(request.request_id), adapter=self._adapter)
+        completion = await self.shared.stream(sent, renamed)
+        return replace(completion, request_id=request.request_id)
+
+    async def pull(self, version: int) -> int:
+        return await self.shared.pull_adapter(version, self._published, self._adapter)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Pause the requests of all adapters."""
+        await self.shared.pause(mode)
+
+    async def resume(self) -> None:
+        """Resume the requests of all adapters."""
+        await self.shared.resume()
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        await self.shared.abort([self._shared_id(request_id) for request_id in request_ids])
+
+    async def close(self) -> None:
+        """Do nothing: other adapters use the generator, too."""
+
+    def _shared_id(self, request_id: str) -> str:
+        return f"{self._adapter}:{request_id}"

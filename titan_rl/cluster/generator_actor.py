@@ -98,7 +98,8 @@ def adapter_specs(config: RunConfig) -> dict[str, AdapterSpec]:
     num_versions = 1
     if config.generation.adapter_swap == "pinned":
         num_versions = config.scheduling.max_staleness + 2 + config.validates_beside_training
-    adapters = {"": config.training.adapter}
+    experiments = config.experiments or {"": config}
+    adapters = {name: experiment.training.adapter for name, experiment in experiments.items()}
     return {
         name: AdapterSpec(adapter.rank, adapter.alpha, adapter.targets or TARGETS, num_versions)
         for name, adapter in adapters.items()

@@ -8,9 +8,9 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from titan_rl.cluster.actor_replica import ActorReplica
+from titan_rl.cluster.actor_replica import ActorReplica, AdapterReplica
 from titan_rl.cluster.generator_actor import GeneratorActor, GeneratorPlan
 from titan_rl.cluster.hosts.hosts import Hosts
 from titan_rl.cluster.hosts.placement import GeneratorPlaces, ProcessPlace
@@ -35,6 +35,18 @@ from titan_rl.training.settings import ModelConfig
 from titan_rl.weights.types import PublishedWeights, StateDictTransport
 
 T = TypeVar("T")
+
+
+class ReplicaRouter(Protocol):
+    """Router whose replicas the processes add and remove: see `GeneratorRouter`."""
+
+    def has_replica(self, name: str) -> bool: ...
+
+    async def add_replica(self, replica: ActorReplica) -> bool: ...
+
+    def remove_replica(self, name: str) -> None: ...
+
+    async def retire_replica(self, name: str, finish_s: float) -> None: ...
 
 
 class StartLosses:
@@ -182,7 +194,7 @@ class GeneratorProcesses(SupervisedProcesses):
             move_below=self._routing.move_below,
         )
 
-    def waits_for(self, router: GeneratorRouter) -> str:
+    def waits_for(self, router: ReplicaRouter) -> str:
         """State of the generators that do not serve, with the settings that limit how long rollouts wait."""
         names = {remote.name for remote in self._remotes.values() if remote.process.role is Role.GENERATOR}
         starting = sorted(name for name in names if not router.has_replica(name))
@@ -196,6 +208,7 @@ class GeneratorProcesses(SupervisedProcesses):
     def on_replica_failed(self, replica: Replica, error: Exception) -> None:
         """Handle the failure of a replica in the router: a dead or hanging engine does not recover, even if its process
         lives."""
+        replica = replica.shared if isinstance(replica, AdapterReplica) else replica
         if not isinstance(replica, ActorReplica) or replica.remote.reason is not None:
             return
         if isinstance(error, EngineDeadError | EngineStalledError):
@@ -203,7 +216,7 @@ class GeneratorProcesses(SupervisedProcesses):
         else:
             self._tell(f"{replica.name} is out of service until it has the current weights: {reason(error)}")
 
-    async def watch(self, router: GeneratorRouter) -> None:
+    async def watch(self, router: ReplicaRouter) -> None:
         """Replace processes that die, until cancelled. The router has the requests of a dead generator go on elsewhere
         meanwhile.
 
@@ -226,7 +239,7 @@ class GeneratorProcesses(SupervisedProcesses):
                 self._forget(remote, router)
                 background.create_task(self._bring_back(remote, router, background))
 
-    async def _bring_back(self, gone: RemoteProcess, router: GeneratorRouter, background: asyncio.TaskGroup) -> None:
+    async def _bring_back(self, gone: RemoteProcess, router: ReplicaRouter, background: asyncio.TaskGroup) -> None:
         """Start a process in the place of one that ended, or on another host if its host is gone."""
         process, clock = gone.process, asyncio.get_running_loop().time
         began, host = clock(), self._host_of(process)
@@ -254,7 +267,7 @@ class GeneratorProcesses(SupervisedProcesses):
             raise ActorDiedError(f"{remote.name} died: {remote.reason}{count}; its log is {log}")
         self._tell(f"{remote.name} died: {remote.reason}; starting another{count}")
 
-    def _forget(self, remote: RemoteProcess, router: GeneratorRouter) -> None:
+    def _forget(self, remote: RemoteProcess, router: ReplicaRouter) -> None:
         if router.has_replica(remote.name):  # else it died while it started
             router.remove_replica(remote.name)
 
@@ -272,7 +285,7 @@ class GeneratorProcesses(SupervisedProcesses):
     def _places_of_trainer(self) -> Sequence[ProcessPlace]:
         return ()
 
-    async def join(self, host: str, router: GeneratorRouter) -> list[str]:
+    async def join(self, host: str, router: ReplicaRouter) -> list[str]:
         """Start processes on a host that has joined: first those that have no place, then new ones.
 
         Returns:
@@ -285,7 +298,7 @@ class GeneratorProcesses(SupervisedProcesses):
         serve = await asyncio.gather(*[self._bring(process, host, router) for process in processes])
         return [str(process) for process, serves in zip(processes, serve, strict=True) if serves]
 
-    async def _bring(self, process: ProcessId, host: str, router: GeneratorRouter) -> bool:
+    async def _bring(self, process: ProcessId, host: str, router: ReplicaRouter) -> bool:
         """Start one process on a host that has joined. A failure leaves the run as it was without the host."""
         if host not in self.hosts.names:
             self._lost.add(process)
@@ -303,16 +316,16 @@ class GeneratorProcesses(SupervisedProcesses):
         """Processes other than generators for a host that has joined, with their places set."""
         return ()
 
-    async def leave(self, host: str, router: GeneratorRouter, why: str) -> None:
+    async def leave(self, host: str, router: ReplicaRouter, why: str) -> None:
         """End the processes on a host once they have finished their work, or after `hosts.drain_s`."""
         limit_s = self.hosts.config.drain_s
         await self._leave(host, why, lambda remote: self._finish(remote, router, limit_s))
 
-    async def _finish(self, remote: RemoteProcess, router: GeneratorRouter, limit_s: float) -> None:
+    async def _finish(self, remote: RemoteProcess, router: ReplicaRouter, limit_s: float) -> None:
         if router.has_replica(remote.name):
             await router.retire_replica(remote.name, limit_s)
 
-    async def _restart(self, process: ProcessId, router: GeneratorRouter) -> bool:
+    async def _restart(self, process: ProcessId, router: ReplicaRouter) -> bool:
         """Start a process again. Returns whether it serves."""
         replica = await self._start_generator(process)
         return replica.remote.reason is None and await router.add_replica(replica)
@@ -349,7 +362,7 @@ class RoutedProcesses:
     """Generators, and the processes beside them, with the router of their requests: the `HostedProcesses` of a run."""
 
     processes: GeneratorProcesses
-    router: GeneratorRouter
+    router: ReplicaRouter
 
     @property
     def hosts(self) -> Hosts:

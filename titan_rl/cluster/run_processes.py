@@ -13,7 +13,7 @@ from typing import Any
 from monarch.actor import this_proc
 
 from titan_rl.cluster.generator_actor import adapter_specs
-from titan_rl.cluster.generator_processes import GeneratorProcesses
+from titan_rl.cluster.generator_processes import GeneratorProcesses, ReplicaRouter
 from titan_rl.cluster.hosts.hosts import Hosts
 from titan_rl.cluster.hosts.placement import (
     ProcessPlace,
@@ -31,12 +31,12 @@ from titan_rl.cluster.rollout_workers import GenerateService, RolloutWorkerActor
 from titan_rl.cluster.supervision import SupervisedProcesses, started
 from titan_rl.cluster.trainer_actor import TrainerSettings
 from titan_rl.cluster.trainer_processes import TRAINER, TrainerProcesses, may_train, needs_of
-from titan_rl.config.concurrency import Concurrency
+from titan_rl.config.concurrency import engine_places
 from titan_rl.config.hosts import Roles
 from titan_rl.config.run import RunConfig
 from titan_rl.core.console import LOG, Console
 from titan_rl.core.errors import ActorDiedError, ConfigError
-from titan_rl.generation.router.router import GeneratorRouter
+from titan_rl.training.settings import PolicySettings
 from titan_rl.weights.transports.registry import find_transport
 from titan_rl.weights.types import PublishedWeights
 
@@ -69,7 +69,7 @@ class RunProcesses(GeneratorProcesses):
             config.routing,
             config.statedict,
             seed=config.seed,
-            max_running=Concurrency.of(config).max_running,
+            max_running=engine_places(config),
             files=files,
             published=published,
             hosts=hosts,
@@ -117,11 +117,11 @@ class RunProcesses(GeneratorProcesses):
         else:
             super().process_ended(remote)
 
-    def _forget(self, remote: RemoteProcess, router: GeneratorRouter) -> None:
+    def _forget(self, remote: RemoteProcess, router: ReplicaRouter) -> None:
         self.workers.remove(remote)
         super()._forget(remote, router)
 
-    async def _restart(self, process: ProcessId, router: GeneratorRouter) -> bool:
+    async def _restart(self, process: ProcessId, router: ReplicaRouter) -> bool:
         if process.role is Role.GENERATOR:
             return await super()._restart(process, router)
         await self._start_worker(process)
@@ -138,6 +138,10 @@ class RunProcesses(GeneratorProcesses):
             config.seed,
             lends_memory=self._plan.sleeps,
             began_with=self._began_with,
+            adapters={
+                name: PolicySettings(experiment.training, experiment.correction)
+                for name, experiment in config.experiments.items()
+            },
         )
         self.training = TrainerProcesses(self, settings, self._place_trainer, wait_s=config.hosts.wait_s)
         while True:
@@ -200,7 +204,7 @@ class RunProcesses(GeneratorProcesses):
             self._worker_places[worker.index : worker.index + 1] = [ProcessPlace(host)]
         return chosen
 
-    async def _finish(self, remote: RemoteProcess, router: GeneratorRouter, limit_s: float) -> None:
+    async def _finish(self, remote: RemoteProcess, router: ReplicaRouter, limit_s: float) -> None:
         if remote.process == TRAINER:
             await self.training.finish(limit_s)
         else:

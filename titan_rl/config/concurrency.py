@@ -53,6 +53,12 @@ class Concurrency:
         )
 
 
+def engine_places(config: RunConfig) -> int:
+    """Requests that one engine runs at a time, of all experiments of a run."""
+    wanted = sum(Concurrency.of(each).wanted for each in config.experiments.values() or [config])
+    return places_of(config.model, config.generation, wanted)
+
+
 def contexts_held(model: ModelConfig, generation: GenerationConfig) -> int | None:
     """Number of contexts of half the maximum length that fit the KV cache of one engine; None for an unknown model, or
     if the cache takes the free memory of a GPU."""

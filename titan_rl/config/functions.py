@@ -114,8 +114,12 @@ def check_functions(config: Section, generation: GenerationConfig, routing: Rout
     except ConfigError as error:
         raise ConfigError(f"{origins.of('routing.strategy')}: {error}") from error.__cause__
     sleeps = isinstance(config, RunConfig) and config.scheduling.on_batch_ready == "sleep"
-    adapter = config.training.adapter if isinstance(config, RunConfig) else AdapterConfig()
-    for key, problem in _engine_problems(generation, sleeps=sleeps, adapter=adapter):
+    adapter, several = AdapterConfig(), False
+    if isinstance(config, RunConfig):
+        adapter, several = config.training.adapter, bool(config.adapters)
+        for experiment in config.experiments.values():
+            check_functions(experiment, generation, routing, origins)
+    for key, problem in _engine_problems(generation, sleeps=sleeps, adapter=adapter, several=several):
         raise ConfigError(f"{origins.of(key)}: {problem}")
 
 
@@ -146,7 +150,7 @@ def named_modules(config: Section) -> set[str]:
 
 
 def _engine_problems(
-    generation: GenerationConfig, *, sleeps: bool, adapter: AdapterConfig
+    generation: GenerationConfig, *, sleeps: bool, adapter: AdapterConfig, several: bool
 ) -> Iterator[tuple[str, str]]:
     """Settings that the engine does not support, with the reason and the fix."""
     engine, named = find_engine(generation.engine), f"generation.engine = {generation.engine!r}"
@@ -161,6 +165,8 @@ def _engine_problems(
             f"training.adapter.rank = {adapter.rank}, and {named} does not apply adapters; set it to 0, or the engine "
             "to 'vllm'",
         )
+    if several and not engine.several_adapters:
+        yield "adapters", f"[[adapters]], and {named} does not hold several adapters; set the engine to 'vllm'"
     size = generation.tensor_parallel_size
     if size > 1 and not engine.tensor_parallel:
         yield (

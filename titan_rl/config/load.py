@@ -82,7 +82,8 @@ def load_config(
         check_model_folder(config.model, config.generation, origins.folders_for("model.path"))
         check_chat_template(config.model)
         check_training_fit(config)
-        check_adapter_start(config.training, origins.folders_for("training.adapter.start"))
+        for experiment in config.experiments.values() or [config]:
+            check_adapter_start(experiment.training, origins.folders_for("training.adapter.start"))
         for table, source in config.tables_of_tasks():
             check_task(source.task, origins, table)
     for table, source in config.tables_of_tasks():
@@ -105,6 +106,11 @@ def read_config(
     search_path = SearchPath(tables.get("pythonpath"), origins)
     tasks = load_tasks(tables, origins)
     load_suites(tables, origins)
+    if isinstance(adapters := tables.get("adapters"), dict):
+        tables["adapters"] = [
+            {"name": name, **table} if isinstance(table, dict) else table
+            for name, table in cast("dict[str, Any]", adapters).items()
+        ]
     try:
         config = RunConfig.model_validate(without_unset(RunConfig, {**tables, "tasks": tasks}))
     except ValidationError as error:
@@ -177,6 +183,8 @@ def dump_config(config: RunConfig, *, with_defaults: bool = True) -> str:
     presets = [text for text in (config.scheduling.describe_mode(), config.training.describe_algorithm()) if text]
     figures = "".join(f"# {line}\n" for line in [*describe_concurrency(config), *presets])
     tables = config.model_dump(mode="json", exclude_none=True, exclude_defaults=not with_defaults, exclude={"tasks"})
+    if not config.adapters:
+        tables.pop("adapters", None)
     if suites := [suite_table(suite) for suite in config.validation.suites]:
         tables.setdefault("validation", {})["suites"] = suites
     else:
@@ -334,6 +342,8 @@ def load_sft_config(paths: str | Path | Sequence[str | Path], overrides: Sequenc
         ModelError: the folder to start from lacks a file.
     """
     config, origins = read_config(paths, overrides)
+    if config.adapters:
+        raise ConfigError(f"{origins.of('adapters')}: titan-rl sft trains one model; leave [[adapters]] out")
     sft = config.sft.model_copy(
         update={
             "start": _start(config, origins),

@@ -15,13 +15,18 @@ from typing import Any, Literal, cast, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from titan_rl.config.adapters import AdapterRun
 from titan_rl.config.functions import function_name
 from titan_rl.config.run import RunConfig
 from titan_rl.config.serve import ServerConfig
 from titan_rl.config.tasks import TaskSource, ValidationSuite
 from titan_rl.core.settings import FunctionName, Section
 
-LISTS = {"tasks": ("tasks", TaskSource), "suites": ("validation.suites", ValidationSuite)}
+LISTS = {
+    "tasks": ("tasks", TaskSource),
+    "adapters": ("adapters", AdapterRun),
+    "suites": ("validation.suites", ValidationSuite),
+}
 """Fields that hold a list of tables: the name of the list, and the class of one of its tables."""
 
 RUN = "run"

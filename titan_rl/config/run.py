@@ -8,6 +8,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from titan_rl.config import conflicts
+from titan_rl.config.adapters import AdapterRun, conflicts_of_adapters
 from titan_rl.config.conflicts import of_effects
 from titan_rl.config.hosts import HostsConfig
 from titan_rl.config.sections import (
@@ -53,6 +54,8 @@ class RunConfig(Section):
     """Let other users read the run's files, as the umask allows. Otherwise only this user may."""
     model: ModelConfig
     tasks: tuple[TaskSource, ...] = Field(min_length=1, strict=False)
+    adapters: tuple[AdapterRun, ...] = Field(default=(), strict=False)
+    """Experiments that share the generators and the trainer, each with an adapter of its own."""
     sampling: SamplingConfig = SamplingConfig()
     rollout: RolloutConfig = RolloutConfig()
     scheduling: SchedulingConfig = SchedulingConfig()
@@ -69,9 +72,43 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _settings_fit_together(self) -> Self:
-        if problems := list(self._conflicts()):
+        if problems := list(self._conflicts_of_adapters() if self.adapters else self._conflicts()):
             raise ValueError("\n".join(problems))
         return self
+
+    def _conflicts_of_adapters(self) -> Iterator[str]:
+        """Conflicts of several adapters, and those of each as if it were trained alone."""
+        if problems := [problem for adapter in self.adapters for problem in adapter.problems(self.training)]:
+            yield from problems
+            return
+        experiments = self.experiments
+        yield from (own := list(conflicts_of_adapters(self, experiments)))
+        if not own:
+            for name, experiment in experiments.items():
+                yield from (f"adapters.{name}: {problem}" for problem in experiment._conflicts())
+
+    @property
+    def experiments(self) -> dict[str, RunConfig]:
+        """Settings of each of several adapters, as of a run that trains it alone, by name; empty without `adapters`.
+
+        Raises:
+            pydantic.ValidationError: A setting of an adapter is wrong.
+        """
+        return {adapter.name: self._experiment(adapter) for adapter in self.adapters}
+
+    def _experiment(self, adapter: AdapterRun) -> RunConfig:
+        tasks = tuple(source for source in self.tasks if source.name in adapter.tasks)
+        suites = self.validation.suites
+        suites = [suite for suite in suites if not isinstance(suite.task, str) or suite.task in adapter.tasks]
+        return self.model_copy(
+            update={
+                "adapters": (),
+                "name": adapter.name,
+                "tasks": tasks,
+                "training": adapter.settings(self.training),
+                "validation": self.validation.model_copy(update={"suites": tuple(suites)}),
+            }
+        )
 
     def _conflicts(self) -> Iterator[str]:
         generation, scheduling = self.generation, self.scheduling

@@ -83,7 +83,12 @@ def _read_toml(path: Path) -> Tables:
         raise ConfigError(f"{path}: {error.strerror}; name a TOML file that you may read") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
-    for table, key, name in ((tables, "tasks", "tasks"), (tables.get("validation"), "suites", "validation.suites")):
+    lists = (
+        (tables, "tasks", "tasks"),
+        (tables, "adapters", "adapters"),
+        (tables.get("validation"), "suites", "validation.suites"),
+    )
+    for table, key, name in lists:
         if isinstance(table, dict) and key in table:
             table[key] = tables_by_name(name, table[key], path)
     return tables

@@ -28,6 +28,7 @@ class EngineKind:
     sleeps: bool = False  # makes a `SleepingEngine`
     tensor_parallel: bool = False  # can be one of several ranks
     adapters: bool = False  # applies a LoRA adapter if the spec has one
+    several_adapters: bool = False  # makes a `SharedEngine` if the spec has several
     modules: tuple[str, ...] = ()  # required modules of titan_rl's extras
 
     def __call__(self, spec: EngineSpec) -> Engine:
@@ -49,6 +50,7 @@ BY_NAME = {
         sleeps=True,
         tensor_parallel=True,
         adapters=True,
+        several_adapters=True,
         modules=("vllm",),
     )
 }

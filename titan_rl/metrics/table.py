@@ -106,6 +106,19 @@ TASK_METRICS = (
     Metric("task/<task>/dropped/<reason>", "groups", "Groups of one task that were dropped, by reason.", TASKS),
 )
 
+ADAPTER_METRICS = (
+    Metric("adapter/<adapter>/step", "steps", "Trained steps of one of several adapters, in the run's folder.", TASKS),
+    Metric(
+        "adapter/<adapter>/trainer_share",
+        "share",
+        "Share of one of several adapters in the trainer's time so far.",
+        TASKS,
+        "1 divided by the number of adapters, within 10%, while all of them have batches ready.",
+        "If it is lower, the adapter waits for its rollouts.",
+    ),
+    Metric("adapter/<adapter>/failed", "", "1 once one of several adapters has failed, otherwise 0.", TASKS, "0"),
+)
+
 METRICS: tuple[Metric, ...] = (
     *ROLLOUT_METRICS,
     *VALIDATION_METRICS,
@@ -116,6 +129,7 @@ METRICS: tuple[Metric, ...] = (
     *ENGINE_METRICS,
     *HOST_METRICS,
     *TASK_METRICS,
+    *ADAPTER_METRICS,
     *SERVER_METRICS,
 )
 """All metrics, sorted by group in the order of `MetricGroup`."""
@@ -189,5 +203,13 @@ def _part_pattern(part: str) -> str:
     return f"(?P<{name}>{_PATTERNS.get(name, '.+')})"
 
 
-_PATTERNS = {"task": "[^/]+", "suite": "[^/]+", "seat": "[^/]+", "measure": "[^/]+", "age": r"-?\d+", "host": "[^/]+"}
+_PATTERNS = {
+    "task": "[^/]+",
+    "adapter": "[^/]+",
+    "suite": "[^/]+",
+    "seat": "[^/]+",
+    "measure": "[^/]+",
+    "age": r"-?\d+",
+    "host": "[^/]+",
+}
 """Names that the library checks have no slash; other names of users may have one."""

@@ -83,6 +83,12 @@ def run_training(
         if parts.needs_processes:
             check_needs(config)
         run_dir = open_run_dir(config, resume, name)
+        if config.adapters:
+            from titan_rl.run.experiments import run_experiments
+
+            begins = resume is None
+            code = run_experiments(config, run_dir, begins=begins, begun_by=begun_by, verbosity=verbosity)
+            return RunEnd(code, run_dir.path)
         session = RunSession[RunSummary](
             config,
             run_dir,

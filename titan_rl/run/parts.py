@@ -31,7 +31,8 @@ from titan_rl.training.protocol import Trainer
 from titan_rl.weights.types import PublishedWeights
 
 if TYPE_CHECKING:
-    from titan_rl.cluster.generator_processes import GeneratorProcesses
+    from titan_rl.cluster.adapter_routers import AdapterRouters
+    from titan_rl.cluster.generator_processes import GeneratorProcesses, ReplicaRouter
     from titan_rl.cluster.rollout_workers import WorkerPool
     from titan_rl.cluster.trainer_processes import TrainerProcesses
 
@@ -67,6 +68,11 @@ class Parts:
     def needs_processes(self) -> bool:
         return self.trainer is None or self.replicas is None
 
+    def _given(self) -> list[str]:
+        """Names of the given parts."""
+        names = ("trainer", "replicas", "strategy", "renderer", "filters", "provided")
+        return [*(name for name in names if getattr(self, name) is not None), *(["sinks"] if self.sinks else [])]
+
     def check(self, config: RunConfig) -> None:
         """Check the parts before a run.
 
@@ -74,6 +80,11 @@ class Parts:
             ConfigError: they do not fit the settings, or lack a method.
             MissingExtraError: a package that the run's processes need is not installed.
         """
+        if config.adapters and (given := self._given()):
+            raise ConfigError(
+                f"{', '.join(given)} with [[adapters]]: parts can be given to a run with a single policy; leave the "
+                "adapters out, or name functions in the settings"
+            )
         if self.trainer is not None:
             _check_members("trainer", self.trainer, Trainer, unless=SELDOM_ASKED)
         for place, replica in enumerate(self.replicas or ()):
@@ -181,11 +192,55 @@ async def _with_processes(
             await asyncio.gather(router.close(), *([] if training is None else [training.close()]))
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterPlanes:
+    """Running generation and training of a run with several adapters.
+
+    Args:
+        watch: see `Planes`.
+        waits_for: see `Planes`.
+    """
+
+    routers: AdapterRouters
+    training: TrainerProcesses
+    watch: Callable[[], Coroutine[Any, Any, None]]
+    waits_for: Callable[[], str]
+
+    def trouble(self) -> str | None:
+        """See `Planes.trouble`."""
+        trouble = self.routers.trouble()
+        return trouble and f"{trouble}; {self.waits_for()}"
+
+    def trainer_lacks(self) -> str:
+        """See `Planes.trainer_lacks`."""
+        return lacks_of(self.training)
+
+
+@contextlib.asynccontextmanager
+async def open_adapter_planes(
+    config: RunConfig, run_dir: RunDirectory, console: Console
+) -> AsyncGenerator[AdapterPlanes]:
+    """Start the processes of a run with several adapters, which end with the block.
+
+    Raises:
+        ActorDiedError: a process did not start in time.
+    """
+    from titan_rl.cluster.adapter_routers import AdapterRouters
+    from titan_rl.cluster.run_processes import start_processes
+
+    (files := HostFiles(run_dir.path)).begin()
+    async with start_processes(config, run_dir, PublishedWeights(), console) as processes:
+        routers = AdapterRouters(processes, config.experiments)
+        watch = watcher(config, files, processes, routers)
+        yield AdapterPlanes(routers, processes.training, watch, lambda: processes.waits_for(routers))
+        await asyncio.gather(routers.close(), processes.training.close())
+
+
 def watcher(
     config: RunConfig,
     files: HostFiles,
     processes: GeneratorProcesses,
-    router: GeneratorRouter,
+    router: ReplicaRouter,
     history: HostHistory | None = None,
     provided: ProvidedHosts | None = None,
 ) -> Callable[[], Coroutine[Any, Any, None]]:

@@ -165,7 +165,7 @@ class RunSession(Generic[S]):
             self.start = self._begin()
             for warning in throttles(config):
                 logger.warning("%s", warning)
-            self.messages = EndMessages(config, run_dir, self.start.state.step, self._begun_by, self._command)
+            self.messages = self._end_messages()
             with (
                 reported(run_dir.path, run_dir.report),
                 noted(run_dir.path, begins=self._begins) as outcome,
@@ -197,10 +197,15 @@ class RunSession(Generic[S]):
             start = resume_from_newest(self.config, self.run_dir)
             self.run_dir.become_latest()
             return start
-        model = model_identity(Path(self.config.model.path))
-        start = Resumption(None, RunState(settings=settings_of(self.config), run=uuid4().hex, model=model))
-        start.state.write(self.run_dir.path)
-        return start
+        return begin_run(self.config, self.run_dir)
+
+    def _end_messages(self) -> EndMessages:
+        return EndMessages(self.config, self.run_dir, self.start.state.step, self._begun_by, self._command)
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps that the progress display counts to."""
+        return self.config.training.steps
 
     async def _run(self, work: Work[S]) -> None:
         with self.signals.ending_in_order():
@@ -224,7 +229,7 @@ class RunSession(Generic[S]):
 
     def _open_outputs(self, resources: contextlib.AsyncExitStack) -> None:
         logging, step = self.config.logging, self.start.state.step
-        self.progress = resources.enter_context(Progress(self.config.training.steps, verbosity=self._verbosity))
+        self.progress = resources.enter_context(Progress(self.num_steps, verbosity=self._verbosity))
         self.sinks = resources.enter_context(open_sinks(logging, self.run_dir, self.progress, self._others, step=step))
         self.signals.console = self.progress
         resources.callback(clean_dead_shards)  # of a trainer that was killed
@@ -251,6 +256,14 @@ class RunSession(Generic[S]):
             async with background_tasks(**watchers):
                 self.signals.stopping = STOPPING
                 yield
+
+
+def begin_run(config: RunConfig, run_dir: RunDirectory) -> Resumption:
+    """Write the state that a new run starts from, and return it."""
+    model = model_identity(Path(config.model.path))
+    start = Resumption(None, RunState(settings=settings_of(config), run=uuid4().hex, model=model))
+    start.state.write(run_dir.path)
+    return start
 
 
 def open_run_dir(
@@ -315,6 +328,11 @@ class EndMessages:
         self._step = step
         self._begun_by = begun_by
         self._command = shlex.join(["titan-rl", command, "--resume", str(run_dir.path)])
+
+    @property
+    def resume_command(self) -> str:
+        """Command that resumes the run."""
+        return self._command
 
     def stands_at(self, step: int) -> None:
         """Set the step that was trained last."""

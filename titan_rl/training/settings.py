@@ -266,6 +266,15 @@ class TrainingConfig(Section):
             )
         return made
 
+    def own_settings(self) -> dict[str, Any]:
+        """Settings with other values than their defaults and those that the algorithm sets. They make an equal config,
+        also beside another algorithm."""
+        usual = {name: field.get_default(call_default_factory=True) for name, field in type(self).model_fields.items()}
+        usual |= _preset({"algorithm": self.algorithm}) | {"algorithm": "grpo"}
+        dumped = self.model_dump(exclude_defaults=False)
+        own = {name: dumped[name] for name in usual if getattr(self, name) != usual[name]}
+        return own | ({"adapter": self.adapter.model_dump(exclude_defaults=True)} if "adapter" in own else {})
+
     def describe_algorithm(self) -> str | None:
         """Describe the settings that the algorithm sets and those that were given; None for the default algorithm.
 

@@ -53,8 +53,9 @@ def check_room(config: RunConfig, folder: Path, held: int = 0) -> None:
     Raises:
         ConfigError: there is not enough room.
     """
-    each = checkpoint_bytes(config)
-    export = count_parameters(Path(config.model.path)) * BYTES[config.model.dtype]
+    policies = [*config.experiments.values()] or [config]
+    each = sum(map(checkpoint_bytes, policies))
+    export = count_parameters(Path(config.model.path)) * BYTES[config.model.dtype] * len(policies)
     needed = each * (config.checkpoint.keep + 1) + export + LEFT_FREE
     free = free_bytes(folder)
     if needed > free + held:

@@ -1,0 +1,54 @@
+"""A run of several adapters on the whole stack: one fails, and the other is trained to its end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
+pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
+
+from e2e.runs import Run, run_training
+
+
+def status_of(folder: Path) -> dict[str, str]:
+    return json.loads((folder / "status.json").read_text())
+
+
+def records_of(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def check_ends(run: Run) -> None:
+    adapters = run.folder / "adapters"
+    assert status_of(adapters / "works")["state"] == "finished"
+    for folder in (adapters / "breaks", run.folder):
+        assert status_of(folder)["state"] == "failed"
+        assert "steps were skipped, and training.max_skipped_steps = 1" in status_of(folder)["reason"]
+
+
+def test_an_adapter_that_fails_stops_alone_and_the_run_says_so(tmp_path: Path) -> None:
+    settings = {"config": "tests/e2e/several_adapters.toml", "pythonpath": '["tests"]', "checkpoint__interval": 2}
+    with run_training(tmp_path, **settings) as run:
+        assert run.wait() == 1, run.output
+        adapters = run.folder / "adapters"
+        assert "breaks: failed at step 2, and the others continue" in run.output
+        assert "1 of 2 adapters failed: breaks: 2 steps were skipped" in run.output
+        check_ends(run)
+        steps = [record for record in records_of(adapters / "works") if "train/loss" in record]
+        assert [record["step"] for record in steps] == [1, 2, 3]
+        assert all(record["sync/unverified_share"] == 0 for record in steps)
+        assert max(record["train/on_policy_logprob_diff_mean"] for record in steps) < 1e-2
+        last = run.metrics()[-1]
+        assert (last["adapter/works/step"], last["adapter/works/failed"], last["adapter/breaks/failed"]) == (3, 0, 1)
+        assert 0 < last["adapter/breaks/trainer_share"] < last["adapter/works/trainer_share"] < 1
+        assert (adapters / "works" / "export" / "config.json").is_file()
+        assert run.leftovers() == []
+
+        run.resume()
+        assert run.wait() == 1, run.output
+        assert "works: all steps were trained before" in run.output
+        assert "breaks: continuing from" in run.output
+        check_ends(run)

@@ -1,0 +1,116 @@
+"""Table [[adapters]]: several experiments of one run, each with an adapter of its own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from pydantic import Field, ValidationError
+
+from titan_rl.config.tasks import NAME
+from titan_rl.core.settings import Section
+from titan_rl.training.settings import TrainingConfig
+
+if TYPE_CHECKING:
+    from titan_rl.config.run import RunConfig
+
+
+class AdapterRun(Section):
+    """One of several adapters that a run trains at the same time, on one trainer and one set of generators.
+
+    In TOML it is a table of `[[adapters]]`. Without any, a run trains one policy by `[training]`.
+    """
+
+    name: str = Field(pattern=NAME)
+    """Name of its folder `adapters/NAME` in that of the run, and on the command line: `--adapters.NAME.training.lr`."""
+    tasks: tuple[str, ...] = Field(min_length=1, strict=False)
+    """Names of the tasks that it is trained on."""
+    training: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Settings of [training] that differ from those of the run: `training = { steps = 40, adapter.rank = 4 }`."""
+
+    def settings(self, common: TrainingConfig) -> TrainingConfig:
+        """Settings of its training.
+
+        Args:
+            common: `[training]` of the run.
+
+        Raises:
+            pydantic.ValidationError: One of them is wrong.
+        """
+        return TrainingConfig.model_validate(_merged(common.own_settings(), self.training))
+
+    def problems(self, common: TrainingConfig) -> Iterator[str]:
+        """Describe the wrong settings of its training, a line each."""
+        try:
+            self.settings(common)
+        except ValidationError as error:
+            for details in error.errors():
+                key = ".".join(map(str, ("adapters", self.name, "training", *details["loc"])))
+                if details["type"] == "extra_forbidden":
+                    yield f"{key} = {details['input']!r} is not a setting"
+                elif details["type"] == "value_error":
+                    yield f"{key}: {details['msg'].removeprefix('Value error, ')}"
+                else:
+                    yield f"{key} = {details['input']!r}: {details['msg']}"
+
+
+def _merged(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    merged = {**common, **own}
+    for name, value in own.items():
+        if isinstance(value, Mapping) and isinstance(common.get(name), Mapping):
+            merged[name] = _merged(common[name], cast("Mapping[str, Any]", value))
+    return merged
+
+
+def conflicts_of_adapters(config: RunConfig, experiments: Mapping[str, RunConfig]) -> Iterator[str]:
+    """Check the settings that several adapters exclude."""
+    yield from _of_names(config.adapters, [source.name for source in config.tasks])
+    for name, experiment in experiments.items():
+        key, training = f"adapters.{name}.training", experiment.training
+        if not training.adapter.is_on:
+            yield f"{key}.adapter.rank = 0: each of [[adapters]] trains an adapter; set it or training.adapter.rank"
+        if training.num_ranks > 1:
+            yield (
+                f"[[adapters]] with {training.num_ranks} trainer processes: adapters share the weights in the memory "
+                "of one process; set training.data_parallel, context_parallel and tensor_parallel to 1"
+            )
+        if training.critic != "none":
+            yield f'{key}.critic = "{training.critic}": critics are not supported with [[adapters]]; set it to "none"'
+        if training.distill_coef:
+            yield (
+                f"{key}.distill_coef = {training.distill_coef:g}: teachers are not supported with [[adapters]]; set it "
+                "to 0"
+            )
+    scheduling, generation = config.scheduling, config.generation
+    if scheduling.on_batch_ready != "continue":
+        yield (
+            f'scheduling.on_batch_ready = "{scheduling.on_batch_ready}" with [[adapters]]: a step of one adapter would '
+            'stop the others; set it to "continue"'
+        )
+    if generation.pull_mode != "hot_swap":
+        yield (
+            f'generation.pull_mode = "{generation.pull_mode}" with [[adapters]]: a version of one adapter would hold '
+            'up the requests of the others; set it to "hot_swap"'
+        )
+    if config.rollout.num_workers:
+        yield (
+            f"rollout.num_workers = {config.rollout.num_workers} with [[adapters]]: their rollouts run in the "
+            "controller's process; set it to 0"
+        )
+    if config.hosts.elsewhere:
+        yield "[[adapters]] with hosts.addresses or hosts.provider: they run on one machine; leave these out"
+
+
+def _of_names(adapters: Sequence[AdapterRun], tasks: Sequence[str]) -> Iterator[str]:
+    for name, count in Counter(adapter.name for adapter in adapters).items():
+        if count > 1:
+            yield f"{count} of [[adapters]] are named {name!r}; give them different names"
+    for adapter in adapters:
+        for task in adapter.tasks:
+            if task not in tasks:
+                yield f"adapters.{adapter.name}.tasks has {task!r}; the run has the tasks {', '.join(tasks)}"
+    trained = {task for adapter in adapters for task in adapter.tasks}
+    for task in tasks:
+        if task not in trained:
+            yield f"task {task!r} belongs to none of [[adapters]]; name it in the tasks of one, or leave it out"

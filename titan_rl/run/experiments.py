@@ -1,0 +1,358 @@
+"""Several experiments in one run, each with an adapter of its own: `[[adapters]]`.
+
+Each experiment is a training run like any other: a `Controller` with its own scheduler, rollouts, journal, checkpoints,
+metrics and exported policy, in the folder `adapters/NAME` of the run. They share
+
+    the generators   each experiment has a router of its own over the same engines, whose batches mix adapters
+    the trainer      one process with the frozen weights and a trainer for each adapter; turns are fair by its time
+                     (`scheduling/fair_turns.py`)
+
+An experiment that fails stops alone. The run ends once all have ended, with an error that names those that failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from titan_rl.cluster.processes.garbage import settled_heap
+from titan_rl.config.build import (
+    find_token_texts,
+    is_single_turn,
+    make_renderer,
+    open_rollouters,
+    told_of_learning_rate,
+)
+from titan_rl.config.changes import check_unchanged
+from titan_rl.config.run import RunConfig
+from titan_rl.core.calls.threads import in_thread
+from titan_rl.core.calls.user_code import reason
+from titan_rl.core.calls.watchdog import LoopWatchdog
+from titan_rl.core.console import Verbosity
+from titan_rl.core.errors import TrainingError
+from titan_rl.metrics.sinks.types import MetricSink
+from titan_rl.rollout.renderer import Renderer
+from titan_rl.run.checkpointing import Resumption, is_finished, resume_from_newest
+from titan_rl.run.controller import Controller
+from titan_rl.run.directory import RunDirectory, check_files
+from titan_rl.run.journal.run_journal import RunJournal
+from titan_rl.run.journal.state import RunState
+from titan_rl.run.machine.signals import first_cause
+from titan_rl.run.observability.progress import Progress, ShownStep
+from titan_rl.run.observability.sinks import open_sinks
+from titan_rl.run.observability.summary import RunSummary
+from titan_rl.run.observability.watchers import background_tasks, warn_of_shortage, warn_of_stalls
+from titan_rl.run.parts import AdapterPlanes, open_adapter_planes
+from titan_rl.run.session import EndMessages, RunSession, begin_run
+from titan_rl.run.status import noted
+from titan_rl.run.trainer_recovery import JournaledSteps, RecoveringTrainer, recovering
+from titan_rl.run.trainer_turns import SharedTrainers
+from titan_rl.scheduling.fair_turns import FairTurns
+from titan_rl.training.state.checkpoint import latest
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "adapters"
+"""Folder of the experiments in the folder of a run."""
+
+
+class ExperimentProgress(Progress):
+    """Progress of one experiment, whose lines begin with its name in the display of the run.
+
+    Args:
+        run: Display of the run.
+        name: of the experiment.
+    """
+
+    def __init__(self, total: int, run: Progress, name: str) -> None:
+        super().__init__(total)
+        self._run = run
+        self._name = name
+
+    def message(self, text: str) -> None:
+        self._run.message(f"{self._name}: {text}")
+
+    def warning(self, text: str) -> None:
+        self._run.warning(f"{self._name}: {text}")
+
+    def step(self, report: ShownStep) -> None:
+        self.reached(report)
+        name, value, note = report.curve
+        figures = "  ".join(f"{label} {figure}" for label, figure in report.figures.items())
+        self.message(f"step {report.step}/{self._total}  {name} {value:.3f}{note}  {figures}  {report.seconds:.2f} s")
+
+
+class RunMetrics:
+    """Metrics of the run itself: the steps, the share of the trainer and the failures of its experiments.
+
+    Args:
+        sink: of the run.
+        steps: Steps of each experiment so far.
+    """
+
+    def __init__(self, sink: MetricSink, turns: FairTurns, steps: Mapping[str, int]) -> None:
+        self._sink = sink
+        self._turns = turns
+        self._steps = dict(steps)
+        self._failed: set[str] = set()
+
+    def reached(self, name: str, step: int) -> None:
+        """Note a step of an experiment."""
+        if step > self._steps[name]:
+            self._steps[name] = step
+            self._log()
+
+    def failed(self, name: str) -> None:
+        """Note that an experiment has failed."""
+        self._failed.add(name)
+        self._log()
+
+    def _log(self) -> None:
+        metrics: dict[str, float] = {}
+        for name, step in self._steps.items():
+            metrics |= {
+                f"adapter/{name}/step": float(step),
+                f"adapter/{name}/trainer_share": self._turns.share(name),
+                f"adapter/{name}/failed": float(name in self._failed),
+            }
+        self._sink.log(sum(self._steps.values()), metrics)
+
+
+class StepSink:
+    """Metric sink of an experiment that tells the run of its steps."""
+
+    def __init__(self, metrics: RunMetrics, name: str) -> None:
+        self._metrics = metrics
+        self._name = name
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._metrics.reached(self._name, step)
+
+    def close(self) -> None:
+        """Do nothing: the run closes its sinks."""
+
+
+class Experiment:
+    """One experiment of a run.
+
+    Attributes:
+        is_over: It was finished before this process began.
+        summary: Its result; None until it is finished.
+        error: Reason of its failure.
+
+    Args:
+        folder: of the run.
+    """
+
+    def __init__(self, name: str, config: RunConfig, folder: Path) -> None:
+        self.name = name
+        self.config = config
+        path = folder / FOLDER / name
+        self.begins = not (path / "run_state.json").is_file()
+        if not self.begins:
+            check_files(path)
+        self.run_dir = RunDirectory(path)
+        self.is_over = is_finished(config, self.run_dir, latest(self.run_dir.checkpoints))
+        self.summary: RunSummary | None = None
+        self.error: Exception | None = None
+
+    @property
+    def step(self) -> int:
+        """Step of the newest checkpoint."""
+        checkpoint = latest(self.run_dir.checkpoints)
+        return 0 if checkpoint is None else int(checkpoint.name.partition("-")[2])
+
+    def begin(self) -> Resumption:
+        """Begin the experiment, or resume it from its newest checkpoint.
+
+        Raises:
+            ConfigError, CheckpointError: It cannot be resumed.
+        """
+        if self.begins:
+            self.run_dir.write_config(self.config)
+            return begin_run(self.config, self.run_dir)
+        return resume_from_newest(self.config, self.run_dir)
+
+
+class Experiments:
+    """The experiments of a run, which train at the same time.
+
+    Args:
+        session: of the run.
+        planes: Running generators and trainer.
+    """
+
+    def __init__(
+        self, session: RunSession[None], experiments: list[Experiment], planes: AdapterPlanes, renderer: Renderer
+    ) -> None:
+        self._config = session.config
+        self._progress = session.progress
+        self._experiments = experiments
+        self._planes = planes
+        self._renderer = renderer
+        turns = FairTurns(experiment.name for experiment in experiments)
+        self._trainers = SharedTrainers(planes.training, turns)
+        steps = {experiment.name: experiment.step for experiment in experiments}
+        self._metrics = RunMetrics(session.sinks, turns, steps)
+
+    async def run(self) -> None:
+        """Run all experiments to their ends. The failure of one does not concern the others.
+
+        Raises:
+            TrainingError: Some have failed.
+        """
+        async with asyncio.TaskGroup() as running:
+            for experiment in self._experiments:
+                if experiment.is_over:
+                    self._progress.message(f"{experiment.name}: all steps were trained before")
+                else:
+                    running.create_task(self._run(experiment), name=experiment.name)
+        failed = [experiment for experiment in self._experiments if experiment.error is not None]
+        if failed:
+            reasons = "; ".join(f"{each.name}: {reason(each.error)}" for each in failed if each.error is not None)
+            raise TrainingError(f"{len(failed)} of {len(self._experiments)} adapters failed: {reasons}")
+
+    async def _run(self, experiment: Experiment) -> None:
+        progress = ExperimentProgress(experiment.config.training.steps, self._progress, experiment.name)
+        try:
+            with experiment.run_dir.locked(), noted(experiment.run_dir.path, begins=experiment.begins):
+                try:
+                    experiment.summary = await self._train(experiment, progress)
+                except BaseExceptionGroup as group:
+                    error = first_cause(group)
+                    raise error from error.__cause__
+        except Exception as error:
+            logger.error("adapter %s failed", experiment.name, exc_info=error)
+            experiment.error = error
+            progress.warning(f"failed at step {experiment.step}, and the others continue: {reason(error)}")
+            self._metrics.failed(experiment.name)
+        else:
+            assert experiment.summary is not None
+            rows = experiment.summary.rows
+            progress.message(f"finished {rows['steps']} steps; validation reward {rows['validation reward']}")
+
+    async def _train(self, experiment: Experiment, progress: Progress) -> RunSummary:
+        name, config, run_dir = experiment.name, experiment.config, experiment.run_dir
+        start = await in_thread(experiment.begin)
+        if (note := told_of_learning_rate(config.training)) is not None:
+            progress.message(note)
+        for loss in start.losses:
+            progress.warning(loss)
+        router, published = self._planes.routers.by_adapter[name], self._planes.routers.published[name]
+        async with contextlib.AsyncExitStack() as resources:
+            resources.push_async_callback(self._planes.routers.close_router, name)
+            tells = {"the metrics of the run": StepSink(self._metrics, name)}
+            sinks = resources.enter_context(open_sinks(config.logging, run_dir, progress, tells, step=start.state.step))
+            journal = RunJournal(run_dir.journal, start.state.position, start.journal)
+            resources.enter_context(contextlib.closing(journal))
+            opening = open_rollouters(config, run_dir.path, progress, self._renderer)
+            runners = await resources.enter_async_context(opening)
+            trainer = RecoveringTrainer(
+                self._trainers.of(name),
+                steps=JournaledSteps(config, journal, run_dir.path),
+                checkpoints=run_dir.checkpoints,
+                published=published,
+                max_respawns=config.hosts.max_respawns,
+                progress=progress,
+            )
+            await resources.enter_async_context(recovering(trainer))
+            if start.checkpoint is not None:
+                start.loaded(await trainer.load(start.checkpoint))
+                progress.message(f"continuing from {start.checkpoint}")
+            controller = Controller(
+                config,
+                group_runners=runners,
+                router=router,
+                trainer=trainer,
+                stop_token_ids=self._renderer.get_stop_token_ids(),
+                published=published,
+                run_dir=run_dir,
+                sinks=sinks,
+                progress=progress,
+                journal=journal,
+                start=start.state,
+                token_texts=find_token_texts(config.model),
+                filters=None,
+            )
+            resources.callback(controller.close)
+            watchers = {"stalls": warn_of_stalls(controller, progress), "following": progress.follow(controller)}
+            async with background_tasks(**watchers):
+                return await controller.run()
+
+
+class ExperimentsSession(RunSession[None]):
+    """Session of a run of several experiments."""
+
+    @property
+    def num_steps(self) -> int:
+        return sum(experiment.training.steps for experiment in self.config.experiments.values())
+
+    def _begin(self) -> Resumption:
+        if self._begins:
+            return begin_run(self.config, self.run_dir)
+        state = RunState.read(self.run_dir.path)
+        check_unchanged(self.config, state.settings, source=self.run_dir.config)
+        self.run_dir.become_latest()
+        self.run_dir.write_config(self.config)
+        return Resumption(None, state)
+
+    def _end_messages(self) -> EndMessages:
+        return ExperimentMessages(self.config, self.run_dir, 0, self._begun_by, self._command)
+
+
+class ExperimentMessages(EndMessages):
+    """Closing messages of a run of several experiments."""
+
+    def stopped(self) -> str:
+        return f"stopped; what each adapter has trained is saved; to continue: {self.resume_command}"
+
+    def failed(self) -> str:
+        return f"the other adapters are not affected; fix the error, then continue with: {self.resume_command}"
+
+
+def run_experiments(
+    config: RunConfig, run_dir: RunDirectory, *, begins: bool, begun_by: str | None, verbosity: Verbosity
+) -> int:
+    """Run the experiments of a config to their ends.
+
+    Args:
+        begins: The run is new, not resumed.
+        begun_by: Command to name if the run fails before it has saved anything.
+
+    Returns:
+        exit code: 0, or 128 + the number of the signal that stopped the run.
+
+    Raises:
+        TrainingError: Experiments failed.
+        TitanRLError: The error that ended the run.
+    """
+    session = ExperimentsSession(
+        config,
+        run_dir,
+        begins=begins,
+        begun_by=begun_by,
+        command="train",
+        processes="titan_rl.cluster.run_processes",
+        verbosity=verbosity,
+    )
+    return session.run(partial(_train, session))
+
+
+async def _train(session: ExperimentsSession, resources: contextlib.AsyncExitStack) -> None:
+    config, run_dir, progress = session.config, session.run_dir, session.progress
+    experiments = [Experiment(name, each, run_dir.path) for name, each in config.experiments.items()]
+    generators = f"{config.generation.num_generators} generator{'s' * (config.generation.num_generators > 1)}"
+    progress.message(f"starting {generators} and a trainer of {len(experiments)} adapters")
+    with progress.working("starting generators and trainer"):
+        planes = await resources.enter_async_context(open_adapter_planes(config, run_dir, progress))
+    renderer = await in_thread(partial(make_renderer, config.model, single_turn=is_single_turn(config)))
+    resources.enter_context(LoopWatchdog(progress))
+    resources.enter_context(settled_heap())
+    running = Experiments(session, experiments, planes, renderer)
+    watchers = {"watch": planes.watch(), "shortage": warn_of_shortage(planes, progress, run_dir.path)}
+    async with session.training(**watchers):
+        await running.run()
