@@ -147,6 +147,20 @@ class _Save:
     run_state: dict[str, Any]
 
 
+class TrainerGroup(Protocol):
+    """Processes of a trainer, or the share of one experiment in them; see `TrainerProcesses`."""
+
+    @property
+    def trainer(self) -> Any:
+        """The newest: a `Trainer` that tells of its end as `ActorTrainer` does."""
+        ...
+
+    @property
+    def waits_for(self) -> str: ...
+
+    async def restart(self) -> Any: ...
+
+
 class RecoveringTrainer:
     """The `Trainer` of a run, restarted when it dies. `recovering` watches it.
 
@@ -160,7 +174,7 @@ class RecoveringTrainer:
 
     def __init__(
         self,
-        group: TrainerProcesses,
+        group: TrainerGroup,
         *,
         steps: TrainedSteps,
         checkpoints: Path,
