@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from titan_rl.config.changes import check_unchanged, settings_of
 from titan_rl.config.load import dump_config, load_config
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import ConfigError
@@ -63,6 +64,15 @@ def test_a_dumped_config_has_the_same_experiments(tmp_path: Path) -> None:
     again = load(tmp_path, dump_config(config))
     assert again == config
     assert again.experiments == config.experiments
+
+
+def test_a_resumed_run_may_change_the_steps_of_an_adapter_and_not_its_rank(tmp_path: Path) -> None:
+    made_with = settings_of(load(tmp_path))
+    dumped = dump_config(load(tmp_path))
+    check_unchanged(load(tmp_path, dumped, adapters__other__training__steps="9"), made_with, source=tmp_path)
+    with pytest.raises(ConfigError, match="adapters.other.training.adapter.rank is 8"):
+        changed = load(tmp_path, dumped, adapters__other__training__adapter__rank="8")
+        check_unchanged(changed, made_with, source=tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,10 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
     """Every setting by its dotted name, as JSON values: `{"seed": 0, "training.lr": 0.0003, ...}`.
 
     `tasks` has the names of the tasks, whose settings begin with `tasks.NAME.`, also for a single task."""
-    tables = config.model_dump(mode="json", exclude={"tasks"})
+    tables = config.model_dump(mode="json", exclude={"tasks", "adapters"})
+    tables["adapters"] = {
+        adapter.name: adapter.model_dump(mode="json", exclude={"name"}) for adapter in config.adapters
+    }
     share = not is_alone(config.tasks)
     tasks = {source.name: task_table(source, with_share=share) for source in config.tasks}
     return {**dict(_flat({**tables, "tasks": tasks})), "tasks": list(tasks)}
@@ -123,6 +126,8 @@ def check_options(config: RunConfig, earlier: RunConfig) -> None:
 
 def is_resumable(key: str) -> bool:
     """Whether a setting may change when a run is resumed."""
+    if key.startswith("adapters."):
+        key = ".".join(key.split(".")[2:])  # an adapter's own setting of [training]
     return key.startswith(RESUMABLE) or any(fnmatchcase(key, name) for name in ("tasks.*.weight", "tasks.*.teacher"))
 
 
