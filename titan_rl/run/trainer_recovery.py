@@ -33,12 +33,12 @@ from titan_rl.run.journal.state import RunState
 from titan_rl.run.observability.progress import Progress
 from titan_rl.scheduling.batches import step_from
 from titan_rl.training.data.sample import TrainingSample
-from titan_rl.training.protocol import StepResult
+from titan_rl.training.protocol import StepResult, Trainer
 from titan_rl.training.state.checkpoint import list_checkpoints, step_of
 from titan_rl.weights.types import Manifest, PublishedWeights
 
 if TYPE_CHECKING:
-    from titan_rl.cluster.trainer_processes import ActorTrainer, TrainerProcesses
+    from titan_rl.cluster.trainer_processes import TrainerProcesses
 
 
 def lacks_of(group: TrainerProcesses | None) -> str:
@@ -147,18 +147,29 @@ class _Save:
     run_state: dict[str, Any]
 
 
+class EndingTrainer(Trainer, Protocol):
+    """`Trainer` whose processes may end; see `ActorTrainer`."""
+
+    @property
+    def excused(self) -> bool: ...
+
+    async def ended(self) -> str: ...
+
+    def end(self, reason: str) -> None: ...
+
+
 class TrainerGroup(Protocol):
     """Processes of a trainer, or the share of one experiment in them; see `TrainerProcesses`."""
 
     @property
-    def trainer(self) -> Any:
-        """The newest: a `Trainer` that tells of its end as `ActorTrainer` does."""
+    def trainer(self) -> EndingTrainer:
+        """The newest."""
         ...
 
     @property
     def waits_for(self) -> str: ...
 
-    async def restart(self) -> Any: ...
+    async def restart(self) -> EndingTrainer: ...
 
 
 class RecoveringTrainer:
@@ -312,7 +323,7 @@ class RecoveringTrainer:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _step(self, trainer: ActorTrainer, number: int, samples: Sequence[TrainingSample]) -> StepResult:
+    async def _step(self, trainer: EndingTrainer, number: int, samples: Sequence[TrainingSample]) -> StepResult:
         try:
             return await trainer.step(samples)
         except ActorDiedError:
@@ -324,7 +335,7 @@ class RecoveringTrainer:
         excused = self._trainer.excused
         with span("trainer recovery", "trainer", lane="trainer recovery") as recovery:
             while True:
-                trainer: ActorTrainer | None = None
+                trainer: EndingTrainer | None = None
                 while self._in_flight:  # only then is it known at which call it died
                     await self._next_change()
                 self._warn(self._deaths.note(why, excused=excused))
@@ -341,7 +352,7 @@ class RecoveringTrainer:
         self._warn(f"trainer is there again after {recovery.seconds:.0f} s, {said}")
         self._notify()
 
-    async def _bring_back(self, trainer: ActorTrainer) -> str:
+    async def _bring_back(self, trainer: EndingTrainer) -> str:
         """Bring a new trainer to the version of the last one, and return a description."""
         checkpoint = await self._load_newest(trainer)
         first = at = 0 if checkpoint is None else step_of(checkpoint)
@@ -359,7 +370,7 @@ class RecoveringTrainer:
         steps = "1 step was" if at == first + 1 else f"{at - first} steps were"
         return f"at version {at}: {steps} trained again from {checkpoint or 'the model as loaded'}"
 
-    async def _load_newest(self, trainer: ActorTrainer) -> Path | None:
+    async def _load_newest(self, trainer: EndingTrainer) -> Path | None:
         for checkpoint in reversed(list_checkpoints(self._checkpoints)):
             if step_of(checkpoint) <= self._version:
                 try:
@@ -371,7 +382,7 @@ class RecoveringTrainer:
                     return checkpoint
         return None
 
-    async def _repeat_begun(self, trainer: ActorTrainer, version: int) -> None:
+    async def _repeat_begun(self, trainer: EndingTrainer, version: int) -> None:
         """Repeat a save or publication that the previous trainer had begun at a version and may not have finished."""
         checkpoint = self._saving
         if checkpoint is not None and checkpoint.version == version and not _has(checkpoint):
@@ -379,7 +390,7 @@ class RecoveringTrainer:
         if self._begun == version:
             await trainer.begin_publish()
 
-    async def _publish_again(self, trainer: ActorTrainer) -> None:
+    async def _publish_again(self, trainer: EndingTrainer) -> None:
         try:
             self._published.announce(await trainer.finish_publish())
         except StateDictError as error:  # generators that serve have it
