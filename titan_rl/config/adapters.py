@@ -93,6 +93,11 @@ def conflicts_of_adapters(config: RunConfig, experiments: Mapping[str, RunConfig
             f'generation.pull_mode = "{generation.pull_mode}" with [[adapters]]: a version of one adapter would hold '
             'up the requests of the others; set it to "hot_swap"'
         )
+    if config.validation.beside_training:
+        yield (
+            "validation.beside_training = true with [[adapters]]: an adapter waits for its validation, and the others "
+            "train meanwhile; leave it out"
+        )
     if config.rollout.num_workers:
         yield (
             f"rollout.num_workers = {config.rollout.num_workers} with [[adapters]]: their rollouts run in the "

@@ -106,7 +106,7 @@ class RunConfig(Section):
                 "name": adapter.name,
                 "tasks": tasks,
                 "training": adapter.settings(self.training),
-                "validation": self.validation.model_copy(update={"suites": tuple(suites)}),
+                "validation": self.validation.model_copy(update={"suites": tuple(suites), "beside_training": False}),
             }
         )
 
@@ -150,8 +150,8 @@ class RunConfig(Section):
     @property
     def validates_beside_training(self) -> bool:
         """Whether training goes on while validations between its steps run."""
-        if self.validation.beside_training is not None:
-            return self.validation.beside_training
+        if self.validation.beside_training is not None or self.adapters:
+            return bool(self.validation.beside_training)
         continues = self.scheduling.on_batch_ready == "continue"
         return self.generation.adapter_swap == "pinned" and continues and self.validation.is_repeated
 

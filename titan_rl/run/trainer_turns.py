@@ -44,6 +44,9 @@ class TurnTrainer:
     async def finish_publish(self) -> Manifest:
         return await self._trainer.finish_publish()
 
+    async def hold_published(self, version: int | None) -> bool:
+        return await self._trainer.hold_published(version)
+
     async def begin_save(self, root: Path, run_state: dict[str, Any]) -> int:
         async with self._turns.turn(self._name, urgent=True):
             return await self._trainer.begin_save(root, run_state)
