@@ -18,7 +18,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_all_settings_are_listed_with_type_default_and_meaning(capsys: pytest.CaptureFixture[str]):
     text = printed(capsys)
 
-    in_tables = {name.rpartition(".")[0] for name in settings(RunConfig)} | {"tasks", "validation.suites"}
+    in_tables = {name.rpartition(".")[0] for name in settings(RunConfig)} | {"adapters", "tasks", "validation.suites"}
     assert not [name for name in settings(RunConfig) if name not in in_tables and f"\n  {name}: " not in text]
     assert "  training.steps: integer = 100\n      Optimizer steps of the run.\n" in text
     assert "  model.path: text (required)\n" in text

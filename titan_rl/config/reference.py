@@ -22,12 +22,12 @@ from titan_rl.config.serve import ServerConfig
 from titan_rl.config.tasks import TaskSource, ValidationSuite
 from titan_rl.core.settings import FunctionName, Section
 
-LISTS = {
-    "tasks": ("tasks", TaskSource),
-    "adapters": ("adapters", AdapterRun),
-    "suites": ("validation.suites", ValidationSuite),
+LISTS: dict[type[Section], str] = {
+    TaskSource: "tasks",
+    AdapterRun: "adapters",
+    ValidationSuite: "validation.suites",
 }
-"""Fields that hold a list of tables: the name of the list, and the class of one of its tables."""
+"""Names of the lists of tables, by the class of a table."""
 
 RUN = "run"
 """Name of the settings that are in no table."""
@@ -81,8 +81,8 @@ def _tables(section: type[Section], name: str, title: str, prefix: str) -> Itera
         key, kind = f"{prefix}{field_name}", typing.cast(Any, field.annotation)
         if isinstance(kind, type) and issubclass(kind, Section):
             below.append((kind, key, f"[{key}]", f"{key}."))
-        elif field_name in LISTS:
-            table, inner = LISTS[field_name]
+        elif get_origin(kind) is tuple and (inner := get_args(kind)[0]) in LISTS:
+            table = LISTS[inner]
             below.append((inner, table, f"[[{table}]]", f"{table}.NAME."))
         elif field_name == "task" and section is TaskSource:
             entries.append(SettingEntry(f"{prefix}type", "name", "required", TASK))
