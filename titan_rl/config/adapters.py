@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from pydantic import Field, ValidationError
 
+from titan_rl.config.hosts import HostsConfig
+from titan_rl.config.sections import GenerationConfig, ValidationConfig
 from titan_rl.config.tasks import NAME
 from titan_rl.core.settings import Section
+from titan_rl.rollout.settings import RolloutConfig
+from titan_rl.scheduling.settings import SchedulingConfig
 from titan_rl.training.settings import TrainingConfig
-
-if TYPE_CHECKING:
-    from titan_rl.config.run import RunConfig
 
 
 class AdapterRun(Section):
@@ -63,11 +64,14 @@ def _merged(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
     return merged
 
 
-def conflicts_of_adapters(config: RunConfig, experiments: Mapping[str, RunConfig]) -> Iterator[str]:
-    """Check the settings that several adapters exclude."""
-    yield from _of_names(config.adapters, [source.name for source in config.tasks])
-    for name, experiment in experiments.items():
-        key, training = f"adapters.{name}.training", experiment.training
+def conflicts_of_trainings(adapters: Sequence[AdapterRun], common: TrainingConfig) -> Iterator[str]:
+    """Check what the adapters of a run are trained with.
+
+    Args:
+        common: `[training]` of the run.
+    """
+    for adapter in adapters:
+        key, training = f"adapters.{adapter.name}.training", adapter.settings(common)
         if not training.adapter.is_on:
             yield f"{key}.adapter.rank = 0: each of [[adapters]] trains an adapter; set it or training.adapter.rank"
         if training.num_ranks > 1:
@@ -82,7 +86,16 @@ def conflicts_of_adapters(config: RunConfig, experiments: Mapping[str, RunConfig
                 f"{key}.distill_coef = {training.distill_coef:g}: teachers are not supported with [[adapters]]; set it "
                 "to 0"
             )
-    scheduling, generation = config.scheduling, config.generation
+
+
+def conflicts_of_adapters(
+    generation: GenerationConfig,
+    scheduling: SchedulingConfig,
+    validation: ValidationConfig,
+    rollout: RolloutConfig,
+    hosts: HostsConfig,
+) -> Iterator[str]:
+    """Check the common settings that several adapters exclude."""
     if scheduling.on_batch_ready != "continue":
         yield (
             f'scheduling.on_batch_ready = "{scheduling.on_batch_ready}" with [[adapters]]: a step of one adapter would '
@@ -93,21 +106,26 @@ def conflicts_of_adapters(config: RunConfig, experiments: Mapping[str, RunConfig
             f'generation.pull_mode = "{generation.pull_mode}" with [[adapters]]: a version of one adapter would hold '
             'up the requests of the others; set it to "hot_swap"'
         )
-    if config.validation.beside_training:
+    if validation.beside_training:
         yield (
             "validation.beside_training = true with [[adapters]]: an adapter waits for its validation, and the others "
             "train meanwhile; leave it out"
         )
-    if config.rollout.num_workers:
+    if rollout.num_workers:
         yield (
-            f"rollout.num_workers = {config.rollout.num_workers} with [[adapters]]: their rollouts run in the "
+            f"rollout.num_workers = {rollout.num_workers} with [[adapters]]: their rollouts run in the "
             "controller's process; set it to 0"
         )
-    if config.hosts.elsewhere:
+    if hosts.elsewhere:
         yield "[[adapters]] with hosts.addresses or hosts.provider: they run on one machine; leave these out"
 
 
-def _of_names(adapters: Sequence[AdapterRun], tasks: Sequence[str]) -> Iterator[str]:
+def conflicts_of_names(adapters: Sequence[AdapterRun], tasks: Sequence[str]) -> Iterator[str]:
+    """Check the names of adapters and of their tasks.
+
+    Args:
+        tasks: Names of the tasks of the run.
+    """
     for name, count in Counter(adapter.name for adapter in adapters).items():
         if count > 1:
             yield f"{count} of [[adapters]] are named {name!r}; give them different names"

@@ -8,7 +8,12 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from titan_rl.config import conflicts
-from titan_rl.config.adapters import AdapterRun, conflicts_of_adapters
+from titan_rl.config.adapters import (
+    AdapterRun,
+    conflicts_of_adapters,
+    conflicts_of_names,
+    conflicts_of_trainings,
+)
 from titan_rl.config.conflicts import of_effects
 from titan_rl.config.hosts import HostsConfig
 from titan_rl.config.sections import (
@@ -81,10 +86,14 @@ class RunConfig(Section):
         if problems := [problem for adapter in self.adapters for problem in adapter.problems(self.training)]:
             yield from problems
             return
-        experiments = self.experiments
-        yield from (own := list(conflicts_of_adapters(self, experiments)))
+        own = [
+            *conflicts_of_names(self.adapters, [source.name for source in self.tasks]),
+            *conflicts_of_trainings(self.adapters, self.training),
+            *conflicts_of_adapters(self.generation, self.scheduling, self.validation, self.rollout, self.hosts),
+        ]
+        yield from own
         if not own:
-            for name, experiment in experiments.items():
+            for name, experiment in self.experiments.items():
                 yield from (f"adapters.{name}: {problem}" for problem in experiment._conflicts())
 
     @property
