@@ -240,22 +240,23 @@ def test_a_version_without_a_place_is_refused_and_a_place_is_free_once_its_reque
     base = make_tiny_qwen3(tmp_path / "model")
     trainer = make_trainer(base, adapter={"rank": 8})
     tensors = {name: piece.tensor for name, piece in trainer.held_slices()}
-    engine = engine_of(base, rank=8, alpha=32.0, num_versions=2)
-    engine.load_state_dict(tensors.items(), 0)
-    engine.add(EngineRequest("old", [5, 6, 7], SamplingParams(max_tokens=20, min_tokens=20)))
-    engine.step()
-    engine.load_state_dict(tensors.items(), 1)
-    engine.add(EngineRequest("new", [5, 6, 7], SamplingParams(max_tokens=20, min_tokens=20)))
-    with pytest.raises(StateDictError, match="version 2 of the adapter has no place: running requests use all 2"):
-        engine.load_state_dict(tensors.items(), 2)
-    engine.abort(["old"])
-    engine.load_state_dict(tensors.items(), 2)
-    assert len(engine.step()) == 1
-    engine.abort(["new"])
-    engine.pin(2)
-    for version in (3, 4):
-        engine.load_state_dict(tensors.items() if version == 4 else ((n, 2 * t) for n, t in tensors.items()), version)
-        engine.add(EngineRequest(f"pinned-{version}", [5, 6, 7], SamplingParams(max_tokens=20), version=2))
-    with pytest.raises(GenerationError, match=r"version 3 of the adapter is not loaded; loaded are"):
-        engine.add(EngineRequest("gone", [5, 6, 7], SamplingParams(max_tokens=20), version=3))
+    engine = engine_of(base, rank=8, alpha=32.0, num_versions=3)
+    sampling = SamplingParams(max_tokens=20, min_tokens=20)
+    for version in range(3):
+        engine.load_state_dict(tensors.items(), version)
+        engine.add(EngineRequest(f"of {version}", [5, 6, 7], sampling))
+        engine.step()
+    with pytest.raises(StateDictError, match="version 3 of the adapter has no place: running requests use all 3"):
+        engine.load_state_dict(tensors.items(), 3)
+    engine.abort(["of 0"])
+    engine.load_state_dict(tensors.items(), 3)
+    assert len(engine.step()) == 2
+    engine.abort(["of 1", "of 2"])
+    engine.pin(3)
+    for version in (4, 5, 6):
+        engine.load_state_dict(tensors.items(), version)
+        engine.add(EngineRequest(f"pinned beside {version}", [5, 6, 7], sampling, version=3))
+    with pytest.raises(GenerationError, match=r"version 4 of the adapter is not loaded; loaded are"):
+        engine.add(EngineRequest("gone", [5, 6, 7], sampling, version=4))
+    assert len(engine.step()) == 3
     engine.close()
