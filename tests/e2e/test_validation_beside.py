@@ -12,7 +12,7 @@ pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
 from depth import DEEP
 from e2e.runs import run_training
 
-STEPS = 3
+STEPS = 3 if DEEP else 2
 
 
 def results(folder: Path, **settings: Any) -> tuple[list[dict[str, float]], Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,10 @@ from titan_rl.generation.types import GaugeSummary
 from titan_rl.metrics.metric import MetricGroup
 from titan_rl.metrics.table import METRICS, find_metric, match_metric
 from titan_rl.run.directory import read_jsonl
+from titan_rl.run.experiments import RunMetrics
 from titan_rl.run.observability.steps import group_metrics, prefixed, validation_metrics
 from titan_rl.run.sft.loop import LOGGED
+from titan_rl.scheduling.fair_turns import FairTurns
 from titan_rl.serving.http.exchange import ServerMetrics
 
 PACKAGE = Path(__file__).parents[2] / "titan_rl"
@@ -83,6 +86,19 @@ def of_hosts() -> set[str]:
     return set(history.take_metrics())
 
 
+def of_adapters() -> set[str]:
+    written = dict[str, float]()
+
+    class Sink:
+        def log(self, step: int, metrics: Mapping[str, float]) -> None:
+            written.update(metrics)
+
+        def close(self) -> None: ...
+
+    RunMetrics(Sink(), FairTurns(["names"]), {"names": 0}).reached("names", 1)
+    return set(written)
+
+
 async def of_runs(folder: Path) -> set[str]:
     """Of several tasks with suites, and of an engine that has gauges."""
     validation = ValidationConfig(num_prompts=4, samples_per_prompt=2, suites=SUITES)
@@ -97,7 +113,7 @@ async def of_runs(folder: Path) -> set[str]:
 
 
 async def test_the_table_has_what_is_written_and_nothing_else(tmp_path: Path):
-    written = await of_runs(tmp_path) | of_code() | of_games_and_agents() | of_hosts()
+    written = await of_runs(tmp_path) | of_code() | of_games_and_agents() | of_hosts() | of_adapters()
     assert len(written) > 200
     found = {name: find_metric(name) for name in written}
     assert sorted(name for name, metric in found.items() if metric is None) == []

@@ -116,7 +116,7 @@ ADAPTER_METRICS = (
         "1 divided by the number of adapters, within 10%, while all of them have batches ready.",
         "If it is lower, the adapter waits for its rollouts.",
     ),
-    Metric("adapter/<adapter>/failed", "", "1 once one of several adapters has failed, otherwise 0.", TASKS, "0"),
+    Metric("adapter/<adapter>/failed", "", "1 once one of several adapters has failed, otherwise 0.", TASKS, "0."),
 )
 
 METRICS: tuple[Metric, ...] = (
