@@ -190,12 +190,17 @@ def simulate(names: Sequence[str], steps: int) -> tuple[float, float]:
         loop.close()
 
 
+def figure(name: str, value: float, target: float, unit: str) -> None:
+    print(json.dumps({"name": name, "value": round(value, 3), "target": target, "unit": unit}), flush=True)
+
+
 def simulated(num_experiments: int, steps: int) -> None:
     names = [str(number) for number in range(num_experiments)]
     alone = sum(simulate([name], steps)[0] for name in names)
     together, fairness = simulate(names, steps)
     print(f"one after the other {alone:.0f} s, at once {together:.0f} s, in virtual time")
-    print(json.dumps({"tenants_utilization": round(alone / together, 2), "tenants_fairness": round(fairness, 3)}))
+    figure("tenants_utilization", alone / together, 4.3, "seconds one after the other over those at once, at least")
+    figure("tenants_fairness", fairness, 1.1, "largest time of the trainer over the smallest, at most")
 
 
 TABLES = """
@@ -231,7 +236,7 @@ def real(steps: int) -> None:
         (file := folder / "several.toml").write_text(several)
         together = train(file, folder / "runs", steps, [])
     print(f"one after the other {alone:.1f} s, at once {together:.1f} s")
-    print(json.dumps({"tenants_speedup": round(alone / together, 2)}))
+    figure("tenants_speedup", alone / together, 2.8, "seconds one after the other over those at once, at least")
 
 
 def train(file: Path, runs: Path, steps: int, options: Sequence[str]) -> float:
