@@ -47,6 +47,10 @@ def test_the_one_that_is_asked_for_is_used() -> None:
         ({"model_type": "t5gemma", "is_encoder_decoder": True}, "has an encoder"),
         ({"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}, r"quantized \(mxfp4\)"),
         ({"model_type": "mistral", "rope_scaling": {"type": "dynamic"}}, "rope type 'dynamic'"),
+        (
+            {"model_type": "qwen2", "num_attention_heads": 4, "num_key_value_heads": 3},
+            "num_attention_heads = 4 and num_key_value_heads = 3; the first must be a multiple",
+        ),
     ],
 )
 def test_models_that_cannot_be_trained_are_refused_with_the_reason(hf: dict[str, Any], message: str) -> None:

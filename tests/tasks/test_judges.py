@@ -117,6 +117,25 @@ async def test_connections_are_closed_with_the_rubric_and_opened_again_when_need
 
 
 @pytest.mark.looptime
+async def test_a_reward_that_fails_or_hangs_when_it_is_closed_is_reported_and_hides_nothing(
+    caplog: pytest.LogCaptureFixture,
+):
+    closed: list[str] = []
+
+    class Closing(Reward):
+        async def close(self) -> None:
+            closed.append(self.name)
+            if self.name == "fails":
+                raise OSError("connection lost")
+            if self.name == "hangs":
+                await asyncio.Event().wait()
+
+    await Rubric([Closing(lambda rollout: 1.0, name=name) for name in ("fails", "hangs", "ends")]).close()
+    assert closed == ["fails", "hangs", "ends"]
+    assert [record.args[0] for record in caplog.records if record.args] == ["fails", "hangs"]  # pyright: ignore
+
+
+@pytest.mark.looptime
 async def test_an_absolute_judge_grades_each_answer_and_equal_questions_are_asked_once():
     model = ScriptedJudge(length)
     group = group_of("aa", "b", "aa", "aa")

@@ -19,11 +19,13 @@ Example: mostly the answer, a little the format, and nothing for an answer that 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any, Literal, cast, get_args
 
+from titan_rl.core.calls.user_code import describe
 from titan_rl.core.errors import RewardError
 from titan_rl.core.tracing.spans import span
 from titan_rl.rollout.rewards.reward import (
@@ -41,6 +43,11 @@ from titan_rl.rollout.rewards.reward import (
 )
 from titan_rl.rollout.types import Rollout, RolloutGroup, RolloutStatus
 from titan_rl.types import float_or_none
+
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 5.0
+"""Longest time of closing one reward."""
 
 Combine = Literal["mean", "sum"]
 
@@ -116,10 +123,17 @@ class Rubric:
                 reward.timeout_s = min(reward.timeout_s, timeout_s)
 
     async def close(self) -> None:
-        """Close the connections of the rewards, after the last rollout. Idempotent; a later call opens them again."""
+        """Close the connections of the rewards, after the last rollout. Idempotent; a later call opens them again.
+
+        A reward that cannot be closed within `CLOSE_TIMEOUT_S` is logged, because it must hide no other error.
+        """
         for reward in self.rewards:
             if (close := getattr(reward, "close", None)) is not None:
-                await close()
+                try:
+                    async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                        await close()
+                except Exception as error:
+                    logger.warning("reward %r could not be closed: %s", reward.name, describe(error))
 
     async def begin(self, rollout: Rollout) -> dict[str, float]:
         """Judge one rollout before its siblings end, with the rewards of single rollouts. The rollout is not changed.

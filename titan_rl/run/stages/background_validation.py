@@ -134,7 +134,7 @@ class BackgroundValidation:
         try:
             with span("validation", "validation", lane="validation", step=version):
                 await self._validation.run_suites(version, suites, beside_training=True)
-        except Exception:
+        except Exception:  # one that is cancelled ends with the run, and so does all that it keeps
             await self._let_go()
             raise
         await self._let_go()

@@ -137,6 +137,7 @@ def choose_implementation(
 
     Example: Qwen2.5, whose model_type is "qwen2", is trained with transformers, and Qwen3 with torchtitan.
     """
+    _check_heads(hf)
     if expert_parallel > 1:
         _check_experts(hf, expert_parallel)
     lacks = torchtitan_lacks(hf)
@@ -169,6 +170,15 @@ def choose_implementation(
             f"divided in a test; set it to 1, or use a model of another family: {', '.join(sorted(DIVIDED))}"
         )
     return ChosenImplementation("transformers", "model.implementation asks for it" if lacks is None else lacks)
+
+
+def _check_heads(hf: Mapping[str, Any]) -> None:
+    heads, kv_heads = hf.get("num_attention_heads"), hf.get("num_key_value_heads")
+    if isinstance(heads, int) and isinstance(kv_heads, int) and (kv_heads < 1 or heads % kv_heads):
+        raise ModelError(
+            f"config.json has num_attention_heads = {heads} and num_key_value_heads = {kv_heads}; the first must be a "
+            "multiple of the second"
+        )
 
 
 def _check_experts(hf: Mapping[str, Any], ranks: int) -> None:
