@@ -129,6 +129,11 @@ def train(
         "statedict.transport": transport,
     }
     made = given_config(config, task=task, functions=functions, overrides=overrides, check_files=parts.needs_processes)
+    if made.adapters:
+        raise ConfigError(
+            "titan_rl.train returns the summary of one policy, and the settings have [[adapters]]; use titan-rl train, "
+            "or leave them out"
+        )
     if generate is not None:
         parts = replace(parts, replicas=[FunctionReplica(within_vocabulary(generate, made.model.path))])
     folder = None if resume is None else Path(resume).resolve()

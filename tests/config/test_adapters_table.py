@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import titan_rl
 from titan_rl.config.changes import check_unchanged, settings_of
 from titan_rl.config.load import dump_config, load_config
 from titan_rl.config.run import RunConfig
@@ -109,3 +110,9 @@ def test_engines_hold_all_adapters_and_have_places_for_all_experiments(tmp_path:
         "other": (4, 2.0),
     }
     assert engine_places(config) == 2 * Concurrency.of(config).wanted
+
+
+def test_the_python_function_for_one_policy_refuses_several_before_it_starts_anything(tmp_path: Path) -> None:
+    config = load(tmp_path)
+    with pytest.raises(ConfigError, match=r"have \[\[adapters\]\]; use titan-rl train, or leave them out"):
+        titan_rl.train(config, trainer=object(), generate=print)  # pyright: ignore[reportArgumentType]

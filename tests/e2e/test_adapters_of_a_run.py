@@ -48,4 +48,6 @@ def test_an_adapter_that_fails_stops_alone_and_the_run_says_so(tmp_path: Path) -
         assert run.wait() == 0, "skipped steps are counted from the resume on"
         assert "works: all steps were trained before" in run.output
         assert "breaks: continuing from" in run.output
+        assert "all 2 adapters are trained" in run.output
+        assert f"titan-rl eval {adapters / 'works'}" in run.output
         assert status_of(adapters / "breaks")["state"] == status_of(run.folder)["state"] == "finished"

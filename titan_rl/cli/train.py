@@ -63,6 +63,10 @@ def run(arguments: argparse.Namespace) -> int:
         show_summary(end.summary)
         if verbosity is not Verbosity.QUIET:
             tell_next("eval", str(end.summary.run_dir))
+    elif config.adapters and not end.code and verbosity is not Verbosity.QUIET:
+        from titan_rl.run.experiments import FOLDER
+
+        tell_next("eval", str(end.run_dir / FOLDER / config.adapters[0].name))
     return end.code
 
 

@@ -215,6 +215,7 @@ class Experiments:
         if failed:
             reasons = "; ".join(f"{each.name}: {reason(each.error)}" for each in failed if each.error is not None)
             raise TrainingError(f"{len(failed)} of {len(self._experiments)} adapters failed: {reasons}")
+        self._progress.message(f"all {len(self._experiments)} adapters are trained")
 
     async def _run(self, experiment: Experiment) -> None:
         progress = ExperimentProgress(experiment.config.training.steps, self._progress, experiment.name)

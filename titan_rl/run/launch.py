@@ -48,7 +48,7 @@ class RunEnd:
 
     Attributes:
         code: 0, or 128 + the number of the signal that stopped it.
-        summary: None where it was stopped.
+        summary: None where it was stopped, and for several adapters, which have a folder each.
     """
 
     code: int
