@@ -55,6 +55,7 @@ def test_a_target_that_is_not_supported_is_refused_with_the_reason(target: str) 
         ([("generation.speculative.method", "ngram")], "drafts would come without the adapter"),
         ([("training.adapter.rank", "1024")], "rank = 1024 is more than the 512 that vLLM supports"),
         ([("training.kl_coef", "0.1"), ("training.offload", '["reference"]')], "has no weights of its own"),
+        ([("training.kl_coef", "0.1"), ("training.reference_interval", "9")], "leave reference_interval out"),
         ([("generation.vllm", "{max_loras = 2}")], "max_loras is set by titan_rl"),
         ([("generation.adapter_swap", "pinned"), ("scheduling.oversample", "0.5")], "scheduling.oversample = 0.5"),
         ([("generation.adapter_swap", "pinned"), ("generation.pull_mode", "drain")], "leave pull_mode out"),

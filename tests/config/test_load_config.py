@@ -213,6 +213,10 @@ def test_all_wrong_settings_are_reported_at_once(project: Path):
             ['[training] offload = ["reference"]', "kl_coef = 0", 'leave "reference" out'],
         ),
         (
+            {"training.offload": '["reference"]', "training.kl_coef": "0.1", "training.reference_interval": "9"},
+            ["reference_interval = 9", 'offload = ["reference"]', "leave one of them out"],
+        ),
+        (
             {"generation.pull_mode": "drain", "scheduling.on_batch_ready": "keep"},
             ['generation.pull_mode = "drain"', 'on_batch_ready = "keep"', 'pull_mode = "hot_swap"'],
         ),

@@ -184,10 +184,13 @@ class TrainingConfig(Section):
     """Mean of the loss over the tokens of the batch, or over its sequences, or with each sequence's sum divided by
     model.max_context."""
     kl_coef: NonNegativeFloat = 0.0
-    """Weight of the KL divergence to the initial model, which is then kept in memory too; 0 turns both off. With
+    """Weight of the KL divergence to the reference model, which is then kept in memory, too; 0 turns both off. With
     training.adapter it is the policy without its adapter, which takes no memory."""
     kl: Annotated[KLEstimate, TakesEffect("training.kl_coef", none_of=(0.0,))] = "k3"
     """Estimate of that KL divergence."""
+    reference_interval: Annotated[NonNegativeInt, TakesEffect("training.kl_coef", none_of=(0.0,))] = 0
+    """Steps after which the reference model becomes the policy of that time, again and again; 0 keeps the initial
+    model."""
     teacher: Annotated[str, TakesEffect("training.distill_coef", none_of=(0.0,))] = ""
     """Teacher of distillation: a folder of a model, a run or a checkpoint, which is served beside the run; the URL of a
     server that gives logprobs of prompts, such as titan-rl serve or vLLM; or "self", the policy with the task's
@@ -332,6 +335,16 @@ class TrainingConfig(Section):
             raise ValueError(
                 'offload = ["reference"] with training.adapter: the reference model is the policy without its adapter, '
                 'and has no weights of its own; leave "reference" out'
+            )
+        if self.reference_interval and self.adapter.is_on:
+            raise ValueError(
+                f"reference_interval = {self.reference_interval} with training.adapter: the reference model is the "
+                "policy without its adapter, which does not change; leave reference_interval out"
+            )
+        if self.reference_interval and "reference" in self.offload:
+            raise ValueError(
+                f'reference_interval = {self.reference_interval} with offload = ["reference"]: weights kept on the '
+                "host do not change; leave one of them out"
             )
         if {"optimizer", "parameters"} <= {*self.offload}:
             raise ValueError(

@@ -27,7 +27,7 @@ from titan_rl.training.objective import Objective, TokenStats, token_metrics
 from titan_rl.training.optimizer.optimizers import Optimizers
 from titan_rl.training.optimizer.registry import OptimizerSpec
 from titan_rl.training.parallel import World
-from titan_rl.training.policy import BaseOfAdapter, Policy, Scorer, draw, score
+from titan_rl.training.policy import BaseOfAdapter, Policy, draw, score
 from titan_rl.training.protocol import SkippedMinibatch, StepResult
 from titan_rl.training.settings import AdapterConfig, CorrectionConfig, ModelConfig, TrainingConfig
 from titan_rl.training.state.train_state import Trained, TrainStateWriter, load_train_state
@@ -112,9 +112,10 @@ class TrainerCore:
             model_config, training, self._world, seed=seed, base=None if base is None else base._policy
         )
         self._model = self._policy.model
+        self._reference = self._make_reference(training)
         self._gradient_pass = GradientPass(
             self._policy,
-            self._reference(training) if training.kl_coef else None,
+            self._reference,
             Objective(training, correction or CorrectionConfig(), max_context=model_config.max_context),
             self._world,
             max_grad_norm=training.max_grad_norm,
@@ -130,7 +131,9 @@ class TrainerCore:
         self._version = 0
         self._is_between_versions = False  # a step failed after some of its minibatches had changed the weights
 
-    def _reference(self, training: TrainingConfig) -> Scorer:
+    def _make_reference(self, training: TrainingConfig) -> Policy | BaseOfAdapter | None:
+        if not training.kl_coef:
+            return None
         if self._policy.adapter is not None:
             return BaseOfAdapter(self._policy)
         return _make_policy(self._config, training, self._world, is_trained=False)
@@ -145,8 +148,13 @@ class TrainerCore:
         return None if self.adapter is None else self.adapter.settings
 
     @property
-    def _critic_state(self) -> Mapping[str, Trained]:
-        return {} if self._critic is None else self._critic.state
+    def _other_state(self) -> Mapping[str, Trained]:
+        """State of a checkpoint besides that of the policy: of a critic, and of a reference that is not the initial
+        model."""
+        state = {} if self._critic is None else dict(self._critic.state)
+        if self._training.reference_interval and isinstance(self._reference, Policy):
+            state["reference"] = (self._reference.model, ())
+        return state
 
     @property
     def version(self) -> int:
@@ -235,6 +243,7 @@ class TrainerCore:
             metrics |= {"value_loss": fmean(value_losses), **judged}
         self._version += 1
         self._is_between_versions = False
+        self._update_reference()
         skipped = (SkippedMinibatch(error.reason, error.rollout_ids, error.at_fault) for error in refused)
         return StepResult(self._version, metrics, tuple(skipped))
 
@@ -339,7 +348,7 @@ class TrainerCore:
             self._version,
             files or {},
             self._adapter_settings,
-            self._critic_state,
+            self._other_state,
         )
 
     def finish_save(self) -> None:
@@ -366,7 +375,7 @@ class TrainerCore:
             self._optimizers.parts,
             self._world,
             self._adapter_settings,
-            self._critic_state,
+            self._other_state,
         )
         self._is_between_versions = False
 
@@ -437,6 +446,17 @@ class TrainerCore:
         finally:
             self._optimizers.zero_grad()
         return gradient, waited_s
+
+    def _update_reference(self) -> None:
+        """Set the reference model to the policy, every `training.reference_interval` steps (ProRL, arXiv:2505.24864,
+        section 2.3.2; for games R-NaD, arXiv:2206.15378)."""
+        interval = self._training.reference_interval
+        if not interval or self._version % interval or not isinstance(self._reference, Policy):
+            return
+        pairs = zip(self._reference.model.state_dict().values(), self._model.state_dict().values(), strict=True)
+        with torch.no_grad():
+            for kept, current in pairs:
+                kept.copy_(current)
 
 
 def _make_critic(policy: Policy, model: ModelConfig, training: TrainingConfig, world: World) -> Critic | None:

@@ -220,6 +220,7 @@ def supervised(config: RunConfig, model: ModelConfig, steps: int) -> RunConfig:
             "loss": "nll",
             "average": "token",
             "kl_coef": 0.0,
+            "reference_interval": 0,
             "distill_coef": 0.0,
             "critic": "none",
             "offload": tuple(part for part in config.training.offload if part != "reference"),

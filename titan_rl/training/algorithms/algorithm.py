@@ -64,7 +64,7 @@ class Algorithm:
         loss_formula: The same in ASCII, of one token. r is pi_theta / pi_prox, and sg[] stops the gradient.
         average: Denominator of the loss; see the module.
         clip: Bounds of the ratio, [1 - low, 1 + high]; None if the loss has none.
-        kl_coef: Weight of the KL divergence to the reference model, the policy as the run began; 0 needs no such model.
+        kl_coef: Weight of the KL divergence to the reference model; 0 needs no such model.
         kl: Estimate of that divergence.
         distill_coef: Weight of distillation from a teacher; 0 needs none.
         distill: Divergence from the teacher; see `training.distill`.

@@ -1,0 +1,61 @@
+"""Updates of the reference model to the policy, `training.reference_interval`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
+
+import torch
+from e2e.tiny_policy import make_tiny_qwen3, make_trainer, on_policy_samples, weights
+
+from titan_rl.training.trainer import TrainerCore
+
+LENGTHS = (24, 33, 8, 16)
+
+
+@pytest.fixture(scope="module", params=["untied", "tied"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_qwen3(tmp_path_factory.mktemp(request.param), tied=request.param == "tied")
+
+
+def trained(folder: Path, **settings: float) -> TrainerCore:
+    return make_trainer(folder, kl_coef=0.5, kl="k2", lr=1e-3, **settings)
+
+
+def test_the_reference_becomes_the_policy_every_so_many_steps(folder: Path):
+    trainer = trained(folder, reference_interval=2)
+    samples = on_policy_samples(trainer, *LENGTHS)
+
+    kls = [trainer.step(samples).metrics["reference_kl"] for _ in range(5)]
+
+    assert [kl == pytest.approx(0, abs=1e-9) for kl in kls] == [True, False, True, False, True]
+
+
+def test_without_an_interval_the_reference_stays_the_initial_model(folder: Path):
+    trainer = trained(folder)
+    samples = on_policy_samples(trainer, *LENGTHS)
+
+    kls = [trainer.step(samples).metrics["reference_kl"] for _ in range(5)]
+
+    assert all(kl > 1e-9 for kl in kls[1:])
+
+
+def test_a_resumed_trainer_has_the_reference_of_the_checkpoint(folder: Path, tmp_path: Path):
+    straight = trained(folder, reference_interval=2)
+    samples = on_policy_samples(straight, *LENGTHS)
+    for _ in range(3):  # the reference is of version 2
+        straight.step(samples)
+    straight.save(tmp_path / "checkpoint")
+    resumed = trained(folder, reference_interval=2)
+    resumed.load(tmp_path / "checkpoint")
+
+    expected = [straight.step(samples).metrics for _ in range(3)]
+    got = [resumed.step(samples).metrics for _ in range(3)]
+
+    assert [step["reference_kl"] for step in got] == [step["reference_kl"] for step in expected]
+    ours, theirs = weights(resumed), weights(straight)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
