@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_tiny_qwen3(tmp_path_factory.mktemp(request.param), tied=request.param == "tied")
 
 
-def trained(folder: Path, **settings: float) -> TrainerCore:
+def trained(folder: Path, **settings: Any) -> TrainerCore:
     return make_trainer(folder, kl_coef=0.5, kl="k2", lr=1e-3, **settings)
 
 
