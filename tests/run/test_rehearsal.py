@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 import sys
 import textwrap
 import time
@@ -175,6 +177,22 @@ def test_the_first_prompt_is_shown_with_what_becomes_of_it(dry_run):
     assert "say: the first prompt has " in told
     assert "of 512 tokens:\n  | <|im_start|>user\n  | Say " in told
     assert "say: 4 rollouts of a mock policy: 3 completed, 1 truncated_length; rewards: 0 0 0 0\n" in told
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_the_tokenizer_of_a_teachers_folder_is_compared_with_the_policys(dry_run, is_same: bool):
+    shutil.copytree("policy", "teacher")
+    if not is_same:
+        other = json.loads(Path("teacher/tokenizer.json").read_text())
+        vocabulary = other["model"]["vocab"]
+        first, second = list(vocabulary)[60:62]
+        vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+        Path("teacher/tokenizer.json").write_text(json.dumps(other))
+
+    code, told = dry_run("Say", "--training.algorithm", "distillation", "--training.teacher", "teacher")
+
+    assert code == (0 if is_same else 2)
+    assert ("teacher has another tokenizer than the policy" in told) != is_same
 
 
 def test_a_loss_of_ones_own_is_called_once(dry_run):

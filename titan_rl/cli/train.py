@@ -120,6 +120,7 @@ def _dry_run(config: RunConfig, resume: Path | None, arguments: argparse.Namespa
         tell(f"titan-rl: {describe_trainer_threads(config.training.num_ranks, usable_cores())}")
     for line in describe_chat(config):
         tell(f"titan-rl: {line}")
+    _check_teachers(config)
     code = _rehearse(config)
     if code:
         tell("titan-rl: not ready: a run would fail; see the errors above")
@@ -128,6 +129,32 @@ def _dry_run(config: RunConfig, resume: Path | None, arguments: argparse.Namespa
     begins = arguments.config if resume is None else ["--resume", str(resume)]
     tell_next("train", *begins, *(f"--{name}={value}" for name, value in arguments.overrides))
     return code
+
+
+def _check_teachers(config: RunConfig) -> None:
+    """Check that the tokenizers of teachers that are folders are the policy's. Servers are asked when they are opened.
+
+    Raises:
+        ConfigError: a tokenizer makes other tokens than the policy's or cannot be loaded, or a folder has no model.
+    """
+    names = {config.teacher_of(source) for source in config.tasks}
+    folders = sorted(name for name in names if name and Path(name).is_dir())
+    if not folders:
+        return
+    from titan_rl.config.serve import load_serve_config
+    from titan_rl.evaluation.policies.source import find_policy
+    from titan_rl.rollout.renderer.tokenizer import load_tokenizer
+    from titan_rl.run.teachers import TokenCheck
+
+    try:
+        check = TokenCheck(load_tokenizer(config.model.path))
+    except MissingExtraError as error:
+        tell(f"titan-rl: the teacher's tokenizer was not checked: {error}")
+        return
+    for name in folders:
+        source = find_policy(name)
+        model = load_serve_config(source.toml, (), policy=source.folder).model
+        check.compare(name, load_tokenizer(model.path).encode(check.text, add_special_tokens=False))
 
 
 def _rehearse(config: RunConfig) -> int:

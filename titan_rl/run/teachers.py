@@ -134,6 +134,36 @@ PROBE = "The quick brown fox, 1234567890 + 0.5 = ?\n\tnaïve Größe 世界 \N{G
 NUM_PIECES = 512
 
 
+class TokenCheck:
+    """Compares the tokens that a teacher and the policy make of one text, which has pieces from all over the policy's
+    vocabulary.
+
+    The policy's tokens are sent to the teacher as they are, so any difference would score other texts. Tokens are not
+    aligned between tokenizers.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        ids = sorted(tokenizer.get_vocab().values())
+        pieces = tokenizer.decode(ids[:: max(1, len(ids) // NUM_PIECES)], skip_special_tokens=True)
+        self.text = f"{PROBE}{pieces}"
+        self._own = list(tokenizer.encode(self.text, add_special_tokens=False))
+
+    def compare(self, name: str, theirs: Sequence[int]) -> None:
+        """
+        Raises:
+            ConfigError: the teacher `name` makes other tokens of `text`; with the first difference.
+        """
+        own, theirs = self._own, list(theirs)
+        if theirs == own:
+            return
+        at = next((i for i, (a, b) in enumerate(zip(own, theirs, strict=False)) if a != b), min(len(own), len(theirs)))
+        raise ConfigError(
+            f"the teacher {name} has another tokenizer than the policy: of the same text, token {at} is "
+            f"{theirs[at : at + 1] or 'missing'} there and {own[at : at + 1] or 'missing'} here. A teacher scores the "
+            "policy's own tokens, so both must make the same of a text; use a teacher of the same model family"
+        )
+
+
 async def check_tokens(
     name: str,
     served: Served,
@@ -141,11 +171,7 @@ async def check_tokens(
     tokenizer: Any,
     transport: httpx.AsyncBaseTransport | None = None,
 ) -> None:
-    """Check that a teacher's server makes the same tokens of a text as the policy's tokenizer. The text has pieces from
-    all over the policy's vocabulary.
-
-    The policy's tokens are sent to the teacher as they are, so any difference would score other texts. Tokens are not
-    aligned between tokenizers.
+    """Check that a teacher's server makes the same tokens of a text as the policy's tokenizer; see `TokenCheck`.
 
     Args:
         transport: httpx transport for tests.
@@ -154,13 +180,10 @@ async def check_tokens(
         ConfigError: the tokens differ, or the server does not say which tokens it makes.
         GenerationError: the server cannot be reached.
     """
-    ids = sorted(tokenizer.get_vocab().values())
-    pieces = tokenizer.decode(ids[:: max(1, len(ids) // NUM_PIECES)], skip_special_tokens=True)
-    text = f"{PROBE}{pieces}"
-    own = list(tokenizer.encode(text, add_special_tokens=False))
+    check = TokenCheck(tokenizer)
     endpoint = f"{served.url.rstrip('/').removesuffix('/v1')}/tokenize"
     headers = {"authorization": f"Bearer {served.api_key}"} if served.api_key else {}
-    body = {"prompt": text, "add_special_tokens": False, **({"model": model} if model else {})}
+    body = {"prompt": check.text, "add_special_tokens": False, **({"model": model} if model else {})}
     try:
         async with httpx.AsyncClient(timeout=ASK_S, transport=transport, trust_env=False) as client:
             answer = await client.post(endpoint, json=body, headers=headers)
@@ -176,10 +199,4 @@ async def check_tokens(
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"the teacher {name} cannot be checked: {endpoint} sent no list of tokens") from error
-    if theirs != own:
-        at = next((i for i, (a, b) in enumerate(zip(own, theirs, strict=False)) if a != b), min(len(own), len(theirs)))
-        raise ConfigError(
-            f"the teacher {name} has another tokenizer than the policy: of the same text, token {at} is "
-            f"{theirs[at : at + 1] or 'missing'} there and {own[at : at + 1] or 'missing'} here. A teacher scores the "
-            "policy's own tokens, so both must make the same of a text; use a teacher of the same model family"
-        )
+    check.compare(name, theirs)
