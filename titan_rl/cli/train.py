@@ -143,18 +143,17 @@ def _check_teachers(config: RunConfig) -> None:
         return
     from titan_rl.config.serve import load_serve_config
     from titan_rl.evaluation.policies.source import find_policy
-    from titan_rl.rollout.renderer.tokenizer import load_tokenizer
     from titan_rl.run.teachers import TokenCheck
 
     try:
-        check = TokenCheck(load_tokenizer(config.model.path))
+        check = TokenCheck.of_policy(config.model.path)
     except MissingExtraError as error:
         tell(f"titan-rl: the teacher's tokenizer was not checked: {error}")
         return
     for name in folders:
         source = find_policy(name)
         model = load_serve_config(source.toml, (), policy=source.folder).model
-        check.compare(name, load_tokenizer(model.path).encode(check.text, add_special_tokens=False))
+        check.compare_folder(name, model.path)
 
 
 def _rehearse(config: RunConfig) -> int:

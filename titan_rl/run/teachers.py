@@ -142,11 +142,23 @@ class TokenCheck:
     aligned between tokenizers.
     """
 
+    @classmethod
+    def of_policy(cls, folder: str) -> TokenCheck:
+        """
+        Raises:
+            MissingExtraError: the package that reads tokenizers is not installed.
+        """
+        return cls(load_tokenizer(folder))
+
     def __init__(self, tokenizer: Any) -> None:
         ids = sorted(tokenizer.get_vocab().values())
         pieces = tokenizer.decode(ids[:: max(1, len(ids) // NUM_PIECES)], skip_special_tokens=True)
         self.text = f"{PROBE}{pieces}"
         self._own = list(tokenizer.encode(self.text, add_special_tokens=False))
+
+    def compare_folder(self, name: str, folder: str) -> None:
+        """Compare the tokenizer of a model's folder; see `compare`."""
+        self.compare(name, load_tokenizer(folder).encode(self.text, add_special_tokens=False))
 
     def compare(self, name: str, theirs: Sequence[int]) -> None:
         """
