@@ -1,10 +1,11 @@
 """Every short figure once, compared with RESULTS.md.
 
-    python -m benchmarks.all [--minutes 20] [--only router statedict]
+    python -m benchmarks.all [--minutes 20] [--only router statedict] [--record]
 
 Runs each command of `COMMANDS` until the time is over, and prints its figures. A figure outside the quartiles of its
 row in RESULTS.md is printed again at the end, as better or worse by the row's target. A row without quartiles is
-compared with a tenth around its value. The exit code is 1 if a figure is worse, or a command failed.
+compared with a tenth around its value. `--record` writes the new figures into RESULTS.md, with today's date and the
+commit that is checked out. The exit code is 1 if a figure is worse, or a command failed.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figures import RESULTS, figures
+from benchmarks.figures import RESULTS, Measured, figures, with_measured
 from benchmarks.processes import load
 
 COMMANDS = (
@@ -80,7 +82,7 @@ def differences(measured: Mapping[str, float], results: str) -> Iterator[Differe
             yield Difference(name, found, (low, high), is_worse)
 
 
-def measure(command: str, limit_s: float) -> dict[str, float]:
+def measure(command: str, limit_s: float) -> dict[str, Measured]:
     """Run a benchmark, and return its figures by name.
 
     Raises:
@@ -90,17 +92,22 @@ def measure(command: str, limit_s: float) -> dict[str, float]:
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=limit_s, check=True)
     sys.stdout.write(done.stdout)
     lines: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return {line["name"]: line["value"] for line in lines if "name" in line}
+    return {
+        line["name"]: Measured(line["value"], tuple(line["quartiles"]) if "quartiles" in line else None, command)
+        for line in lines
+        if "name" in line
+    }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--only", nargs="+", metavar="BENCHMARK", help="benchmarks by the names of their modules")
+    parser.add_argument("--record", action="store_true", help="write the figures into RESULTS.md")
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     ends = time.monotonic() + 60 * arguments.minutes
-    measured: dict[str, float] = {}
+    measured: dict[str, Measured] = {}
     failed: list[str] = []
     for command in COMMANDS:
         if arguments.only is not None and command.split()[0] not in arguments.only:
@@ -111,7 +118,12 @@ def main() -> int:
         except subprocess.SubprocessError as error:
             failed.append(f"{command}: {error}")
         print(f"{command}: {time.monotonic() - began:.0f} s, {load()}", file=sys.stderr)
-    found = list(differences(measured, (Path(__file__).parents[1] / RESULTS).read_text()))
+    results = Path(__file__).parents[1] / RESULTS
+    text = results.read_text()
+    found = list(differences({name: each.value for name, each in measured.items()}, text))
+    if arguments.record:
+        head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        results.write_text(with_measured(text, measured, date=str(date.today()), commit=head.stdout.strip()))
     for line in (*found, *failed):
         print(line)
     print(f"{len(measured)} figures, {len(found)} of them outside their quartiles")

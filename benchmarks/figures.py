@@ -1,9 +1,9 @@
-"""Figures of `RESULTS.md`: the rows of its table, with their values, quartiles, benchmarks and commits."""
+"""Figures of `RESULTS.md`: the rows of its table, read, and written anew after a measurement."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,9 +40,9 @@ def figures(text: str) -> Iterator[Figure]:
     """Figures of the table in RESULTS.md, in their order. A command of `same` is that of the row before."""
     before: str | None = None
     for line in text.splitlines():
-        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        if not line.startswith("|") or len(cells) != 7 or not (names := _names(cells[0])):
+        if (row := _row(line)) is None:
             continue
+        names, cells = row
         found = _MODULE.search(cells[4])
         before = found[1] if found else before if cells[4].startswith(SAME) else None
         quartiles = _numbers(cells[2].replace("–", " "))
@@ -54,6 +54,68 @@ def figures(text: str) -> Iterator[Figure]:
             before,
             tuple(_COMMIT.findall(cells[6])),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Figure of a benchmark that has just run.
+
+    Attributes:
+        command: Arguments of `python -m benchmarks.`.
+    """
+
+    value: float
+    quartiles: tuple[float, float] | None
+    command: str
+
+
+def with_measured(text: str, measured: Mapping[str, Measured], *, date: str, commit: str) -> str:
+    """RESULTS.md with new values, quartiles, commands, dates and commits in the rows whose figures have all been
+    measured, and with the targets in bold that they miss. What the rows say in brackets stays."""
+    lines: list[str] = []
+    before = replaced = ""
+    for line in text.splitlines():
+        if (row := _row(line)) is None:
+            lines.append(line)
+            continue
+        names, cells = row
+        command = before if cells[4] == SAME else cells[4]
+        if cells[4] == SAME and replaced:
+            cells[4] = before
+        before, replaced = command, ""
+        if all(name in measured for name in names):
+            found = [measured[name] for name in names]
+            values = [each.value for each in found]
+            quartiles = found[0].quartiles if len(found) == 1 else None
+            replaced = f"`python -m benchmarks.{found[0].command}`"
+            cells[1] = ", ".join(map(_told, values))
+            cells[2] = "" if quartiles is None else "–".join(map(_told, quartiles))
+            cells[3] = _marked(cells[3], values)
+            cells[4:] = [replaced, date, commit]
+        lines.append("|".join(["", *(f" {cell} " if cell else " " for cell in cells), ""]))
+    return "\n".join(lines) + "\n"
+
+
+def _told(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _marked(target: str, values: list[float]) -> str:
+    """The target in bold if one of the values misses it."""
+    plain = target.strip("*")
+    limits = _numbers(plain)
+    if not limits or plain[0] not in "≤≥":
+        return target
+    missed = max(values) > limits[0] if plain[0] == "≤" else min(values) < limits[0]
+    return f"**{plain}**" if missed else plain
+
+
+def _row(line: str) -> tuple[tuple[str, ...], list[str]] | None:
+    """Names and cells of a row of the table; None for another line."""
+    cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+    if not line.startswith("|") or len(cells) != 7 or not (names := _names(cells[0])):
+        return None
+    return names, cells
 
 
 def _names(cell: str) -> tuple[str, ...]:

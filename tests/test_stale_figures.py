@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.all import COMMANDS, differences
+from benchmarks.figures import Measured, with_measured
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "stale_figures.py"
@@ -132,3 +133,30 @@ def test_every_benchmark_that_the_results_name_is_there(script: dict[str, Any]):
     assert named
     named |= {command.split()[0] for command in COMMANDS}
     assert [name for name in named if not (ROOT / "benchmarks" / f"{name}.py").is_file()] == []
+
+
+def test_new_figures_replace_the_rows_that_they_measure():
+    head = "| figure | value | quartiles | target | command | date | commit |\n|---|---|---|---|---|---|---|\n"
+    before = (
+        "# Figures\n\n"
+        + head
+        + "| `a_8`, `_64` (of two) | 2.6, 10.1 | | ≥ 2 | `python -m benchmarks.a --rounds 9` | old | 1234567 |\n"
+        "| `a_time` (s) | 1,300 | 1,200–1,400 | ≤ 2,000 | same | old | 1234567 |\n"
+        "| `b` | 0.5 | | **≥ 1** | `python -m benchmarks.b` | old | 1234567 |\n"
+        "| `c` | 3 | | | same | old | 1234567 |\n"
+    )
+    measured = {
+        "a_8": Measured(1.5, None, "a"),
+        "a_64": Measured(11.25, None, "a"),
+        "b": Measured(1.25, (1.2, 1.3), "b --rounds 2"),
+        "unknown": Measured(1.0, None, "a"),
+    }
+    after = with_measured(before, measured, date="2030-01-02", commit="abcdef0")
+    assert after == (
+        "# Figures\n\n"
+        + head
+        + "| `a_8`, `_64` (of two) | 1.5, 11.2 | | **≥ 2** | `python -m benchmarks.a` | 2030-01-02 | abcdef0 |\n"
+        "| `a_time` (s) | 1,300 | 1,200–1,400 | ≤ 2,000 | `python -m benchmarks.a --rounds 9` | old | 1234567 |\n"
+        "| `b` | 1.25 | 1.2–1.3 | ≥ 1 | `python -m benchmarks.b --rounds 2` | 2030-01-02 | abcdef0 |\n"
+        "| `c` | 3 | | | `python -m benchmarks.b` | old | 1234567 |\n"
+    )
