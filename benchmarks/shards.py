@@ -118,6 +118,8 @@ class SimulatedEngine:
 
     async def close(self) -> None: ...
 
+    def forget(self, shard: str) -> None: ...
+
 
 class Connection(ShardReplica):
     """A shard's connection to an engine."""

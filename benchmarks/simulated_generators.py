@@ -121,7 +121,7 @@ class SimulatedGenerator:
         self._version = 0
         self._pipe: Pipe
 
-    def broadcast(self, requests: list[EngineRequest]) -> None:
+    def broadcast(self, caller: str, requests: list[EngineRequest]) -> None:
         payload = pickle.dumps(requests)
         self._traffic.count(payload)
         self._traffic.sent(requests)
@@ -167,7 +167,7 @@ class SimulatedGenerator:
         """Ids of the running requests, as the router knows them."""
         return [request_id.partition("~")[0] for request_id in self._running]
 
-    async def _reply_to(self, pipe: Pipe) -> None:
+    async def _reply_to(self, caller: str, pipe: Pipe) -> None:
         self._pipe = pipe
 
     async def _pull(self, packed: Any) -> tuple[int, dict[str, float], None]:

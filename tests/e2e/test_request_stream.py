@@ -53,11 +53,11 @@ class Parrot(ProcessActor):
     [1] fails, [2] is told of and never answered, and the answer to [3] cannot be sent."""
 
     @concurrent_endpoint
-    async def reply_to(self, port: Any) -> None:
+    async def reply_to(self, caller: str, port: Any) -> None:
         self._server = RequestServer(port)
 
     @concurrent_endpoint
-    async def generate(self, requests: list[EngineRequest]) -> None:
+    async def generate(self, caller: str, requests: list[EngineRequest]) -> None:
         for request in requests:
             match tuple(request.prompt_token_ids):
                 case (0,):

@@ -51,6 +51,9 @@ class Addressed:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._replica, name)
 
+    def forget(self, shard: str) -> None:
+        """Do nothing: a shard that ends here closes its requests itself."""
+
 
 def _connect(name: str, replica: Any) -> Connected:
     return ConnectedStream(name, replica) if isinstance(replica, StreamingReplica) else Connected(name, replica)
@@ -118,6 +121,10 @@ class InProcessShards:
         await self.joined()
         shard = self.link_of(session_id or request_id).shard
         return await shard.generate(*args, request_id=request_id, session_id=session_id, **kwargs)
+
+    async def stream(self, request: EngineRequest) -> Completion:
+        await self.joined()
+        return await self.link_of(request.session_id or request.request_id).shard.stream(request)
 
     async def add_replica(self, replica: Any) -> bool:
         return await self._after_join(self.router.add_replica, Addressed(replica))

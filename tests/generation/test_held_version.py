@@ -10,6 +10,7 @@ import pytest
 from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from in_process_shards import InProcessLink, router_of
 from virtual_time import in_virtual_time
 
 from titan_rl import EngineLoop, LocalReplica
@@ -37,11 +38,15 @@ def request(name: str, tokens: int, version: int | None = None) -> EngineRequest
 
 
 class Replicas:
-    """A router over three replicas, each of which gets a successor when it dies."""
+    """A router over three replicas, each of which gets a successor when it dies.
 
-    def __init__(self) -> None:
+    Args:
+        num_shards: Of the router, which send its requests; with 0 it sends them itself.
+    """
+
+    def __init__(self, num_shards: int) -> None:
         self.all = [FakeReplica(f"r{index}") for index in range(3)]
-        self.router = GeneratorRouter(self.all, limits=LIMITS)
+        self.router = router_of(self.all, num_shards=num_shards, limits=LIMITS)
         self.num_born = 3
 
     async def kill(self, replica: FakeReplica) -> None:
@@ -54,12 +59,12 @@ class Replicas:
         await self.router.add_replica(self.all[-1])
 
 
-async def play(moves: Sequence[Move]) -> None:
-    replicas = Replicas()
+async def play(moves: Sequence[Move], num_shards: int) -> None:
+    replicas = Replicas(num_shards)
     router = replicas.router
     await router.pull_state_dict(1)
-    assert router.hold(1)
-    assert not router.hold(1), "one at a time"
+    assert await router.hold(1)
+    assert not await router.hold(1), "one at a time"
     asking: list[tuple[bool, asyncio.Task[Completion]]] = []
     alone = asyncio.ensure_future(router.held_alone())
     version = 1
@@ -100,21 +105,53 @@ def task_length(completion: Completion) -> int:
     return sum(span.num_tokens for span in completion.version_spans)
 
 
-@settings(max_examples=examples(60), deadline=None)
+@pytest.mark.parametrize("num_shards", [0, 2])
+@settings(max_examples=examples(40), deadline=None)
 @given(moves=MOVES)
-def test_requests_for_the_held_version_get_it_whatever_the_other_replicas_do(moves):
-    in_virtual_time(play(moves))
+def test_requests_for_the_held_version_get_it_whatever_the_other_replicas_do(moves, num_shards):
+    in_virtual_time(play(moves, num_shards))
+
+
+async def hold_over_deaths_and_joins() -> None:
+    held, other = FakeReplica("a"), FakeReplica("b")
+    router = router_of([held, other], num_shards=2, limits=LIMITS)
+    await router.pull_state_dict(1)
+    assert await router.hold(1)
+    await router.held_alone()
+    await router.pull_state_dict(2)
+    if held.version == 2:
+        held, other = other, held
+    await router.links[0].kill()
+    joining = InProcessLink("late", router.router, {"limits": LIMITS})
+    await router.router.join(joining)
+    held.generate_error = GenerationError("broken")
+    asking = [asyncio.ensure_future(router.links[1].shard.stream(request("v0", 3, 1)))]
+    asking.append(asyncio.ensure_future(joining.shard.stream(request("v1", 3, 1))))
+    await asyncio.sleep(0.2)
+    held.generate_error = None  # its quarantine ends, at the held version
+    for completion in await asyncio.gather(*asking):
+        assert {span.version for span in completion.version_spans} == {1}
+    assert {span.version for span in (await joining.shard.stream(request("t", 2))).version_spans} == {2}
+    await router.release()
+    await router.pull_state_dict(3)
+    assert {(status.version, status.serving) for status in router.replicas} == {(3, True)}
+    await joining.shard.close()
+    await router.close()
+
+
+def test_shards_that_join_late_and_failures_in_shards_leave_the_held_version_as_it_is():
+    in_virtual_time(hold_over_deaths_and_joins())
 
 
 def test_the_last_replicas_are_not_held():
     async def run() -> None:
         alone = GeneratorRouter([FakeReplica("a")])
         await alone.pull_state_dict(1)
-        assert not alone.hold(1)
+        assert not await alone.hold(1)
         two = GeneratorRouter([FakeReplica("a"), FakeReplica("b")], least_replicas=2)
         await two.pull_state_dict(1)
-        assert not two.hold(1)
-        assert not two.hold(7), "no replica has the version"
+        assert not await two.hold(1)
+        assert not await two.hold(7), "no replica has the version"
 
     in_virtual_time(run())
 
@@ -123,7 +160,7 @@ def test_a_replica_that_is_to_leave_finishes_its_requests_for_the_held_version_f
     async def run() -> None:
         router = GeneratorRouter([FakeReplica("a"), FakeReplica("b")], limits=LIMITS)
         await router.pull_state_dict(1)
-        assert router.hold(1)
+        assert await router.hold(1)
         await router.held_alone()
         (held,) = {status.name for status in router.replicas} - {
             status.name

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from titan_rl.cluster.processes.remote_process import RemoteProcess
-from titan_rl.cluster.request_stream import RequestClient
+from titan_rl.cluster.request_stream import CONTROLLER, RequestClient
 from titan_rl.core.errors import ActorDiedError, GenerationError
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.types import GaugeSummary, PauseMode
@@ -26,16 +27,26 @@ class ActorReplica:
     def __init__(self, remote: RemoteProcess, actor: Any, published: PublishedWeights) -> None:
         self.name = remote.name
         self.remote = remote
-        self._client = RequestClient(remote, actor.generate.broadcast)
+        self._client = RequestClient(remote, partial(actor.generate.broadcast, CONTROLLER))
         self._receiving: asyncio.Task[None] | None = None
         self._actor = actor
         self._published = published
         self._known_layouts: dict[str, frozenset[str]] = {}  # by adapter: digests of those that the actor was told
         self.gauges: GaugeSummary | None = None
 
+    @property
+    def address(self) -> Any:
+        """Handle of the actor, from which another process connects to it."""
+        return self._actor
+
+    def forget(self, process_id: str) -> None:
+        """End the requests of another process, which has ended."""
+        if self.remote.reason is None:
+            self._actor.forget.broadcast(process_id)
+
     async def connect(self) -> None:
         """Have the actor send its completions here."""
-        await self._call(self._actor.reply_to, self._client.port)
+        await self._call(self._actor.reply_to, CONTROLLER, self._client.port)
         self._receiving = asyncio.ensure_future(self._client.run())
 
     def disconnect(self) -> None:

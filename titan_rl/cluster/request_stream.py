@@ -1,4 +1,5 @@
-"""Request stream between the controller and a generator: batching of messages, and their packing into plain tuples.
+"""Request stream between a caller and a generator: batching of messages, and their packing into plain tuples. Callers
+are the controller and the rollout workers.
 
 Messages of one turn of the event loop travel together, because a message costs more than its content. A generator
 pickles dozens of
@@ -9,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Generic, TypeVar
@@ -141,12 +143,42 @@ class SendBuffer(Generic[T]):
         self._send(items)
 
 
+CONTROLLER = "controller"
+"""Caller of the controller's own router."""
+
+
+def caller_of(process_id: str, number: int) -> str:
+    """Name of one connection of a process to a generator."""
+    return f"{process_id}#{number}"
+
+
+def caller_process(caller: str) -> str:
+    """Process of a connection; the inverse of `caller_of`."""
+    return caller.partition("#")[0]
+
+
 class RequestServer:
-    """Sends completions and chunks from a generator's process."""
+    """Sends completions and chunks from a generator's process to one caller."""
 
     def __init__(self, port: Port[list[Packed]]) -> None:
         self._port = port
         self._buffer = SendBuffer(self._send)
+        self._running: set[str] = set()  # request ids
+        self._is_closed = False
+
+    @contextmanager
+    def running(self, request_id: str) -> Generator[None]:
+        """A request, for the length of the block."""
+        self._running.add(request_id)
+        try:
+            yield
+        finally:
+            self._running.discard(request_id)
+
+    def close(self) -> list[str]:
+        """Send nothing more. Returns the ids of the requests that run."""
+        self._is_closed = True
+        return list(self._running)
 
     def send(self, message: FromGenerator) -> None:
         """Send a chunk of a request or, as its last message, its completion."""
@@ -158,6 +190,8 @@ class RequestServer:
         self._buffer.add(RequestFailed(request_id, sendable))
 
     def _send(self, messages: list[FromGenerator]) -> None:
+        if self._is_closed:
+            return
         try:
             self._port.send([pack(message) for message in messages])
         except Exception as error:
@@ -173,7 +207,7 @@ class RequestServer:
 
 
 class RequestClient:
-    """Sends requests from the controller, and receives their completions while `run` runs.
+    """Sends requests from one caller, and receives their completions while `run` runs.
 
     Args:
         remote: whose end fails every request.

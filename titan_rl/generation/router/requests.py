@@ -15,6 +15,7 @@ from titan_rl.core.calls import stopwatch
 from titan_rl.core.calls.bounded import BoundedCall
 from titan_rl.core.errors import EngineStalledError, GenerationError, RequestError
 from titan_rl.generation.request import EngineRequest, OnChunk, Partial
+from titan_rl.generation.router.counts import HighWaterMark
 from titan_rl.generation.router.pool import Pool, PooledReplica, Reservation
 from titan_rl.types import Completion
 
@@ -303,6 +304,7 @@ class RequestsInFlight:
     def __init__(self, pool: Pool, stall_timeout_s: float) -> None:
         self.pool = pool
         self.stalls = StallWatch(stall_timeout_s, pool)
+        self.counts = HighWaterMark()
         self._requests: dict[str, RequestInFlight] = {}
         self._waits: set[Waiter] = set()  # for requests to end, frozen with them
         self._frozen_s: float | None = None  # limit of the present freeze
@@ -322,7 +324,8 @@ class RequestsInFlight:
             raise RequestError(f"request id {request_id!r} is in flight already; request ids must be unique")
         in_flight = self._requests[request_id] = RequestInFlight(request, on_chunk, self)
         try:
-            yield in_flight
+            with self.counts.one():
+                yield in_flight
         finally:
             in_flight.give_place_back()
             del self._requests[request_id]

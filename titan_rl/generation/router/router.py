@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from titan_rl.core.errors import EngineDeadError
+from titan_rl.core.errors import ActorDiedError, EngineDeadError
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.resume import listener
 from titan_rl.generation.router.control import Pause, PauseReport, Puller, PullMode, PullReport
@@ -16,11 +16,26 @@ from titan_rl.generation.router.dispatch import Dispatcher
 from titan_rl.generation.router.pool import OnReplicaFailed, Pool, PooledReplica, ReplicaStatus
 from titan_rl.generation.router.replica import BackgroundTasks, Limits, OpenCalls, Replica
 from titan_rl.generation.router.requests import CutShortError, RequestsInFlight
-from titan_rl.generation.router.shard_messages import FromShard, ShardLink
+from titan_rl.generation.router.shard_messages import Ended, ForHeld, FromShard, ReplicaFailed, ShardLink, ToShard
 from titan_rl.generation.router.shards import Shards
 from titan_rl.generation.router.strategies import LeastLoaded, StickySession, Strategy
 from titan_rl.generation.types import PauseMode
 from titan_rl.types import Completion, SamplingParams
+
+
+class HeldLink:
+    """Connection of the router of a held replica to one shard, over the connection of the router that holds it."""
+
+    def __init__(self, link: ShardLink, hold: int) -> None:
+        self.name = link.name
+        self._link = link
+        self._hold = hold
+
+    async def call(self, number: int, message: ToShard) -> Ended:
+        return await self._link.call(number, ForHeld(self._hold, number, message))
+
+    def end(self, reason: str) -> None:
+        self._link.end(reason)
 
 
 class GeneratorRouter:
@@ -70,6 +85,8 @@ class GeneratorRouter:
         self._on_replica_failed = on_replica_failed
         self._stall_timeout_s = stall_timeout_s
         self._held: GeneratorRouter | None = None  # router of the replica that is held at a version
+        self._hold = 0  # number of its hold
+        self._held_links: dict[ShardLink, HeldLink] = {}
         self._released = asyncio.Event()  # set while none is held
         self._released.set()
         self._calls = OpenCalls()
@@ -149,9 +166,9 @@ class GeneratorRouter:
         """
         self._pool.target.pinned = version
 
-    def hold(self, version: int) -> bool:
+    async def hold(self, version: int) -> bool:
         """Keep one replica at its version, for requests that name a version, until `release`. The others continue, and
-        requests that run on it finish there: await `held_alone` before the next pull.
+        requests that run on it finish there: await `held_alone` before the next pull. Shards send it requests, too.
 
         If the replica is removed, the next one that is added takes its place; it has to pull the held version.
 
@@ -173,8 +190,17 @@ class GeneratorRouter:
         held._pool.target.version = held._pool.target.loaded = version
         held._pool.find(replica.name).version = version
         self._held = held
+        self._hold += 1
         self._released.clear()
+        await asyncio.gather(*(self._share_held(link) for link in self._shards.links))
         return True
+
+    async def _share_held(self, link: ShardLink) -> None:
+        """Have a shard send requests that name a version to the replica that is held."""
+        if self._held is not None:
+            held_link = self._held_links[link] = HeldLink(link, self._hold)
+            with suppress(ActorDiedError, EngineDeadError):  # the shard or the hold has ended
+                await self._held.join(held_link)
 
     async def held_alone(self) -> None:
         """Wait until the replica that is held runs no other requests; after `Limits.drain_s` these continue on other
@@ -194,7 +220,9 @@ class GeneratorRouter:
         handles = [replica.handle for replica in held._pool]
         for handle in handles:
             held.remove_replica(handle.name)
+        self._held_links.clear()
         await held.close()
+        await self._shards.release(self._hold)
         try:
             for handle in handles:
                 if handle.name not in self._pool:
@@ -273,6 +301,24 @@ class GeneratorRouter:
         """Number of tokens of all requests in flight, also in shards, without building `tokens_so_far`."""
         held = 0 if self._held is None else self._held.num_tokens_so_far
         return held + sum(request.partial.num_tokens for request in self._requests) + self._shards.num_tokens
+
+    @property
+    def num_in_flight(self) -> int:
+        """Number of requests in flight, also in shards and on a replica that is held."""
+        held = 0 if self._held is None else self._held.num_in_flight
+        return held + self._requests.counts.now + self._shards.num_requests
+
+    @property
+    def num_answered(self) -> int:
+        """Number of requests answered so far, except by replicas that were held before, and in shards that have
+        ended."""
+        held = 0 if self._held is None else self._held.num_answered
+        return held + self._requests.counts.num_done + self._shards.num_answered
+
+    def take_most_in_flight(self) -> int:
+        """Most requests in flight since this was last called."""
+        held = 0 if self._held is None else self._held.take_most_in_flight()
+        return held + self._requests.counts.take() + self._shards.take_most_requests()
 
     @property
     def num_moved(self) -> int | None:
@@ -366,14 +412,21 @@ class GeneratorRouter:
         """
         async with self._calls.one(), self._pause.changing:
             await self._shards.join(link, self.paused)
+            await self._share_held(link)
 
     def leave(self, link: ShardLink) -> None:
         """Forget a shard, which has ended."""
         self._shards.leave(link)
+        held_link = self._held_links.pop(link, None)
+        if held_link is not None and self._held is not None:
+            self._held.leave(held_link)
 
     def receive(self, link: ShardLink, report: FromShard) -> None:
         """Handle a report of a shard."""
-        self._shards.receive(link, report)
+        if isinstance(report, ReplicaFailed):
+            self._shards.receive(link, report)
+        elif self._held is not None and report.hold == self._hold and link in self._held_links:
+            self._held.receive(self._held_links[link], report.failed)
 
     async def close(self) -> None:
         """Fail all calls in flight with `EngineDeadError` and close every replica. Closing again does nothing."""

@@ -14,9 +14,12 @@ from titan_rl.generation.router.shard_messages import (
     AbortRequests,
     Drain,
     Ended,
+    ForHeld,
     FromShard,
+    HeldFailed,
     Join,
     PauseShard,
+    Release,
     ReplicaFailed,
     ReplicaState,
     ResumeShard,
@@ -112,6 +115,8 @@ class RouterShard(GeneratorRouter):
         Args:
             number: Of the message, from 0.
         """
+        if isinstance(message, ForHeld):
+            return await self._receive_held(message)
         if number != self._next:
             turn = self._turns[number] = asyncio.Event()
             await turn.wait()
@@ -145,7 +150,40 @@ class RouterShard(GeneratorRouter):
                 return await self._drain(message)
             case AbortRequests(request_ids):
                 return Ended(cancelled=await self.abort(request_ids))
+            case Release(hold):
+                await self._release(hold)
+            case ForHeld():
+                return await self._receive_held(message)
         return Ended()
+
+    async def _receive_held(self, message: ForHeld) -> Ended:
+        """Carry out a message of the router of a held replica, in a shard of that router."""
+        if message.hold < self._hold:
+            return Ended()
+        if message.hold > self._hold or self._held is None:
+            if self._held is not None:
+                await self._release(self._hold)
+            self._hold = message.hold
+            self._held = RouterShard(
+                self._connect,
+                self._report_held,
+                origin=f"{self._pool.origin}.{message.hold}",
+                limits=self._pool.limits,
+                stall_timeout_s=self._stall_timeout_s,
+            )
+        assert isinstance(self._held, RouterShard)
+        return await self._held.receive_message(message.number, message.message)
+
+    async def _release(self, hold: int) -> None:
+        held = self._held
+        if held is not None and hold == self._hold:
+            self._held = None
+            await held.close()
+        self._hold = max(self._hold, hold + 1)
+
+    def _report_held(self, report: FromShard) -> None:
+        assert isinstance(report, ReplicaFailed)
+        self._report(HeldFailed(self._hold, report))
 
     def _follow(self, states: tuple[ReplicaState, ...]) -> None:
         pool = self._pool
@@ -153,13 +191,21 @@ class RouterShard(GeneratorRouter):
         for state in states:
             if state.removed:
                 if state.name in pool and self._identity(state.name) == state.identity:
-                    self.remove_replica(state.name)
+                    self._disconnect(state.name)
                 continue
             if state.address is not None and (state.name not in pool or self._identity(state.name) != state.identity):
+                if state.name in pool:
+                    self._disconnect(state.name)
                 handle: Any = self._connect(state.name, state.address)
                 handle.identity = state.identity
                 pool.add(handle)
             pool.follow(pool.find(state.name), state)
+
+    def _disconnect(self, name: str) -> None:
+        """Have the requests on a replica that is gone continue elsewhere, and close the connection to it."""
+        handle = self._pool.find(name).handle
+        self._remove(name)
+        self._pool.tasks.start(handle.close(), f"close the connection to {name}")
 
     def _identity(self, name: str) -> int:
         handle = self._pool.find(name).handle
@@ -198,5 +244,6 @@ class RouterShard(GeneratorRouter):
             if replica.num_requests
         }
         tokens = sum(request.partial.num_tokens for request in self._requests)
-        self._told = ShardLoad(loads, tokens, self.num_moved)
+        counts = self._requests.counts
+        self._told = ShardLoad(loads, tokens, self.num_moved, counts.now, counts.take(), counts.num_done)
         return self._told

@@ -115,7 +115,29 @@ class AbortRequests:
     request_ids: tuple[str, ...] | None
 
 
-ToShard = Update | Join | Totals | PauseShard | ResumeShard | Drain | AbortRequests | TellLoad
+@dataclass(frozen=True, slots=True)
+class ForHeld:
+    """A message of the router of a replica that is held at a version, to the shard of that router in the same process.
+    It is not numbered with the others.
+
+    Attributes:
+        hold: Number of the hold.
+        number: Of the message, in that router.
+    """
+
+    hold: int
+    number: int
+    message: ToShard
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """End of a hold."""
+
+    hold: int
+
+
+ToShard = Update | Join | Totals | PauseShard | ResumeShard | Drain | AbortRequests | TellLoad | ForHeld | Release
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +148,17 @@ class ShardLoad:
         loads: By the replicas' names, without replicas that have none.
         num_tokens: Tokens so far of the requests in flight.
         num_moved: Requests that have moved so far; None if requests do not move.
+        num_requests: In flight, including those that wait for a replica.
+        most_requests: Most of them at once since the load was told before.
+        num_answered: Requests that have been answered so far.
     """
 
     loads: Mapping[str, Load] = field(default_factory=dict[str, Load])
     num_tokens: int = 0
     num_moved: int | None = None
+    num_requests: int = 0
+    most_requests: int = 0
+    num_answered: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,14 +186,24 @@ class ReplicaFailed:
     error: Exception
 
 
-FromShard = ReplicaFailed
+@dataclass(frozen=True, slots=True)
+class HeldFailed:
+    """A replica that is held at a version failed in a shard."""
+
+    hold: int
+    failed: ReplicaFailed
+
+
+FromShard = ReplicaFailed | HeldFailed
 
 
 class ShardLink(Protocol):
     """Connection of a router to one shard. Compared by identity."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Unique among all shards that the router has ever had."""
+        ...
 
     async def call(self, number: int, message: ToShard) -> Ended:
         """Deliver a message, and return once the shard has carried it out.
@@ -190,4 +228,8 @@ class AddressedReplica(Protocol):
     @property
     def address(self) -> Any:
         """Plain data from which a shard connects to it."""
+        ...
+
+    def forget(self, shard: str) -> None:
+        """End the requests of a shard that has ended, by its name. Does not wait."""
         ...

@@ -17,10 +17,11 @@ from titan_rl.generation.router.shard_messages import (
     AddressedReplica,
     Drain,
     Ended,
-    FromShard,
     Join,
     Load,
     PauseShard,
+    Release,
+    ReplicaFailed,
     ReplicaState,
     ResumeShard,
     ShardLink,
@@ -65,9 +66,11 @@ class Shards:
         self._shared: tuple[dict[str, Load], dict[str, int | None]] | None = None  # loads and versions, in the shards
         self._turn = 0  # number of divisions of the replicas into slices
         self._is_sharing = False
+        self._most_requests = 0  # at once, since it was taken
 
-    def __len__(self) -> int:
-        return len(self._shards)
+    @property
+    def links(self) -> tuple[ShardLink, ...]:
+        return tuple(self._shards)
 
     @property
     def num_tokens(self) -> int:
@@ -78,6 +81,21 @@ class Shards:
     def num_moved(self) -> int:
         """Requests that have moved so far, in the shards that are left."""
         return sum(shard.load.num_moved or 0 for shard in self._shards.values())
+
+    @property
+    def num_requests(self) -> int:
+        """Requests in flight in shards, including those that wait for a replica."""
+        return sum(shard.load.num_requests for shard in self._shards.values())
+
+    @property
+    def num_answered(self) -> int:
+        """Requests that have been answered so far, in the shards that are left."""
+        return sum(shard.load.num_answered for shard in self._shards.values())
+
+    def take_most_requests(self) -> int:
+        """Most requests in flight since the last call: the sum of the shards' own maxima in each `Limits.share_s`."""
+        most, self._most_requests = self._most_requests, self.num_requests
+        return most
 
     async def join(self, link: ShardLink, mode: PauseMode | None) -> None:
         """Add a shard. It may send requests once this returns.
@@ -102,10 +120,18 @@ class Shards:
 
     def leave(self, link: ShardLink) -> None:
         """Forget a shard and its load. Does nothing the second time."""
-        if self._shards.pop(link, None) is not None:
-            self._add_up()
+        if self._shards.pop(link, None) is None:
+            return
+        self._add_up()
+        for replica in self._pool:
+            if isinstance(replica.handle, AddressedReplica):
+                replica.handle.forget(link.name)
 
-    def receive(self, link: ShardLink, report: FromShard) -> None:
+    async def release(self, hold: int) -> None:
+        """End a hold in all shards."""
+        await self._call_all(Release(hold))
+
+    def receive(self, link: ShardLink, report: ReplicaFailed) -> None:
         """Handle the report of a shard. Those of shards that have left are ignored."""
         if link in self._shards and report.name in self._pool:
             replica = self._pool.find(report.name)
@@ -192,6 +218,8 @@ class Shards:
                 )  # the load of a late one is the one it told last
                 for answer in told:
                     asked[answer].load = answer.result().load or asked[answer].load
+                most = sum(shard.load.most_requests for shard in self._shards.values())
+                self._most_requests = max(self._most_requests, most)
             self._share()
 
     def _share(self) -> None:

@@ -122,7 +122,7 @@ class BackgroundValidation:
             return "the trainer or its transport cannot keep a published version"
         if self._pins:
             self._router.pin(version)
-        elif not self._router.hold(version):
+        elif not await self._router.hold(version):
             await self._trainer.hold_published(None)
             return "too few generators serve to hold one"
         else:
