@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "config": "core generation metrics rollout scheduling training weights",
     "testing": "core generation rollout scheduling types weights",
     "viewer": "config core metrics scheduling",
-    "cluster": "config core generation rollout training types weights",
+    "cluster": "config core generation rollout scheduling training types weights",
     "run": "cluster config core generation metrics rollout scheduling serving tasks training types viewer weights",
     "evaluation": "cluster config core generation rollout run serving training types weights",
     "api": "config core evaluation generation metrics rollout run scheduling training types weights",

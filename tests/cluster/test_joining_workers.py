@@ -14,8 +14,8 @@ from background import in_background
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
+from group_requests import requests
 from test_run_processes import Replica, Supervisor, cluster_of, host_of, lose, worker, worker_hosts
-from test_worker_pool import answer
 
 from titan_rl import SamplingParams
 from titan_rl.cluster.hosts.lifecycle import HostState
@@ -192,5 +192,5 @@ async def test_groups_outlive_any_number_of_hosts_and_not_of_deaths() -> None:
     begin()
     play = {"group_id": "g", "group_size": 1, "sampling": SamplingParams(max_tokens=1)}
     with pytest.raises(ActorDiedError, match="rollout-worker-0 died: gone"):
-        await pool.of("sums").run_group(answer, {}, **play)
+        await pool.of("sums").run_group(requests(), {}, **play)
     assert ends == []

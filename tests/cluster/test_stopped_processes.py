@@ -16,13 +16,14 @@ from background import HANG_S
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
-from test_worker_pool import answer
+from group_requests import requests
 
 from titan_rl import Rollout, RolloutGroup, SamplingParams
 from titan_rl.cluster.liveness import health_check
 from titan_rl.cluster.liveness.health_check import HealthChecks, ProcessObserver
 from titan_rl.cluster.liveness.local_processes import CAN_WATCH, TreeUse, WatchedProcess
 from titan_rl.cluster.processes.remote_process import RemoteProcess
+from titan_rl.cluster.rollout_worker import GroupOrder
 from titan_rl.cluster.rollout_workers import WorkerPool
 from titan_rl.cluster.trainer_processes import ActorTrainer
 from titan_rl.core.errors import ActorDiedError
@@ -128,8 +129,9 @@ class Worker:
 class PromptWorker:
     """Has every group at once."""
 
-    async def call(self, endpoint: Any, key: str, sample: Any, group_id: str, *args: Any) -> RolloutGroup:
-        return RolloutGroup(group_id, None, [Rollout(f"{group_id}/0", group_id, 0, sample)])
+    async def call(self, endpoint: Any, order: GroupOrder) -> RolloutGroup:
+        group_id = order.group_id
+        return RolloutGroup(group_id, None, [Rollout(f"{group_id}/0", group_id, 0, order.sample)])
 
     run_group = None
 
@@ -140,7 +142,7 @@ async def test_the_group_of_a_worker_that_is_stopped_is_played_by_another(tmp_pa
         pool.add(remote, worker)
         sampling = SamplingParams(max_tokens=1)
         playing = asyncio.ensure_future(
-            pool.of("sums").run_group(answer, {}, group_id="g", group_size=1, sampling=sampling)
+            pool.of("sums").run_group(requests(), {}, group_id="g", group_size=1, sampling=sampling)
         )
         await worker.run_group.called.wait()
         pool.add(other, other)  # pyright: ignore

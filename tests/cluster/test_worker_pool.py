@@ -1,7 +1,6 @@
 """Groups in other processes, as the controller sees them. No process is started."""
 
 import asyncio
-import copy
 import logging
 import threading
 from typing import Any
@@ -10,40 +9,79 @@ import pytest
 
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
+from group_requests import Journal, requests
 from monarch.actor import ActorError
 
-from titan_rl import Completion, EngineRequest, FinishReason, Rollout, RolloutGroup, SamplingParams, VersionSpan
+from titan_rl import Completion, FinishReason, Rollout, RolloutGroup, SamplingParams, VersionSpan
+from titan_rl.cluster import rollout_workers
 from titan_rl.cluster.processes.remote_process import RemoteProcess
-from titan_rl.cluster.rollout_workers import GroupHandler, WorkerPool, handler_of
-from titan_rl.core.calls import stopwatch
-from titan_rl.core.errors import ActorDiedError, RequestError
+from titan_rl.cluster.rollout_worker import GroupOrder
+from titan_rl.cluster.rollout_workers import WorkerPool
+from titan_rl.core.errors import ActorDiedError
+from titan_rl.generation.recording import RecordedAnswer
 from titan_rl.rollout.copies import portable
+from titan_rl.scheduling.lease import Suspension
+
+SAMPLING = SamplingParams(max_tokens=1)
+
+
+class Endpoint:
+    def __init__(self, name: str, sent: list[Any]) -> None:
+        self.name = name
+        self._sent = sent
+
+    def broadcast(self, *args: Any) -> None:
+        self._sent.append((self.name, *args))
 
 
 class Worker:
-    """Runs a group of one, whose message no process could send to another."""
-
-    run_group = "run_group"
+    """Process and actor of a worker that runs groups of one, whose message no process could send to another."""
 
     name = "worker"
     excused = False
 
+    def __init__(self) -> None:
+        self.sent: list[Any] = []  # calls and messages
+        self.orders: list[GroupOrder] = []
+
+    def __getattr__(self, name: str) -> Endpoint:
+        return Endpoint(name, self.sent)
+
     def end(self, reason: str) -> None: ...
 
-    async def call(self, endpoint: Any, key: str, sample: Any, group_id: str, *args: Any) -> RolloutGroup:
-        sample["lock"] = threading.Lock()
-        rollout = Rollout(f"{group_id}/0", group_id, 0, sample, messages=[{"role": "tool", "content": object}])
-        await handler_of(key).finished(portable(rollout))
-        return RolloutGroup(group_id, None, [portable(rollout)])
+    async def call(self, endpoint: Endpoint, *args: Any, timeout_s: float | None = None) -> Any:
+        if endpoint.name == "run_group":
+            self.orders.append(args[0])
+            return await self.run(args[0])
+        self.sent.append((endpoint.name, *args))
+        return None
+
+    async def run(self, order: GroupOrder) -> RolloutGroup:
+        rollout = Rollout(f"{order.group_id}/0", order.group_id, 0, order.sample)
+        return RolloutGroup(order.group_id, None, [rollout])
 
 
-async def never(prompt_token_ids: Any, **kwargs: Any) -> Completion:
-    raise AssertionError("nothing is generated")
+def pool_of(*workers: Any) -> WorkerPool:
+    pool = WorkerPool()
+    for worker in workers:
+        pool.add(worker, worker)
+    return pool
+
+
+async def play(pool: WorkerPool, generate: Any = None, sample: Any = None, **options: Any) -> RolloutGroup:
+    play = pool.of("sums").run_group
+    return await play(generate or requests(), sample, group_id="g", group_size=1, sampling=SAMPLING, **options)
+
+
+class TellingWorker(Worker):
+    async def run(self, order: GroupOrder) -> RolloutGroup:
+        order.sample["lock"] = threading.Lock()
+        rollout = Rollout("g/0", "g", 0, order.sample, messages=[{"role": "tool", "content": object}])
+        await rollout_workers.finished(order.key, portable(rollout))
+        return RolloutGroup("g", None, [portable(rollout)])
 
 
 async def test_groups_come_back_with_their_sample_and_as_plain_data(caplog: pytest.LogCaptureFixture) -> None:
-    pool, worker = WorkerPool(), Worker()
-    pool.add(worker, worker)  # pyright: ignore
     told: list[Any] = []
 
     def on_finished(rollout: Rollout) -> None:
@@ -52,15 +90,7 @@ async def test_groups_come_back_with_their_sample_and_as_plain_data(caplog: pyte
 
     sample: dict[str, Any] = {"level": 3}
     with caplog.at_level(logging.WARNING):
-        group = await pool.run_group(
-            never,
-            sample,
-            task="sums",
-            group_id="g",
-            group_size=1,
-            sampling=SamplingParams(max_tokens=1),
-            on_finished=on_finished,
-        )
+        group = await play(pool_of(TellingWorker()), sample=sample, on_finished=on_finished)
     assert group.sample is sample
     assert group.rollouts[0].sample is sample
     assert told == [sample]
@@ -68,53 +98,36 @@ async def test_groups_come_back_with_their_sample_and_as_plain_data(caplog: pyte
     assert "on_finished failed: RuntimeError: gone" in caplog.text
 
 
-@pytest.mark.looptime
-async def test_a_workers_request_is_timed_where_it_is_known_whether_it_waits() -> None:
-    async def generate(prompt_token_ids: Any, *, request_id: str, **kwargs: Any) -> Completion:
-        with stopwatch.paused():
-            await asyncio.sleep(100.0)
-        await asyncio.sleep(3.0)
-        return Completion(request_id, [5], [-0.5], FinishReason.STOP, (VersionSpan(0, 1),))
-
-    handler, sampling = GroupHandler("g", generate, None), SamplingParams(max_tokens=4)
-    whole, own_s = await handler.generate(EngineRequest("g/0/0", [1], sampling, "g/0"), 10.0)
-    assert (whole.finish_reason, own_s) == (FinishReason.STOP, pytest.approx(3.0))
-    cut, own_s = await handler.generate(EngineRequest("g/0/1", [1], sampling, "g/0"), 2.0)
-    assert (cut.finish_reason, own_s) == (FinishReason.ABORT, pytest.approx(2.0))
+def answer(turn: int, tokens: int = 1, reason: FinishReason = FinishReason.STOP) -> RecordedAnswer:
+    spans = (VersionSpan(0, tokens),)
+    completion = Completion(f"g/0/{turn}", [5] * tokens, [-0.5] * tokens, reason, spans)
+    return RecordedAnswer(0, b"prompt", SAMPLING, completion)
 
 
-async def answer(prompt_token_ids: Any, *, request_id: str, **kwargs: Any) -> Completion:
-    return Completion(request_id, [5], [-0.5], FinishReason.STOP, (VersionSpan(0, 1),))
+class DyingWorkers(Worker):
+    """Two workers with one state. The first dies after an answer, and another arrives while the group runs in the
+    second."""
 
-
-class DyingWorker(Worker):
-    """The first of two workers. What it had sent when it died arrives while its group runs in the second."""
-
-    def __init__(self) -> None:
-        self.keys: list[str] = []
-        self.dies = True
-
-    async def call(self, endpoint: Any, key: str, sample: Any, group_id: str, *args: Any) -> RolloutGroup:
-        self.keys.append(key)
-        if self.dies:
-            self.dies = False
+    async def run(self, order: GroupOrder) -> RolloutGroup:
+        first = self.orders[0].key
+        if len(self.orders) == 1:
+            await rollout_workers.record([(first, answer(0))])
             raise ActorDiedError("worker died")
-        request = EngineRequest(f"{group_id}/0/0", [1], SamplingParams(max_tokens=1), f"{group_id}/0")
-        with pytest.raises(RequestError, match="group 'g' was withdrawn from this worker"):
-            await handler_of(self.keys[0]).generate(request, 10.0)
-        await handler_of(key).generate(request, 10.0)
-        return RolloutGroup(group_id, None, [Rollout(f"{group_id}/0", group_id, 0, None)])
+        await rollout_workers.record([(first, answer(1)), (order.key, answer(2))])
+        await rollout_workers.finished(first, Rollout("g/0", "g", 0, None))
+        return await super().run(order)
 
 
-async def test_what_a_dead_worker_had_asked_for_is_no_request_of_the_group_that_runs_again() -> None:
-    pool, worker = WorkerPool(), DyingWorker()
-    pool.add(worker, worker)  # pyright: ignore
-    other: Any = copy.copy(worker)
-    other.__dict__ = worker.__dict__  # one state, two processes
-    pool.add(other, other)
-    sampling = SamplingParams(max_tokens=1)
-    group = await pool.of("sums").run_group(answer, {}, group_id="g", group_size=1, sampling=sampling)
-    assert [rollout.rollout_id for rollout in group.rollouts] == ["g/0"]
+async def test_a_group_whose_worker_dies_runs_again_with_its_answers_and_without_what_comes_late() -> None:
+    journal, told, workers = Journal(), list[Rollout](), DyingWorkers()
+    pool = pool_of(workers)
+    playing = asyncio.ensure_future(play(pool, requests(journal), on_finished=told.append))
+    await asyncio.sleep(0)
+    pool.add(workers, workers)  # pyright: ignore
+    assert [rollout.rollout_id for rollout in (await playing).rollouts] == ["g/0"]
+    assert [answer.completion.request_id for answer in workers.orders[1].known] == ["g/0/0"]
+    assert [answer.completion.request_id for answer in journal.answers] == ["g/0/0", "g/0/2"]
+    assert told == []
 
 
 async def test_a_worker_whose_calls_fail_as_those_of_a_dead_one_is_ended_so_that_another_takes_its_place() -> None:
@@ -133,16 +146,67 @@ async def test_a_worker_whose_calls_fail_as_those_of_a_dead_one_is_ended_so_that
                 raise ActorError(ActorDiedError("controller died: connection reset"))
 
     pool.add(RemoteProcess("rollout-worker-0", Replacing()), Deaf)
-    sampling = SamplingParams(max_tokens=1)
-    group = await pool.of("sums").run_group(answer, {}, group_id="g", group_size=1, sampling=sampling)
+    group = await play(pool)
     assert [rollout.rollout_id for rollout in group.rollouts] == ["g/0"]
     assert ended == ["rollout-worker-0: controller died: connection reset"]
 
 
-async def test_a_closed_handler_takes_no_request_that_was_on_its_way() -> None:
-    handler = GroupHandler("g", never, None)
-    request = EngineRequest("g/0/0", [1], SamplingParams(max_tokens=1), "g/0")
-    on_its_way = asyncio.ensure_future(handler.generate(request, 10.0))
-    await handler.close()
-    with pytest.raises(RequestError, match="was withdrawn"):
-        await on_its_way
+class SlowWorker(Worker):
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_end = asyncio.Event()
+
+    async def run(self, order: GroupOrder) -> RolloutGroup:
+        await self.may_end.wait()
+        return await super().run(order)
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_a_suspension_reaches_the_worker_as_often_as_it_begins_and_ends() -> None:
+    worker, suspension = SlowWorker(), Suspension()
+    playing = asyncio.ensure_future(play(pool_of(worker), requests(Journal(), suspension)))
+    await settle()
+    key = worker.orders[0].key
+    for _ in range(2):
+        suspension.suspend()
+        await suspension.abort_in_flight()
+        suspension.resume()
+        await settle()
+    assert worker.sent == [("suspend", key), ("resume", key)] * 2
+    worker.may_end.set()
+    await playing
+    await suspension.abort_in_flight()
+    assert len(worker.sent) == 4, "the group has ended"
+
+
+async def test_a_group_that_is_suspended_is_sent_to_no_worker() -> None:
+    worker, suspension = Worker(), Suspension()
+    suspension.suspend()
+    playing = asyncio.ensure_future(play(pool_of(worker), requests(Journal(), suspension)))
+    await settle()
+    assert worker.orders == []
+    suspension.resume()
+    await playing
+    assert len(worker.orders) == 1
+
+
+async def test_answers_that_a_worker_sends_while_its_group_is_cancelled_are_recorded() -> None:
+    journal = Journal()
+
+    class Cancelled(SlowWorker):
+        async def call(self, endpoint: Endpoint, *args: Any, timeout_s: float | None = None) -> Any:
+            if endpoint.name == "cancel":
+                await rollout_workers.record([(args[0], answer(0))])
+            return await super().call(endpoint, *args)
+
+    worker = Cancelled()
+    playing = asyncio.ensure_future(play(pool_of(worker), requests(journal)))
+    await settle()
+    playing.cancel()
+    await asyncio.wait([playing])
+    assert worker.sent == [("cancel", worker.orders[0].key)]
+    assert len(journal.answers) == 1

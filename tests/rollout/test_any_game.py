@@ -126,14 +126,14 @@ async def test_a_game_that_is_played_again_from_recorded_answers_is_the_same(
 ) -> None:
     """Whichever of its answers were written down before the run was killed."""
     journal = RunJournal(tmp_path_factory.mktemp("journal"))
-    generate = Generation(request_fn(Answers(orders[0], "none", "answers")), around_attempt=[journal.step(0)])
+    generate = Generation(request_fn(Answers(orders[0], "none", "answers")), around_attempt=[journal.recorder(0).step])
     group = await Table(course_of(plan), PLAYERS).group(generate, 2)
 
     answers = journal.state.completions.get(0, {})
     known = {key: answer for number, (key, answer) in enumerate(answers.items()) if number in kept}
     journal.state.completions[0] = dict(known)
     live = Answers(orders[1], "none", "answers")
-    generate = Generation(request_fn(live), around_attempt=[journal.step(0)])
+    generate = Generation(request_fn(live), around_attempt=[journal.recorder(0).step])
     again = await Table(course_of(plan), PLAYERS).group(generate, 2)
     journal.close()
     assert same(group, again)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from titan_rl.core.errors import NoReplicaError
-from titan_rl.run.observability.generation_status import HighWaterMark
+from titan_rl.generation.router.counts import HighWaterMark
 
 
 def test_requests_that_fail_are_no_answers():

@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any
 
 from titan_rl.cluster.processes.remote_process import RemoteProcess
-from titan_rl.cluster.request_stream import CONTROLLER, RequestClient
+from titan_rl.cluster.request_callers import CONTROLLER
+from titan_rl.cluster.request_stream import RequestClient
 from titan_rl.core.errors import ActorDiedError, GenerationError
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.types import GaugeSummary, PauseMode

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import os
@@ -15,10 +14,10 @@ from monarch.actor import Port, concurrent_endpoint
 
 from titan_rl.cluster.processes.garbage import growing_heap, settle_heap
 from titan_rl.cluster.processes.process import ProcessActor, ProcessSpec, policy_run_id, transport_of
-from titan_rl.cluster.request_stream import Packed, RequestServer, caller_process
+from titan_rl.cluster.request_callers import RequestCallers
+from titan_rl.cluster.request_stream import Packed
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import STREAM_INTERVAL, GenerationConfig, StateDictConfig
-from titan_rl.core.calls.cancellation import stray_cancellation_fails
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.tensor_checksum import TensorChecksum
 from titan_rl.core.tracing.spans import flush
@@ -168,8 +167,7 @@ class GeneratorActor(ProcessActor):
             stepping=self.work.in_progress,
         )
         self._adapters: dict[str, AdapterPulls] = {}
-        self._servers: dict[str, RequestServer] = {}  # by caller
-        self._requests: set[asyncio.Task[None]] = set()
+        self._callers = RequestCallers(self._loop)
 
     def _make_engine(self) -> Engine:
         with growing_heap():
@@ -196,40 +194,18 @@ class GeneratorActor(ProcessActor):
     @concurrent_endpoint
     async def reply_to(self, caller: str, port: Port[list[Packed]]) -> None:
         """Send the completions of a caller's requests to its port, and before each a chunk every
-        `generation.stream_interval` tokens.
-
-        Args:
-            caller: Unique among all that the generator has ever had: "controller", or of a rollout worker's process.
-        """
-        self._servers[caller] = RequestServer(port)
+        `generation.stream_interval` tokens."""
+        self._callers.add(caller, port)
 
     @concurrent_endpoint
     async def forget(self, process_id: str) -> None:
-        """End the requests of all callers of a process that has ended, without an answer."""
-        gone = [self._servers.pop(caller) for caller in list(self._servers) if caller_process(caller) == process_id]
-        if request_ids := [request_id for server in gone for request_id in server.close()]:
-            await self._loop.abort(request_ids)
+        """End the requests of all callers in a process that has ended."""
+        await self._callers.forget(process_id)
 
     @concurrent_endpoint
     async def generate(self, caller: str, requests: Sequence[EngineRequest]) -> None:
-        """Start requests without waiting for them. Their ids are unique among those of all callers.
-
-        Requests of a caller that is forgotten are dropped: nobody waits for their answers.
-        """
-        if (server := self._servers.get(caller)) is None:
-            return
-        for request in requests:
-            task = asyncio.ensure_future(self._generate(server, request))
-            self._requests.add(task)
-            task.add_done_callback(self._requests.discard)
-
-    async def _generate(self, server: RequestServer, request: EngineRequest) -> None:
-        with server.running(request.request_id):
-            try:
-                with stray_cancellation_fails(f"request {request.request_id!r}"):
-                    server.send(await self._loop.stream(request, server.send))
-            except Exception as error:
-                server.fail(request.request_id, error)
+        """Start requests without waiting for them."""
+        self._callers.start(caller, requests)
 
     @concurrent_endpoint
     async def pull(

@@ -18,6 +18,7 @@ from titan_rl.cluster.hosts.preflight import HostNeeds
 from titan_rl.cluster.processes.process import LOOPBACK, ProcessFiles, ProcessSpec, transport_of
 from titan_rl.cluster.processes.remote_process import RemoteProcess, call
 from titan_rl.cluster.processes.roles import ProcessId, RespawnLimit, Respawns, Role
+from titan_rl.cluster.router_settings import router_options
 from titan_rl.cluster.supervision import ProcessFailure, SupervisedProcesses, started
 from titan_rl.config.functions import named_modules
 from titan_rl.config.hosts import HostsConfig, Roles, own_address
@@ -28,7 +29,7 @@ from titan_rl.core.calls.user_code import reason
 from titan_rl.core.console import LOG, Console
 from titan_rl.core.errors import ActorDiedError, EngineDeadError, EngineStalledError, TitanRLError
 from titan_rl.generation.engine import AdapterSpec
-from titan_rl.generation.router.replica import Limits, Replica
+from titan_rl.generation.router.replica import Replica
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.generation.router.strategies import Strategy, make_strategy
 from titan_rl.training.settings import ModelConfig
@@ -187,11 +188,8 @@ class GeneratorProcesses(SupervisedProcesses):
         return GeneratorRouter(
             self.replicas if replicas is None else replicas,
             strategy or make_strategy(self._routing.strategy),
-            stall_timeout_s=self._generation.stall_timeout_s,
             on_replica_failed=self.on_replica_failed,
-            limits=Limits(pull_s=self._statedict.pull_timeout_s, no_replica_s=self.hosts.config.wait_s),
-            least_replicas=self._generation.least_generators,
-            move_below=self._routing.move_below,
+            **router_options(self._generation, self._routing, self._statedict, self.hosts.config.wait_s),
         )
 
     def waits_for(self, router: ReplicaRouter) -> str:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import pickle
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Generic, TypeVar
@@ -143,42 +142,17 @@ class SendBuffer(Generic[T]):
         self._send(items)
 
 
-CONTROLLER = "controller"
-"""Caller of the controller's own router."""
-
-
-def caller_of(process_id: str, number: int) -> str:
-    """Name of one connection of a process to a generator."""
-    return f"{process_id}#{number}"
-
-
-def caller_process(caller: str) -> str:
-    """Process of a connection; the inverse of `caller_of`."""
-    return caller.partition("#")[0]
-
-
 class RequestServer:
     """Sends completions and chunks from a generator's process to one caller."""
 
     def __init__(self, port: Port[list[Packed]]) -> None:
         self._port = port
         self._buffer = SendBuffer(self._send)
-        self._running: set[str] = set()  # request ids
         self._is_closed = False
 
-    @contextmanager
-    def running(self, request_id: str) -> Generator[None]:
-        """A request, for the length of the block."""
-        self._running.add(request_id)
-        try:
-            yield
-        finally:
-            self._running.discard(request_id)
-
-    def close(self) -> list[str]:
-        """Send nothing more. Returns the ids of the requests that run."""
+    def close(self) -> None:
+        """Send nothing more."""
         self._is_closed = True
-        return list(self._running)
 
     def send(self, message: FromGenerator) -> None:
         """Send a chunk of a request or, as its last message, its completion."""

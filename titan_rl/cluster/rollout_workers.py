@@ -1,235 +1,187 @@
-"""Rollout workers: processes that run groups, their pool in the controller, and the service that generates for them.
-
-Environments, parsing and scoring hold Python's lock, and each process has its own."""
+"""Rollout workers as the controller sees them: their pool, the groups that they run, and the service that they call."""
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import Any, TypeVar
 
 from monarch.actor import concurrent_endpoint
 
-from titan_rl.cluster.processes.answers import ActorHandle, AnsweringActor
-from titan_rl.cluster.processes.process import ProcessActor, ProcessSpec
-from titan_rl.cluster.processes.remote_process import RemoteProcess, call
-from titan_rl.core.calls import stopwatch
-from titan_rl.core.calls.stopwatch import Stopwatch
-from titan_rl.core.calls.threads import UsersThreads
-from titan_rl.core.calls.watchdog import LoopWatchdog
+from titan_rl.cluster.processes.answers import AnsweringActor
+from titan_rl.cluster.processes.remote_process import RemoteProcess
+from titan_rl.cluster.rollout_worker import GroupOrder
 from titan_rl.core.console import Console
-from titan_rl.core.errors import ActorDiedError, RequestError
-from titan_rl.generation.request import EngineRequest
-from titan_rl.rollout.copies import portable
+from titan_rl.core.errors import ActorDiedError
+from titan_rl.generation.group_requests import GroupRequests
+from titan_rl.generation.recording import RecordedAnswer
+from titan_rl.generation.router.router import GeneratorRouter
+from titan_rl.generation.router.shard_messages import Ended, FromShard, ToShard
 from titan_rl.rollout.group.rollouter import Callbacks
-from titan_rl.rollout.group.turns import generate_within
 from titan_rl.rollout.types import Rollout, RolloutGroup, sample_alone
-from titan_rl.types import Completion, GenerateFn, SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutWorkerSettings:
-    """Settings of a worker process. The task is imported there, by its name in the resolved settings."""
-
-    config_path: Path  # there, as the next
-    model_path: Path
-
-
-class RolloutWorkerActor(ProcessActor):
-    """Runs a `Rollouter` for each task, whose `GenerateFn` is a call to the controller."""
-
-    def __init__(self, spec: ProcessSpec, settings: RolloutWorkerSettings, service: Any) -> None:
-        super().__init__(spec)
-        self._settings = settings
-        self._service = ActorHandle(service)
-        self._groups: dict[str, asyncio.Task[RolloutGroup]] = {}
-
-    @concurrent_endpoint
-    async def start(self) -> None:
-        """Open the tasks.
-
-        Raises:
-            ConfigError: a task cannot be imported here.
-        """
-        from titan_rl.config.build import open_rollouters
-        from titan_rl.config.load import load_config
-
-        asyncio.get_running_loop().set_default_executor(UsersThreads())  # the process ends without what hangs there
-        console = _ControllerConsole(self._spec.name, self._service)
-        config_path = self._settings.config_path
-        config = load_config(config_path, [("model.path", str(self._settings.model_path))], check_files=False)
-        # Both for as long as the process lives.
-        self._opened = open_rollouters(config, config_path.parent, console)
-        self._rollouters = await self._opened.__aenter__()
-        self._watchdog = LoopWatchdog(console)
-        self._watchdog.__enter__()  # after the imports
-
-    @concurrent_endpoint
-    async def run_group(
-        self, handler: str, sample: Any, group_id: str, group_size: int, sampling: SamplingParams, task: str
-    ) -> RolloutGroup:
-        """Run a group of the named task with the handler of this key; see `Rollouter.run_group`. Returns plain data
-        without the sample, because environments may keep in messages and samples what does not pickle."""
-        finishing: list[asyncio.Future[None]] = []
-
-        def on_finished(rollout: Rollout) -> None:
-            finishing.append(asyncio.ensure_future(self._tell_finished(handler, portable(rollout))))
-
-        running = self._groups[group_id] = asyncio.ensure_future(
-            self._rollouters[task].run_group(
-                partial(self._generate, handler),
-                sample,
-                group_id=group_id,
-                group_size=group_size,
-                sampling=sampling,
-                on_finished=on_finished,
-            )
-        )
-        try:
-            group = await running
-            await asyncio.gather(*finishing)
-            return replace(group, sample=None, rollouts=[portable(rollout) for rollout in group.rollouts])
-        finally:
-            del self._groups[group_id]
-
-    @concurrent_endpoint
-    async def cancel(self, group_id: str) -> None:
-        """Close the environments of a group. One that has ended is no error."""
-        if (task := self._groups.get(group_id)) is not None:
-            task.cancel()
-
-    @concurrent_endpoint
-    async def pause_judging(self, task: str) -> None:
-        self._rollouters[task].pause_judging()
-
-    @concurrent_endpoint
-    async def resume_judging(self, task: str) -> None:
-        self._rollouters[task].resume_judging()
-
-    async def _tell_finished(self, handler: str, rollout: Rollout) -> None:
-        await call(self._service.finished, handler, rollout, who="controller")
-
-    async def _generate(
-        self,
-        handler: str,
-        prompt_token_ids: Sequence[int],
-        *,
-        request_id: str,
-        session_id: str | None = None,
-        sampling: SamplingParams,
-    ) -> Completion:
-        watch = stopwatch.current()
-        assert watch is not None, "the rollouter times every request"
-        request = EngineRequest(request_id, prompt_token_ids, sampling, session_id)
-        with stopwatch.paused():  # the controller, where it is known whether the request waits, counts
-            completion, own_s = await call(self._service.generate, handler, request, watch.left_s, who="controller")
-        watch.charge(own_s)
-        return completion
-
+from titan_rl.types import GenerateFn, SamplingParams
 
 T = TypeVar("T")
 
+CANCEL_TIMEOUT_S = 10.0
+SUSPEND_TIMEOUT_S = 120.0
+"""Longest time until the requests of a group have ended, a few more than the limits of the router."""
+SEND_TIMEOUT_S = 60.0
+"""Longest wait for the answers of a worker before a checkpoint. What it sends later is recorded behind it."""
+
+logger = logging.getLogger(__name__)
 
 _numbers = count()
 
 
-class GroupHandler:
-    """Requests of one group that runs in a worker. Belongs to the event loop that made it.
+class RemoteGroup:
+    """Group that runs in a worker. Belongs to the event loop that made it.
 
     Attributes:
-        key: what the worker calls it by. No other handler has it: a group that runs again has the same ids, and what a
-            dead worker had sent may arrive when that has begun.
+        key: Name that the worker calls it by. No other run has it: a group that runs again has the same ids, and
+            messages of a dead worker may arrive when that has begun.
+
+    Args:
+        on_finished: Called with each rollout, without its turns.
     """
 
-    def __init__(self, group_id: str, generate: GenerateFn, on_finished: Callable[[Rollout], None] | None) -> None:
+    def __init__(
+        self, group_id: str, requests: GroupRequests, on_finished: Callable[[Rollout], None] | None = None
+    ) -> None:
         self.key = f"{group_id}#{next(_numbers)}"
-        self._closed = False
-        self._generate = generate
+        self.requests = requests
         self._on_finished = on_finished
         self._loop = asyncio.get_running_loop()
-        self._tasks: set[asyncio.Task[Completion]] = set()
+        self._resuming: set[asyncio.Task[None]] = set()
 
-    async def generate(self, request: EngineRequest, time_left_s: float) -> tuple[Completion, float]:
-        """Generate in the handler's event loop, within the time that the rollout has left. May be called from any event
-        loop.
+    def order(self, task: str, sample: Any, group_id: str, group_size: int, sampling: SamplingParams) -> GroupOrder:
+        requests = self.requests
+        if (recorder := requests.recorder) is None:
+            return GroupOrder(self.key, task, sample, group_id, group_size, sampling, version=requests.version)
+        known = [
+            RecordedAnswer(recorder.index, digest, answer.sampling, answer.completion)
+            for (_, digest), answer in recorder.known().items()
+        ]
+        return GroupOrder(self.key, task, sample, group_id, group_size, sampling, recorder.index, tuple(known))
 
-        Returns:
-            The completion, and the seconds of the rollout's own that it took.
+    def finished(self, rollout: Rollout) -> None:
+        if self._on_finished is not None:
+            self._on_finished(rollout)
 
-        Raises:
-            RequestError: the handler is closed.
-        """
+    @property
+    def is_suspended(self) -> bool:
+        suspension = self.requests.suspension
+        return suspension is not None and suspension.is_suspended
 
-        async def on_loop() -> tuple[Completion, float]:
-            self._check_open()
-            watch = Stopwatch(time_left_s)
-            task = asyncio.ensure_future(request.sent_to(partial(generate_within, watch, self._generate)))
-            self._tasks.add(task)
-            try:
-                return await task, watch.used_s
-            finally:
-                self._tasks.discard(task)
+    async def wait_resumed(self) -> None:
+        """Wait until the group is not suspended: a suspended one is not sent to a worker."""
+        if self.requests.suspension is not None:
+            await self.requests.suspension.wait_resumed()
 
-        return await self._run(on_loop())
+    @contextmanager
+    def suspendable(self, remote: RemoteProcess, actor: Any) -> Generator[None]:
+        """Pass on suspensions to the worker within the block."""
+        suspension = self.requests.suspension
+        if suspension is None:
+            yield
+            return
+        try:
+            with suspension.request(self.key, partial(self._suspend, remote, actor)):
+                yield
+        finally:
+            for task in self._resuming:
+                task.cancel()
 
-    async def finished(self, rollout: Rollout) -> None:
-        async def on_loop() -> None:
-            self._check_open()
-            if self._on_finished is not None:
-                self._on_finished(rollout)
+    async def _suspend(self, remote: RemoteProcess, actor: Any, _: object) -> None:
+        with suppress(ActorDiedError):  # the group runs again, once it is resumed
+            await remote.call(actor.suspend, self.key, timeout_s=SUSPEND_TIMEOUT_S)
+        resuming = asyncio.ensure_future(self._resume(actor))
+        self._resuming.add(resuming)
+        resuming.add_done_callback(self._resuming.discard)
 
-        await self._run(on_loop())
+    async def _resume(self, actor: Any) -> None:
+        await self.wait_resumed()
+        actor.resume.broadcast(self.key)
 
-    async def close(self) -> None:
-        """Cancel what the group still asks for, and refuse what it asks for later. Called on the handler's own loop."""
-        self._closed = True
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise _unwanted(self.key)
-
-    async def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the group's event loop. May be called from any event loop."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
 
-_handlers: dict[str, GroupHandler] = {}  # by key; the actor lives in the process that fills it
+_groups: dict[str, RemoteGroup] = {}  # by key; the service lives in the process that fills it
 
 
 @contextmanager
-def handling(handler: GroupHandler) -> Generator[None]:
-    """Register `handler`, so that workers reach it through the service under its key within the block."""
-    _handlers[handler.key] = handler
+def registered(group: RemoteGroup) -> Generator[None]:
+    """Register a group, so that workers reach it through the service under its key within the block."""
+    _groups[group.key] = group
     try:
         yield
     finally:
-        del _handlers[handler.key]
+        del _groups[group.key]
 
 
-def handler_of(key: str) -> GroupHandler:
-    """Handler with this key.
+async def record(answers: Sequence[tuple[str, RecordedAnswer]]) -> None:
+    """Record answers by the keys of their groups, and return once the disk keeps up. Those of groups that have ended,
+    or run again in another worker, are dropped. Called on the groups' event loop."""
+    requests = None
+    for key, answer in answers:
+        if (group := _groups.get(key)) is not None and group.requests.recorder is not None:
+            requests = group.requests
+            group.requests.recorder.record(answer)
+    if requests is not None and requests.room is not None:
+        await requests.room()
 
-    Raises:
-        RequestError: there is none: the group has ended, or runs again in another worker.
+
+async def finished(key: str, rollout: Rollout) -> None:
+    """Note the end of a rollout, unless its group has ended, or runs again in another worker. Called on the groups'
+    event loop."""
+    if (group := _groups.get(key)) is not None:
+        group.finished(rollout)
+
+
+class WorkerLink:
+    """The router's connection to the shard of one worker: a `ShardLink`.
+
+    Attributes:
+        name: Of the shard.
+        states: Running training groups of the worker by state, as it told them last.
     """
-    if (handler := _handlers.get(key)) is None:
-        raise _unwanted(key)
-    return handler
+
+    def __init__(self, name: str, remote: RemoteProcess, actor: Any, router: GeneratorRouter) -> None:
+        self.name = name
+        self.states: Counter[str] = Counter()
+        self._remote = remote
+        self._actor = actor
+        self._router = router
+        self._loop = asyncio.get_running_loop()
+
+    async def call(self, number: int, message: ToShard) -> Ended:
+        ended, self.states = await self._remote.call(self._actor.tell_shard, number, message)
+        return ended
+
+    def end(self, reason: str) -> None:
+        self._remote.end(reason)
+
+    async def send_answers(self) -> None:
+        """Have the worker send the tokens so far of its requests in flight."""
+        try:
+            await self._remote.call(self._actor.send_answers, timeout_s=SEND_TIMEOUT_S)
+        except ActorDiedError as error:
+            logger.warning("%s; the tokens of its requests in flight are not recorded", error)
+
+    def receive_soon(self, report: FromShard) -> None:
+        """Pass a report on to the router. May be called from any event loop."""
+        self._loop.call_soon_threadsafe(self._router.receive, self, report)
 
 
-def _unwanted(key: str) -> RequestError:
-    return RequestError(f"group {key.rpartition('#')[0]!r} was withdrawn from this worker")
-
+_links: dict[str, WorkerLink] = {}  # by name
 
 _consoles: list[Console] = []
 
@@ -244,43 +196,32 @@ def shown_on(console: Console) -> Generator[None]:
         _consoles.remove(console)
 
 
-class _ControllerConsole(Console):
-    """Console of a worker, whose lines are shown by the controller's."""
-
-    def __init__(self, worker: str, service: Any) -> None:
-        self._worker = worker
-        self._service = service
-        self._in_actor = contextvars.copy_context().run  # other threads send for this actor
-
-    def message(self, text: str) -> None:
-        self.warning(text)
-
-    def warning(self, text: str) -> None:
-        self._in_actor(self._service.say.broadcast, f"{self._worker}: {text}")
-
-
-class GenerateService(AnsweringActor):
-    """Spawned in the controller's own process."""
+class GroupService(AnsweringActor):
+    """Receiver of the workers' messages. Spawned in the controller's own process."""
 
     @concurrent_endpoint
-    async def generate(self, key: str, request: EngineRequest, time_left_s: float) -> tuple[Completion, float]:
-        """Generate for the group with this key; see `GroupHandler.generate`."""
-        return await handler_of(key).generate(request, time_left_s)
+    async def record(self, answers: Sequence[tuple[str, RecordedAnswer]]) -> None:
+        """Record answers of groups; see the function."""
+        if (group := next((group for key, _ in answers if (group := _groups.get(key)) is not None), None)) is not None:
+            await group.run(record(answers))
+
+    @concurrent_endpoint
+    async def finished(self, key: str, rollout: Rollout) -> None:
+        """Note the end of a rollout; see the function."""
+        if (group := _groups.get(key)) is not None:
+            await group.run(finished(key, rollout))
+
+    @concurrent_endpoint
+    async def report(self, worker: str, report: FromShard) -> None:
+        """Handle the report of a worker's shard."""
+        if (link := _links.get(worker)) is not None:
+            link.receive_soon(report)
 
     @concurrent_endpoint
     async def say(self, text: str) -> None:
         """Show a line of a worker."""
         for console in _consoles:
             console.warning(text)
-
-    @concurrent_endpoint
-    async def finished(self, key: str, rollout: Rollout) -> None:
-        await handler_of(key).finished(rollout)
-
-
-logger = logging.getLogger(__name__)
-
-CANCEL_TIMEOUT_S = 10.0
 
 
 class WorkerPool:
@@ -293,22 +234,51 @@ class WorkerPool:
 
     def __init__(self, *, max_attempts: int = 3, wait_s: float = 180.0) -> None:
         self._workers: dict[RemoteProcess, Any] = {}  # actors
+        self._links: dict[RemoteProcess, WorkerLink] = {}
+        self._waiting: list[tuple[RemoteProcess, Any, str]] = []  # for a router
         self._load: Counter[RemoteProcess] = Counter()  # rollouts
+        self._router: GeneratorRouter | None = None
         self._max_attempts = max_attempts
         self._wait_s = wait_s
         self._changed = asyncio.Event()
         self._callbacks = Callbacks()
+
+    async def use(self, router: GeneratorRouter) -> None:
+        """Give each worker a shard of a router, also those that start later."""
+        self._router = router
+        waiting, self._waiting = self._waiting, []
+        joining = [self.join(*worker) for worker in waiting]
+        for result in await asyncio.gather(*joining, return_exceptions=True):
+            if isinstance(result, BaseException) and not isinstance(result, ActorDiedError):
+                raise result  # another takes the place of one that has died
+
+    async def join(self, remote: RemoteProcess, actor: Any, shard: str) -> None:
+        """Add a worker that has started, and its shard. It gets groups once there is a router.
+
+        Raises:
+            ActorDiedError: it has ended meanwhile.
+        """
+        if self._router is None:
+            self._waiting.append((remote, actor, shard))
+            return
+        link = self._links[remote] = _links[shard] = WorkerLink(shard, remote, actor, self._router)
+        await self._router.join(link)
+        self.add(remote, actor)
 
     def add(self, remote: RemoteProcess, actor: Any) -> None:
         self._workers[remote] = actor
         self._changed.set()
 
     def remove(self, remote: RemoteProcess) -> None:
+        """Forget a worker that has ended, with its shard. Does nothing the second time."""
         self._workers.pop(remote, None)
+        if (link := self._links.pop(remote, None)) is not None and self._router is not None:
+            _links.pop(link.name, None)
+            self._router.leave(link)
 
     async def retire(self, remote: RemoteProcess, finish_s: float) -> None:
         """Give a worker no further groups, and wait until it has none, or so long."""
-        self.remove(remote)
+        self._workers.pop(remote, None)
         with suppress(TimeoutError):
             async with asyncio.timeout(finish_s):
                 while self._load[remote]:
@@ -318,6 +288,15 @@ class WorkerPool:
     def of(self, task: str) -> WorkersOfTask:
         """Runner of the groups of a task."""
         return WorkersOfTask(self, task)
+
+    def states(self) -> Counter[str]:
+        """Running training groups by state, as the workers told them last."""
+        return sum((link.states for link in self._links.values()), Counter[str]())
+
+    async def send_answers(self) -> None:
+        """Have all workers send the tokens so far of their requests in flight, for the journal. A worker that does not
+        answer in time is left out: what it sends later is recorded later."""
+        await asyncio.gather(*(link.send_answers() for link in self._links.values()))
 
     async def run_group(
         self,
@@ -331,11 +310,15 @@ class WorkerPool:
         on_finished: Callable[[Rollout], None] | None = None,
     ) -> RolloutGroup:
         """Run a group of a task in a worker; see `Rollouter.run_group`. `on_finished` is called once for each rollout,
-        even if the group is run again.
+        even if the group is run again. The rollout has no turns and no messages then.
+
+        Args:
+            generate: `GroupRequests`, because the worker makes its own from them.
 
         Raises:
             ActorDiedError: `max_attempts` workers died under the group, or none came up in time.
         """
+        assert isinstance(generate, GroupRequests), "a worker generates through its own shard of the router"
         told: set[tuple[int, str | None]] = set()
         alone = sample_alone(sample)
 
@@ -349,14 +332,14 @@ class WorkerPool:
 
         deaths = 0
         while True:
-            remote = await self._least_loaded()
-            actor, handler = self._workers[remote], GroupHandler(group_id, generate, tell)
+            running = RemoteGroup(group_id, generate, tell)
+            remote = await self._place(running)
+            actor = self._workers[remote]
             self._load[remote] += group_size
             try:
-                with handling(handler):
-                    group = await remote.call(
-                        actor.run_group, handler.key, sample, group_id, group_size, sampling, task
-                    )
+                with registered(running), running.suspendable(remote, actor):
+                    order = running.order(task, sample, group_id, group_size, sampling)
+                    group = await self._run(remote, actor, order)
                 rollouts = [replace(rollout, sample=alone) for rollout in group.rollouts]
                 return replace(group, sample=alone, rollouts=rollouts)
             except ActorDiedError as error:
@@ -366,14 +349,17 @@ class WorkerPool:
                 if deaths == self._max_attempts:
                     raise
                 logger.warning("%s; group %s is run again", error, group_id)
-            except asyncio.CancelledError:
-                with suppress(ActorDiedError):
-                    await remote.call(actor.cancel, group_id, timeout_s=CANCEL_TIMEOUT_S)
-                raise
             finally:
                 self._load[remote] -= group_size
                 self._changed.set()
-                await handler.close()
+
+    async def _run(self, remote: RemoteProcess, actor: Any, order: GroupOrder) -> RolloutGroup:
+        try:
+            return await remote.call(actor.run_group, order)
+        except asyncio.CancelledError:
+            with suppress(ActorDiedError):  # its answers are recorded until then
+                await remote.call(actor.cancel, order.key, timeout_s=CANCEL_TIMEOUT_S)
+            raise
 
     def pause_judging(self, task: str) -> None:
         for worker in self._workers.values():
@@ -382,6 +368,14 @@ class WorkerPool:
     def resume_judging(self, task: str) -> None:
         for worker in self._workers.values():
             worker.resume_judging.broadcast(task)
+
+    async def _place(self, group: RemoteGroup) -> RemoteProcess:
+        """Choose a worker for a group as soon as it may run."""
+        while True:
+            await group.wait_resumed()
+            remote = await self._least_loaded()
+            if not group.is_suspended:
+                return remote
 
     async def _least_loaded(self) -> RemoteProcess:
         try:

@@ -8,6 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 from monarch.actor import this_proc
@@ -27,7 +28,8 @@ from titan_rl.cluster.hosts.placement import (
 from titan_rl.cluster.processes.process import RunFiles
 from titan_rl.cluster.processes.remote_process import RemoteProcess
 from titan_rl.cluster.processes.roles import ProcessId, RespawnLimit, Role
-from titan_rl.cluster.rollout_workers import GenerateService, RolloutWorkerActor, RolloutWorkerSettings, WorkerPool
+from titan_rl.cluster.rollout_worker import RolloutWorkerActor, RolloutWorkerSettings
+from titan_rl.cluster.rollout_workers import GroupService, WorkerPool
 from titan_rl.cluster.supervision import SupervisedProcesses, started
 from titan_rl.cluster.trainer_actor import TrainerSettings
 from titan_rl.cluster.trainer_processes import TRAINER, TrainerProcesses, may_train, needs_of
@@ -48,6 +50,7 @@ class RunProcesses(GeneratorProcesses):
 
     Args:
         trains, generates: whether there is a trainer, and generators.
+        strategy: Pickled strategy of the router, if it is not the one that settings name.
     """
 
     def __init__(
@@ -60,8 +63,11 @@ class RunProcesses(GeneratorProcesses):
         *,
         trains: bool,
         generates: bool,
+        strategy: bytes | None = None,
     ) -> None:
         self._config = config
+        self._strategy = strategy
+        self._num_workers = count()  # that were started
         self._trains, self._generates = trains, generates
         super().__init__(
             config.model,
@@ -213,9 +219,12 @@ class RunProcesses(GeneratorProcesses):
     async def _start_worker(self, process: ProcessId) -> None:
         place = self._worker_places[process.index]
         host = self.hosts[place.host]
-        settings = RolloutWorkerSettings(host.path(self._config_path), host.path(self._config.model.path))
+        shard = f"{process}.{next(self._num_workers)}"
+        settings = RolloutWorkerSettings(
+            host.path(self._config_path), host.path(self._config.model.path), shard, self._strategy
+        )
         remote, (worker,) = await self.spawn(process, RolloutWorkerActor, settings, self._service, places=[place])
-        self.workers.add(remote, worker)
+        await self.workers.join(remote, worker, shard)
 
 
 def _worker(index: int) -> ProcessId:
@@ -231,20 +240,24 @@ async def start_processes(
     *,
     trains: bool = True,
     generates: bool = True,
+    strategy: bytes | None = None,
 ) -> AsyncGenerator[RunProcesses]:
     """Start the processes of a run, which end with the block.
 
     Args:
         trains, generates: whether there is a trainer, and generators.
         console: shows the user which processes have died and been replaced.
+        strategy: see `RunProcesses`.
 
     Raises:
         ActorDiedError: a process did not start in time.
     """
 
     def make(hosts: Hosts) -> RunProcesses:
-        service = this_proc().spawn("generate_service", GenerateService)
-        return RunProcesses(config, files, published, hosts, service, trains=trains, generates=generates)
+        service = this_proc().spawn("group_service", GroupService)
+        return RunProcesses(
+            config, files, published, hosts, service, trains=trains, generates=generates, strategy=strategy
+        )
 
     async with started(
         files, config.hosts, needs_of(config, files, trains=trains, generates=generates), console, make

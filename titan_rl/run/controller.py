@@ -51,7 +51,7 @@ from titan_rl.run.observability.steps import Stage, StepReports, prefixed
 from titan_rl.run.observability.summary import RunSummary
 from titan_rl.run.stages.background_validation import BackgroundValidation
 from titan_rl.run.stages.league import FrozenVersions
-from titan_rl.run.stages.rollout_stage import RolloutStage, make_mix
+from titan_rl.run.stages.rollout_stage import RolloutStage, Workers, make_mix
 from titan_rl.run.stages.training import WeightSync
 from titan_rl.run.stages.validation import Validation
 from titan_rl.run.terminal.view import RunLook
@@ -74,6 +74,7 @@ class Controller(TrainingLoop):
         filters: Replace the group filters that settings name.
         hosts: Reports hosts joining, draining and lost.
         teachers: Score finished groups, by the tasks' names.
+        workers: Run the groups, if there are rollout workers.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class Controller(TrainingLoop):
         filters: Sequence[GroupFilter] | None = None,
         hosts: HostHistory | None = None,
         teachers: Mapping[str, Teacher] | None = None,
+        workers: Workers | None = None,
     ) -> None:
         state = replace(start, settings=settings_of(config))
         super().__init__(config, trainer, run_dir=run_dir, state=state, sinks=sinks, progress=progress)
@@ -120,6 +122,7 @@ class Controller(TrainingLoop):
             stop_token_ids=stop_token_ids,
             transcripts=self._transcripts,
             teachers=teachers,
+            workers=workers,
         )
         self._records = GroupRecords(self._mix, journal, self._transcripts, progress)
         self._sample_maker = make_sample_maker(config, start.advantages)
@@ -140,7 +143,7 @@ class Controller(TrainingLoop):
             if config.validates_beside_training
             else None
         )
-        self._generation = GenerationStatus(router, self._groups.requests, config.generation.num_generators, hosts)
+        self._generation = GenerationStatus(router, config.generation.num_generators, hosts)
 
     async def run(self) -> RunSummary:
         """Validate, train, validate again. A checkpoint is written on every way out that leaves a trained model.
@@ -179,7 +182,7 @@ class Controller(TrainingLoop):
 
     def look(self) -> RunLook:
         """Snapshot of groups and generators for the live display."""
-        return self._generation.look(self._scheduler.states, self._groups.training.states(), self.version)
+        return self._generation.look(self._scheduler.states, self._groups.states(), self.version)
 
     def waits_for(self) -> str:
         """Description of what the run is waiting for."""
@@ -329,6 +332,7 @@ class Controller(TrainingLoop):
             DataError: The state of a curriculum cannot be saved.
             CheckpointError: The weights cannot be copied, or the trainer is at another version.
         """
+        await self._groups.send_answers()
         state, tasks = self._state, self._mix.state()  # before anything is awaited: later events go to the new segment
         tokens = self._router.tokens_so_far()
         position = await self._journal.checkpoint(state.step, self._scheduler.next_index, tokens)

@@ -145,6 +145,7 @@ async def _train(session: RunSession[RunSummary], parts: Parts, resources: conte
         filters=parts.filters,
         hosts=planes.hosts,
         teachers=teachers,
+        workers=planes.workers,
     )
     if planes.training is not None:
         planes.training.before_leaving = controller.save_soon

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import pickle
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from titan_rl.cluster.hosts.elastic import ProvidedHosts, hosts_watcher
 from titan_rl.cluster.hosts.lifecycle import HostHistory
 from titan_rl.cluster.hosts.requests import HostFiles
 from titan_rl.config.run import RunConfig
+from titan_rl.core.calls.user_code import reason
 from titan_rl.core.console import Console
 from titan_rl.core.errors import ConfigError
 from titan_rl.generation.registry import find_engine
@@ -90,11 +92,13 @@ class Parts:
         for place, replica in enumerate(self.replicas or ()):
             _check_members(f"replicas[{place}]", replica, Replica)
         workers = config.rollout.num_workers
-        if workers and (self.renderer is not None or not self.needs_processes):
+        if workers and (self.renderer is not None or self.replicas is not None):
             raise ConfigError(
-                f"rollout.num_workers = {workers}: rollout workers make their environments themselves; set it to 0 to "
-                "give a renderer, or both a trainer and generate or replicas"
+                f"rollout.num_workers = {workers}: rollout workers make their environments themselves, and send "
+                "requests to the run's own generators; set it to 0 to give a renderer, generate or replicas"
             )
+        if workers and self.strategy is not None:
+            pickled(self.strategy)
         if not self.needs_processes:
             return
         engine = find_engine(config.generation.engine).modules if self.replicas is None else ()
@@ -179,12 +183,20 @@ async def _with_processes(
 
     (files := HostFiles(run_dir.path)).begin()
     starting = start_processes(
-        config, run_dir, parts.published, console, trains=parts.trainer is None, generates=parts.replicas is None
+        config,
+        run_dir,
+        parts.published,
+        console,
+        trains=parts.trainer is None,
+        generates=parts.replicas is None,
+        strategy=pickled(parts.strategy) if parts.strategy is not None and config.rollout.num_workers else None,
     )
     with shown_on(console):
         async with starting as processes:
             router = processes.make_router(parts.replicas, parts.strategy)
             workers = processes.workers if config.rollout.num_workers else None
+            if workers is not None:
+                await workers.use(router)
             training = processes.training if parts.trainer is None else None
             history = HostHistory()
             watch = watcher(config, files, processes, router, history, parts.provided)
@@ -270,6 +282,21 @@ def describe_processes(config: RunConfig, parts: Parts) -> str:
         if count
     ]
     return " and ".join(filter(None, [", ".join(named[:-1]), *named[-1:]]))
+
+
+def pickled(strategy: Strategy) -> bytes:
+    """The strategy for the shards of rollout workers, which each have a copy.
+
+    Raises:
+        ConfigError: it does not pickle.
+    """
+    try:
+        return pickle.dumps(strategy)
+    except Exception as error:
+        raise ConfigError(
+            f"strategy = {strategy!r} does not pickle: {reason(error)}; each rollout worker needs a copy. Set "
+            "rollout.num_workers to 0, or name a function in routing.strategy"
+        ) from error
 
 
 def _check_members(name: str, given: object, kind: type, unless: frozenset[str] = frozenset()) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from titan_rl.core.calls.user_code import summary
+from titan_rl.core.errors import GenerationError, TitanRLError
 from titan_rl.generation.router.pool import Pool, PooledReplica
 from titan_rl.generation.router.replica import Limits, Replica
 from titan_rl.generation.router.router import GeneratorRouter
@@ -235,7 +237,8 @@ class RouterShard(GeneratorRouter):
 
     def _failed(self, handle: Replica, error: Exception) -> None:
         assert isinstance(handle, ShardReplica)
-        self._report(ReplicaFailed(handle.name, handle.identity, handle.admitted, error))
+        sendable = error if isinstance(error, TitanRLError) else GenerationError(summary(error))
+        self._report(ReplicaFailed(handle.name, handle.identity, handle.admitted, sendable))
 
     def _load(self) -> ShardLoad:
         loads = {

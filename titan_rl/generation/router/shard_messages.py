@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from titan_rl.core.errors import TitanRLError
 from titan_rl.generation.types import PauseMode
 
 Load = tuple[int, int]
@@ -183,7 +184,7 @@ class ReplicaFailed:
     name: str
     identity: int
     epoch: int
-    error: Exception
+    error: TitanRLError  # which pickles
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,7 @@ class Shards:
         self._shared: tuple[dict[str, Load], dict[str, int | None]] | None = None  # loads and versions, in the shards
         self._turn = 0  # number of divisions of the replicas into slices
         self._is_sharing = False
+        self._late: set[ShardLink] = set()  # have not answered the last question
         self._most_requests = 0  # at once, since it was taken
 
     @property
@@ -209,17 +210,19 @@ class Shards:
         return tuple(states)
 
     async def _keep_sharing(self) -> None:
+        """Exchange loads at an interval. A shard that is late keeps the load that it told last, and holds up none."""
+        asked: dict[asyncio.Task[Ended], ShardLink] = {}
         while True:
             await asyncio.sleep(self._limits.share_s)
-            asked = {self._begin(link, TellLoad()): shard for link, shard in tuple(self._shards.items())}
-            if asked:
-                told, _ = await asyncio.wait(
-                    asked, timeout=self._limits.shard_s
-                )  # the load of a late one is the one it told last
-                for answer in told:
-                    asked[answer].load = answer.result().load or asked[answer].load
-                most = sum(shard.load.most_requests for shard in self._shards.values())
-                self._most_requests = max(self._most_requests, most)
+            self._late = set(asked.values())
+            asked |= {self._begin(link, TellLoad()): link for link in self.links if link not in self._late}
+            told, _ = await asyncio.wait(asked, timeout=self._limits.share_s) if asked else ((), ())
+            for answer in told:
+                shard, load = self._shards.get(asked.pop(answer)), answer.result().load
+                if shard is not None and load is not None:
+                    shard.load = load
+            most = sum(shard.load.most_requests for shard in self._shards.values())
+            self._most_requests = max(self._most_requests, most)
             self._share()
 
     def _share(self) -> None:
@@ -230,8 +233,9 @@ class Shards:
             return
         self._shared = totals
         self._turn += 1
-        for place, link in enumerate(tuple(self._shards)):
-            self._begin(link, Totals(*totals, len(self._shards), place, self._turn))
+        for place, link in enumerate(self.links):
+            if link not in self._late:
+                self._begin(link, Totals(*totals, len(self._shards), place, self._turn))
 
     def _add_up(self) -> dict[str, Load]:
         """Load of all shards on each replica, as this router's own strategy sees it, too."""

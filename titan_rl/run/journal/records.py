@@ -7,7 +7,6 @@ messages come back as `titan_rl.core.calls.plain.plain` makes them, and other te
 
 from __future__ import annotations
 
-import hashlib
 import re
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -358,11 +357,6 @@ def record_of(event: MixEvent) -> AssignRecord | ResultRecord | None:
             return ResultRecord(index, rewards)
         case Dropped():
             return None
-
-
-def digest(token_ids: Sequence[int]) -> bytes:
-    """16 bytes that two prompts share only if they are equal."""
-    return hashlib.blake2b(token_array(token_ids).tobytes(), digest_size=16).digest()
 
 
 def _with_text(rollout: Rollout, text: TextFn, message: Callable[[Message], Message]) -> Rollout:

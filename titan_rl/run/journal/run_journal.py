@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from titan_rl.core.calls.threads import in_thread
-from titan_rl.core.errors import CheckpointError, NoSpaceError, RequestError, means_no_space
-from titan_rl.generation.request import Partial
-from titan_rl.generation.resume import Attempt, Generation, Step, request_fn
+from titan_rl.core.errors import CheckpointError, NoSpaceError, means_no_space
+from titan_rl.generation.recording import Asked, KnownAnswers, RecordedAnswer, Recorder
+from titan_rl.generation.resume import Generation, request_fn
 from titan_rl.rollout.copies import completion_of
 from titan_rl.rollout.types import RolloutGroup
 from titan_rl.run.journal.log import LogWriter, flush_entry
@@ -24,7 +23,6 @@ from titan_rl.run.journal.records import (
     DropRecord,
     JournalRecord,
     StartRecord,
-    digest,
     encode,
     group_of,
     group_record,
@@ -43,7 +41,7 @@ from titan_rl.run.journal.state import (
 )
 from titan_rl.scheduling.backlog import Backlog
 from titan_rl.scheduling.task_mix import Assigned, Dropped, MixEvent
-from titan_rl.types import Completion, GenerateFn, SamplingParams
+from titan_rl.types import Completion, FinishReason, GenerateFn
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +96,7 @@ class RunJournal:
             logger.warning("%s", loss)
         self._version = position.version
         self._run = position.run
-        self._asked: dict[str, tuple[int, bytes, SamplingParams]] = {}  # by request id, what is in flight
+        self._asked: Asked = {}
         self._segment_bytes = segment_bytes
         if found.begins:
             self._segment, self._num_bytes = segments[-1], segments[-1].stat().st_size
@@ -133,57 +131,31 @@ class RunJournal:
             batches=state.batches_from(self._version),
         )
 
-    def step(self, index: int) -> Step:
-        """Step of generation that records the requests of a group, and repeats the answers that they got before: from
-        an earlier process, or when a worker died and the group is run again. `room` is awaited before it.
+    def recorder(self, index: int) -> Recorder:
+        """Recorder of a group's requests. It repeats the answers that they got before: from an earlier process, or when
+        a worker died and the group is run again. `room` is awaited before its step."""
+        return Recorder(index, partial(self._known, index), self.answered, completion_of, self._asked)
 
-        A fresh environment that is given the recorded answers arrives where its predecessor was, so environments need
-        not be saved. An environment that asks with another prompt or sampling than before gets new answers from there
-        on. A part that was interrupted comes back as aborted, and `Resume` asks for the rest.
+    def answered(self, answer: RecordedAnswer) -> None:
+        """Record an answer of a `Recorder`, here or in a rollout worker. A part does nothing if more is known."""
+        key = answer.completion.request_id, answer.prompt_digest
+        known = self.state.completions.get(answer.index, {}).get(key)
+        if known is not None and known.sampling == answer.sampling:
+            is_part = answer.completion.finish_reason is FinishReason.ABORT
+            if is_part and len(known.completion.token_ids) >= len(answer.completion.token_ids):
+                return
+        self._append(CompletionRecord(answer.index, answer.prompt_digest, answer.sampling, answer.completion))
 
-        The answer is checked here, before anything reads it: see `copies.completion_of`.
-
-        Raises:
-            RequestError: a request of the same ID is in flight: completions are recorded by their request's ID, so
-                that two requests of one ID would get one answer.
-        """
-        return partial(self._recorded, index)
-
-    @contextmanager
-    def _recorded(self, index: int, attempt: Attempt) -> Generator[None]:
-        request = attempt.request
-        request_id, sampling, prompt_digest = request.request_id, request.sampling, digest(request.prompt_token_ids)
-        if request_id in self._asked:
-            raise RequestError(f"request id {request_id!r} is in flight already; request ids must be unique")
-        known = self.state.completions.get(index, {}).get((request_id, prompt_digest))
-        if known is not None and known.sampling == sampling:
-            attempt.answer = known.completion
-            yield
-            return
-        self._asked[request_id] = (index, prompt_digest, sampling)
-        heard = Partial(request, attempt.on_chunk)
-        try:
-            with heard.attempt() as keep:
-                if attempt.on_chunk is not None:  # else the engines stream nothing
-                    attempt.on_chunk = keep
-                yield
-        except asyncio.CancelledError:  # who listens may have heard enough
-            if (so_far := heard.so_far).token_ids:
-                self._append(CompletionRecord(index, prompt_digest, sampling, so_far))
-            raise
-        finally:
-            del self._asked[request_id]
-        attempt.answer = completion_of(attempt.answer, sampling.max_tokens)
-        if attempt.answer.token_ids:
-            self._append(CompletionRecord(index, prompt_digest, sampling, attempt.answer))
+    def _known(self, index: int) -> KnownAnswers:
+        return self.state.completions.get(index, {})
 
     async def room(self) -> None:
         """Wait until the writer keeps up with the disk."""
         await self._writer.room()
 
     def record(self, generate: GenerateFn, index: int) -> GenerateFn:
-        """`generate` with `step` around each call."""
-        return Generation(request_fn(generate), around_attempt=[self.step(index)], ready=self.room)
+        """`generate` with the step of a `recorder` around each call."""
+        return Generation(request_fn(generate), around_attempt=[self.recorder(index).step], ready=self.room)
 
     def note(self, event: MixEvent) -> None:
         """Record an event of the task mix. A drop is recorded by `dropped`."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 
 from titan_rl.cluster.hosts.lifecycle import HostHistory
 from titan_rl.generation.router.pool import ReplicaStatus
@@ -13,54 +12,23 @@ from titan_rl.run.terminal.view import SLOT_STYLES, ReplicaLook, RunLook
 from titan_rl.scheduling.lease import GroupState
 
 
-class HighWaterMark:
-    """High-water mark of a counter: counts open blocks, and keeps the largest count until it is taken.
-
-    Example: two blocks were open at once, and one is now: `take()` is 2, and 1 if asked again.
-    """
-
-    def __init__(self) -> None:
-        self.now = 0
-        self.num_done = 0  # blocks that ended without an error
-        self._most = 0
-
-    @contextlib.contextmanager
-    def one(self) -> Generator[None]:
-        self.now += 1
-        self._most = max(self._most, self.now)
-        try:
-            yield
-            self.num_done += 1
-        finally:
-            self.now -= 1
-
-    def take(self) -> int:
-        """The largest count since this was last called."""
-        most, self._most = self._most, self.now
-        return most
-
-
 class GenerationStatus:
     """Status of generation: its progress, and its metrics between two steps.
 
     Args:
-        requests: Requests in flight.
         num_generators: Generators of the run, including those that do not serve.
         hosts: Reports hosts joining, draining and lost.
     """
 
-    def __init__(
-        self, router: GeneratorRouter, requests: HighWaterMark, num_generators: int, hosts: HostHistory | None = None
-    ) -> None:
+    def __init__(self, router: GeneratorRouter, num_generators: int, hosts: HostHistory | None = None) -> None:
         self._router = router
-        self._requests = requests
         self._num_generators = num_generators
         self._hosts = hosts or HostHistory()
         self._num_moved = 0
 
     def progress(self) -> object:
         """Value that changes with every token and answer."""
-        return self._requests.num_done, self._router.num_tokens_so_far
+        return self._router.num_answered, self._router.num_tokens_so_far
 
     def take_metrics(self, version: int) -> dict[str, float]:
         """Return metrics of the time since the last call.
@@ -78,7 +46,7 @@ class GenerationStatus:
         if total := gauges.get("idle_s", 0.0) + gauges.get("busy_s", 0.0):
             gauges["idle_share"] = gauges["idle_s"] / total
         return {
-            "generation/requests_in_flight_max": float(self._requests.take()),
+            "generation/requests_in_flight_max": float(self._router.take_most_in_flight()),
             **self._moved_metrics(),
             **{f"engine/{name}": value for name, value in gauges.items()},
             **self._hosts.take_metrics(),
@@ -118,9 +86,10 @@ class GenerationStatus:
         """Descriptions of the state of generation, for a stalled run."""
         serving = [replica.name for replica in self._router.replicas if replica.serving]
         errors = [f"{replica.name}: {replica.last_error}" for replica in self._router.replicas if replica.last_error]
-        elsewhere = "" if self._requests.now else " (rollouts wait for environments, agents, rewards or teachers)"
+        num_requests = self._router.num_in_flight
+        elsewhere = "" if num_requests else " (rollouts wait for environments, agents, rewards or teachers)"
         return [
-            f"{self._requests.now} requests are in flight{elsewhere}",
+            f"{num_requests} requests are in flight{elsewhere}",
             f"{len(serving)} of {self._num_generators} generators serve",
             *errors,
         ]

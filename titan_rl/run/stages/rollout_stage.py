@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any, Protocol
 
 from titan_rl.config.run import RunConfig
 from titan_rl.config.tasks import ResolvedSuite
 from titan_rl.core.errors import TrainingError
-from titan_rl.generation.resume import Attempt, Generation, Resume
+from titan_rl.generation.group_requests import GroupRequests
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.generation.types import PauseMode
-from titan_rl.rollout.group.rollouter import GroupRunner, Sessions
+from titan_rl.rollout.group.rollouter import GroupRunner
+from titan_rl.rollout.group.running import RunningGroup, RunningGroups
 from titan_rl.rollout.task import calling, held_out_samples
 from titan_rl.rollout.types import Matched, Rollout, RolloutGroup
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.journal.state import RunState, train_group_id
-from titan_rl.run.observability.generation_status import HighWaterMark
 from titan_rl.run.observability.rollout_log import RolloutLog
 from titan_rl.run.stages.league import curriculum_of
 from titan_rl.scheduling.backlog import SchedulerObserver
@@ -29,10 +28,7 @@ from titan_rl.scheduling.scheduler import GroupScheduler
 from titan_rl.scheduling.task_mix import Share, TaskMix
 from titan_rl.tasks.league import split_number
 from titan_rl.training.teaching import Teacher
-from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams
-
-SUSPEND_TIMEOUT_S = 3600.0
-"""Longest time that a rollout waits while its group or all generation is interrupted."""
+from titan_rl.types import SamplingParams
 
 
 def make_mix(config: RunConfig, journal: RunJournal, start: RunState) -> TaskMix:
@@ -47,82 +43,28 @@ def make_mix(config: RunConfig, journal: RunJournal, start: RunState) -> TaskMix
     )
 
 
-@dataclass(slots=True)
-class RunningGroup:
-    """Running group.
-
-    Args:
-        num_rollouts: Smallest number of its rollouts; a game has one for each seat.
-    """
-
-    num_rollouts: int
-    num_requests: int = 0  # in flight
-    num_ended: int = 0
-
-    @property
-    def state(self) -> str:
-        """State of the group, by its name in `SLOT_STYLES` of the display."""
-        if self.num_requests:
-            return "generating"
-        return "scoring" if self.num_ended >= self.num_rollouts else "in the environment"
-
-    @contextlib.contextmanager
-    def request(self) -> Generator[None]:
-        """Count a request for the length of the block."""
-        self.num_requests += 1
-        try:
-            yield
-        finally:
-            self.num_requests -= 1
-
-    def ended(self) -> None:
-        """Note that one of its rollouts has ended."""
-        self.num_ended += 1
-
-
-class RunningGroups:
-    """Running groups of training or of a validation."""
-
-    def __init__(self) -> None:
-        self._groups: list[RunningGroup] = []
-        self.num_done = 0
-
-    @contextlib.contextmanager
-    def one(self, num_rollouts: int) -> Generator[RunningGroup]:
-        """Count a group for the length of the block."""
-        group = RunningGroup(num_rollouts)
-        self._groups.append(group)
-        try:
-            yield group
-        finally:
-            self._groups = [other for other in self._groups if other is not group]
-            self.num_done += 1
-
-    def states(self) -> Counter[str]:
-        return Counter(group.state for group in self._groups)
-
-
 class EvaluatedVersion:
     """Version that produces all tokens of a validation.
 
     Args:
         is_named: Requests name the version, because the generators go on to later ones.
+
+    Attributes:
+        named: The version that requests name, if they do.
     """
 
     def __init__(self, version: int, *, is_named: bool) -> None:
+        self.named = version if is_named else None
         self._version = version
-        self._is_named = is_named
         self._others: Counter[int] = Counter()  # tokens by version
 
-    @contextlib.contextmanager
-    def attempt(self, attempt: Attempt) -> Generator[None]:
-        """Name the version in a request, and note the versions of its tokens."""
-        if self._is_named:
-            attempt.request = replace(attempt.request, version=self._version)
-        yield
-        for span in () if attempt.answer is None else attempt.answer.version_spans:
-            if span.version != self._version and span.num_tokens:
-                self._others[span.version] += span.num_tokens
+    def note(self, group: RolloutGroup) -> None:
+        """Note the versions of a group's tokens."""
+        for rollout in group.rollouts:
+            for turn in rollout.turns:
+                for span in turn.completion.version_spans:
+                    if span.version != self._version and span.num_tokens:
+                        self._others[span.version] += span.num_tokens
 
     def check(self) -> None:
         """
@@ -137,6 +79,18 @@ class EvaluatedVersion:
             )
 
 
+class Workers(Protocol):
+    """Rollout workers: see `WorkerPool`."""
+
+    def states(self) -> Counter[str]:
+        """Running training groups by state."""
+        ...
+
+    async def send_answers(self) -> None:
+        """Have the workers send the tokens so far of their requests in flight, for the journal."""
+        ...
+
+
 class RolloutStage:
     """Runs groups on the samples of tasks, with generation by the router.
 
@@ -144,6 +98,7 @@ class RolloutStage:
         group_runners: Runners of groups, by the tasks' names.
         transcripts: Receives each rollout as it ends, before it is scored, and each group whose reward failed.
         teachers: Score finished training groups, by the tasks' names.
+        workers: Run the groups, with a shard of the router each. By default groups run in this process.
     """
 
     def __init__(
@@ -157,8 +112,10 @@ class RolloutStage:
         stop_token_ids: Sequence[int],
         transcripts: RolloutLog,
         teachers: Mapping[str, Teacher] | None = None,
+        workers: Workers | None = None,
     ) -> None:
         self._config = config
+        self._workers = workers
         self._teachers = teachers or {}
         self._mix = mix
         self._sources = {source.name: source for source in config.sources}
@@ -167,8 +124,20 @@ class RolloutStage:
         self._journal = journal
         self._stop_token_ids = tuple(stop_token_ids)
         self._transcripts = transcripts
-        self.requests = HighWaterMark()  # in flight, for training and validation
-        self.training, self.held_out = RunningGroups(), RunningGroups()
+        self.held_out = RunningGroups(self._finish_session)
+        self._training = RunningGroups(self._finish_session)
+
+    def states(self) -> Counter[str]:
+        """Running training groups by state."""
+        return self._training.states() if self._workers is None else self._workers.states()
+
+    def _finish_session(self, session_id: str) -> None:
+        self._router.finish_session(session_id)
+
+    async def send_answers(self) -> None:
+        """Have the journal know all answers of rollout workers, also those in parts."""
+        if self._workers is not None:
+            await self._workers.send_answers()
 
     def make_scheduler(
         self, filters: Sequence[GroupFilter], observer: SchedulerObserver, version: int
@@ -204,7 +173,7 @@ class RolloutStage:
         opponent = split_number(played.sample)[1]
         temperature = self._config.sampling_of(self._sources[task]).temperature
         return await self._run_group(
-            self.training,
+            self._training,
             lease,
             task,
             sample if opponent is None else Matched(sample, opponent),
@@ -264,17 +233,16 @@ class RolloutStage:
         sampling: SamplingParams,
         evaluated: EvaluatedVersion | None = None,
     ) -> RolloutGroup:
-        with Sessions(self._router.finish_session) as sessions, running.one(group_size) as playing:
+        with running.one(group_size) as playing:
 
             def finish(rollout: Rollout) -> None:
-                playing.ended()
+                playing.ended(rollout.rollout_id)
                 if lease is not None:
                     lease.rollout_finished(rollout)
                 self._transcripts.ended(rollout)
-                sessions.finish(rollout.rollout_id)
 
             group = await self._group_runners[task].run_group(
-                self._generate_for(lease, evaluated, playing, sessions),
+                self._requests_of(lease, evaluated, playing),
                 sample,
                 group_id=group_id,
                 group_size=group_size,
@@ -284,50 +252,29 @@ class RolloutStage:
             if lease is not None and (teacher := self._teachers.get(task)) is not None:
                 await teacher.score(group)
         group.task = task
+        if evaluated is not None:
+            evaluated.note(group)
         if group.failure is not None:
             self._transcripts.lost(group)
         return group
 
-    def _generate_for(
-        self, lease: Lease | None, evaluated: EvaluatedVersion | None, playing: RunningGroup, sessions: Sessions
-    ) -> GenerateFn:
-        """Generation of one group: the router, and every step around a request. Pauses and suspensions only delay it.
-
+    def _requests_of(
+        self, lease: Lease | None, evaluated: EvaluatedVersion | None, playing: RunningGroup
+    ) -> GroupRequests:
+        """
         Args:
-            lease: None for a validation group, which is neither suspended, recorded nor resumed.
+            lease: None for a validation group.
             evaluated: None for a training group.
         """
-        router = self._router
-
-        @contextlib.contextmanager
-        def opened(call: Attempt) -> Generator[None]:
-            sessions.open(call.request.session_id)
-            with playing.request():
-                yield
-
         if lease is None:
-            around = [lambda _: self.requests.one(), *([] if evaluated is None else [evaluated.attempt])]
-            return Generation(router.stream, around_request=[opened], around_attempt=around)
-        suspension = lease.suspension
-
-        async def both_open() -> None:
-            await suspension.wait_resumed()
-            await router.wait_resumed()
-
-        @contextlib.contextmanager
-        def suspendable(attempt: Attempt) -> Generator[None]:
-            request_id = attempt.request.request_id
-            with suspension.request(request_id, router.abort) as may_be_sent:
-                if not may_be_sent:
-                    attempt.answer = Completion(request_id, [], [], FinishReason.ABORT, ())
-                yield
-
-        return Generation(
-            router.stream,
-            around_request=[opened],
-            resume=Resume(both_open, SUSPEND_TIMEOUT_S, max_context=self._config.model.max_context),
-            ready=self._journal.room,
-            around_attempt=[self._journal.step(lease.index), suspendable, lambda _: self.requests.one()],
+            return GroupRequests(self._router, playing, version=None if evaluated is None else evaluated.named)
+        return GroupRequests(
+            self._router,
+            playing,
+            recorder=self._journal.recorder(lease.index),
+            suspension=lease.suspension,
+            room=self._journal.room,
+            max_context=self._config.model.max_context,
         )
 
     def _sampling(

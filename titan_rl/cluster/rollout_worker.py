@@ -1,0 +1,354 @@
+"""Process of a rollout worker: it runs groups, and sends their requests to the generators through its own shard of the
+router. Environments, parsing and scoring hold Python's lock, and each process has its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import pickle
+from collections import Counter
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from monarch.actor import concurrent_endpoint
+
+from titan_rl.cluster.generator_connection import GeneratorConnection
+from titan_rl.cluster.processes.answers import ActorHandle
+from titan_rl.cluster.processes.process import ProcessActor, ProcessSpec
+from titan_rl.cluster.processes.remote_process import call
+from titan_rl.cluster.request_callers import caller_of
+from titan_rl.cluster.router_settings import router_options
+from titan_rl.core.calls.threads import UsersThreads
+from titan_rl.core.calls.watchdog import LoopWatchdog
+from titan_rl.core.console import Console
+from titan_rl.core.errors import GenerationError
+from titan_rl.generation.group_requests import GroupRequests
+from titan_rl.generation.recording import KnownAnswers, RecordedAnswer, Recorder
+from titan_rl.generation.router.shard import RouterShard
+from titan_rl.generation.router.shard_messages import Ended, FromShard, ToShard
+from titan_rl.generation.router.strategies import make_strategy
+from titan_rl.rollout.copies import completion_of, portable
+from titan_rl.rollout.group.running import RunningGroup, RunningGroups
+from titan_rl.rollout.types import Rollout, RolloutGroup
+from titan_rl.scheduling.lease import Suspension
+from titan_rl.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutWorkerSettings:
+    """Settings of a worker process. The task is imported there, by its name in the resolved settings.
+
+    Attributes:
+        config_path, model_path: On the worker's host.
+        shard: Name of the worker's shard of the router, which no other process has ever had.
+        strategy: Pickled strategy of the router, if it is not the one that settings name.
+    """
+
+    config_path: Path
+    model_path: Path
+    shard: str
+    strategy: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOrder:
+    """Order to run one group.
+
+    Attributes:
+        key: Unique name of this run of the group.
+        sample: One of the task, or a `Matched` of it.
+        index: Position in the training data; None for a validation group.
+        known: Answers that the group got before, if it runs again.
+        version: That its requests name; see `GroupRequests`.
+    """
+
+    key: str
+    task: str
+    sample: Any
+    group_id: str
+    group_size: int
+    sampling: SamplingParams
+    index: int | None = None
+    known: tuple[RecordedAnswer, ...] = ()
+    version: int | None = None
+
+
+SEND_EVERY_S = 0.1
+"""Least time between two messages with answers. What is recorded in it is lost if the process dies."""
+
+MOST_UNSENT = 1 << 20
+"""Tokens that wait for the controller's disk; then no further request is made."""
+
+
+class AnswerSender:
+    """Sends recorded answers to the controller's journal, one message at a time.
+
+    Args:
+        service: The controller's `GroupService`.
+    """
+
+    def __init__(self, service: Any) -> None:
+        self._service = service
+        self._unsent: list[tuple[str, RecordedAnswer]] = []
+        self._num_tokens = 0
+        self._sent = asyncio.Event()  # set while few tokens wait
+        self._sent.set()
+        self._sending: asyncio.Task[None] | None = None
+        self._error: Exception | None = None
+
+    def add(self, key: str, answer: RecordedAnswer) -> None:
+        """Send an answer of a group soon.
+
+        Args:
+            key: Of the group.
+        """
+        self._unsent.append((key, answer))
+        self._num_tokens += len(answer.completion.token_ids)
+        if self._num_tokens > MOST_UNSENT:
+            self._sent.clear()
+        if self._sending is None:
+            self._sending = asyncio.ensure_future(self._send())
+
+    def drop(self, key: str) -> None:
+        """Drop the answers of a group that has finished, since it has them all."""
+        self._unsent = [(other, answer) for other, answer in self._unsent if other != key]
+
+    async def room(self) -> None:
+        """Wait until the controller keeps up.
+
+        Raises:
+            GenerationError: it refuses answers.
+        """
+        await self._sent.wait()
+        if self._error is not None:
+            raise GenerationError(f"the journal takes no answers: {self._error}") from self._error
+
+    async def flush(self) -> None:
+        """Wait until the controller has all answers so far."""
+        while self._sending is not None:
+            await asyncio.shield(self._sending)
+
+    async def _send(self) -> None:
+        try:
+            while self._unsent:
+                unsent, self._unsent = self._unsent, []
+                await call(self._service.record, unsent, who="controller")
+                self._num_tokens = sum(len(answer.completion.token_ids) for _, answer in self._unsent)
+                if self._num_tokens <= MOST_UNSENT:
+                    self._sent.set()
+                if self._unsent:
+                    await asyncio.sleep(SEND_EVERY_S)
+        except Exception as error:
+            logger.exception("answers cannot be sent to the journal")
+            self._error = error
+            self._sent.set()
+        finally:
+            self._sending = None
+
+
+logger = logging.getLogger(__name__)
+
+CANCEL_S = 1.0
+"""Longest time until the requests of a cancelled group have ended."""
+
+
+class _Group:
+    """Group that runs in this process, with its requests."""
+
+    def __init__(self, order: GroupOrder, shard: RouterShard, playing: RunningGroup, sender: AnswerSender, most: int):
+        self.playing = playing
+        self.suspension = Suspension()
+        self.recorder: Recorder | None = None
+        self._key = order.key
+        self._sender = sender
+        self._known: dict[tuple[str, bytes], RecordedAnswer] = {}
+        for answer in order.known:
+            self._know(answer)
+        if order.index is None:
+            self.requests = GroupRequests(shard, playing, version=order.version)
+        else:
+            self.recorder = Recorder(order.index, self._answers, self._record, completion_of)
+            self.requests = GroupRequests(
+                shard,
+                playing,
+                recorder=self.recorder,
+                suspension=self.suspension,
+                room=sender.room,
+                max_context=most,
+            )
+
+    def _answers(self) -> KnownAnswers:
+        return self._known
+
+    def _know(self, answer: RecordedAnswer) -> None:
+        self._known[answer.completion.request_id, answer.prompt_digest] = answer
+
+    def _record(self, answer: RecordedAnswer) -> None:
+        self._know(answer)
+        self._sender.add(self._key, answer)
+
+
+class RolloutWorkerActor(ProcessActor):
+    """Runs a `Rollouter` for each task over a shard of the run's router.
+
+    Args:
+        service: The controller's `GroupService`.
+    """
+
+    def __init__(self, spec: ProcessSpec, settings: RolloutWorkerSettings, service: Any) -> None:
+        super().__init__(spec)
+        self._settings = settings
+        self._service = ActorHandle(service)
+        self._numbers = count()  # of connections
+        self._groups: dict[str, _Group] = {}  # by key, as the next
+        self._tasks: dict[str, asyncio.Task[RolloutGroup]] = {}
+
+    @concurrent_endpoint
+    async def start(self) -> None:
+        """Open the tasks.
+
+        Raises:
+            ConfigError: a task cannot be imported here.
+        """
+        from titan_rl.config.build import open_rollouters
+        from titan_rl.config.load import load_config
+
+        asyncio.get_running_loop().set_default_executor(UsersThreads())  # the process ends without what hangs there
+        console = _ControllerConsole(self._spec.name, self._service)
+        config_path = self._settings.config_path
+        config = load_config(config_path, [("model.path", str(self._settings.model_path))], check_files=False)
+        given = self._settings.strategy
+        self._shard = RouterShard(
+            self._connect,
+            self._report,
+            make_strategy(config.routing.strategy) if given is None else pickle.loads(given),
+            origin=f"@{self._settings.shard}",
+            **router_options(config.generation, config.routing, config.statedict, config.hosts.wait_s),
+        )
+        self._sender = AnswerSender(self._service)
+        self._max_context = config.model.max_context
+        self._training = {source.name: RunningGroups(self._shard.finish_session) for source in config.sources}
+        self._held_out = RunningGroups(self._shard.finish_session)
+        # Both for as long as the process lives.
+        self._opened = open_rollouters(config, config_path.parent, console)
+        self._rollouters = await self._opened.__aenter__()
+        self._watchdog = LoopWatchdog(console)
+        self._watchdog.__enter__()  # after the imports
+
+    @concurrent_endpoint
+    async def tell_shard(self, number: int, message: ToShard) -> tuple[Ended, Counter[str]]:
+        """Have the shard carry out a message of the router; see `RouterShard.receive_message`.
+
+        Returns:
+            its answer, and the running training groups by state.
+        """
+        ended = await self._shard.receive_message(number, message)
+        return ended, sum((groups.states() for groups in self._training.values()), Counter[str]())
+
+    @concurrent_endpoint
+    async def run_group(self, order: GroupOrder) -> RolloutGroup:
+        """Run a group; see `Rollouter.run_group`. Returns plain data without the sample, because environments may keep
+        in messages and samples what does not pickle."""
+        groups = self._held_out if order.index is None else self._training[order.task]
+        with groups.one(order.group_size) as playing, self._running(order, playing) as group:
+            finishing: list[asyncio.Future[None]] = []
+
+            def on_finished(rollout: Rollout) -> None:
+                playing.ended(rollout.rollout_id)
+                told = replace(portable(rollout), turns=[], messages=[])  # tokens are sent with the group
+                finishing.append(asyncio.ensure_future(self._tell_finished(order.key, told)))
+
+            running = self._tasks[order.key] = asyncio.ensure_future(
+                self._rollouters[order.task].run_group(
+                    group.requests,
+                    order.sample,
+                    group_id=order.group_id,
+                    group_size=order.group_size,
+                    sampling=order.sampling,
+                    on_finished=on_finished,
+                )
+            )
+            finished = await running
+            await asyncio.gather(*finishing)
+            self._sender.drop(order.key)
+            return replace(finished, sample=None, rollouts=[portable(rollout) for rollout in finished.rollouts])
+
+    @contextmanager
+    def _running(self, order: GroupOrder, playing: RunningGroup) -> Generator[_Group]:
+        group = self._groups[order.key] = _Group(order, self._shard, playing, self._sender, self._max_context)
+        try:
+            yield group
+        finally:
+            del self._groups[order.key]
+            self._tasks.pop(order.key, None)
+
+    @concurrent_endpoint
+    async def cancel(self, key: str) -> None:
+        """Close the environments of a group, and send its answers. One that has ended is no error."""
+        if (task := self._tasks.get(key)) is None:
+            return
+        group = self._groups[key]
+        task.cancel()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CANCEL_S):
+                await group.playing.idle.wait()
+        await self._sender.flush()
+
+    @concurrent_endpoint
+    async def suspend(self, key: str) -> None:
+        """Hold back new requests of a group, and end those in flight with the tokens that they have. One that has ended
+        is no error."""
+        if (group := self._groups.get(key)) is not None:
+            group.suspension.suspend()
+            await group.suspension.abort_in_flight()
+
+    @concurrent_endpoint
+    async def resume(self, key: str) -> None:
+        if (group := self._groups.get(key)) is not None:
+            group.suspension.resume()
+
+    @concurrent_endpoint
+    async def send_answers(self) -> None:
+        """Send the controller all answers, and the tokens so far of requests in flight."""
+        tokens = self._shard.tokens_so_far()
+        for group in list(self._groups.values()):
+            if group.recorder is not None:
+                group.recorder.record_partial(tokens)
+        await self._sender.flush()
+
+    @concurrent_endpoint
+    async def pause_judging(self, task: str) -> None:
+        self._rollouters[task].pause_judging()
+
+    @concurrent_endpoint
+    async def resume_judging(self, task: str) -> None:
+        self._rollouters[task].resume_judging()
+
+    async def _tell_finished(self, key: str, rollout: Rollout) -> None:
+        await call(self._service.finished, key, rollout, who="controller")
+
+    def _connect(self, name: str, actor: Any) -> GeneratorConnection:
+        return GeneratorConnection(name, actor, caller_of(self._settings.shard, next(self._numbers)))
+
+    def _report(self, report: FromShard) -> None:
+        self._service.report.broadcast(self._settings.shard, report)
+
+
+class _ControllerConsole(Console):
+    """Console of a worker, whose lines are shown by the controller's."""
+
+    def __init__(self, worker: str, service: Any) -> None:
+        self._worker = worker
+        self._service = service
+        self._in_actor = contextvars.copy_context().run  # other threads send for this actor
+
+    def message(self, text: str) -> None:
+        self.warning(text)
+
+    def warning(self, text: str) -> None:
+        self._in_actor(self._service.say.broadcast, f"{self._worker}: {text}")

@@ -1,0 +1,116 @@
+"""Requests of one group: the router or a shard of it, and every step around a request."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
+
+from titan_rl.generation.recording import Recorder
+from titan_rl.generation.resume import Attempt, Generation, Resume
+from titan_rl.generation.router.router import GeneratorRouter
+from titan_rl.types import Completion, FinishReason, SamplingParams
+
+SUSPEND_TIMEOUT_S = 3600.0
+"""Longest time that a rollout waits while its group or all generation is interrupted."""
+
+
+class Playing(Protocol):
+    """Counts of a running group: see `RunningGroup`."""
+
+    def request(self, session_id: str | None) -> AbstractContextManager[object]:
+        """Count a request for the length of the block."""
+        ...
+
+
+class Suspendable(Protocol):
+    """Suspension of a group: see `Suspension`."""
+
+    @property
+    def is_suspended(self) -> bool: ...
+
+    async def wait_resumed(self) -> None: ...
+
+    def request(
+        self, request_id: str, abort: Callable[[Collection[str]], Awaitable[object]]
+    ) -> AbstractContextManager[bool]: ...
+
+
+class GroupRequests:
+    """The `GenerateFn` of one group. Pauses and suspensions only delay the requests of a training group.
+
+    A rollout worker has one for each of its groups, made of the attributes of the controller's.
+
+    Args:
+        playing: Counts the requests.
+        recorder: Of a training group; None for a validation group, which is neither suspended, recorded nor resumed.
+        suspension: Of a training group.
+        room: Awaited before each attempt of a training group, so that the record keeps up.
+        max_context: Most tokens of prompt and completion together.
+        version: That the requests name, because the generators go on to later ones.
+    """
+
+    def __init__(
+        self,
+        router: GeneratorRouter,
+        playing: Playing,
+        *,
+        recorder: Recorder | None = None,
+        suspension: Suspendable | None = None,
+        room: Callable[[], Awaitable[object]] | None = None,
+        max_context: int | None = None,
+        version: int | None = None,
+    ) -> None:
+        self.recorder = recorder
+        self.suspension = suspension
+        self.room = room
+        self.version = version
+        self._router = router
+        self._playing = playing
+        around = [self._counted]
+        if recorder is None:
+            naming = [] if version is None else [partial(_named, version)]
+            self._generation = Generation(router.stream, around_request=around, around_attempt=naming)
+        else:
+            self._generation = Generation(
+                router.stream,
+                around_request=around,
+                resume=Resume(self._both_open, SUSPEND_TIMEOUT_S, max_context=max_context),
+                ready=room,
+                around_attempt=[recorder.step, self._suspendable],
+            )
+
+    async def __call__(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        request_id: str,
+        session_id: str | None = None,
+        sampling: SamplingParams,
+    ) -> Completion:
+        return await self._generation(prompt_token_ids, request_id=request_id, session_id=session_id, sampling=sampling)
+
+    def _counted(self, call: Attempt) -> AbstractContextManager[object]:
+        return self._playing.request(call.request.session_id)
+
+    async def _both_open(self) -> None:
+        assert self.suspension is not None
+        await self.suspension.wait_resumed()
+        await self._router.wait_resumed()
+
+    @contextmanager
+    def _suspendable(self, attempt: Attempt) -> Generator[None]:
+        request_id = attempt.request.request_id
+        assert self.suspension is not None
+        with self.suspension.request(request_id, self._router.abort) as may_be_sent:
+            if not may_be_sent:
+                attempt.answer = Completion(request_id, [], [], FinishReason.ABORT, ())
+            yield
+
+
+@contextmanager
+def _named(version: int, attempt: Attempt) -> Generator[None]:
+    attempt.request = replace(attempt.request, version=version)
+    yield

@@ -1,0 +1,128 @@
+"""Record of the answers that a group has got, from which a group that runs again gets them again."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from titan_rl.core.arrays import token_array
+from titan_rl.core.errors import RequestError
+from titan_rl.generation.request import Partial
+from titan_rl.generation.resume import Attempt
+from titan_rl.types import Completion, SamplingParams
+
+
+def prompt_digest(token_ids: Sequence[int]) -> bytes:
+    """16 bytes that two prompts share only if they are equal."""
+    return hashlib.blake2b(token_array(token_ids).tobytes(), digest_size=16).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedAnswer:
+    """Answer to one attempt at a request: a whole completion, or the part before an interruption.
+
+    Attributes:
+        index: Position of the group in the data.
+    """
+
+    index: int
+    prompt_digest: bytes
+    sampling: SamplingParams
+    completion: Completion
+
+
+class Answer(Protocol):
+    """A recorded answer, as a group that asks again gets it."""
+
+    @property
+    def sampling(self) -> SamplingParams: ...
+
+    @property
+    def completion(self) -> Completion: ...
+
+
+KnownAnswers = Mapping[tuple[str, bytes], Answer]
+"""Recorded answers of a group by request id and digest of the prompt."""
+
+Asked = dict[str, tuple[int, bytes, SamplingParams]]
+"""Requests in flight by id: index of the group, digest of the prompt, and sampling."""
+
+
+class Recorder:
+    """Recorder of one group's answers, whose `step` is a step of `Generation`.
+
+    A fresh environment that is given the recorded answers arrives where its predecessor was, so environments need not
+    be saved. An environment that asks with another prompt or sampling than before gets new answers from there on. A
+    part that was interrupted comes back as aborted, and `Resume` asks for the rest.
+
+    Args:
+        index: Position of the group in the data.
+        known: Returns the answers that are known at present.
+        record: Receives each answer that has tokens.
+        check: Returns a checked copy of an answer, before anything reads it: `rollout.copies.completion_of`.
+        asked: Requests in flight, where several groups share them.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        known: Callable[[], KnownAnswers],
+        record: Callable[[RecordedAnswer], object],
+        check: Callable[[Any, int], Completion],
+        asked: Asked | None = None,
+    ) -> None:
+        self.index = index
+        self.known = known
+        self.record = record
+        self._check = check
+        self._asked = {} if asked is None else asked
+
+    @contextmanager
+    def step(self, attempt: Attempt) -> Generator[None]:
+        """Record the answer to an attempt, or repeat the one that is known.
+
+        Raises:
+            RequestError: a request of the same ID is in flight: completions are recorded by their request's ID, so that
+                two requests of one ID would get one answer.
+        """
+        request = attempt.request
+        request_id, sampling, digest = request.request_id, request.sampling, prompt_digest(request.prompt_token_ids)
+        if request_id in self._asked:
+            raise RequestError(f"request id {request_id!r} is in flight already; request ids must be unique")
+        known = self.known().get((request_id, digest))
+        if known is not None and known.sampling == sampling:
+            attempt.answer = known.completion
+            yield
+            return
+        self._asked[request_id] = (self.index, digest, sampling)
+        heard = Partial(request, attempt.on_chunk)
+        try:
+            with heard.attempt() as keep:
+                if attempt.on_chunk is not None:  # else the engines stream nothing
+                    attempt.on_chunk = keep
+                yield
+        except asyncio.CancelledError:  # who listens may have heard enough
+            self._keep(digest, sampling, heard.so_far)
+            raise
+        finally:
+            del self._asked[request_id]
+        attempt.answer = self._check(attempt.answer, sampling.max_tokens)
+        self._keep(digest, sampling, attempt.answer)
+
+    def record_partial(self, tokens: Mapping[str, Completion]) -> None:
+        """Record the tokens so far of the requests in flight.
+
+        Args:
+            tokens: Of all requests, by id: `GeneratorRouter.tokens_so_far`.
+        """
+        for request_id, (_, digest, sampling) in self._asked.items():
+            if (so_far := tokens.get(request_id)) is not None:
+                self._keep(digest, sampling, so_far)
+
+    def _keep(self, digest: bytes, sampling: SamplingParams, answer: Completion) -> None:
+        if answer.token_ids:
+            self.record(RecordedAnswer(self.index, digest, sampling, answer))

@@ -1,0 +1,80 @@
+"""Groups that run at present: their requests, their sessions and their states, for the display."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Generator
+
+from titan_rl.rollout.group.rollouter import Sessions
+
+
+class RunningGroup:
+    """Running group.
+
+    Args:
+        num_rollouts: Smallest number of its rollouts; a game has one for each seat.
+        sessions: Sessions of its rollouts.
+    """
+
+    def __init__(self, num_rollouts: int, sessions: Sessions) -> None:
+        self.idle = asyncio.Event()  # set while no request is in flight
+        self.idle.set()
+        self._num_rollouts = num_rollouts
+        self._num_requests = 0  # in flight
+        self._num_ended = 0
+        self._sessions = sessions
+
+    @property
+    def state(self) -> str:
+        """State of the group, by its name in `SLOT_STYLES` of the display."""
+        if self._num_requests:
+            return "generating"
+        return "scoring" if self._num_ended >= self._num_rollouts else "in the environment"
+
+    @contextlib.contextmanager
+    def request(self, session_id: str | None) -> Generator[None]:
+        """Count a request of a session for the length of the block."""
+        self._sessions.open(session_id)
+        self._num_requests += 1
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self._num_requests -= 1
+            if not self._num_requests:
+                self.idle.set()
+
+    def ended(self, rollout_id: str) -> None:
+        """Note that one of its rollouts has ended."""
+        self._num_ended += 1
+        self._sessions.finish(rollout_id)
+
+
+class RunningGroups:
+    """Running groups of training or of a validation.
+
+    Args:
+        finish_session: Called with each session that gets no further request.
+    """
+
+    def __init__(self, finish_session: Callable[[str], object]) -> None:
+        self._finish_session = finish_session
+        self._groups: dict[RunningGroup, None] = {}
+        self.num_done = 0
+
+    @contextlib.contextmanager
+    def one(self, num_rollouts: int) -> Generator[RunningGroup]:
+        """Count a group for the length of the block."""
+        with Sessions(self._finish_session) as sessions:
+            group = RunningGroup(num_rollouts, sessions)
+            self._groups[group] = None
+            try:
+                yield group
+            finally:
+                del self._groups[group]
+                self.num_done += 1
+
+    def states(self) -> Counter[str]:
+        return Counter(group.state for group in self._groups)
