@@ -26,8 +26,8 @@ class RolloutConfig(Section):
     """Run each environment entirely in its own thread, for coroutines that block and objects bound to a thread. Time
     limits then apply to them. Plain methods run in a thread in any case."""
     num_workers: NonNegativeInt = 0
-    """Processes that run groups, for environments or rewards that need much computation; 0 runs groups in the
-    controller."""
+    """Processes that run groups, for environments or rewards that need much computation, and for more requests than
+    one process can send; 0 runs groups in the controller."""
     max_retries: NonNegativeInt = 0
     """Maximum number of retries per group, over all its siblings, after errors other than parse errors; each in a new
     environment."""
