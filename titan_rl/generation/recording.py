@@ -35,7 +35,7 @@ class RecordedAnswer:
     completion: Completion
 
 
-class Answer(Protocol):
+class KnownAnswer(Protocol):
     """A recorded answer, as a group that asks again gets it."""
 
     @property
@@ -45,7 +45,7 @@ class Answer(Protocol):
     def completion(self) -> Completion: ...
 
 
-KnownAnswers = Mapping[tuple[str, bytes], Answer]
+KnownAnswers = Mapping[tuple[str, bytes], KnownAnswer]
 """Recorded answers of a group by request id and digest of the prompt."""
 
 Asked = dict[str, tuple[int, bytes, SamplingParams]]
