@@ -94,6 +94,14 @@ def test_muon_makes_updates_of_matrices_nearly_orthogonal_and_leaves_the_rest_to
     assert 0.6 < float(singular.min()) <= float(singular.max()) < 1.3
 
 
+def test_muon_finds_the_layers_of_either_implementation():
+    plain, wrapped = Model(), torch.nn.ModuleDict({"causal": Model()})
+    muon, _ = Optimizers(wrapped, "muon", OptimizerSpec(LR)).parts
+    names = {id(p): name for name, p in wrapped.named_parameters()}
+    found = {names[id(p)] for group in muon.param_groups for p in group["params"]}
+    assert found == {f"causal.{name}" for name, _ in plain.named_parameters() if name.startswith("layers.")}
+
+
 def test_the_learning_rates_of_groups_keep_their_proportions():
     model = Model()
     optimizers = Optimizers(model, f"{__name__}:slow_norm", OptimizerSpec(LR))

@@ -247,7 +247,7 @@ def muon(parameters: NamedParameters, spec: OptimizerSpec) -> list[Optimizer]:
 
     Updates of a matrix are about as large as with AdamW at the same learning rate (arXiv:2502.16982, eq. 4).
     """
-    matrices = [(name, p) for name, p in parameters if name.startswith("layers.") and p.ndim == 2]
+    matrices = [(name, p) for name, p in parameters if _is_of_a_layer(name) and p.ndim == 2]
     names = {name for name, _ in matrices}
     return [
         torch.optim.Muon(
@@ -259,6 +259,12 @@ def muon(parameters: NamedParameters, spec: OptimizerSpec) -> list[Optimizer]:
         ),
         adamw([(name, p) for name, p in parameters if name not in names], spec),
     ]
+
+
+def _is_of_a_layer(name: str) -> bool:
+    """Whether a parameter is of a numbered layer: `layers.3.attention.wq.weight` in torchtitan's models, and
+    `causal.model.layers.3.self_attn.q_proj.weight` or `causal.transformer.h.3...` in those of transformers."""
+    return any(part.isdecimal() for part in name.split("."))
 
 
 class Optimizers:
