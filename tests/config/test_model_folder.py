@@ -160,6 +160,18 @@ def test_an_unreadable_config_is_named(project: Path, content: str):
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_hidden_layers", 0), ("num_attention_heads", 0), ("hidden_size", "64"), ("max_position_embeddings", "512")],
+)
+def test_a_size_that_is_no_positive_number_is_named(project: Path, name: str, value: object):
+    config = json.loads(Path("policy/config.json").read_text()) | {name: value}
+    Path("policy/config.json").write_text(json.dumps(config))
+
+    with pytest.raises(ModelError, match=rf"config.json has {name} = {value!r}; it must be an integer of at least 1"):
+        load_config("config.toml")
+
+
+@pytest.mark.parametrize(
     ("key", "value", "message"),
     [
         ("model.max_context", "600", "model.max_context = 600 is more than the model's 512 positions"),
@@ -170,6 +182,16 @@ def test_an_unreadable_config_is_named(project: Path, content: str):
 def test_settings_that_do_not_fit_the_model_are_refused(project: Path, key: str, value: str, message: str):
     with pytest.raises(ConfigError, match=message):
         load_config("config.toml", [(key, value)])
+
+
+def test_a_context_that_longrope_turns_in_another_way_is_refused(project: Path):
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 128}
+    config = json.loads(Path("policy/config.json").read_text()) | {"rope_parameters": rope}
+    Path("policy/config.json").write_text(json.dumps(config))
+
+    load_config("config.toml", [("model.max_context", "128")])
+    with pytest.raises(ConfigError, match=r"max_context = 129 is more than the 128 positions of short sequences"):
+        load_config("config.toml", [("model.max_context", "129")])
 
 
 def test_the_smallest_cache_that_holds_one_context_is_enough(project: Path):

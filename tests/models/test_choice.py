@@ -10,7 +10,7 @@ import pytest
 from models.families import RESULTS, model_type
 
 from titan_rl.core.errors import ModelError
-from titan_rl.training.models.choice import DIVIDED, choose_implementation
+from titan_rl.training.models.choice import DIVIDED, choose_implementation, longest_context
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,28 @@ def test_auto_is_torchtitan_where_it_has_the_family(hf: dict[str, Any], name: st
     chosen = choose_implementation(hf)
     assert chosen.name == name
     assert reason in chosen.reason
+
+
+def test_sizes_may_be_missing_or_differ_by_layer() -> None:
+    hf = {
+        "model_type": "qwen2",
+        "num_key_value_heads": None,
+        "num_attention_heads": [4, 8],
+        "quantization_config": None,
+    }
+    assert choose_implementation(hf).name == "transformers"
+
+
+@pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling"])
+def test_contexts_of_longrope_end_where_its_tokens_turn_in_another_way(place: str) -> None:
+    rope = {"rope_type": "longrope"} if place == "rope_parameters" else {"type": "longrope"}
+    phi3 = {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096, place: rope}
+    assert longest_context(phi3) == 4096
+    assert (
+        longest_context({"max_position_embeddings": 131072, place: rope | {"original_max_position_embeddings": 8}}) == 8
+    )
+    assert longest_context(phi3 | {place: {"rope_type": "yarn"}}) == 131072
+    assert longest_context({}) is None
 
 
 def test_the_one_that_is_asked_for_is_used() -> None:
@@ -50,6 +72,12 @@ def test_the_one_that_is_asked_for_is_used() -> None:
         (
             {"model_type": "qwen2", "num_attention_heads": 4, "num_key_value_heads": 3},
             "num_attention_heads = 4 and num_key_value_heads = 3; the first must be a multiple",
+        ),
+        ({"model_type": "qwen2", "num_hidden_layers": 0}, "num_hidden_layers = 0; it must be an integer of at least 1"),
+        ({"model_type": "qwen2", "hidden_size": "64"}, "hidden_size = '64'; it must be an integer of at least 1"),
+        (
+            {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 9},
+            "gives each token 9 experts, and has 8 of them; num_experts_per_tok must be at most that",
         ),
     ],
 )

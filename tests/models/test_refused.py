@@ -9,12 +9,16 @@ import pytest
 
 pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
 
+import torch
 from e2e.tiny_policy import on_policy_samples
 from models.steps import make
 from transformers import AutoConfig
 
 from titan_rl.core.errors import ModelError
+from titan_rl.training.family_check import draw_sequences, eager_logprobs
 from titan_rl.training.models.tiny import make_tiny, tiny_config
+from titan_rl.training.parallel import World
+from titan_rl.training.policy import Policy, score
 
 pytestmark = pytest.mark.slow
 
@@ -40,18 +44,31 @@ def test_an_untried_family_trains_if_its_numbers_are_right(tmp_path: Path) -> No
     assert trainer.step(on_policy_samples(trainer, 40, 33)).metrics["grad_norm"] > 0
 
 
-def test_long_contexts_of_longrope_are_refused(tmp_path: Path) -> None:
-    folder = write("phi3", tmp_path / "model")
+def longrope(folder: Path, short: int) -> Path:
+    """A tiny Phi-3 with two sets of frequencies: of sequences of up to `short` tokens, and of longer ones."""
+    write("phi3", folder)
     config = json.loads((folder / "config.json").read_text())
     rope = {
         "rope_type": "longrope",
         "rope_theta": 10000.0,
-        "original_max_position_embeddings": 64,
+        "original_max_position_embeddings": short,
         "short_factor": [1.0] * 16,
         "long_factor": [2.0] * 16,
     }
     (folder / "config.json").write_text(
-        json.dumps(config | {"original_max_position_embeddings": 64, "rope_parameters": rope})
+        json.dumps(config | {"original_max_position_embeddings": short, "rope_parameters": rope})
     )
+    return folder
+
+
+def test_long_contexts_of_longrope_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="'longrope', which turns tokens of sequences longer than 64"):
-        make(folder)
+        make(longrope(tmp_path / "model", 64))
+
+
+def test_rows_may_be_longer_than_the_contexts_of_longrope(tmp_path: Path) -> None:
+    folder = longrope(tmp_path / "model", 64)
+    policy = Policy(folder, World(), max_context=64, row_tokens=256, attention="document")
+    found = score(policy, World(), sequences := draw_sequences(60, 17, 63, 33), max_context=64)
+    for mine, theirs in zip(found, eager_logprobs(folder, sequences), strict=True):
+        torch.testing.assert_close(torch.tensor(mine, dtype=torch.float64), theirs, rtol=0, atol=2e-5)

@@ -191,6 +191,17 @@ def test_each_setting_that_saves_memory_saves_its_part(folder: Path) -> None:
     assert part("reference model", offload=("reference",)) == 0 < part("reference model")
 
 
+def test_longrope_takes_as_much_as_plain_rotary_embeddings() -> None:
+    plain = AutoConfig.for_model("phi3", num_hidden_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=64,
+                                 num_key_value_heads=2, intermediate_size=96, pad_token_id=0).to_dict()  # fmt: skip
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    scaled = plain | {"rope_parameters": rope, "original_max_position_embeddings": 4096}
+    of_plain, of_scaled = (
+        rank_memory(ModelConfig(path="tiny"), TrainingConfig(row_tokens=128), hf=hf) for hf in (plain, scaled)
+    )
+    assert of_scaled == of_plain
+
+
 def test_config_json_without_a_dimension_or_of_a_refused_family_is_an_error(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no config\.json"):
         rank_memory(ModelConfig(path=str(tmp_path)), TrainingConfig())

@@ -103,6 +103,23 @@ def test_scaled_rotary_embeddings_keep_type_and_scale() -> None:
     assert tiny.rope_parameters == llama3 | {"original_max_position_embeddings": 512}
 
 
+@pytest.mark.parametrize("head_dim", [16, 32, 128])
+def test_factors_of_longrope_keep_their_range_in_heads_of_any_size(head_dim: int) -> None:
+    pairs = head_dim // 2
+    rope = {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * pairs,
+        "long_factor": [1.0 + pair / pairs for pair in range(pairs)],
+    }  # fmt: skip
+    _, tiny = shrunk(
+        "phi3", hidden_size=4 * head_dim, num_attention_heads=4, num_key_value_heads=4,
+        original_max_position_embeddings=256, max_position_embeddings=512, rope_parameters=rope,
+    )  # fmt: skip
+    found = tiny.rope_parameters["long_factor"]
+    assert len(found) == len(tiny.rope_parameters["short_factor"]) == HEAD_DIM // 2
+    assert found == sorted(found)
+    assert (found[0], found[-1]) == (1.0, pytest.approx(2.0, abs=2 / min(pairs, HEAD_DIM // 2)))
+
+
 def test_a_config_is_not_changed_by_its_tiny_copy() -> None:
     config = AutoConfig.for_model("gemma3_text")
     before = config.to_dict()

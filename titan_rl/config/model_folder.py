@@ -14,7 +14,13 @@ from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import GenerationConfig, SpeculativeConfig
 from titan_rl.core.errors import ConfigError, ModelError
 from titan_rl.generation.gpu_share import planned_kv_gib
-from titan_rl.training.models.choice import EXPERT_COUNTS, choose_implementation
+from titan_rl.training.models.choice import (
+    EXPERT_COUNTS,
+    check_sizes,
+    choose_implementation,
+    is_longrope,
+    longest_context,
+)
 from titan_rl.training.settings import TARGETS, AdapterConfig, ModelConfig, TrainingConfig
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -53,7 +59,7 @@ def check_model_folder(model: ModelConfig, generation: GenerationConfig, places:
         places: where it is looked for.
 
     Raises:
-        ModelError: a file is missing or unreadable.
+        ModelError: a file is missing or unreadable, or config.json contradicts itself.
         ConfigError: the folder, or that of a draft model, does not exist, or a setting does not fit the model.
     """
     path = model.path
@@ -66,6 +72,7 @@ def check_model_folder(model: ModelConfig, generation: GenerationConfig, places:
             "the folder of a model that is there, such as after hf download ORGANIZATION/NAME --local-dir FOLDER"
         )
     architecture = read_json(folder, "config.json")
+    check_sizes(architecture)
     check_weights(folder)
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ModelError(f"model.path = {path!r} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there")
@@ -188,8 +195,13 @@ def check_training_fit(config: RunConfig) -> None:
 
 def _check_fit(model: ModelConfig, generation: GenerationConfig, architecture: dict[str, Any]) -> None:
     context = model.max_context
-    positions = architecture.get("max_position_embeddings")
+    positions = longest_context(architecture)
     if positions is not None and context > positions:
+        if is_longrope(architecture):
+            raise ConfigError(
+                f"model.max_context = {context} is more than the {positions} positions of short sequences: config.json "
+                "has rope type 'longrope', which turns the tokens of longer ones in another way; set it to at most that"
+            )
         raise ConfigError(
             f"model.max_context = {context} is more than the model's {positions} positions; set it to at most that, or "
             "have config.json scale them: docs/how_to/long_rows.md"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_rl.core.errors import ModelError
-from titan_rl.training.models.choice import EXPERT_COUNTS, choose_implementation
+from titan_rl.training.models.choice import EXPERT_COUNTS, TOP_KS, choose_implementation
 from titan_rl.training.models.hf_model import read_hf_config
 from titan_rl.training.passes import BuiltFrom, MicroBatchShape, measure_passes
 from titan_rl.training.settings import ModelConfig, TrainingConfig
@@ -256,7 +256,7 @@ def _split(hf: Mapping[str, Any], ranks: int) -> dict[str, Any]:
 def _divided(hf: Mapping[str, Any], ranks: int) -> dict[str, Any]:
     """config.json of a model that has the experts of one expert-parallel rank, but at least as many as a token uses."""
     made = dict(hf)
-    top_k = next((hf[name] for name in ("num_experts_per_tok", "moe_topk", "moe_k") if hf.get(name)), 1)
+    top_k = next((hf[name] for name in TOP_KS if hf.get(name)), 1)
     for name in EXPERT_COUNTS:
         if hf.get(name):
             made[name] = max(top_k, hf[name] // ranks)

@@ -29,6 +29,7 @@ from titan_rl.core.errors import ModelError
 from titan_rl.training.attention.variants import PLAIN, Variant, attend_by_scores
 from titan_rl.training.choices import ActivationCheckpointing, DType
 from titan_rl.training.decoder import DecoderModel
+from titan_rl.training.models.choice import is_longrope
 from titan_rl.training.selected_logprobs import CHUNK_LOGITS
 from titan_rl.training.settings import AdapterConfig
 
@@ -67,7 +68,7 @@ class BuiltFrom:
         Raises:
             ModelError: the config lacks a dimension, or the library does not know the family.
         """
-        hf = json.loads(self.text)
+        hf = _with_one_rope(json.loads(self.text))
         if num_layers is not None:
             for name in LAYERS:
                 if name in hf:
@@ -93,6 +94,18 @@ class BuiltFrom:
                 )
             except ModelError as error:  # the folder is not the user's
                 raise ModelError(str(error).replace(f" in {folder}", "").replace(folder, "its folder")) from error
+
+
+def _with_one_rope(hf: dict[str, Any]) -> dict[str, Any]:
+    """config.json with plain rotary embeddings instead of longrope's, which need as much memory. The positions of a
+    batch choose between longrope's two sets of frequencies, and tensors without memory have no values."""
+    if not is_longrope(hf):
+        return hf
+    for name in ("rope_parameters", "rope_scaling"):
+        if rope := hf.get(name):
+            kept = {field: rope[field] for field in ("rope_theta", "partial_rotary_factor") if field in rope}
+            hf[name] = {"rope_type": "default", **kept}
+    return hf
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from titan_rl.training.data.packing import Family
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.decoder import DecoderModel, replay
 from titan_rl.training.device import local_device
+from titan_rl.training.models.choice import longest_context
 from titan_rl.training.models.hf_model import HFModel, read_hf_config
 from titan_rl.training.models.lora import Adapter
 from titan_rl.training.parallel import World, local, parallelize
@@ -111,8 +112,8 @@ class Policy:
         self._world_size = world.size
         self.dtype: torch.dtype = getattr(torch, dtype)
         # Positions restart with every sample, so rows may be longer than the longest context.
-        positions = read_hf_config(folder).get("max_position_embeddings", row_tokens)
-        self._longest = max(max_context, min(row_tokens, positions))
+        positions = longest_context(read_hf_config(folder))
+        self._longest = max(max_context, row_tokens if positions is None else min(row_tokens, positions))
         self._hf = HFModel(
             folder,
             world,

@@ -107,6 +107,15 @@ REFUSED: Mapping[str, str] = {
 }
 """Families that transformers has and that are not trained, with the reason."""
 
+TOP_KS = ("num_experts_per_tok", "moe_topk", "moe_k")
+"""Names of the number of experts of a token in config.json."""
+
+SIZES = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
+    "max_position_embeddings",
+)  # fmt: skip
+"""Fields of config.json that are numbers of at least 1 in every family that has them."""
+
 _STATEFUL = ("linear_attention", "conv", "mamba", "recurrent")
 
 
@@ -133,11 +142,12 @@ def choose_implementation(
         has_adapter: whether an adapter is trained, which of transformers' families only those in `ADAPTED` have.
 
     Raises:
-        ModelError: no implementation, or not the one that is asked for, can train the model.
+        ModelError: no implementation, or not the one that is asked for, can train the model, or config.json
+            contradicts itself.
 
     Example: Qwen2.5, whose model_type is "qwen2", is trained with transformers, and Qwen3 with torchtitan.
     """
-    _check_heads(hf)
+    check_sizes(hf)
     if expert_parallel > 1:
         _check_experts(hf, expert_parallel)
     lacks = torchtitan_lacks(hf)
@@ -172,13 +182,54 @@ def choose_implementation(
     return ChosenImplementation("transformers", "model.implementation asks for it" if lacks is None else lacks)
 
 
-def _check_heads(hf: Mapping[str, Any]) -> None:
+def check_sizes(hf: Mapping[str, Any]) -> None:
+    """Check the sizes of heads, layers, experts and vocabulary that config.json has.
+
+    Raises:
+        ModelError: one of them is no number of at least 1, or does not fit another.
+    """
+    for name in SIZES:
+        value = hf.get(name)
+        if value is None or isinstance(value, list):  # of a family that computes it, or has one for each layer
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ModelError(f"config.json has {name} = {value!r}; it must be an integer of at least 1")
     heads, kv_heads = hf.get("num_attention_heads"), hf.get("num_key_value_heads")
-    if isinstance(heads, int) and isinstance(kv_heads, int) and (kv_heads < 1 or heads % kv_heads):
+    if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
         raise ModelError(
             f"config.json has num_attention_heads = {heads} and num_key_value_heads = {kv_heads}; the first must be a "
             "multiple of the second"
         )
+    experts = next((found for name in EXPERT_COUNTS if isinstance(found := hf.get(name), int)), None)
+    top_k = next((found for name in TOP_KS if isinstance(found := hf.get(name), int)), None)
+    if experts and top_k and top_k > experts:
+        raise ModelError(
+            f"config.json gives each token {top_k} experts, and has {experts} of them; "
+            f"{' or '.join(name for name in TOP_KS if hf.get(name))} must be at most that"
+        )
+
+
+def is_longrope(hf: Mapping[str, Any]) -> bool:
+    """Whether tokens are turned by one set of frequencies in short sequences, and by another in long ones."""
+    rope = _rope(hf)
+    return rope.get("rope_type", rope.get("type")) == "longrope"
+
+
+def longest_context(hf: Mapping[str, Any]) -> int | None:
+    """Most positions of a sequence that trainer and engines compute alike; None if config.json sets no limit.
+
+    With longrope they are those of the short sequences: as a sequence grows beyond them, transformers turns all of its
+    tokens in another way, also those whose keys a generator has cached.
+    """
+    most: int | None = hf.get("max_position_embeddings")
+    if not is_longrope(hf):
+        return most
+    short = hf.get("original_max_position_embeddings") or _rope(hf).get("original_max_position_embeddings")
+    return most if short is None else short
+
+
+def _rope(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    return hf.get("rope_parameters") or hf.get("rope_scaling") or {}
 
 
 def _check_experts(hf: Mapping[str, Any], ranks: int) -> None:
@@ -202,7 +253,7 @@ def torchtitan_lacks(hf: Mapping[str, Any]) -> str | None:
     for key, value in TORCHTITAN_FIELDS[name].items():
         if (found := hf.get(key, value)) != value:
             return f"torchtitan's {name} supports only {key} {value!r}, and config.json has {found!r}"
-    rope: Mapping[str, Any] = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    rope = _rope(hf)
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in TORCHTITAN_ROPE[name]:
         known = " and ".join(map(repr, TORCHTITAN_ROPE[name]))
@@ -222,13 +273,13 @@ def transformers_refuses(hf: Mapping[str, Any]) -> str | None:
         return f"model_type {name!r} reads more than text; only models of text are trained"
     if hf.get("is_encoder_decoder"):
         return f"model_type {name!r} has an encoder; only decoders are trained"
-    if "quantization_config" in hf:
-        method = hf["quantization_config"].get("quant_method")
+    if quantization := hf.get("quantization_config"):
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         return f"its weights are quantized ({method}); save them in bfloat16 first"
     kinds = {*(hf.get("layer_types") or ()), *(hf.get("layers_block_type") or ())}
     if found := sorted(kinds.intersection(_STATEFUL)):
         return _CARRIES.format(repr(found[0]))
-    rope: Mapping[str, Any] = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    rope = _rope(hf)
     if rope.get("rope_type", rope.get("type")) == "dynamic":
         return "rope type 'dynamic' turns the tokens of a sequence by its length, which changes as it grows"
     return None

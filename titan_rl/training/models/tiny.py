@@ -80,7 +80,7 @@ def tiny_config(config: Any, **fields: Any) -> Any:
         if getattr(tiny, name, None) is not None:
             setattr(tiny, name, 0 if name == "pad_token_id" else 1)
     if _number(tiny, "original_max_position_embeddings"):
-        tiny.original_max_position_embeddings = min(TRAINED_POSITIONS, tiny.original_max_position_embeddings)
+        tiny.original_max_position_embeddings = TRAINED_POSITIONS
     if isinstance(rope := getattr(tiny, "rope_parameters", None), dict):
         tiny.rope_parameters = _tiny_rope(rope)
     for name, value in fields.items():
@@ -170,9 +170,12 @@ def _tiny_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
         name: _tiny_rope(value) if name.endswith("_attention") else value for name, value in rope.items()
     }
     if tiny.get("original_max_position_embeddings"):
-        tiny["original_max_position_embeddings"] = min(TRAINED_POSITIONS, tiny["original_max_position_embeddings"])
+        tiny["original_max_position_embeddings"] = TRAINED_POSITIONS
     pairs = int(HEAD_DIM * (tiny.get("partial_rotary_factor") or 1.0)) // 2
-    return tiny | {name: tiny[name][:pairs] for name in ("short_factor", "long_factor") if name in tiny}
+    for name in ("short_factor", "long_factor"):
+        if factors := tiny.get(name):  # one for each pair of entries of a head
+            tiny[name] = [factors[pair * len(factors) // pairs] for pair in range(pairs)]
+    return tiny
 
 
 def make_tiny(config: Any, folder: Path, *, seed: int = 0) -> Path:

@@ -33,6 +33,7 @@ from titan_rl.core.errors import ModelError, in_one_line
 from titan_rl.training.attention.attention import Layout
 from titan_rl.training.attention.variants import PLAIN, Variant
 from titan_rl.training.decoder import PREFIX
+from titan_rl.training.models.choice import is_longrope, longest_context
 from titan_rl.training.models.expert_parallel import ExpertsOnRanks, shard_experts
 from titan_rl.training.models.experts import FREE
 from titan_rl.training.models.lora import adapt_layers
@@ -414,19 +415,15 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def _check_positions(config: Any, max_context: int) -> None:
-    positions = getattr(config, "max_position_embeddings", None) or max_context
-    if positions < max_context:
-        raise ModelError(f"config.json has max_position_embeddings {positions}; {max_context} positions are needed")
-    rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
-        short = getattr(config, "original_max_position_embeddings", None)
-        short = short or rope.get("original_max_position_embeddings") or positions
-        if max_context > short:
-            raise ModelError(
-                f"config.json has rope type 'longrope', which turns tokens of sequences longer than {short} in another "
-                f"way than those of shorter ones, and {max_context} positions are needed; set model.max_context to "
-                f"{short} or less, and training.row_tokens too"
-            )
+    hf = config.to_dict()
+    if (most := longest_context(hf)) is None or max_context <= most:
+        return
+    if not is_longrope(hf):
+        raise ModelError(f"config.json has max_position_embeddings {most}; {max_context} positions are needed")
+    raise ModelError(
+        f"config.json has rope type 'longrope', which turns tokens of sequences longer than {most} in another way than "
+        f"those of shorter ones, and {max_context} positions are needed; set model.max_context to {most} or less"
+    )
 
 
 def _find_blocks(causal: Any) -> tuple[Any, str, nn.ModuleList]:
