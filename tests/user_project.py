@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -51,6 +52,13 @@ lr = 1
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 ARCHITECTURE = {
+    "model_type": "qwen3",
+    "vocab_size": 512,
+    "head_dim": 16,
+    "intermediate_size": 16,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
     "max_position_embeddings": 512,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -70,6 +78,33 @@ def write_tensors(path: Path, *names: str) -> None:
 
 
 @functools.cache
+def _weights() -> bytes:
+    """Weights of the policy, all zero."""
+    vocabulary, width, inner = (ARCHITECTURE[name] for name in ("vocab_size", "hidden_size", "intermediate_size"))
+    head = ARCHITECTURE["head_dim"]
+    heads, kv_heads = (head * ARCHITECTURE[f"num_{kind}_heads"] for kind in ("attention", "key_value"))
+    shapes = {"model.embed_tokens": [vocabulary, width], "model.norm": [width]}
+    for layer in range(ARCHITECTURE["num_hidden_layers"]):
+        shapes |= {
+            f"model.layers.{layer}.{name}": shape
+            for name, shape in {
+                "input_layernorm": [width], "post_attention_layernorm": [width],
+                "self_attn.q_proj": [heads, width], "self_attn.q_norm": [head],
+                "self_attn.k_proj": [kv_heads, width], "self_attn.k_norm": [head],
+                "self_attn.v_proj": [kv_heads, width], "self_attn.o_proj": [width, heads],
+                "mlp.gate_proj": [inner, width], "mlp.up_proj": [inner, width], "mlp.down_proj": [width, inner],
+            }.items()
+        }  # fmt: skip
+    header: dict[str, object] = {}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + 4 * math.prod(shape)
+        header[f"{name}.weight"] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(end)
+
+
+@functools.cache
 def _tokenizer_files() -> dict[str, str]:
     """Of a tokenizer of bytes, as a tiny model has it."""
     with tempfile.TemporaryDirectory() as folder:
@@ -85,7 +120,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     policy = tmp_path / "policy"
     policy.mkdir()
     (policy / "config.json").write_text(json.dumps(ARCHITECTURE))
-    write_tensors(policy / "model.safetensors")
+    (policy / "model.safetensors").write_bytes(_weights())
     for name, text in _tokenizer_files().items():
         (policy / name).write_text(text)
     monkeypatch.chdir(tmp_path)

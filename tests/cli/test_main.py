@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -51,6 +53,26 @@ def test_dry_run_prints_the_resolved_settings_and_starts_nothing(project: Path, 
     printed = tomllib.loads(capsys.readouterr().out)
     assert printed["training"]["steps"] == 9
     assert printed["model"]["path"] == str(project / "policy")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"intermediate_size": 32}, "'model.layers.0.mlp.down_proj.weight' in .* has shape"),
+        ({"tie_word_embeddings": False}, "the weights in .* lack 'lm_head.weight', which config.json describes"),
+        ({"model_type": "qwen9"}, "transformers cannot build the model in .* model type `qwen9`"),
+        (
+            {"model_type": "qwen2", "hidden_act": "wiggle"},
+            "cannot build the model in .*: KeyError: 'wiggle'",
+        ),
+        ({"model_type": "qwen2", "layer_types": ["full_attention"]}, "cannot build the model in .*`layer_types`"),
+    ],
+)
+def test_a_dry_run_builds_the_policy_and_compares_its_tensors(project: Path, changed, message, capsys):
+    path = project / "policy" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    assert main(["train", "config.toml", "--dry-run"]) == 2
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_a_dry_run_is_short_and_ends_with_a_verdict_and_the_next_command(project: Path, capsys):

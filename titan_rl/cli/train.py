@@ -104,7 +104,13 @@ def _dry_run(config: RunConfig, resume: Path | None, arguments: argparse.Namespa
     from titan_rl.cluster.hosts.placement import visible_gpus
     from titan_rl.config.load import dump_config
     from titan_rl.run.directory import check_run_dir
-    from titan_rl.run.machine.requirements import describe_chat, describe_implementation, describe_transport
+    from titan_rl.run.machine.requirements import (
+        check_policy,
+        describe_chat,
+        describe_implementation,
+        describe_transport,
+    )
+    from titan_rl.run.terminal.waiting import WAITING
 
     if resume is None:
         check_run_dir(config)
@@ -125,6 +131,8 @@ def _dry_run(config: RunConfig, resume: Path | None, arguments: argparse.Namespa
     if code:
         tell("titan-rl: not ready: a run would fail; see the errors above")
         return code
+    with WAITING.shown("building the policy without memory"):
+        check_policy(config)
     tell("titan-rl: ready: the settings are valid, and the run can start")
     begins = arguments.config if resume is None else ["--resume", str(resume)]
     tell_next("train", *begins, *(f"--{name}={value}" for name, value in arguments.overrides))

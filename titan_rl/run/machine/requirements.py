@@ -19,7 +19,7 @@ from titan_rl.config.experimental import experimental_warning
 from titan_rl.config.model_files import read_json
 from titan_rl.config.model_folder import BYTES, count_adapter, count_parameters
 from titan_rl.config.run import RunConfig
-from titan_rl.core.errors import ConfigError, MissingExtraError, NoSpaceError
+from titan_rl.core.errors import ConfigError, MissingExtraError, ModelError, NoSpaceError, TitanRLError, in_one_line
 from titan_rl.rollout.renderer.registry import ChosenRenderer, choose_renderer
 from titan_rl.rollout.renderer.support import chat_support
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
@@ -180,6 +180,34 @@ def describe_implementation(config: RunConfig) -> str:
         count = next(hf[name] for name in EXPERT_COUNTS if hf.get(name))
         divided = f"; each rank holds {count // ranks} of {count} experts (training.expert_parallel = {ranks})"
     return f"model.implementation is {chosen.name}: {chosen.reason}{divided}{try_it}"
+
+
+def check_policy(config: RunConfig) -> None:
+    """Build the policy without memory, as the trainer does, and compare its tensors with those of the folder. Nothing
+    is checked if torchtitan is not installed.
+
+    Raises:
+        ModelError: config.json does not describe a model that can be built, or the folder has other weights.
+        ConfigError: an adapter does not fit the model.
+    """
+    if find_spec("torchtitan") is None:
+        return
+    from titan_rl.training.models.hf_model import HFModel
+    from titan_rl.training.parallel import World
+
+    model, adapter = config.model, config.training.adapter
+    try:
+        HFModel(
+            Path(model.path),
+            World(),
+            max_context=model.max_context,
+            adapter=adapter if adapter.is_on else None,
+            implementation=model.implementation,
+        )
+    except TitanRLError:
+        raise
+    except Exception as error:  # the code of a family may raise anything for fields that it does not expect
+        raise ModelError(f"the model in {model.path} cannot be built from config.json: {in_one_line(error)}") from error
 
 
 def describe_chat(config: RunConfig) -> list[str]:

@@ -29,7 +29,7 @@ from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.rollout.renderer.types import renderable
 from titan_rl.run.directory import RunDirectory, run_name
 from titan_rl.run.machine.environment import file_modes
-from titan_rl.run.machine.requirements import require_modules
+from titan_rl.run.machine.requirements import check_policy, require_modules
 from titan_rl.run.observability.progress import status
 from titan_rl.run.observability.summary import show_summary
 from titan_rl.run.observability.watchers import warn_of_shortage
@@ -319,6 +319,7 @@ def check(config: RunConfig, folder: Path, resume: Path | None = None) -> tuple[
     """
     found = find_demonstrations(config)
     ready = prepared(config, found, folder)
+    check_policy(ready)
     losses: Sequence[str] = ()
     if resume is not None:
         losses = check_resumption(ready, resume, supervised=True).losses
