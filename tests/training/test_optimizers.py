@@ -22,10 +22,11 @@ class Model(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         self.tok_embeddings = nn.Embedding(5, 4, _weight=torch.randn(5, 4, generator=generator))
-        self.layers = nn.ModuleDict({"0": nn.Linear(4, 6, bias=False)})
+        matrix = nn.Linear(4, 6, bias=False)
+        self.layers = nn.ModuleDict({"0": matrix})
         self.norm = nn.LayerNorm(4, bias=False)
         with torch.no_grad():
-            self.layers["0"].weight.copy_(torch.randn(6, 4, generator=generator))
+            matrix.weight.copy_(torch.randn(6, 4, generator=generator))
 
 
 def gradients(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
@@ -84,7 +85,7 @@ def test_muon_makes_updates_of_matrices_nearly_orthogonal_and_leaves_the_rest_to
     assert torch.equal(found["norm.weight"], adamw["norm.weight"])
     model = Model()
     optimizers = Optimizers(model, "muon", OptimizerSpec(LR))
-    matrix = model.layers["0"].weight
+    matrix = model.get_parameter("layers.0.weight")
     before = matrix.detach().clone()
     for name, gradient in gradients(model, 0).items():
         model.get_parameter(name).grad = gradient
@@ -95,7 +96,8 @@ def test_muon_makes_updates_of_matrices_nearly_orthogonal_and_leaves_the_rest_to
 
 
 def test_muon_finds_the_layers_of_either_implementation():
-    plain, wrapped = Model(), torch.nn.ModuleDict({"causal": Model()})
+    plain, wrapped = Model(), nn.Module()
+    wrapped.add_module("causal", Model())
     muon, _ = Optimizers(wrapped, "muon", OptimizerSpec(LR)).parts
     names = {id(p): name for name, p in wrapped.named_parameters()}
     found = {names[id(p)] for group in muon.param_groups for p in group["params"]}
