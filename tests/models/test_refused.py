@@ -15,7 +15,13 @@ from models.steps import make
 from transformers import AutoConfig
 
 from titan_rl.core.errors import ModelError
-from titan_rl.training.family_check import draw_sequences, eager_logprobs
+from titan_rl.training.family_check import (
+    check_family,
+    draw_sequences,
+    eager_logprobs,
+    logprob_tolerance,
+    rounding_error,
+)
 from titan_rl.training.models.tiny import make_tiny, tiny_config
 from titan_rl.training.parallel import World
 from titan_rl.training.policy import Policy, score
@@ -42,6 +48,18 @@ def test_an_attention_with_unknown_arguments_is_refused_with_their_names(tmp_pat
 def test_an_untried_family_trains_if_its_numbers_are_right(tmp_path: Path) -> None:
     trainer = make(write("persimmon", tmp_path / "model"))
     assert trainer.step(on_policy_samples(trainer, 40, 33)).metrics["grad_norm"] > 0
+
+
+def test_a_family_that_rounds_more_than_others_is_tried_with_that_tolerance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write("minicpm3", tmp_path / "model")  # it scales embeddings and residuals
+    sequences = draw_sequences(40, 17, 33)
+    assert rounding_error(folder, sequences) > 2e-5
+    logprobs, _ = check_family(folder)
+    assert 2e-5 < logprobs.difference <= logprobs.tolerance <= 2e-4
+    monkeypatch.setattr("titan_rl.training.family_check.rounding_error", lambda *_: 1.0)
+    assert logprob_tolerance(folder, sequences, 2e-5) == pytest.approx(2e-4)
 
 
 def longrope(folder: Path, short: int) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from titan_rl.cli.main import main
 from titan_rl.core.errors import ModelError
 from titan_rl.run.machine import model_check
-from titan_rl.run.machine.model_check import CheckedModel, ModelOutcome, check_model, read_model
+from titan_rl.run.machine.model_check import CheckedModel, ModelOutcome, check_model, in_a_line, read_model
 from titan_rl.training.comparison import Comparison
 
 RIGHT = Comparison("logprobs", "A against B", 1e-6, 2e-5, "nats")
@@ -108,6 +109,29 @@ def test_errors_crashes_and_hangs_of_a_process_are_its_result(
     for pid in started:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_an_error_without_a_text_is_known_by_its_line(tmp_path: Path) -> None:
+    def load() -> None:
+        assert tmp_path is None
+
+    with pytest.raises(AssertionError) as raised:
+        load()
+    error = raised.value
+    error.args = ()
+    assert re.search(
+        r"AssertionError at .*test_model_check.py:\d+: assert tmp_path is None", in_a_line(error, tmp_path)
+    )
+
+
+def test_a_trainer_that_could_not_be_checked_has_no_next_command(
+    make: Callable[[Any], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = ModelOutcome("trainer", problem="transformers cannot build a tiny qwen2")
+    monkeypatch.setattr("titan_rl.cli.doctor.check_model", lambda _: iter([outcome]))
+    assert main(["doctor", "--model", str(make({"model_type": "qwen2"}))]) == 1
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.endswith("the trainer could not be checked")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from titan_rl.run.machine.model_check import CheckedModel, ModelOutcome, check_m
 from titan_rl.run.terminal.standard_streams import say, tell, tell_next
 from titan_rl.run.terminal.waiting import WAITING
 
+WRONG = "wrong"
+
 
 def set_up(parser: Parser) -> None:
     parser.description = (
@@ -71,7 +73,8 @@ def _verdict(model: CheckedModel, wrong: dict[str, list[str]]) -> int:
         tell_next("train", "CONFIG", "--model.path", str(model.folder))
     elif "trainer" in wrong:
         tell(f"titan-rl: no, a run cannot train {family}: {differs}")
-        tell_next("doctor")  # versions of packages that are not the tested ones
+        if any(name.endswith(WRONG) for name in wrong["trainer"]):
+            tell_next("doctor")  # versions of packages that are not the tested ones
     else:
         tell(f"titan-rl: no, a run cannot sample {family}: {differs}; fine-tuning on demonstrations needs no engine")
         tell_next("sft", "CONFIG", "--model.path", str(model.folder))
@@ -81,7 +84,7 @@ def _verdict(model: CheckedModel, wrong: dict[str, list[str]]) -> int:
 def _name(outcome: ModelOutcome) -> str:
     if outcome.comparison is None:
         return f"the {outcome.part} could not be checked"
-    return f"{outcome.comparison.name} differ"
+    return f"{outcome.comparison.name} {WRONG}"
 
 
 def _outcome_as_json(outcome: ModelOutcome) -> str:

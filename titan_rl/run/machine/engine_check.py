@@ -13,7 +13,14 @@ from titan_rl.generation.registry import make_engine
 from titan_rl.generation.request import EngineRequest
 from titan_rl.training.choices import Implementation
 from titan_rl.training.comparison import Comparison
-from titan_rl.training.family_check import CONTEXT, draw_sequences, exact_products, tiny_policy, tolerances_of
+from titan_rl.training.family_check import (
+    CONTEXT,
+    draw_sequences,
+    exact_products,
+    logprob_tolerance,
+    tiny_policy,
+    tolerances_of,
+)
 from titan_rl.training.parallel import World
 from titan_rl.training.policy import Policy, score
 from titan_rl.types import SamplingParams
@@ -35,9 +42,9 @@ def check_engine(folder: Path, implementation: Implementation = "auto") -> Itera
         Exception: raised by the engine.
     """
     policy = tiny_policy(folder, implementation)
-    tolerance = tolerances_of(policy.device).engine
-    engine = make_engine("vllm", EngineSpec(str(folder), max_context=CONTEXT, kv_cache_gib=0.1))
     sequences = draw_sequences(40, 17)
+    tolerance = logprob_tolerance(folder, sequences, tolerances_of(policy.device).engine)
+    engine = make_engine("vllm", EngineSpec(str(folder), max_context=CONTEXT, kv_cache_gib=0.1))
     with exact_products():
         before = _scores(policy, sequences)
         yield Comparison(

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -171,7 +172,7 @@ def main(part: Part, folder: Path, temporary: Path, limit_s: float) -> None:
                 file.write(json.dumps(asdict(comparison)) + "\n")
                 file.flush()
         except Exception as error:
-            file.write(json.dumps({"problem": _one_line(error, tiny)}) + "\n")
+            file.write(json.dumps({"problem": in_a_line(error, tiny)}) + "\n")
     sys.stdout.flush()
     os._exit(0)  # an engine's threads may not end
 
@@ -189,8 +190,17 @@ def _compare(part: Part, folder: Path, tiny: Path) -> Iterator[Comparison]:
     yield from check_engine(tiny)
 
 
-def _one_line(error: Exception, tiny: Path) -> str:
-    return " ".join(reason(error).replace(str(tiny), "the tiny model").split())
+def in_a_line(error: Exception, tiny: Path) -> str:
+    """Reason of a failed check.
+
+    Args:
+        tiny: folder of the tiny model, which is not the user's.
+    """
+    at = ""
+    if not str(error):  # an assertion, such as those of vLLM's models, is known by its place only
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        at = f" at {Path(*Path(frame.filename).parts[-3:])}:{frame.lineno}: {frame.line}"
+    return " ".join((reason(error) + at).replace(str(tiny), "the tiny model").split())
 
 
 if __name__ == "__main__":
