@@ -37,8 +37,9 @@ from titan_rl.generation.router.shard_messages import Ended, FromShard, ToShard
 from titan_rl.generation.router.strategies import make_strategy
 
 NUM_SHARDS = 16
-REQUESTS, GROUP_SIZE = 64, 8  # in flight on each generator; siblings
+REQUESTS, GROUP_SIZE = 64, 8  # in flight on each generator, on average; siblings
 LENGTHS, STEP_S = (64, 448), 0.04  # of answers, evenly spread; of an engine
+IN_FLIGHT = 256 / (64 + 384 * 8 / 9)  # share of a group's rollouts, from its begin to the end of its longest
 LATENCY_S = 0.05  # of a message, at most
 LOAD_S, PULL_EVERY_S = 1.0, 10.0
 WARM_S, SECONDS = 15, 20
@@ -219,7 +220,10 @@ async def measure(
     links = [Link(f"shard_{number}", router, engines, strategy, traffic) for number in range(num_shards)]
     await asyncio.gather(*(router.join(link) for link in links))
     routers = {link.name: (link.shard, link.context) for link in links} or {"one": (router, context_of("shards"))}
-    loop, num_groups = asyncio.get_running_loop(), num_generators * REQUESTS // GROUP_SIZE // len(routers)
+    loop, num_groups = (
+        asyncio.get_running_loop(),
+        round(num_generators * REQUESTS / GROUP_SIZE / IN_FLIGHT / len(routers)),
+    )
     playing = [
         loop.create_task(play(one, name, num_groups, num_turns), context=context)
         for name, (one, context) in routers.items()

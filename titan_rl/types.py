@@ -15,6 +15,7 @@ from operator import index
 from typing import Any, Protocol, SupportsFloat, cast, runtime_checkable
 
 from titan_rl.core.arrays import NumberArray, version_array
+from titan_rl.core.pickling import quick_pickle
 
 
 def require_member(owner: object, field_name: str, kind: type[StrEnum]) -> None:
@@ -93,6 +94,7 @@ class FinishReason(StrEnum):
     ABORT = "abort"  # interrupted; the tokens so far are valid
 
 
+@quick_pickle
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling parameters of one completion. Never mutated: `dataclasses.replace` makes a changed copy.
@@ -259,6 +261,7 @@ TopLogprobs = Sequence[Sequence[tuple[int, float]]]
 distribution that the token there was sampled from; none that this leaves out.  # [num_tokens, at most top_logprobs]"""
 
 
+@quick_pickle
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
     """`num_tokens` consecutive tokens that policy version `version` produced. Any integers, which it keeps as `int`.
@@ -319,6 +322,7 @@ def _plain(value: Any) -> Any:
     return [_plain(each) for each in cast("Sequence[Any]", value)] if isinstance(value, list | tuple) else value
 
 
+@quick_pickle
 @dataclass(frozen=True, slots=True)
 class Completion:
     """The tokens generated for one request, each with its behaviour logprob and policy version.
@@ -392,6 +396,7 @@ def _keep_metrics(completion: Completion) -> None:
     object.__setattr__(completion, "metrics", floats)
 
 
+@quick_pickle
 @dataclass(frozen=True, slots=True)
 class TokenChunk:
     """The tokens that a request has gained since its last chunk, streamed ahead of its completion. One without tokens

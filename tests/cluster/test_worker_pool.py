@@ -77,7 +77,7 @@ class TellingWorker(Worker):
     async def run(self, order: GroupOrder) -> RolloutGroup:
         order.sample["lock"] = threading.Lock()
         rollout = Rollout("g/0", "g", 0, order.sample, messages=[{"role": "tool", "content": object}])
-        await rollout_workers.finished(order.key, portable(rollout))
+        await rollout_workers.note([], [(order.key, portable(rollout))])
         return RolloutGroup("g", None, [portable(rollout)])
 
 
@@ -111,10 +111,10 @@ class DyingWorkers(Worker):
     async def run(self, order: GroupOrder) -> RolloutGroup:
         first = self.orders[0].key
         if len(self.orders) == 1:
-            await rollout_workers.record([(first, answer(0))])
+            await rollout_workers.note([(first, answer(0))], [])
             raise ActorDiedError("worker died")
-        await rollout_workers.record([(first, answer(1)), (order.key, answer(2))])
-        await rollout_workers.finished(first, Rollout("g/0", "g", 0, None))
+        late = Rollout("g/0", "g", 0, None, error="late")
+        await rollout_workers.note([(first, answer(1)), (order.key, answer(2))], [(first, late)])
         return await super().run(order)
 
 
@@ -127,7 +127,7 @@ async def test_a_group_whose_worker_dies_runs_again_with_its_answers_and_without
     assert [rollout.rollout_id for rollout in (await playing).rollouts] == ["g/0"]
     assert [answer.completion.request_id for answer in workers.orders[1].known] == ["g/0/0"]
     assert [answer.completion.request_id for answer in journal.answers] == ["g/0/0", "g/0/2"]
-    assert told == []
+    assert [rollout.error for rollout in told] == [None]
 
 
 async def test_a_worker_whose_calls_fail_as_those_of_a_dead_one_is_ended_so_that_another_takes_its_place() -> None:
@@ -200,7 +200,7 @@ async def test_answers_that_a_worker_sends_while_its_group_is_cancelled_are_reco
     class Cancelled(SlowWorker):
         async def call(self, endpoint: Endpoint, *args: Any, timeout_s: float | None = None) -> Any:
             if endpoint.name == "cancel":
-                await rollout_workers.record([(args[0], answer(0))])
+                await rollout_workers.note([(args[0], answer(0))], [])
             return await super().call(endpoint, *args)
 
     worker = Cancelled()

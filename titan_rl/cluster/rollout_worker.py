@@ -85,8 +85,9 @@ MOST_UNSENT = 1 << 20
 """Tokens that wait for the controller's disk; then no further request is made."""
 
 
-class AnswerSender:
-    """Sends recorded answers to the controller's journal, one message at a time.
+class ProgressSender:
+    """Sends answers to the controller's journal, and the ends of rollouts, one message at a time: a message costs more
+    than its content.
 
     Args:
         service: The controller's `GroupService`.
@@ -94,29 +95,35 @@ class AnswerSender:
 
     def __init__(self, service: Any) -> None:
         self._service = service
-        self._unsent: list[tuple[str, RecordedAnswer]] = []
+        self._answers: list[tuple[str, RecordedAnswer]] = []
+        self._finished: list[tuple[str, Rollout]] = []
         self._num_tokens = 0
         self._sent = asyncio.Event()  # set while few tokens wait
         self._sent.set()
         self._sending: asyncio.Task[None] | None = None
         self._error: Exception | None = None
 
-    def add(self, key: str, answer: RecordedAnswer) -> None:
+    def add_answer(self, key: str, answer: RecordedAnswer) -> None:
         """Send an answer of a group soon.
 
         Args:
             key: Of the group.
         """
-        self._unsent.append((key, answer))
+        self._answers.append((key, answer))
         self._num_tokens += len(answer.completion.token_ids)
         if self._num_tokens > MOST_UNSENT:
             self._sent.clear()
-        if self._sending is None:
-            self._sending = asyncio.ensure_future(self._send())
+        self._send_soon()
+
+    def add_finished(self, key: str, rollout: Rollout) -> None:
+        """Send the end of a group's rollout soon, without its tokens."""
+        self._finished.append((key, replace(portable(rollout), turns=[], messages=[])))
+        self._send_soon()
 
     def drop(self, key: str) -> None:
-        """Drop the answers of a group that has finished, since it has them all."""
-        self._unsent = [(other, answer) for other, answer in self._unsent if other != key]
+        """Drop what is unsent of a group that has finished: the group itself has it all."""
+        self._answers = [(other, answer) for other, answer in self._answers if other != key]
+        self._finished = [(other, rollout) for other, rollout in self._finished if other != key]
 
     async def room(self) -> None:
         """Wait until the controller keeps up.
@@ -133,15 +140,20 @@ class AnswerSender:
         while self._sending is not None:
             await asyncio.shield(self._sending)
 
+    def _send_soon(self) -> None:
+        if self._sending is None:
+            self._sending = asyncio.ensure_future(self._send())
+
     async def _send(self) -> None:
         try:
-            while self._unsent:
-                unsent, self._unsent = self._unsent, []
-                await call(self._service.record, unsent, who="controller")
-                self._num_tokens = sum(len(answer.completion.token_ids) for _, answer in self._unsent)
+            while self._answers or self._finished:
+                answers, self._answers = self._answers, []
+                finished, self._finished = self._finished, []
+                await call(self._service.note, answers, finished, who="controller")
+                self._num_tokens = sum(len(answer.completion.token_ids) for _, answer in self._answers)
                 if self._num_tokens <= MOST_UNSENT:
                     self._sent.set()
-                if self._unsent:
+                if self._answers or self._finished:
                     await asyncio.sleep(SEND_EVERY_S)
         except Exception as error:
             logger.exception("answers cannot be sent to the journal")
@@ -160,7 +172,7 @@ CANCEL_S = 1.0
 class _Group:
     """Group that runs in this process, with its requests."""
 
-    def __init__(self, order: GroupOrder, shard: RouterShard, playing: RunningGroup, sender: AnswerSender, most: int):
+    def __init__(self, order: GroupOrder, shard: RouterShard, playing: RunningGroup, sender: ProgressSender, most: int):
         self.playing = playing
         self.suspension = Suspension()
         self.recorder: Recorder | None = None
@@ -190,7 +202,7 @@ class _Group:
 
     def _record(self, answer: RecordedAnswer) -> None:
         self._know(answer)
-        self._sender.add(self._key, answer)
+        self._sender.add_answer(self._key, answer)
 
 
 class RolloutWorkerActor(ProcessActor):
@@ -230,7 +242,7 @@ class RolloutWorkerActor(ProcessActor):
             origin=f"@{self._settings.shard}",
             **router_options(config.generation, config.routing, config.statedict, config.hosts.wait_s),
         )
-        self._sender = AnswerSender(self._service)
+        self._sender = ProgressSender(self._service)
         self._max_context = config.model.max_context
         self._training = {source.name: RunningGroups(self._shard.finish_session) for source in config.sources}
         self._held_out = RunningGroups(self._shard.finish_session)
@@ -256,12 +268,10 @@ class RolloutWorkerActor(ProcessActor):
         in messages and samples what does not pickle."""
         groups = self._held_out if order.index is None else self._training[order.task]
         with groups.one(order.group_size) as playing, self._running(order, playing) as group:
-            finishing: list[asyncio.Future[None]] = []
 
             def on_finished(rollout: Rollout) -> None:
                 playing.ended(rollout.rollout_id)
-                told = replace(portable(rollout), turns=[], messages=[])  # tokens are sent with the group
-                finishing.append(asyncio.ensure_future(self._tell_finished(order.key, told)))
+                self._sender.add_finished(order.key, rollout)
 
             running = self._tasks[order.key] = asyncio.ensure_future(
                 self._rollouters[order.task].run_group(
@@ -274,7 +284,6 @@ class RolloutWorkerActor(ProcessActor):
                 )
             )
             finished = await running
-            await asyncio.gather(*finishing)
             self._sender.drop(order.key)
             return replace(finished, sample=None, rollouts=[portable(rollout) for rollout in finished.rollouts])
 
@@ -328,9 +337,6 @@ class RolloutWorkerActor(ProcessActor):
     @concurrent_endpoint
     async def resume_judging(self, task: str) -> None:
         self._rollouters[task].resume_judging()
-
-    async def _tell_finished(self, key: str, rollout: Rollout) -> None:
-        await call(self._service.finished, key, rollout, who="controller")
 
     def _connect(self, name: str, actor: Any) -> GeneratorConnection:
         return GeneratorConnection(name, actor, caller_of(self._settings.shard, next(self._numbers)))

@@ -127,23 +127,19 @@ def registered(group: RemoteGroup) -> Generator[None]:
         del _groups[group.key]
 
 
-async def record(answers: Sequence[tuple[str, RecordedAnswer]]) -> None:
-    """Record answers by the keys of their groups, and return once the disk keeps up. Those of groups that have ended,
-    or run again in another worker, are dropped. Called on the groups' event loop."""
+async def note(answers: Sequence[tuple[str, RecordedAnswer]], finished: Sequence[tuple[str, Rollout]]) -> None:
+    """Record answers and note the ends of rollouts, by the keys of their groups, and return once the disk keeps up.
+    Those of groups that have ended, or run again in another worker, are dropped. Called on the groups' event loop."""
     requests = None
     for key, answer in answers:
         if (group := _groups.get(key)) is not None and group.requests.recorder is not None:
             requests = group.requests
             group.requests.recorder.record(answer)
+    for key, rollout in finished:
+        if (group := _groups.get(key)) is not None:
+            group.finished(rollout)
     if requests is not None and requests.room is not None:
         await requests.room()
-
-
-async def finished(key: str, rollout: Rollout) -> None:
-    """Note the end of a rollout, unless its group has ended, or runs again in another worker. Called on the groups'
-    event loop."""
-    if (group := _groups.get(key)) is not None:
-        group.finished(rollout)
 
 
 class WorkerLink:
@@ -200,16 +196,13 @@ class GroupService(AnsweringActor):
     """Receiver of the workers' messages. Spawned in the controller's own process."""
 
     @concurrent_endpoint
-    async def record(self, answers: Sequence[tuple[str, RecordedAnswer]]) -> None:
-        """Record answers of groups; see the function."""
-        if (group := next((group for key, _ in answers if (group := _groups.get(key)) is not None), None)) is not None:
-            await group.run(record(answers))
-
-    @concurrent_endpoint
-    async def finished(self, key: str, rollout: Rollout) -> None:
-        """Note the end of a rollout; see the function."""
-        if (group := _groups.get(key)) is not None:
-            await group.run(finished(key, rollout))
+    async def note(
+        self, answers: Sequence[tuple[str, RecordedAnswer]], finished: Sequence[tuple[str, Rollout]]
+    ) -> None:
+        """Note the progress of groups; see the function."""
+        known = (group for key, _ in (*answers, *finished) if (group := _groups.get(key)) is not None)
+        if (group := next(known, None)) is not None:
+            await group.run(note(answers, finished))
 
     @concurrent_endpoint
     async def report(self, worker: str, report: FromShard) -> None:
@@ -310,7 +303,7 @@ class WorkerPool:
         on_finished: Callable[[Rollout], None] | None = None,
     ) -> RolloutGroup:
         """Run a group of a task in a worker; see `Rollouter.run_group`. `on_finished` is called once for each rollout,
-        even if the group is run again. The rollout has no turns and no messages then.
+        even if the group is run again. The rollout need not have its turns and messages then.
 
         Args:
             generate: `GroupRequests`, because the worker makes its own from them.
@@ -340,6 +333,8 @@ class WorkerPool:
                 with registered(running), running.suspendable(remote, actor):
                     order = running.order(task, sample, group_id, group_size, sampling)
                     group = await self._run(remote, actor, order)
+                for rollout in group.rollouts:
+                    tell(rollout)
                 rollouts = [replace(rollout, sample=alone) for rollout in group.rollouts]
                 return replace(group, sample=alone, rollouts=rollouts)
             except ActorDiedError as error:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from titan_rl.core.arrays import token_array
 from titan_rl.core.errors import RequestError
+from titan_rl.core.pickling import quick_pickle
 from titan_rl.generation.request import Partial
 from titan_rl.generation.resume import Attempt
 from titan_rl.types import Completion, SamplingParams
@@ -21,6 +22,7 @@ def prompt_digest(token_ids: Sequence[int]) -> bytes:
     return hashlib.blake2b(token_array(token_ids).tobytes(), digest_size=16).digest()
 
 
+@quick_pickle
 @dataclass(frozen=True, slots=True)
 class RecordedAnswer:
     """Answer to one attempt at a request: a whole completion, or the part before an interruption.

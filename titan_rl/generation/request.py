@@ -21,9 +21,11 @@ from titan_rl.core.arrays import (
 )
 from titan_rl.core.calls.plain import safe_repr
 from titan_rl.core.errors import GenerationError, RequestError
+from titan_rl.core.pickling import quick_pickle
 from titan_rl.types import Completion, FinishReason, GenerateFn, SamplingParams, TokenChunk, VersionSpan
 
 
+@quick_pickle
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
     """One prompt to continue. It is made from the keyword arguments of a `GenerateFn` and passed to the engine as one

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from titan_rl.core.calls.user_code import Failure
+from titan_rl.core.pickling import quick_pickle
 from titan_rl.types import Completion, PromptScores, SamplingParams, require_member
 
 Message = Mapping[str, Any]
@@ -44,6 +45,7 @@ class RolloutStatus(StrEnum):
         return self.is_error and self is not RolloutStatus.ERROR_PARSE
 
 
+@quick_pickle
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One request and its completion. The turns of a played rollout share one array of tokens; see

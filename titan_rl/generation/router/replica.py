@@ -35,7 +35,7 @@ class Limits:
     cancel_s: float = 5.0  # cancelled calls and tasks end; the rest is logged and left behind
     call_s: float = 10.0  # one pause, resume, abort or close call to a replica
     shard_s: float = 60.0  # a shard acknowledges a message, beyond the time that carrying it out takes
-    share_s: float = 0.5  # between two exchanges of the load of shards
+    share_s: float = 0.25  # between two exchanges of the load of shards
     blame_s: float = 2.0  # if replicas that failed a request serve others meanwhile, the request is at fault
     quarantine_s: float = 1.0  # before a failed replica is tried again; doubles with each failure in a row
     max_quarantine_s: float = 60.0

@@ -68,16 +68,26 @@ class Totals:
     turn: int
 
     def own_slice(self, names: Iterable[str]) -> set[str]:
-        """Replicas on which the receiver places new requests in this turn: a part of a random division, so that over
-        the turns all replicas are compared with each other. With fewer replicas than shards, several have one part.
+        """Replicas on which the receiver places new requests in this turn. Each slice has one of the least loaded
+        replicas, one of the next, and so on, drawn at random, so that over the turns all replicas are compared with
+        each other. With fewer replicas than shards, several have one slice.
 
         Args:
             names: Of the replicas in service.
         """
+        draws = random.Random(self.turn)
         order = sorted(names)
-        random.Random(self.turn).shuffle(order)
+        draws.shuffle(order)
+        order.sort(key=lambda name: self.loads.get(name, (0, 0)))
         num_slices = max(1, min(self.num_shards, len(order)))
-        return set(order[self.shard % num_slices :: num_slices])
+        own: set[str] = set()
+        for start in range(0, len(order), num_slices):
+            alike = order[start : start + num_slices]
+            first = draws.randrange(num_slices)
+            place = (first + self.shard) % num_slices
+            if place < len(alike):
+                own.add(alike[place])
+        return own
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -239,12 +238,15 @@ class Shards:
 
     def _add_up(self) -> dict[str, Load]:
         """Load of all shards on each replica, as this router's own strategy sees it, too."""
-        tokens, requests = Counter[str](), Counter[str]()
-        for shard in self._shards.values():
+        loads: dict[str, Load] = {}
+        for (
+            shard
+        ) in self._shards.values():  # a few dozen shards with thousands of replicas each, several times a second
             for name, (num_tokens, num_requests) in shard.load.loads.items():
-                tokens[name] += num_tokens
-                requests[name] += num_requests
-        loads = {name: (tokens[name], requests[name]) for name in tokens}
+                before = loads.get(name)
+                loads[name] = (
+                    (num_tokens, num_requests) if before is None else (before[0] + num_tokens, before[1] + num_requests)
+                )
         for replica in self._pool:
             self._pool.note_elsewhere(replica, loads.get(replica.name, (0, 0)))
         return loads

@@ -1,0 +1,43 @@
+"""Quick pickling of frozen dataclasses with slots."""
+
+import copy
+import pickle
+from dataclasses import FrozenInstanceError, dataclass
+
+import pytest
+
+from titan_rl import Completion, FinishReason, SamplingParams, VersionSpan
+from titan_rl.core.pickling import quick_pickle
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    first: int
+    second: str
+
+
+@quick_pickle
+@dataclass(frozen=True, slots=True)
+class Quick:
+    first: int
+    second: str
+
+
+def test_the_pickle_is_that_of_a_dataclass() -> None:
+    plain, quick = pickle.dumps(Plain(1, "a")), pickle.dumps(Quick(1, "a"))
+    assert quick == plain.replace(b"Plain", b"Quick")
+    assert pickle.loads(quick) == Quick(1, "a") == copy.copy(Quick(1, "a"))
+
+
+def test_a_restored_object_is_frozen_and_complete() -> None:
+    restored = pickle.loads(pickle.dumps(Quick(1, "a")))
+    with pytest.raises(FrozenInstanceError):
+        restored.first = 2
+    with pytest.raises(ValueError, match="zip"):
+        restored.__setstate__([1])
+
+
+def test_what_travels_between_processes_arrives_as_it_was_sent() -> None:
+    sampling = SamplingParams(max_tokens=3, seed=5)
+    completion = Completion("a", [1, 2], [-0.5, 0.0], FinishReason.STOP, (VersionSpan(4, 2),), None, {"queue_s": 1.0})
+    assert pickle.loads(pickle.dumps((sampling, completion))) == (sampling, completion)
