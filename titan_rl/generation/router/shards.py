@@ -239,9 +239,7 @@ class Shards:
     def _add_up(self) -> dict[str, Load]:
         """Load of all shards on each replica, as this router's own strategy sees it, too."""
         loads: dict[str, Load] = {}
-        for (
-            shard
-        ) in self._shards.values():  # a few dozen shards with thousands of replicas each, several times a second
+        for shard in self._shards.values():  # dozens, with thousands of replicas each
             for name, (num_tokens, num_requests) in shard.load.loads.items():
                 before = loads.get(name)
                 loads[name] = (
