@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from peft_files import write_adapter
 
 from titan_rl.cli.main import main
 from titan_rl.core.errors import CheckpointError
@@ -73,8 +74,8 @@ def test_what_cannot_be_exported_is_refused(
     assert "has no checkpoint yet" in capfd.readouterr().err
     assert main(["export", str(EXAMPLE / "base"), str(tmp_path / "out")]) == 2
     assert "is no run and no checkpoint" in capfd.readouterr().err
-    (tmp_path / "adapter_config.json").write_text(f'{{"base_model_name_or_path": "{EXAMPLE / "base"}"}}')
-    assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
+    adapter = write_adapter(tmp_path / "adapter")
+    assert main(["export", str(adapter), str(tmp_path / "out")]) == 2
     assert "is no run and no checkpoint" in capfd.readouterr().err
     assert not written
 

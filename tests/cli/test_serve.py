@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import sys
@@ -13,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from peft_files import BASE, write_adapter
 
 from titan_rl.cli.main import main
 from titan_rl.cli.options import Parser
@@ -193,23 +193,24 @@ def test_the_declared_settings_of_the_command_are_those_of_a_server():
     assert "--training" not in text
 
 
-def adapter_of(folder: Path, base: Path | str) -> Path:
-    folder.mkdir()
-    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base), "r": 4}))
-    return folder
-
-
 def test_an_adapter_is_served_with_the_model_that_it_changes(project: Path, served):
-    adapter = adapter_of(project / "adapter", project / "policy")
+    adapter = write_adapter(project / "adapter")
     config, source = served(str(adapter))
-    assert config.model.path == str(project / "policy")
+    assert config.model.path == str(BASE)
     assert (source.checkpoint, source.version, source.name) == (adapter, 0, f"the adapter {adapter}")
 
 
 def test_an_adapter_of_a_model_that_is_not_here_is_refused(project: Path, capsys):
-    adapter_of(project / "adapter", "Qwen/Qwen3-0.6B")
+    write_adapter(project / "adapter", base_model_name_or_path="Qwen/Qwen3-0.6B")
     assert main(["serve", "adapter"]) == 2
     assert "base_model_name_or_path = 'Qwen/Qwen3-0.6B', which is not a folder; change it in" in capsys.readouterr().err
+
+
+def test_a_damaged_adapter_is_refused_before_it_is_served(project: Path, capsys):
+    weights = write_adapter(project / "adapter") / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    assert main(["serve", "adapter", "--dry-run"]) == 2
+    assert "adapter_model.safetensors is not a safetensors file, or is cut off" in capsys.readouterr().err
 
 
 def test_a_run_with_pinned_adapters_is_served(run_folder: Path, served):

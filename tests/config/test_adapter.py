@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
+from peft_files import BASE, write_adapter
 
 from titan_rl.config.build import told_of_learning_rate
 from titan_rl.config.load import load_config
 from titan_rl.config.model_folder import told_of_adapter_base
 from titan_rl.config.run import RunConfig
-from titan_rl.core.errors import ConfigError
+from titan_rl.core.errors import ConfigError, ModelError
 from titan_rl.generation.engine import AdapterSpec
 from titan_rl.run.machine.requirements import checkpoint_bytes
 from titan_rl.run.sft.launch import supervised
@@ -128,16 +128,16 @@ def test_the_folder_to_start_from_is_found_next_to_the_file(tmp_path: Path) -> N
 
 def test_a_folder_to_start_from_is_checked_before_a_run(tmp_path: Path) -> None:
     def load_with(start: Path) -> RunConfig:
-        settings = [("training.adapter.rank", "1"), ("training.adapter.start", str(start))]
+        settings = [("training.adapter.rank", "2"), ("training.adapter.start", str(start))]
         return load_config(CPU, settings)
 
     with pytest.raises(ConfigError, match=r"training.adapter.start = '.*nowhere' is not a folder here"):
         load_with(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=r"has no adapter_config.json; name a folder that titan-rl export --adapter"):
+    with pytest.raises(ModelError, match=r"has no adapter_config.json; name a folder that titan-rl export --adapter"):
         load_with(tmp_path)
-    for base, is_told in (("Qwen/Qwen3-0.6B", False), ("examples/alphabet_sort/base", False), (tmp_path, True)):
-        (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
-        config = load_with(tmp_path)
+    for base, is_told in (("Qwen/Qwen3-0.6B", False), (str(BASE), False), (str(tmp_path), True)):
+        folder = write_adapter(tmp_path / f"adapter-{is_told}-{len(base)}", base_model_name_or_path=base)
+        config = load_with(folder)
         told = told_of_adapter_base(config.model, config.training.adapter)
         assert (told is not None) == is_told
         assert told is None or f"was trained on {tmp_path}, whose weights are not those of model.path" in told

@@ -86,6 +86,7 @@ def test_a_resumed_run_may_change_the_steps_of_an_adapter_and_not_its_rank(tmp_p
         ({"rollout__num_workers": "1"}, "their rollouts run in the controller's process; set it to 0"),
         ({"adapters__plain__tasks": '["long"]'}, r"task 'short' belongs to none of \[\[adapters\]\]"),
         ({"adapters__other__tasks": '["lnog"]'}, "adapters.other.tasks has 'lnog'; the run has the tasks short, long"),
+        ({"adapters__other__tasks": '["long", "long"]'}, "adapters.other.tasks names 'long' twice"),
         ({"adapters__other__training__critic": "head"}, r"critics are not supported with \[\[adapters\]\]"),
         ({"adapters__other__training__stepz": "3"}, "adapters.other.training.stepz = 3 is not a setting"),
         ({"adapters__other__training__steps": "0"}, "adapters.other.training.steps = 0: .*greater than 0"),

@@ -11,7 +11,7 @@ from titan_rl.config.functions import recorded_modules
 from titan_rl.config.load import load_config, load_sft_config
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import ConfigError
-from titan_rl.run.directory import check_files
+from titan_rl.run.directory import ADAPTERS, adapters_of_run, check_files
 from titan_rl.run.terminal.standard_streams import tell
 
 CONFIG = "config.toml"
@@ -22,11 +22,18 @@ def find_run(name: str, option: str = "--resume") -> Path:
     """The folder of the run that an option names, as an absolute path.
 
     Raises:
-        ConfigError: it is not the folder of a run. Names a run nearby, if there is one.
+        ConfigError: it is not the folder of a run, but perhaps of an adapter of one. Names a run nearby, if there is
+            one.
     """
     path = Path(name)
     if _is_run(path):
-        return path.resolve()
+        run = path.resolve()
+        if option == "--resume" and run.parent.name == ADAPTERS and run.name in adapters_of_run(run.parents[1]):
+            raise ConfigError(
+                f"{option} {name}: this is one adapter of a run of several, which continue together: titan-rl train "
+                f"--resume {run.parents[1]}; for more steps of this one add --adapters.{run.name}.training.steps N"
+            )
+        return run
     if os.path.isdir(path):
         problem, near = f"the folder has no {CONFIG}", _newest_in(path)
     elif os.path.exists(path):

@@ -133,6 +133,8 @@ def conflicts_of_names(adapters: Sequence[AdapterRun], tasks: Sequence[str]) -> 
         for task in adapter.tasks:
             if task not in tasks:
                 yield f"adapters.{adapter.name}.tasks has {task!r}; the run has the tasks {', '.join(tasks)}"
+        if repeated := [task for task, count in Counter(adapter.tasks).items() if count > 1]:
+            yield f"adapters.{adapter.name}.tasks names {repeated[0]!r} twice; set its weight in [[tasks]]"
     trained = {task for adapter in adapters for task in adapter.tasks}
     for task in tasks:
         if task not in trained:

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import tomli_w
 from pydantic import ValidationError
 
+from titan_rl.config.adapters import AdapterRun
 from titan_rl.config.concurrency import describe_concurrency
 from titan_rl.config.explain import ARGUMENTS, COMMAND_LINE, Origins, explain
 from titan_rl.config.functions import SearchPath, check_functions, named_modules
@@ -82,8 +83,7 @@ def load_config(
         check_model_folder(config.model, config.generation, origins.folders_for("model.path"))
         check_chat_template(config.model)
         check_training_fit(config)
-        for experiment in config.experiments.values() or [config]:
-            check_adapter_start(experiment.training, origins.folders_for("training.adapter.start"))
+        check_adapter_start(config, origins.folders_for("training.adapter.start"))
         for table, source in config.tables_of_tasks():
             check_task(source.task, origins, table)
     for table, source in config.tables_of_tasks():
@@ -118,8 +118,7 @@ def read_config(
     check_functions(config, config.generation, config.routing, origins)
     modules = [*(type_of(source.task).partition(":")[0] for source in config.sources), *named_modules(config)]
     config = config.model_copy(update={"pythonpath": search_path.needed_for(modules)})
-    if config.training.adapter.start is not None:
-        config = _with_adapter_folder(config, config.training.adapter.start, origins)
+    config = _with_adapter_folders(config, origins.folders_for("training.adapter.start"))
     folder = find_model_folder(config.model.path, origins.folders_for("model.path"))
     if folder is not None:
         model = config.model.model_copy(update={"path": str(folder)})
@@ -165,13 +164,24 @@ def _teacher(name: str, key: str, origins: Origins, *, check_files: bool) -> str
     return name
 
 
-def _with_adapter_folder(config: RunConfig, start: str, origins: Origins) -> RunConfig:
-    """The config with the folder of `training.adapter.start`, as it is found, unless there is none."""
-    folder = find_model_folder(start, origins.folders_for("training.adapter.start"))
-    if folder is None:
-        return config
-    adapter = config.training.adapter.model_copy(update={"start": str(folder)})
-    return config.model_copy(update={"training": config.training.model_copy(update={"adapter": adapter})})
+def _with_adapter_folders(config: RunConfig, places: Sequence[Path]) -> RunConfig:
+    """The config with the folders of `training.adapter.start`, also those of [[adapters]], as they are found."""
+
+    def found(start: str) -> str:
+        return str(find_model_folder(start, places) or start)
+
+    training = config.training
+    if training.adapter.start is not None:
+        common = training.adapter.model_copy(update={"start": found(training.adapter.start)})
+        training = training.model_copy(update={"adapter": common})
+    adapters: list[AdapterRun] = []
+    for adapter in config.adapters:
+        own: dict[str, Any] = adapter.training.get("adapter", {})
+        if own.get("start") is not None:
+            changed = {**adapter.training, "adapter": {**own, "start": found(own["start"])}}
+            adapter = adapter.model_copy(update={"training": changed})
+        adapters.append(adapter)
+    return config.model_copy(update={"training": training, "adapters": tuple(adapters)})
 
 
 def dump_config(config: RunConfig, *, with_defaults: bool = True) -> str:
@@ -257,7 +267,7 @@ def _with_checked_files(config: RunConfig) -> RunConfig:
     check_model_folder(config.model, config.generation, places)
     check_chat_template(config.model)
     check_training_fit(config)
-    check_adapter_start(config.training, places)
+    check_adapter_start(config, places)
     return config
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from titan_rl.config.adapter_folder import check_adapter_weights
 from titan_rl.config.model_files import check_weights, model_identity, read_header, read_json
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import GenerationConfig, SpeculativeConfig
@@ -21,7 +22,8 @@ from titan_rl.training.models.choice import (
     is_longrope,
     longest_context,
 )
-from titan_rl.training.settings import TARGETS, AdapterConfig, ModelConfig, TrainingConfig
+from titan_rl.training.models.peft_settings import check_same_settings, read_adapter_config
+from titan_rl.training.settings import TARGETS, AdapterConfig, ModelConfig
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """Files that hold a vocabulary; one of them is enough."""
@@ -102,20 +104,32 @@ def count_adapter(folder: Path, adapter: AdapterConfig) -> int:
     return count
 
 
-def check_adapter_start(training: TrainingConfig, places: Sequence[Path]) -> None:
-    """Check that `training.adapter.start` is a folder of an adapter. The trainer compares its layers with the model's.
+def check_adapter_start(config: RunConfig, places: Sequence[Path]) -> None:
+    """Check the folder of each `training.adapter.start`: its files, its settings, and its layers against the model,
+    whose folder has been checked.
 
     Raises:
-        ConfigError: there is no such folder, or it holds no adapter.
+        ConfigError: there is no such folder.
+        ModelError: it holds no adapter, a damaged one, or one of another model, rank, alpha or layers.
     """
-    if (start := training.adapter.start) is None:
-        return
-    shown = f"training.adapter.start = {start!r}"
-    fix = "name a folder that titan-rl export --adapter or PEFT has written"
-    if (folder := find_model_folder(start, places)) is None:
-        raise ConfigError(f"{shown} is not a folder {told_places(places)}; {fix}")
-    if not (folder / "adapter_config.json").is_file():
-        raise ConfigError(f"{shown} has no adapter_config.json; {fix}")
+    for key, adapter in adapters_of(config).items():
+        if adapter.start is None:
+            continue
+        where = f"{key}.start = {adapter.start!r}"
+        if (folder := find_model_folder(adapter.start, places)) is None:
+            raise ConfigError(
+                f"{where} is not a folder {told_places(places)}; name a folder that titan-rl export --adapter or PEFT "
+                "has written"
+            )
+        check_same_settings(read_adapter_config(folder, where), adapter, where)
+        check_adapter_weights(folder, Path(config.model.path), adapter.rank, where, adapter)
+
+
+def adapters_of(config: RunConfig) -> dict[str, AdapterConfig]:
+    """Settings of the adapters of a run, by the names of their tables; empty if all weights are trained."""
+    adapters = {f"adapters.{name}.training.adapter": each.training.adapter for name, each in config.experiments.items()}
+    adapters = adapters or {"training.adapter": config.training.adapter}
+    return {key: adapter for key, adapter in adapters.items() if adapter.is_on}
 
 
 def told_of_adapter_base(model: ModelConfig, adapter: AdapterConfig) -> str | None:
@@ -184,13 +198,20 @@ def check_training_fit(config: RunConfig) -> None:
             "that does"
         )
     if "model_type" in architecture:
-        choose_implementation(
+        adapters = adapters_of(config)
+        chosen = choose_implementation(
             architecture,
             config.model.implementation,
             tensor_parallel=ranks,
             expert_parallel=config.training.expert_parallel,
-            has_adapter=config.training.adapter.is_on,
+            has_adapter=bool(adapters),
         )
+        for key, adapter in adapters.items():
+            if chosen.name == "torchtitan" and len({"k_proj", "v_proj"} & {*adapter.targets}) == 1:
+                raise ConfigError(
+                    f"{key}.targets has one of k_proj and v_proj, which torchtitan builds from one config; name both "
+                    "or neither"
+                )
 
 
 def _check_fit(model: ModelConfig, generation: GenerationConfig, architecture: dict[str, Any]) -> None:

@@ -78,7 +78,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _settings_fit_together(self) -> Self:
         if problems := list(self._conflicts_of_adapters() if self.adapters else self._conflicts()):
-            raise ValueError("\n".join(problems))
+            raise ValueError("\n".join(dict.fromkeys(problems)))  # several adapters may have the same one
         return self
 
     def _conflicts_of_adapters(self) -> Iterator[str]:

@@ -9,6 +9,7 @@ import os
 import re
 import tempfile
 import time
+import tomllib
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +24,9 @@ from titan_rl.core.errors import CheckpointError, ConfigError
 from titan_rl.core.files import last_lines, read_json
 from titan_rl.run.journal.state import JournalState, RunState, ranges, train_index
 from titan_rl.run.json_lines import JsonLines, cut_records, cut_traces, records
+
+ADAPTERS = "adapters"
+"""Folder, in that of a run of several adapters, with the folder of each."""
 
 LONGEST = 80
 SAYS_NOTHING = ("run_dir", "share_run_dir", "name", "logging.", "pythonpath", "hosts.")
@@ -55,6 +59,16 @@ def run_name(config: RunConfig, tomls: Sequence[Path] = (), overrides: Sequence[
 
 def _plain(text: str) -> str:
     return re.sub(r"[^\w.+=-]+", "_", text, flags=re.ASCII).strip("_")
+
+
+def adapters_of_run(run: Path) -> dict[str, Path]:
+    """Folders of the adapters of a run with [[adapters]], by their names; empty for a run of a single policy. One that
+    has not begun has no folder yet."""
+    try:
+        tables: Any = tomllib.loads((run / "config.toml").read_text()).get("adapters", ())
+        return {str(table["name"]): run / ADAPTERS / str(table["name"]) for table in tables}
+    except (OSError, ValueError, LookupError, TypeError):  # loading the settings says what is wrong with them
+        return {}
 
 
 class _Metrics(msgspec.Struct, gc=False):

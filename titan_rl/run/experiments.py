@@ -38,7 +38,7 @@ from titan_rl.metrics.sinks.types import MetricSink
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.run.checkpointing import Resumption, is_finished, resume_from_newest
 from titan_rl.run.controller import Controller
-from titan_rl.run.directory import RunDirectory, check_files
+from titan_rl.run.directory import ADAPTERS, RunDirectory, check_files
 from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.journal.state import RunState
 from titan_rl.run.machine.signals import first_cause
@@ -55,9 +55,6 @@ from titan_rl.scheduling.fair_turns import FairTurns
 from titan_rl.training.state.checkpoint import latest
 
 logger = logging.getLogger(__name__)
-
-FOLDER = "adapters"
-"""Folder of the experiments in the folder of a run."""
 
 
 class ExperimentProgress(Progress):
@@ -151,7 +148,7 @@ class Experiment:
     def __init__(self, name: str, config: RunConfig, folder: Path) -> None:
         self.name = name
         self.config = config
-        path = folder / FOLDER / name
+        path = folder / ADAPTERS / name
         self.begins = not (path / "run_state.json").is_file()
         if not self.begins:
             check_files(path)

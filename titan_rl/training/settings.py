@@ -134,6 +134,8 @@ class AdapterConfig(Section):
                 raise ValueError(f"targets has {target!r}, which is not supported: {reason}; leave it out")
             if target not in TARGETS:
                 raise ValueError(f"targets has {target!r}; it must name layers among {', '.join(TARGETS)}")
+            if self.targets.count(target) > 1:
+                raise ValueError(f"targets has {target!r} twice; leave one out")
         return self
 
 

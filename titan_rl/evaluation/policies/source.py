@@ -10,19 +10,19 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from titan_rl.config.adapter_folder import check_adapter_weights
 from titan_rl.config.build import told_of_template
 from titan_rl.config.hosts import HostsConfig
-from titan_rl.config.model_files import read_json
 from titan_rl.config.serve import load_serve_config
 from titan_rl.core.console import Console
 from titan_rl.core.errors import CheckpointError, ConfigError
+from titan_rl.run.directory import adapters_of_run
 from titan_rl.run.machine.requirements import require_modules
 from titan_rl.training.choices import DType
+from titan_rl.training.models.peft_settings import CONFIG as ADAPTER_FILE
+from titan_rl.training.models.peft_settings import peft_settings, read_adapter_config
 from titan_rl.training.settings import ModelConfig
 from titan_rl.training.state.checkpoint import latest, step_of
-
-ADAPTER_FILE = "adapter_config.json"
-"""File that marks a folder of an adapter in PEFT's format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,21 @@ def find_policy(given: str) -> PolicySource:
     )
 
 
+def check_single(run: Path) -> None:
+    """Check that a run trains a single policy.
+
+    Raises:
+        ConfigError: it trains several adapters. Lists their folders.
+    """
+    if adapters := adapters_of_run(run):
+        raise ConfigError(
+            f"{run} is a run of several adapters, each of which is a policy; name one of them: "
+            f"{', '.join(str(folder) for folder in adapters.values())}"
+        )
+
+
 def _newest_of_run(run: Path) -> PolicySource:
+    check_single(run)
     toml, export, checkpoint = run / "config.toml", run / "export", latest(run / "checkpoints")
     if checkpoint is None and not export.is_dir():
         name = f"the model that {run} starts from, of which no step is saved yet"
@@ -114,12 +128,13 @@ def _of_checkpoint(checkpoint: Path) -> PolicySource:
 
 def _of_adapter(adapter: Path) -> PolicySource:
     """Its base is the model that its settings name."""
-    given = read_json(adapter, ADAPTER_FILE).get("base_model_name_or_path")
+    given = read_adapter_config(adapter, str(adapter)).get("base_model_name_or_path")
     if not isinstance(given, str) or not (base := Path(given).expanduser()).is_dir():
         raise ConfigError(
             f"{adapter} is an adapter of base_model_name_or_path = {given!r}, which is not a folder; change it in "
             f"{adapter / ADAPTER_FILE} to the folder of that model"
         )
+    check_adapter_weights(adapter, base, peft_settings(adapter).rank, str(adapter), None)
     return PolicySource(f"the adapter {adapter}", folder=base.resolve(), checkpoint=adapter.resolve())
 
 
@@ -203,7 +218,9 @@ async def export_policy(
 
 def _saved(given: str) -> PolicySource:
     path = Path(given)
-    source = newest_checkpoint(path) if (path / "config.toml").is_file() else find_policy(given)
+    if is_run := (path / "config.toml").is_file():
+        check_single(path)
+    source = newest_checkpoint(path) if is_run else find_policy(given)
     if source is None or source.checkpoint is None or source.toml is None:
         what = "has no checkpoint yet" if source is None else "is no run and no checkpoint"
         raise ConfigError(f"{given} {what}; name a run's folder, or one below its checkpoints")

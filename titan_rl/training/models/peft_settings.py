@@ -1,0 +1,88 @@
+"""Settings of adapters in folders in PEFT's format, and the names in their files; torch is not needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from titan_rl.core.calls.parsing import parse_json
+from titan_rl.core.errors import ModelError
+from titan_rl.training.settings import AdapterConfig
+
+PREFIX = "base_model.model."
+"""Beginning of every name in PEFT's files."""
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+_MUST_BE = {"use_dora": False, "bias": "none", "modules_to_save": None, "use_rslora": False, "peft_type": "LORA"}
+_MUST_BE_EMPTY = ("rank_pattern", "alpha_pattern")
+
+
+def read_adapter_config(folder: Path, where: str) -> dict[str, Any]:
+    """Read adapter_config.json.
+
+    Args:
+        where: beginning of error messages, such as the setting that names the folder.
+
+    Raises:
+        ModelError: there is no such file, it is not JSON, or it describes a kind of adapter that is not supported.
+    """
+    if not (folder / CONFIG).is_file():
+        raise ModelError(f"{where} has no {CONFIG}; name a folder that titan-rl export --adapter or PEFT has written")
+    try:
+        config: dict[str, Any] = parse_json((folder / CONFIG).read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{where}: {CONFIG} cannot be read: {error}") from error
+    for name, expected in _MUST_BE.items():
+        if config.get(name, expected) != expected:
+            raise ModelError(f"{where} has {name} {config[name]!r}; only {expected!r} is supported")
+    if other := next((name for name in _MUST_BE_EMPTY if config.get(name)), None):
+        raise ModelError(f"{where} has {other}; layers with ranks of their own are not supported")
+    return config
+
+
+def peft_settings(folder: Path, where: str | None = None) -> AdapterConfig:
+    """Settings of the adapter in a folder in PEFT's format, which start from that folder.
+
+    Args:
+        where: see `read_adapter_config`; by default the folder.
+
+    Raises:
+        ModelError: it has no readable adapter_config.json, or is of a kind of adapter that is not supported.
+    """
+    where = where or str(folder)
+    config = read_adapter_config(folder, where)
+    if not isinstance(targets := config.get("target_modules"), list):
+        raise ModelError(f"{where} has target_modules {targets!r}; only a list of names of layers is supported")
+    try:
+        return AdapterConfig(
+            rank=config.get("r", 0), alpha=config.get("lora_alpha", 0), targets=tuple(targets), start=str(folder)
+        )
+    except ValidationError as error:
+        problem = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise ModelError(f"{where}: {folder / CONFIG}: {problem}") from error
+
+
+def check_same_settings(config: Mapping[str, Any], adapter: AdapterConfig, where: str) -> None:
+    """Compare rank and alpha of a folder's adapter_config.json with those of an adapter that is trained from it.
+
+    Raises:
+        ModelError: they differ.
+    """
+    for name, setting, expected in (("r", "rank", adapter.rank), ("lora_alpha", "alpha", adapter.alpha)):
+        if config.get(name) != expected:
+            raise ModelError(
+                f"{where} has {name} {config.get(name)}, and training.adapter.{setting} is {expected:g}; set it to "
+                "that of the folder"
+            )
+
+
+def hf_name(name: str) -> str:
+    """Hugging Face name of a matrix in PEFT's file.
+
+    Example: "model.layers.0.mlp.up_proj.lora_A.weight" for
+    "base_model.model.model.layers.0.mlp.up_proj.lora_A.default.weight"
+    """
+    return name.removeprefix(PREFIX).replace(".default.weight", ".weight")
