@@ -76,3 +76,32 @@ async def test_a_journal_that_refuses_answers_fails_the_requests_to_come() -> No
     await sender.flush()
     with pytest.raises(GenerationError, match="the journal takes no answers: the disk is gone"):
         await sender.room()
+
+
+async def test_a_flush_ends_although_answers_keep_coming() -> None:
+    service = Service()
+    sender, clock = ProgressSender(service), asyncio.get_running_loop().time
+
+    async def play() -> None:
+        for turn in range(100):
+            sender.add_answer("a", answer(turn))
+            await asyncio.sleep(0.5)
+
+    playing = asyncio.ensure_future(play())
+    await asyncio.sleep(0.75)
+    await sender.flush()
+    assert clock() == pytest.approx(2.0, abs=0.02)
+    assert service.messages == [[("a", "g/0/0")], [("a", "g/0/1"), ("a", "g/0/2")]]
+    playing.cancel()
+
+
+async def test_requests_continue_when_the_group_whose_answers_wait_for_the_disk_has_finished() -> None:
+    sender, clock = ProgressSender(Service()), asyncio.get_running_loop().time
+    sender.add_answer("a", answer(0))
+    await asyncio.sleep(0.5)
+    sender.add_answer("a", answer(1, MOST_UNSENT + 1))
+    waiting = asyncio.ensure_future(sender.room())
+    await asyncio.sleep(0.55)  # between two messages
+    sender.drop("a")
+    await asyncio.wait_for(waiting, 100)
+    assert clock() == pytest.approx(1.05, abs=0.02)

@@ -194,6 +194,17 @@ async def test_a_group_that_is_suspended_is_sent_to_no_worker() -> None:
     assert len(worker.orders) == 1
 
 
+async def test_a_worker_that_joins_while_judging_is_paused_judges_after_the_resume() -> None:
+    first, late, later = Worker(), Worker(), Worker()
+    pool: Any = pool_of(first)
+    pool.pause_judging("sums")
+    pool.add(late, late)
+    pool.resume_judging("sums")
+    pool.add(later, later)
+    assert first.sent == late.sent == [("pause_judging", "sums"), ("resume_judging", "sums")]
+    assert later.sent == []
+
+
 async def test_answers_that_a_worker_sends_while_its_group_is_cancelled_are_recorded() -> None:
     journal = Journal()
 

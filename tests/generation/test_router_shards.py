@@ -16,7 +16,7 @@ from virtual_time import in_virtual_time
 
 from titan_rl.core.errors import ActorDiedError, ConfigError, EngineDeadError, GenerationError, UnavailableWeightsError
 from titan_rl.generation.router import GeneratorRouter, Limits
-from titan_rl.generation.router.shard_messages import Ended, ToShard
+from titan_rl.generation.router.shard_messages import Ended, ShardLoad, TellLoad, ToShard
 from titan_rl.testing.fake_replica import FakeReplica
 from titan_rl.types import Completion, FinishReason, SamplingParams
 
@@ -196,6 +196,25 @@ async def test_the_death_of_a_shard_costs_only_its_own_requests() -> None:
     assert len((await ask(router, 0)).token_ids) == 10  # its session continues in another shard
     await asyncio.sleep(11)  # shards tell their load
     assert all((replica.load, replica.num_requests) == (0, 0) for replica in router.replicas)
+    await router.close()
+
+
+async def test_answers_and_moves_of_a_shard_still_count_after_its_death() -> None:
+    class Counting:
+        name = "counting"
+
+        async def call(self, number: int, message: ToShard) -> Ended:
+            return Ended(load=ShardLoad(num_moved=3, num_answered=5) if isinstance(message, TellLoad) else None)
+
+        def end(self, reason: str) -> None: ...
+
+    router, counting = await sharded([FakeReplica("a")], num_shards=1, move_below=0.5), Counting()
+    await router.router.join(counting)
+    await asyncio.sleep(11)
+    assert (router.num_moved, router.num_answered) == (3, 5)
+    for _ in range(2):
+        router.router.leave(counting)
+        assert (router.num_moved, router.num_answered) == (3, 5)
     await router.close()
 
 

@@ -8,7 +8,7 @@ import contextvars
 import logging
 import pickle
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import count
@@ -101,6 +101,7 @@ class ProgressSender:
         self._sent = asyncio.Event()  # set while few tokens wait
         self._sent.set()
         self._sending: asyncio.Task[None] | None = None
+        self._turn = asyncio.Lock()  # of one message after the other
         self._error: Exception | None = None
 
     def add_answer(self, key: str, answer: RecordedAnswer) -> None:
@@ -122,8 +123,10 @@ class ProgressSender:
 
     def drop(self, key: str) -> None:
         """Drop what is unsent of a group that has finished: the group itself has it all."""
-        self._answers = [(other, answer) for other, answer in self._answers if other != key]
-        self._finished = [(other, rollout) for other, rollout in self._finished if other != key]
+        dropped = [entry for entry in self._answers if entry[0] == key]
+        self._answers = [entry for entry in self._answers if entry[0] != key]
+        self._finished = [entry for entry in self._finished if entry[0] != key]
+        self._make_room(dropped)
 
     async def room(self) -> None:
         """Wait until the controller keeps up.
@@ -136,31 +139,42 @@ class ProgressSender:
             raise GenerationError(f"the journal takes no answers: {self._error}") from self._error
 
     async def flush(self) -> None:
-        """Wait until the controller has all answers so far."""
-        while self._sending is not None:
-            await asyncio.shield(self._sending)
+        """Wait until the controller has all answers so far: for two messages at most, also if more answers come."""
+        await asyncio.shield(self._send_all())
 
     def _send_soon(self) -> None:
         if self._sending is None:
-            self._sending = asyncio.ensure_future(self._send())
+            self._sending = asyncio.ensure_future(self._keep_sending())
 
-    async def _send(self) -> None:
+    async def _keep_sending(self) -> None:
         try:
             while self._answers or self._finished:
-                answers, self._answers = self._answers, []
-                finished, self._finished = self._finished, []
-                await call(self._service.note, answers, finished, who="controller")
-                self._num_tokens = sum(len(answer.completion.token_ids) for _, answer in self._answers)
-                if self._num_tokens <= MOST_UNSENT:
-                    self._sent.set()
+                await self._send_all()
                 if self._answers or self._finished:
                     await asyncio.sleep(SEND_EVERY_S)
-        except Exception as error:
-            logger.exception("answers cannot be sent to the journal")
-            self._error = error
-            self._sent.set()
         finally:
             self._sending = None
+
+    async def _send_all(self) -> None:
+        """Send what is unsent, behind a message that is under way."""
+        async with self._turn:
+            answers, self._answers = self._answers, []
+            finished, self._finished = self._finished, []
+            if not (answers or finished):
+                return
+            try:
+                await call(self._service.note, answers, finished, who="controller")
+            except Exception as error:
+                logger.exception("answers cannot be sent to the journal")
+                self._error = error
+                self._sent.set()
+            self._make_room(answers)
+
+    def _make_room(self, answers: Sequence[tuple[str, RecordedAnswer]]) -> None:
+        """Note that answers no longer wait."""
+        self._num_tokens -= sum(len(answer.completion.token_ids) for _, answer in answers)
+        if self._num_tokens <= MOST_UNSENT:
+            self._sent.set()
 
 
 logger = logging.getLogger(__name__)

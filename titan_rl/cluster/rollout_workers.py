@@ -230,6 +230,7 @@ class WorkerPool:
         self._links: dict[RemoteProcess, WorkerLink] = {}
         self._waiting: list[tuple[RemoteProcess, Any, str]] = []  # for a router
         self._load: Counter[RemoteProcess] = Counter()  # rollouts
+        self._not_judging: set[str] = set()  # tasks whose judging is paused
         self._router: GeneratorRouter | None = None
         self._max_attempts = max_attempts
         self._wait_s = wait_s
@@ -260,6 +261,8 @@ class WorkerPool:
 
     def add(self, remote: RemoteProcess, actor: Any) -> None:
         self._workers[remote] = actor
+        for task in self._not_judging:
+            actor.pause_judging.broadcast(task)
         self._changed.set()
 
     def remove(self, remote: RemoteProcess) -> None:
@@ -357,10 +360,12 @@ class WorkerPool:
             raise
 
     def pause_judging(self, task: str) -> None:
+        self._not_judging.add(task)
         for worker in self._workers.values():
             worker.pause_judging.broadcast(task)
 
     def resume_judging(self, task: str) -> None:
+        self._not_judging.discard(task)
         for worker in self._workers.values():
             worker.resume_judging.broadcast(task)
 

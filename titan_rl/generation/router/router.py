@@ -310,8 +310,7 @@ class GeneratorRouter:
 
     @property
     def num_answered(self) -> int:
-        """Number of requests answered so far, except by replicas that were held before, and in shards that have
-        ended."""
+        """Number of requests answered so far, also in shards, except by replicas that were held before."""
         held = 0 if self._held is None else self._held.num_answered
         return held + self._requests.counts.num_done + self._shards.num_answered
 

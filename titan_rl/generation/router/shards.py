@@ -67,6 +67,7 @@ class Shards:
         self._is_sharing = False
         self._late: set[ShardLink] = set()  # have not answered the last question
         self._most_requests = 0  # at once, since it was taken
+        self._moved_before, self._answered_before = 0, 0  # requests of shards that have ended
 
     @property
     def links(self) -> tuple[ShardLink, ...]:
@@ -79,8 +80,8 @@ class Shards:
 
     @property
     def num_moved(self) -> int:
-        """Requests that have moved so far, in the shards that are left."""
-        return sum(shard.load.num_moved or 0 for shard in self._shards.values())
+        """Requests that have moved so far, also in shards that have ended."""
+        return self._moved_before + sum(shard.load.num_moved or 0 for shard in self._shards.values())
 
     @property
     def num_requests(self) -> int:
@@ -89,8 +90,8 @@ class Shards:
 
     @property
     def num_answered(self) -> int:
-        """Requests that have been answered so far, in the shards that are left."""
-        return sum(shard.load.num_answered for shard in self._shards.values())
+        """Requests that have been answered so far, also in shards that have ended."""
+        return self._answered_before + sum(shard.load.num_answered for shard in self._shards.values())
 
     def take_most_requests(self) -> int:
         """Most requests in flight since the last call: the sum of the shards' own maxima in each `Limits.share_s`."""
@@ -120,8 +121,10 @@ class Shards:
 
     def leave(self, link: ShardLink) -> None:
         """Forget a shard and its load. Does nothing the second time."""
-        if self._shards.pop(link, None) is None:
+        if (shard := self._shards.pop(link, None)) is None:
             return
+        self._moved_before += shard.load.num_moved or 0
+        self._answered_before += shard.load.num_answered
         self._add_up()
         for replica in self._pool:
             if isinstance(replica.handle, AddressedReplica):
