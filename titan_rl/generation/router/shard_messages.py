@@ -82,11 +82,11 @@ class Totals:
         num_slices = max(1, min(self.num_shards, len(order)))
         own: set[str] = set()
         for start in range(0, len(order), num_slices):
-            alike = order[start : start + num_slices]
-            first = draws.randrange(num_slices)
-            place = (first + self.shard) % num_slices
-            if place < len(alike):
-                own.add(alike[place])
+            alike: list[str | None] = [*order[start : start + num_slices]]
+            alike += [None] * (num_slices - len(alike))
+            draws.shuffle(alike)
+            if (name := alike[self.shard % num_slices]) is not None:
+                own.add(name)
         return own
 
 
