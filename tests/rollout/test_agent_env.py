@@ -1,7 +1,7 @@
 """Environments that ask the policy themselves: what they are given, their time, and what becomes of their rollout."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -78,6 +78,19 @@ async def test_its_requests_have_ids_of_their_own_whatever_it_calls_them() -> No
     assert len(asked["g/0"]) == 3
     assert asked["g/0"] == asked["g/1"]
     assert {turn.completion.request_id for rollout in group.rollouts for turn in rollout.turns} == {"same"}
+
+
+async def test_its_own_time_is_that_without_its_requests() -> None:
+    async def slow(prompt_token_ids: Sequence[int], **kwargs: Any) -> Completion:
+        await asyncio.sleep(3.0)
+        return await Generator()(prompt_token_ids, **kwargs)
+
+    async def play(policy: RolloutPolicy, rollout: Rollout) -> None:
+        await asyncio.sleep(2.0)
+        rollout.turns = [await ask(policy, [1], "a"), await ask(policy, [2], "b")]
+
+    for rollout in (await stage_of(play).group(slow, size=2)).rollouts:
+        assert rollout.metrics["env_seconds"] == pytest.approx(2.0)
 
 
 async def test_numpy_numbers_that_it_fills_in_are_kept_as_plain_ones() -> None:

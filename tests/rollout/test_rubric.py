@@ -4,6 +4,7 @@ import asyncio
 import pickle
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from background import HANG_S
@@ -284,15 +285,18 @@ async def test_a_failing_call_of_one_reward_scores_nothing() -> None:
 
 class Heavy:
     name = "heavy"
-    weight = float("nan")
+
+    def __init__(self, weight: Any) -> None:
+        self.weight = weight
 
     async def values(self, rollouts: Sequence[Rollout]) -> list[float]:
         return [1.0] * len(rollouts)
 
 
-def test_a_weight_that_is_not_finite_is_refused_whoever_gives_it() -> None:
+@pytest.mark.parametrize("weight", [float("nan"), float("inf"), "heavy", None])
+def test_a_weight_that_is_not_finite_is_refused_whoever_gives_it(weight: object) -> None:
     with pytest.raises(ValueError, match="must be positive and finite"):
-        Rubric([Reward(half), Heavy()])
+        Rubric([Reward(half), Heavy(weight)])
 
 
 async def test_rewards_that_overflow_are_an_error_with_their_values() -> None:

@@ -3,8 +3,10 @@
 import json
 from typing import Any
 
+import pytest
+
 from titan_rl import Completion, FinishReason, Rollout, RolloutStatus, SamplingParams, Turn, VersionSpan
-from titan_rl.rollout.group.transcript import transcript
+from titan_rl.rollout.group.transcript import error_text, transcript
 
 
 class Odd:
@@ -75,3 +77,15 @@ def test_a_transcript_survives_json() -> None:
         "metrics": {"seconds": None},
     }
     assert type(plain["status"]) is str
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("a" * 600, "a" * 600),
+        ("a" * 100 + "b" + "c" * 500, "a" * 100 + " ... " + "c" * 500),
+    ],
+)
+def test_a_long_error_is_shown_with_its_beginning_and_its_end(text: str, told: str) -> None:
+    rollout = Rollout("g/3", "g", 3, sample=0, status=RolloutStatus.ERROR_ENV, error=text)
+    assert error_text(rollout) == f"error_env: {told}"

@@ -136,3 +136,25 @@ async def test_an_experiment_that_had_nothing_to_train_keeps_the_credit_of_one_t
 
     await asyncio.gather(steps("b"), steps("a"))
     assert "bbb" not in "".join(order[:15])
+
+
+@pytest.mark.looptime
+async def test_an_experiment_that_is_behind_and_comes_back_soon_has_the_trainer_kept_free_after_each_step() -> None:
+    turns, order = FairTurns("ab"), list[str]()
+
+    async def step(name: str, seconds: float) -> None:
+        async with turns.turn(name):
+            order.append(name)
+            await asyncio.sleep(seconds)
+
+    await step("b", 100)  # the trainer is kept free for a tenth of it
+    for _ in range(2):
+        await step("a", 1)
+        await asyncio.sleep(6)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(step("a", 1))
+        tasks.create_task(step("b", 1))
+        for _ in range(3):
+            await asyncio.sleep(7)
+            await step("a", 0)
+    assert "".join(order) == "baaaaaab"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from titan_rl.scheduling.batches import ReadyQueue
@@ -72,6 +72,7 @@ def test_a_queue_agrees_with_going_through_all_that_wait(window: int, size: int,
     old=st.lists(st.sampled_from("abc"), max_size=4),
     events=st.lists(st.tuples(st.sampled_from(["admit", "admit", "drop", "batch", "train"]), st.sampled_from("abc"))),
 )
+@example(old=["a", "b"], events=[("admit", "a"), ("batch", "a"), ("train", "a")])
 def test_turns_agree_with_a_list_of_them(old: list[str], events: list[tuple[str, str]]):
     turns, dealt, num_old = TaskTurns(old, len(old)), list(old), len(old)
     groups: Counter[str] = Counter()
