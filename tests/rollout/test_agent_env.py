@@ -98,7 +98,8 @@ async def test_numpy_numbers_that_it_fills_in_are_kept_as_plain_ones() -> None:
         turn = await ask(policy, [1], "a")
         rewards: Any = {"won": np.float32(0.5)}
         rollout.turns = [replace(turn, rewards=rewards, token_advantages=np.array([1.0, 2.0], np.float32))]
-        rollout.metrics |= {"moves": np.int64(3)}
+        moves: Any = np.int64(3)
+        rollout.metrics["moves"] = moves
 
     group = await stage_of(play).group(Generator(), size=2)
     for rollout in group.rollouts:
@@ -109,7 +110,8 @@ async def test_numpy_numbers_that_it_fills_in_are_kept_as_plain_ones() -> None:
 
 async def test_a_metric_that_is_no_number_is_its_error() -> None:
     async def play(policy: RolloutPolicy, rollout: Rollout) -> None:
-        rollout.metrics |= {"moves": "three"}  # pyright: ignore[reportArgumentType]
+        moves: Any = "three"
+        rollout.metrics["moves"] = moves
 
     (rollout,) = (await stage_of(play).group(Generator())).rollouts
     assert rollout.status is RolloutStatus.ERROR_ENV
