@@ -27,7 +27,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[ServeConfig, 
     """What a command line hands to the server."""
     calls: list[Any] = []
     module = ModuleType("titan_rl.evaluation.serve")
-    module.run_server = lambda config, source, verbosity: calls.append((config, source)) or 0  # type: ignore[attr-defined]
+    module.run_server = lambda config, source, verbosity, adapters: calls.append((config, source)) or 0  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "titan_rl.evaluation.serve", module)
 
     def run(*argv: str) -> tuple[ServeConfig, PolicySource]:
@@ -218,3 +218,21 @@ def test_a_run_with_pinned_adapters_is_served(run_folder: Path, served):
     (run_folder / "config.toml").write_text(dump_config(load_config("config.toml", settings)))
     config, _ = served(str(run_folder))
     assert config.generation.adapter_swap == "pinned"
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({}, ""),
+        ({"server.follow_s": "5"}, "server.follow_s"),
+        ({"server.model": "sorter"}, "server.adapters has 'sorter', the name of the model"),
+        ({"generation.speculative.method": "ngram"}, "drafts would come without the adapter"),
+        ({"server.adapters": '{ sorter = "nowhere" }'}, "server.adapters.sorter = 'nowhere' is neither"),
+    ],
+)
+def test_adapters_of_a_server_are_checked_before_it_starts(project: Path, settings, problem: str, capsys):
+    adapter = write_adapter(project / "adapter")
+    given = {"server.adapters": f'{{ sorter = "{adapter}" }}', **settings}
+    code = main(["serve", str(BASE), "--dry-run", *(f"--{name}={value}" for name, value in given.items())])
+    assert code == (2 if problem else 0)
+    assert problem in capsys.readouterr().err

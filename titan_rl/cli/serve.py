@@ -9,7 +9,9 @@ from titan_rl.cli.options import Parser, add_verbosity, file_path, verbosity_of
 from titan_rl.cli.runs import tell_imports
 from titan_rl.config.serve import dump_serve_config, load_serve_config
 from titan_rl.core.errors import ConfigError
+from titan_rl.evaluation.policies.adapters import find_adapters, source_of_adapters
 from titan_rl.evaluation.policies.source import find_policy
+from titan_rl.run.directory import adapters_of_run
 from titan_rl.run.terminal.standard_streams import say, tell, tell_next
 
 FOLLOW_S = 5.0
@@ -44,10 +46,17 @@ def set_up(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    source = find_policy(arguments.policy)
+    several: dict[str, str] = {}
+    if adapters_of_run(Path(arguments.policy)):
+        source, several = source_of_adapters(Path(arguments.policy))
+    else:
+        source = find_policy(arguments.policy)
     if source.toml is not None and source.toml != Path(arguments.policy):
         tell_imports(source.toml)  # of a run's folder
     config = load_serve_config(source.toml, arguments.overrides, policy=source.folder)
+    if several and not config.server.adapters:
+        server = config.server.model_copy(update={"adapters": several})
+        config = config.model_copy(update={"server": server})
     if arguments.follow and config.server.follow_s is None:
         server = config.server.model_copy(update={"follow_s": FOLLOW_S})
         config = config.model_copy(update={"server": server})
@@ -62,6 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError("server.versions and server.follow_s (--follow) are given; a server does one of the two")
         if not Path(versions).is_dir():
             raise ConfigError(f"server.versions = {versions!r}: there is no such folder; name one with model folders")
+    adapters = find_adapters(config, source)
     if arguments.dry_run:
         from titan_rl.evaluation.serve import take_keys
 
@@ -74,4 +84,4 @@ def run(arguments: argparse.Namespace) -> int:
     # Not before the settings are known to be right: what starts processes also imports what they need.
     from titan_rl.evaluation.serve import run_server
 
-    return run_server(config, source, verbosity_of(arguments))
+    return run_server(config, source, verbosity_of(arguments), adapters)

@@ -15,7 +15,7 @@ from titan_rl.cluster.generator_actor import GeneratorActor, GeneratorPlan
 from titan_rl.cluster.hosts.hosts import Hosts
 from titan_rl.cluster.hosts.placement import GeneratorPlaces, ProcessPlace
 from titan_rl.cluster.hosts.preflight import HostNeeds
-from titan_rl.cluster.processes.process import LOOPBACK, ProcessFiles, ProcessSpec, transport_of
+from titan_rl.cluster.processes.process import LOOPBACK, ProcessFiles, ProcessSpec, policy_run_id, transport_of
 from titan_rl.cluster.processes.remote_process import RemoteProcess, call
 from titan_rl.cluster.processes.roles import ProcessId, RespawnLimit, Respawns, Role
 from titan_rl.cluster.router_settings import router_options
@@ -389,6 +389,7 @@ async def start_generators(
     files: ProcessFiles,
     console: Console = LOG,
     published: PublishedWeights | None = None,
+    adapters: Mapping[str, AdapterSpec] | None = None,
 ) -> AsyncGenerator[GeneratorProcesses]:
     """Start the generators of a server, which end with the block.
 
@@ -399,6 +400,7 @@ async def start_generators(
         console: shows the user which of them die and have been replaced.
         published: where they find the manifests of what `open_transport` publishes; by default they keep the weights
             that they start with.
+        adapters: of the model, by name; requests that name none are answered by the model itself.
 
     Raises:
         ActorDiedError: one did not start in time, or the worker of a host did not answer.
@@ -417,6 +419,7 @@ async def start_generators(
             files=files,
             published=published or PublishedWeights(),
             hosts=hosts,
+            adapters=adapters,
         )
 
     needs = HostNeeds(
@@ -431,16 +434,17 @@ async def start_generators(
 
 
 @contextlib.contextmanager
-def open_transport(config: HostsConfig, run_id: str) -> Generator[StateDictTransport]:
+def open_transport(config: HostsConfig, run_id: str, adapter: str = "") -> Generator[StateDictTransport]:
     """Open the publishing end of a server's weight transport, which is closed after the block.
 
     Args:
         run_id: as of the files with which the generators are started.
+        adapter: whose versions are published; by default the whole model's.
     """
     address = own_address(config) if config.elsewhere else LOOPBACK
     # No host has such a name: what is on this one may not share its memory.
     process = ProcessSpec("server", "titan-rl serve", address, Path())
-    transport = transport_of(process, run_id, STATEDICT)
+    transport = transport_of(process, policy_run_id(run_id, adapter), STATEDICT)
     try:
         yield transport
     finally:

@@ -41,6 +41,10 @@ class ServerConfig(Section):
     """Folder with a Hugging Face folder for each version of the policy, all of one architecture. A request to
     /inference/v1/generate whose model is the name of one is answered with its weights, which are loaded into the same
     generators once no other version's requests run."""
+    adapters: dict[str, FilePath] = Field(default_factory=dict[str, FilePath])
+    """LoRA adapters beside the model, by the names of their models in requests: folders in PEFT's format, or
+    RUN/adapters/NAME. The batches of an engine mix their requests. For a run of several adapters, by default all that
+    have a checkpoint."""
     follow_s: PositiveFloat | None = Field(default=None, le=3600.0)
     """Seconds between checks for a newer checkpoint of the served run, whose weights are then loaded. By default there
     are no checks; --follow sets 5."""

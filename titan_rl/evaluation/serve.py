@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from pathlib import Path
 
 from titan_rl.config.build import make_renderer
@@ -23,6 +23,7 @@ from titan_rl.config.serve import ServeConfig, ServerConfig
 from titan_rl.core.calls.user_code import reason
 from titan_rl.core.console import Verbosity
 from titan_rl.core.errors import ModelError
+from titan_rl.evaluation.policies.adapters import ServedAdapters, read_adapters
 from titan_rl.evaluation.policies.following import CheckpointPublisher, RunFollower
 from titan_rl.evaluation.policies.opened import Generators, architecture_of
 from titan_rl.evaluation.policies.source import PolicySource, export, with_copies
@@ -65,11 +66,17 @@ STOPPING = "stopping: requests under way end with a 503; once more ends it at on
 ENDED = "ended at once"
 
 
-def run_server(config: ServeConfig, source: PolicySource, verbosity: Verbosity = Verbosity.NORMAL) -> int:
+def run_server(
+    config: ServeConfig,
+    source: PolicySource,
+    verbosity: Verbosity = Verbosity.NORMAL,
+    adapters: Mapping[str, PolicySource] | None = None,
+) -> int:
     """Serve a policy until a signal.
 
     Args:
         verbosity: of what is shown until it serves.
+        adapters: served beside the policy, by the names of their models.
 
     Returns:
         exit code: 128 + the number of the signal that ended it in order.
@@ -88,7 +95,7 @@ def run_server(config: ServeConfig, source: PolicySource, verbosity: Verbosity =
         process_session(files.run_id, config.pythonpath, stopping=STOPPING, ended=ENDED) as signals,
     ):
         try:
-            run_to_its_end(_serve_on_hosts(config, source, keys, files, signals, verbosity))
+            run_to_its_end(_serve_on_hosts(config, source, adapters or {}, keys, files, signals, verbosity))
         except Exception as error:
             error.add_note(f"its logs are in {files.logs}")
             raise
@@ -107,6 +114,7 @@ def _files() -> Generator[SessionFiles]:
 async def _serve_on_hosts(
     config: ServeConfig,
     source: PolicySource,
+    adapters: Mapping[str, PolicySource],
     keys: Keys,
     files: SessionFiles,
     signals: StopSignals,
@@ -115,12 +123,18 @@ async def _serve_on_hosts(
     opening = open_hosts(config, files.logs, "titan_rl.cluster.generator_processes", verbosity=verbosity)
     with signals.ending_in_order():
         async with opening as started:
-            await _serve(started.config, source, keys, files, verbosity)
+            await _serve(started.config, source, adapters, keys, files, verbosity)
 
 
 async def _serve(
-    config: ServeConfig, source: PolicySource, keys: Keys, files: SessionFiles, verbosity: Verbosity
+    config: ServeConfig,
+    source: PolicySource,
+    adapters: Mapping[str, PolicySource],
+    keys: Keys,
+    files: SessionFiles,
+    verbosity: Verbosity,
 ) -> None:
+    from titan_rl.cluster.adapter_routers import AdapterRouters
     from titan_rl.cluster.generator_processes import open_transport, start_generators
     from titan_rl.cluster.processes.garbage import settled_heap
 
@@ -131,6 +145,9 @@ async def _serve(
             model, source.checkpoint, Path(tempfile.gettempdir()) / "policy", files.logs / "export.log"
         )
         config = config.model_copy(update={"hosts": with_copies(config.hosts)})
+    if adapters:
+        console.message(f"reading the adapters {', '.join(adapters)}")
+    read = await read_adapters(adapters, model, Path(tempfile.gettempdir()), files.logs / "export.log")
     renderer = _renderer(config)
     published = PublishedWeights()
     max_running = places_of(model, config.generation, MAX_RUNNING)
@@ -144,11 +161,18 @@ async def _serve(
         files=files,
         console=console,
         published=published,
+        adapters={name: adapter.spec for name, adapter in read.items()},
     )
     async with contextlib.AsyncExitStack() as opened:
         with status("starting to serve", verbosity):
             processes = await opened.enter_async_context(starting)
-        router = processes.make_router()
+        routers, served = None, None
+        if read:
+            routers = AdapterRouters(processes, ["", *read])
+            served = ServedAdapters(read, routers)
+            transports = {name: opened.enter_context(open_transport(config.hosts, files.run_id, name)) for name in read}
+            await served.load(transports, model)
+        router = processes.make_router() if routers is None else routers.by_adapter[""]
         follower = None
         if source.run is not None and server.follow_s is not None:
             transport = opened.enter_context(open_transport(config.hosts, files.run_id))
@@ -177,15 +201,15 @@ async def _serve(
             keys=keys,
             limits=ServerLimits(num_places=server.num_places, request_s=server.request_s),
             wait_until_resumed=router.wait_resumed,
-            control=router,
-            trouble=router.trouble,
+            control=router if routers is None else None,  # a pause would concern all adapters
+            trouble=(routers or router).trouble,
             version=lambda: source.version if follower is None else follower.version,
             any_model=server.any_model,
-            versions=switch,
+            versions=served or switch,
         )
         with settled_heap():
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(processes.watch(router), name="watch")
+                tasks.create_task(processes.watch(routers or router), name="watch")
                 if follower is not None:
                     tasks.create_task(follower.follow(), name="follow")
                 async with serve(app, host=server.host, port=server.port) as url:

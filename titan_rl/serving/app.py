@@ -83,7 +83,7 @@ def make_app(
         stop_token_ids: stop tokens of the model, which end a completion unless a client asks for `ignore_eos`. Defaults
             to those of the renderer.
         any_model: answer under any other model name, too, for agents with a hard-coded one.
-        versions: answer under their names at `/inference/v1/generate`.
+        versions: other policies, which answer under their names.
         wait_until_resumed: awaited before an aborted completion continues.
         control: target of the admin calls. Without it, or without an admin key, there are none.
         trouble: returns why the policy cannot answer at present, for `/health`; None while it can.

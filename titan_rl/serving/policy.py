@@ -28,7 +28,15 @@ def unbroken(stream: RequestFn, *, wait_until_resumed: Callable[[], Awaitable[ob
 
 
 class Versions(Protocol):
-    """Versions of the served policy, under names of their own."""
+    """Other policies of the server, under names of their own: versions of the served one, or adapters."""
+
+    def names(self) -> Sequence[str]:
+        """Names of all, for `/v1/models`."""
+        ...
+
+    def version_of(self, name: str) -> int | None:
+        """Version of the weights that answer new requests under a name; None if it is unknown."""
+        ...
 
     def stream_of(self, name: str | None) -> RequestFn | None:
         """Generation of a version, or None if there is none of this name. None is the policy's own name."""
@@ -71,7 +79,7 @@ class ServedPolicy:
         stream: never broken off by an abort (`titan_rl.serving.policy.unbroken`).
         max_context: most tokens of prompt and completion.
         any_model: any other name is this policy's, too.
-        versions: answer token requests under their names.
+        versions: answer requests under their names.
     """
 
     def __init__(
@@ -87,32 +95,26 @@ class ServedPolicy:
         self.model = model
         self.max_context = max_context
         self.created = int(time.time())
+        self.versions = versions
         self._any_model = any_model
-        self._versions = versions
         self._stream = stream
         self._metrics = metrics
 
-    def stream_of(self, name: str | None) -> RequestFn | None:
-        """Generation of the version of this name; None is the policy itself.
+    def named(self, name: str | None) -> ServedPolicy:
+        """The policy of this name: this one, or another of the server. None is this one.
 
         Raises:
-            ApiError: 404, there is no such version.
+            ApiError: 404, there is none of this name.
         """
-        if self._versions is not None and name is not None and name != self.model:
-            stream = self._versions.stream_of(name)
-            if stream is not None:
-                return unbroken(stream)
-        self.check_model(name)
-        return None
-
-    def check_model(self, name: str | None) -> None:
-        """
-        Raises:
-            ApiError: 404, it is another's name.
-        """
-        if name is not None and name != self.model and not self._any_model:
-            message = f"there is no model of this name; this server has {self.model!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+        if name is None or name == self.model:
+            return self
+        if self.versions is not None and (stream := self.versions.stream_of(name)) is not None:
+            return ServedPolicy(name, unbroken(stream), self.max_context, self._metrics)
+        if self._any_model:
+            return self
+        names = [self.model, *(() if self.versions is None else self.versions.names())]
+        message = f"there is no model of this name; this server has {', '.join(map(repr, names))}"
+        raise ApiError(404, message, param="model", code="model_not_found")
 
     def sampling(self, num_prompt_tokens: int, max_tokens: int | None, param: str, **given: object) -> SamplingParams:
         """Sampling parameters whose budget is what is asked for, as far as there is room.

@@ -10,7 +10,7 @@ the number of versions, and that of one version more while it is loaded.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -52,6 +52,14 @@ class VersionSwitch:
         self._running = 0
         self._waiting: dict[str, list[asyncio.Future[None]]] = {}  # by version, the one that waits longest first
         self._loading: asyncio.Task[None] | None = None
+
+    def names(self) -> Sequence[str]:
+        """Names of the folders of all versions."""
+        return sorted(path.parent.name for path in self._versions.glob("*/config.json"))
+
+    def version_of(self, name: str) -> int | None:
+        """None: a folder has no number."""
+        return None
 
     def stream_of(self, name: str | None) -> RequestFn | None:
         """Streaming generation of a version, or None if there is none of this name."""

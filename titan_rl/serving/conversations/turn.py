@@ -48,6 +48,7 @@ class TurnAsk:
         constraint: what the replies have to be.
         template_kwargs: of the chat template.
         begun: a reply that the client has begun, which the completion goes on with.
+        policy: what generates; by default the server's policy.
     """
 
     caller: Caller
@@ -64,6 +65,7 @@ class TurnAsk:
     constraint: Constraint | None = None
     template_kwargs: Mapping[str, Any] | None = None
     begun: str | None = None
+    policy: ServedPolicy | None = None
 
 
 class Turns:
@@ -156,7 +158,8 @@ class ServedTurn:
             RequestError: the renderer refuses the messages, or the caller's episode is over.
             ApiError: 400, the conversation fills the context, or two values do not go together.
         """
-        asked, policy = self._asked, self._turns.policy
+        asked = self._asked
+        policy = asked.policy or self._turns.policy
         self._talk = talk = await self._turns.talk(asked)
         self.prompt_token_ids = prompt_token_ids = talk.prompt_token_ids
         sampling = self._turns.sampling(asked, prompt_token_ids)

@@ -50,8 +50,15 @@ def about_routes(
         "max_model_len": policy.max_context,
     }
 
-    def card() -> dict[str, object]:
-        return always if version is None else {**always, "weight_version": str(version())}
+    others = policy.versions
+
+    def cards() -> list[dict[str, object]]:
+        found = [always if version is None else {**always, "weight_version": str(version())}]
+        for name in () if others is None else others.names():
+            found.append({**always, "id": name, "display_name": name})
+            if (number := others and others.version_of(name)) is not None:
+                found[-1]["weight_version"] = str(number)
+        return found
 
     async def health(request: Request) -> Response:
         if trouble is not None and (why := trouble()) is not None:
@@ -62,12 +69,13 @@ def about_routes(
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(request: Request) -> Response:
-        page = {"has_more": False, "first_id": policy.model, "last_id": policy.model}
-        return JSONResponse({"object": "list", "data": [card()], **page})
+        data = cards()
+        page = {"has_more": False, "first_id": policy.model, "last_id": data[-1]["id"]}
+        return JSONResponse({"object": "list", "data": data, **page})
 
     async def one_model(request: Request) -> Response:
-        policy.check_model(request.path_params["name"])
-        return JSONResponse(card())
+        name = policy.named(request.path_params["name"]).model
+        return JSONResponse(next((card for card in cards() if card["id"] == name), always))
 
     return [
         Route("/health", health),

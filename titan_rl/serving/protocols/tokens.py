@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import repeat
 from typing import Annotated, Any, Literal
 
@@ -87,13 +86,13 @@ class TokenEndpoint:
         body = read(request, GenerateBody)
         asked = body.sampling_params
         caller = caller_of(request)
-        stream = self._policy.stream_of(body.model)
+        policy = self._policy.named(body.model)
         num_choices = asked.n or 1
         if asked.prompt_logprobs is not None and (num_choices > 1 or body.stream):
             message = "prompt_logprobs come with one whole answer; leave n and stream out"
             raise ApiError(400, message, param="prompt_logprobs", code=UNSUPPORTED_VALUE)
         check_choices(num_choices, self._exchanges.limits.num_choices, "sampling_params.n")
-        sampling = self._policy.sampling(
+        sampling = policy.sampling(
             len(body.token_ids),
             asked.max_tokens,
             "token_ids",
@@ -105,11 +104,10 @@ class TokenEndpoint:
         async def work(emit: Emit | None) -> Any:
             talk = caller.talk_in_tokens(body.token_ids, self._show, session_id)
             ask = talk.ask(sampling, num_choices, request_id)
-            ask = ask if stream is None else replace(ask, stream=stream)
             if emit is not None:
-                return await self._stream(body, talk, ask, emit, with_logprobs)
-            completions = await self._policy.complete(ask)
-            response = encoded(self._response(body, request_id, completions, with_logprobs))
+                return await self._stream(policy, body, talk, ask, emit, with_logprobs)
+            completions = await policy.complete(ask)
+            response = encoded(self._response(policy, body, request_id, completions, with_logprobs))
             self._keep(talk, completions)
             return response
 
@@ -121,13 +119,18 @@ class TokenEndpoint:
             talk.record(index, completion, {"role": "assistant", "content": self._show(completion.token_ids)})
 
     def _response(
-        self, body: GenerateBody, request_id: str, completions: list[Completion], with_logprobs: bool
+        self,
+        policy: ServedPolicy,
+        body: GenerateBody,
+        request_id: str,
+        completions: list[Completion],
+        with_logprobs: bool,
     ) -> dict[str, Any]:
         return {
             "request_id": request_id,
             "output_mode": "tokens",
-            "model": self._policy.model,
-            "created": self._policy.created,
+            "model": policy.model,
+            "created": policy.created,
             "choices": [
                 {
                     **_choice(index, completion, with_logprobs),
@@ -141,7 +144,9 @@ class TokenEndpoint:
             "prompt_logprobs": _prompt_logprobs(body.token_ids, completions[0].prompt_scores),
         }
 
-    async def _stream(self, body: GenerateBody, talk: Talk, ask: Ask, emit: Emit, with_logprobs: bool) -> None:
+    async def _stream(
+        self, policy: ServedPolicy, body: GenerateBody, talk: Talk, ask: Ask, emit: Emit, with_logprobs: bool
+    ) -> None:
         prompt = body.token_ids if body.return_token_ids else None
 
         def envelope(**fields: Any) -> dict[str, Any]:
@@ -153,7 +158,7 @@ class TokenEndpoint:
             emit(envelope(choices=[choice], prompt_token_ids=prompt))
             prompt = None
 
-        completions = await self._policy.complete(ask, on_tokens)
+        completions = await policy.complete(ask, on_tokens)
         self._keep(talk, completions)
         for index, completion in enumerate(completions):
             end = {"index": index, "token_ids": [], "logprobs": None, "finish_reason": str(completion.finish_reason)}
@@ -234,7 +239,7 @@ class TokenizeEndpoint:
     def __call__(self, request: Request) -> Answer:
         text = _text_of(self._text)
         body = read(request, TokenizeBody)
-        self._policy.check_model(body.model)
+        self._policy.named(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "there has to be a prompt or messages, and not both", param="prompt")
         asked = None if body.messages is None else _asked(body, request)
@@ -265,7 +270,7 @@ class DetokenizeEndpoint:
     def __call__(self, request: Request) -> Answer:
         text = _text_of(self._text)
         body = read(request, DetokenizeBody)
-        self._policy.check_model(body.model)
+        self._policy.named(body.model)
 
         async def work(_: Emit | None) -> dict[str, Any]:
             return {"prompt": text.shown(body.tokens)}

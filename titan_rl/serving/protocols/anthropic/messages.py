@@ -174,7 +174,7 @@ class MessagesEndpoint:
         )
         turn = turns.begin(asked, "msg_")
         held = None if body.thread is None else HeldThread(self._threads, caller, conversation)
-        work = _Work(turn, turns.policy.model, held, with_token_ids=body.return_token_ids)
+        work = _Work(turn, turns.policy.named(body.model).model, held, with_token_ids=body.return_token_ids)
         return Answer(self._exchanges, work, num_places=1, stream=bool(body.stream), dialect=ANTHROPIC)
 
 
@@ -198,7 +198,7 @@ class CountTokensEndpoint:
 def _asked(
     turns: Turns, body: ConversationBody, request: Request, conversation: WholeConversation, **more: Any
 ) -> TurnAsk:
-    turns.policy.check_model(body.model)
+    policy = turns.policy.named(body.model)
     choice, output = body.tool_choice, body.output_config
     is_none = choice is not None and choice.type == "none"
     forced: Forced = None
@@ -219,6 +219,7 @@ def _asked(
             params=("tool_choice", "output_config.format"),
         ),
         template_kwargs=body.chat_template_kwargs,
+        policy=policy,
         **more,
     )
 

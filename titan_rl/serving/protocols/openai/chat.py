@@ -41,7 +41,7 @@ class ChatEndpoint:
         turns = turns_of(self._turns)
         body = read(request, ChatBody)
         caller = caller_of(request)
-        turns.policy.check_model(body.model)
+        policy = turns.policy.named(body.model)
         num_choices = body.n or 1
         check_choices(num_choices, self._exchanges.limits.num_choices, "n")
         if body.top_logprobs and not body.logprobs:
@@ -63,10 +63,11 @@ class ChatEndpoint:
                 constraint=_constraint(body, tools),
                 template_kwargs=body.chat_template_kwargs,
                 begun=begun,
+                policy=policy,
             ),
             "chatcmpl-",
         )
-        work = _Work(turn, body, turns.policy.model, turns.text)
+        work = _Work(turn, body, policy.model, turns.text)
         return Answer(self._exchanges, work, num_places=num_choices, stream=bool(body.stream))
 
 

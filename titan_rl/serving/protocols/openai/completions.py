@@ -48,7 +48,7 @@ class CompletionEndpoint:
             raise ApiError(400, "this server has no tokenizer; ask /inference/v1/generate")
         body = read(request, CompletionBody)
         caller = caller_of(request)
-        self._policy.check_model(body.model)
+        policy = self._policy.named(body.model)
         if body.echo and body.logprobs is not None:
             message = "echo tells the prompt's text and none of its logprobs; leave logprobs out"
             raise ApiError(400, message, param="echo", code=UNSUPPORTED_VALUE)
@@ -61,7 +61,7 @@ class CompletionEndpoint:
             num_characters = sum(len(prompt) for prompt in given if isinstance(prompt, str))
             prompts = await self._tokenizing(lambda: [_token_ids(prompt, text) for prompt in given], num_characters)
             sampled = [
-                self._policy.sampling(
+                policy.sampling(
                     len(prompt), body.max_tokens or MAX_TOKENS, "prompt", **body.sampling(self._stop_token_ids)
                 )
                 for prompt in prompts
@@ -70,7 +70,7 @@ class CompletionEndpoint:
             for at, (prompt, sampling) in enumerate(zip(prompts, sampled, strict=True)):
                 talk = caller.talk_in_tokens(prompt, text.decode, session_id)
                 asks.append((talk, talk.ask(sampling, num_choices, request_id, first_index=at * num_choices)))
-            return await _Work(self._policy, text, body, asks, request_id)(emit)
+            return await _Work(policy, text, body, asks, request_id)(emit)
 
         return Answer(self._exchanges, work, num_places=num_places, stream=bool(body.stream))
 

@@ -294,7 +294,7 @@ class ResponsesEndpoint:
     def __call__(self, request: Request) -> Answer:
         turns = turns_of(self._turns)
         body = read(request, ResponsesBody)
-        turns.policy.check_model(body.model)
+        policy = turns.policy.named(body.model)
         caller = caller_of(request)
         said = [*self._stored.messages(caller, body.previous_response_id), *messages_from_input(body.input)]
         instructions = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
@@ -312,10 +312,11 @@ class ResponsesEndpoint:
                 param="input",
                 constraint=_constraint(body, tools),
                 template_kwargs=body.chat_template_kwargs,
+                policy=policy,
             ),
             "resp_",
         )
-        work = _Work(turns, turn, body, said, caller, None if body.store is False else self._stored)
+        work = _Work(turns, policy.model, turn, body, said, caller, None if body.store is False else self._stored)
         dialect = replace(OPENAI, event=named_event, stream_error=work.error_event, last=b"")
         return Answer(self._exchanges, work, num_places=1, stream=bool(body.stream), dialect=dialect)
 
@@ -337,6 +338,7 @@ class _Work:
     def __init__(
         self,
         turns: Turns,
+        model: str,
         turn: ServedTurn,
         body: ResponsesBody,
         said: Sequence[Message],
@@ -344,6 +346,7 @@ class _Work:
         stored: StoredResponses | None,
     ) -> None:
         self._turns = turns
+        self._model = model
         self._turn = turn
         self._body = body
         self._said = said
@@ -430,7 +433,7 @@ class _Work:
             "id": self._turn.id,
             "object": "response",
             "created_at": self._created,
-            "model": self._turns.policy.model,
+            "model": self._model,
             "status": status,
             "output": output,
             "error": None,
