@@ -183,6 +183,25 @@ async def test_a_suspension_reaches_the_worker_as_often_as_it_begins_and_ends() 
     assert len(worker.sent) == 4, "the group has ended"
 
 
+async def test_a_group_that_is_suspended_again_at_once_stays_suspended_in_its_worker() -> None:
+    worker, suspension = SlowWorker(), Suspension()
+    playing = asyncio.ensure_future(play(pool_of(worker), requests(Journal(), suspension)))
+    await settle()
+    suspension.suspend()
+    await suspension.abort_in_flight()
+    await settle()
+    suspension.resume()
+    suspension.suspend()
+    await suspension.abort_in_flight()
+    await settle()
+    assert [name for name, *_ in worker.sent] == ["suspend", "suspend"]
+    suspension.resume()
+    await settle()
+    assert worker.sent[-1] == ("resume", worker.orders[0].key)
+    worker.may_end.set()
+    await playing
+
+
 async def test_a_group_that_is_suspended_is_sent_to_no_worker() -> None:
     worker, suspension = Worker(), Suspension()
     suspension.suspend()

@@ -106,7 +106,8 @@ class RemoteGroup:
         resuming.add_done_callback(self._resuming.discard)
 
     async def _resume(self, actor: Any) -> None:
-        await self.wait_resumed()
+        while self.is_suspended:  # also if it was resumed and suspended at once
+            await self.wait_resumed()
         actor.resume.broadcast(self.key)
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
