@@ -98,11 +98,11 @@ def test_hosts_and_what_is_played_are_shown_escaped(project: Path, capfd: pytest
     shown = capfd.readouterr().out
     assert "owned" in shown
     assert not RAW.search(shown)
-    sys.stdin = io.StringIO("hello\n")
+    before, sys.stdin = sys.stdin, io.StringIO("hello\n")
     try:
         assert main(["play", "config.toml", "--task.words", json.dumps([HOSTILE])]) == 0
     finally:
-        sys.stdin = sys.__stdin__
+        sys.stdin = before
     shown = capfd.readouterr().out
     assert "owned" in shown
     assert not RAW.search(shown)

@@ -39,12 +39,12 @@ class Sums(Section):
 """
 
 
-def play(typed: str, *arguments: str) -> int:
-    sys.stdin = io.StringIO(typed)
+def play(typed: str | None, *arguments: str) -> int:
+    before, sys.stdin = sys.stdin, None if typed is None else io.StringIO(typed)
     try:
         return main(["play", "sums.toml", *arguments])
     finally:
-        sys.stdin = sys.__stdin__
+        sys.stdin = before
 
 
 def test_what_is_typed_becomes_tokens_and_is_parsed_and_scored(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -85,6 +85,14 @@ def test_an_unfinished_block_is_no_reply_and_bytes_that_are_no_text_are_shown_as
     out = capfd.readouterr().out
     assert "[assistant] \\udcff\n" in out
     assert "=== completed" in out
+
+
+@pytest.mark.parametrize("typed", ["", None])
+def test_standard_input_that_is_empty_or_closed_ends_the_game(
+    config: Path, capfd: pytest.CaptureFixture[str], typed: str | None
+) -> None:
+    assert play(typed) == 0
+    assert "titan-rl: played" in capfd.readouterr().err
 
 
 def test_tools_are_shown_and_called(config: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -27,13 +27,13 @@ DIGITS = "9" * 4301
 
 def run(argv: list[str], capfd: pytest.CaptureFixture[str]) -> tuple[object, str]:
     """Exit code and standard error."""
-    sys.stdin = io.StringIO("")
+    before, sys.stdin = sys.stdin, io.StringIO("")
     try:
         code: object = main(argv)
     except SystemExit as stopped:
         code = stopped.code
     finally:
-        sys.stdin = sys.__stdin__
+        sys.stdin = before
     return code, capfd.readouterr().err
 
 

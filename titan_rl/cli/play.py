@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import io
 import sys
+from typing import TextIO
 
 from titan_rl.cli.options import Parser, file_path
 from titan_rl.config.evaluation import EvalConfig, make_eval_config
@@ -47,7 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
     settings = make_eval_config(arguments.options)
     config = load_config(arguments.config, arguments.overrides, check_files=False)
     scene = Scene(arguments.task, arguments.sample, arguments.count, arguments.validation)
-    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    typed = _standard_input()
+    is_terminal = typed.isatty() and sys.stdout.isatty()
 
     def show(text: str) -> None:
         is_question = is_terminal and text.endswith("> ")
@@ -61,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.policy,
             say=show,
             console=StderrConsole(),
-            lines=sys.stdin,
+            lines=typed,
             is_terminal=is_terminal,
         )
     )
@@ -69,3 +72,9 @@ def run(arguments: argparse.Namespace) -> int:
     following = ["--sample", str(arguments.sample + arguments.count)]
     tell_next("play", *arguments.config, *following)
     return 0
+
+
+def _standard_input() -> TextIO:
+    """Standard input; empty if it is closed."""
+    given: TextIO | None = sys.stdin
+    return io.StringIO() if given is None or given.closed else given
