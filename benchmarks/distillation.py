@@ -47,7 +47,7 @@ SETTINGS = {
         *("--training.loss", "benchmarks.distillation:improbable_loss"),
     ),
 }
-MOST_STEPS = {"grpo": 120, "distillation": 20, "teacher_free": 60}
+MOST_STEPS = {"grpo": 120, "distillation": 24, "teacher_free": 60}
 REWARD = "validation/reward_mean"
 STEP_S = "time/step_s"
 
