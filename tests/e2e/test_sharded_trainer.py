@@ -87,8 +87,10 @@ def test_three_steps_and_one_from_a_checkpoint_of_one_rank(
 
 
 @pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=in_depth), "muon"])
-def test_other_optimizers_step_and_go_on_over_ranks(one_rank: dict[bool, OneRank], optimizer: str, tmp_path: Path):
-    folder, settings = one_rank[False].folder, {"optimizer": optimizer, "lr": 1e-3}
+def test_other_optimizers_and_a_reference_that_follows_go_on_over_ranks(
+    one_rank: dict[bool, OneRank], optimizer: str, tmp_path: Path
+):
+    folder, settings = one_rank[False].folder, {"optimizer": optimizer, "lr": 1e-3, "reference_interval": 2}
     three_steps(folder, tmp_path / "one", **settings)
     alone = three_steps(folder, tmp_path / "one", resume=tmp_path / "one" / "checkpoint", **settings)
     for metrics in run_world(
@@ -102,6 +104,8 @@ def test_other_optimizers_step_and_go_on_over_ranks(one_rank: dict[bool, OneRank
     ):
         for found, expected in zip(metrics, alone, strict=True):
             assert math.isclose(found["loss"], expected["loss"], rel_tol=1e-3)
+        first, before, after, resumed = (each["reference_kl"] for each in metrics)
+        assert max(first, after) < 1e-6 < min(before, resumed)
     initial = load_file(folder / "model.safetensors")
     expected = load_file(tmp_path / "one" / "export" / "model.safetensors")
     for name, tensor in load_file(tmp_path / "two" / "export" / "model.safetensors").items():

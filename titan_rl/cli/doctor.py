@@ -16,8 +16,6 @@ from titan_rl.run.machine.model_check import CheckedModel, ModelOutcome, check_m
 from titan_rl.run.terminal.standard_streams import say, tell, tell_next
 from titan_rl.run.terminal.waiting import WAITING
 
-WRONG = "wrong"
-
 
 def set_up(parser: Parser) -> None:
     parser.description = (
@@ -56,24 +54,25 @@ def _check(folder: Path, *, as_json: bool) -> int:
     if model.implementation is None:
         tell(f"titan-rl: no, {model.reason}; docs/reference/models.md lists the families that can")
         return EXIT_FAILED
-    wrong: dict[str, list[str]] = {}
+    wrong: list[ModelOutcome] = []
     with WAITING.shown(f"checking a tiny {model.model_type}"):
         for outcome in check_model(model):
             say(_outcome_as_json(outcome) if as_json else _outcome_as_text(outcome))
             if not outcome.is_right:
-                wrong.setdefault(outcome.part, []).append(_name(outcome))
+                wrong.append(outcome)
     return _verdict(model, wrong)
 
 
-def _verdict(model: CheckedModel, wrong: dict[str, list[str]]) -> int:
+def _verdict(model: CheckedModel, wrong: list[ModelOutcome]) -> int:
     family = f"{model.model_type!r}, with the {model.implementation} implementation ({model.reason})"
-    differs = ", ".join(name for names in wrong.values() for name in names)
+    differs = ", ".join(map(_complaint, wrong))
+    of_trainer = [outcome for outcome in wrong if outcome.part == "trainer"]
     if not wrong:
         tell(f"titan-rl: yes, a run can train {family}")
         tell_next("train", "CONFIG", "--model.path", str(model.folder))
-    elif "trainer" in wrong:
+    elif of_trainer:
         tell(f"titan-rl: no, a run cannot train {family}: {differs}")
-        if any(name.endswith(WRONG) for name in wrong["trainer"]):
+        if any(outcome.comparison is not None for outcome in of_trainer):
             tell_next("doctor")  # versions of packages that are not the tested ones
     else:
         tell(f"titan-rl: no, a run cannot sample {family}: {differs}; fine-tuning on demonstrations needs no engine")
@@ -81,10 +80,10 @@ def _verdict(model: CheckedModel, wrong: dict[str, list[str]]) -> int:
     return EXIT_FAILED if wrong else 0
 
 
-def _name(outcome: ModelOutcome) -> str:
+def _complaint(outcome: ModelOutcome) -> str:
     if outcome.comparison is None:
         return f"the {outcome.part} could not be checked"
-    return f"{outcome.comparison.name} {WRONG}"
+    return f"{outcome.comparison.name} wrong"
 
 
 def _outcome_as_json(outcome: ModelOutcome) -> str:

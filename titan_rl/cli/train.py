@@ -144,7 +144,7 @@ def _check_teachers(config: RunConfig) -> None:
         ConfigError: a tokenizer makes other tokens than the policy's or cannot be loaded, or a folder has no model.
     """
     names = {config.teacher_of(source) for source in config.tasks}
-    folders = sorted(name for name in names if name and Path(name).is_dir())
+    folders = sorted(name for name in names - {"", "self"} if Path(name).is_dir())
     if not folders:
         return
     from titan_rl.config.serve import load_serve_config

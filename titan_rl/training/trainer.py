@@ -26,7 +26,7 @@ from titan_rl.training.models.lora import Adapter
 from titan_rl.training.objective import Objective, TokenStats, token_metrics
 from titan_rl.training.optimizer.optimizers import Optimizers
 from titan_rl.training.optimizer.registry import OptimizerSpec
-from titan_rl.training.parallel import World
+from titan_rl.training.parallel import World, local
 from titan_rl.training.policy import BaseOfAdapter, Policy, draw, score
 from titan_rl.training.protocol import SkippedMinibatch, StepResult
 from titan_rl.training.settings import AdapterConfig, CorrectionConfig, ModelConfig, TrainingConfig
@@ -456,7 +456,7 @@ class TrainerCore:
         pairs = zip(self._reference.model.state_dict().values(), self._model.state_dict().values(), strict=True)
         with torch.no_grad():
             for kept, current in pairs:
-                kept.copy_(current)
+                local(kept).copy_(local(current))  # both are divided alike, but offloaded ones are not on the GPU
 
 
 def _make_critic(policy: Policy, model: ModelConfig, training: TrainingConfig, world: World) -> Critic | None:
