@@ -78,6 +78,11 @@ class GroupOrder:
     version: int | None = None
 
 
+logger = logging.getLogger(__name__)
+
+CANCEL_S = 1.0
+"""Longest time until the requests of a cancelled group have ended."""
+
 SEND_EVERY_S = 0.1
 """Least time between two messages with answers. What is recorded in it is lost if the process dies."""
 
@@ -177,16 +182,12 @@ class ProgressSender:
             self._sent.set()
 
 
-logger = logging.getLogger(__name__)
-
-CANCEL_S = 1.0
-"""Longest time until the requests of a cancelled group have ended."""
-
-
 class _Group:
     """Group that runs in this process, with its requests."""
 
-    def __init__(self, order: GroupOrder, shard: RouterShard, playing: RunningGroup, sender: ProgressSender, most: int):
+    def __init__(
+        self, order: GroupOrder, shard: RouterShard, playing: RunningGroup, sender: ProgressSender, max_context: int
+    ) -> None:
         self.playing = playing
         self.suspension = Suspension()
         self.recorder: Recorder | None = None
@@ -205,7 +206,7 @@ class _Group:
                 recorder=self.recorder,
                 suspension=self.suspension,
                 room=sender.room,
-                max_context=most,
+                max_context=max_context,
             )
 
     def _answers(self) -> KnownAnswers:
