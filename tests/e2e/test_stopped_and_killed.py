@@ -1,5 +1,6 @@
 """A real run that is stopped while its trainer is in the middle of a step, and killed, and goes on each time."""
 
+import contextlib
 import json
 import re
 import signal
@@ -83,8 +84,11 @@ def stop_within_a_step(run: Run, gate: Path, log: Path, signum: signal.Signals) 
 def others_may_reach(run: Run) -> list[str]:
     """Files of a run, in its folder and its scratch folder, and sockets, that are not for its user alone: abstract
     ones are for all."""
-    files = [path for root in (run.folder, run.scratch) for path in root.rglob("*")]
-    found = [str(path) for path in files if not path.is_symlink() and path.stat().st_mode & 0o077]
+    found = []
+    for path in (path for root in (run.folder, run.scratch) for path in root.rglob("*")):
+        with contextlib.suppress(FileNotFoundError):  # the run goes on, and a checkpoint's folder gets its name
+            if not path.is_symlink() and path.stat().st_mode & 0o077:
+                found.append(str(path))
     listeners = run.listeners()
     assert len(listeners) > 3
     return found + sorted({path for path in listeners if not path.startswith(str(run.scratch))})
