@@ -18,7 +18,8 @@ from benchmarks.shards import context_of
 from benchmarks.simulated_generators import LOGPROBS, STEP_S, TOKENS, Traffic
 from titan_rl import Completion, FinishReason, Rollout, RolloutGroup, Turn, VersionSpan
 from titan_rl.cluster import rollout_workers
-from titan_rl.cluster.rollout_worker import GroupOrder, ProgressSender
+from titan_rl.cluster.progress_sender import ProgressSender
+from titan_rl.cluster.rollout_worker import GroupOrder
 from titan_rl.core.arrays import logprob_array, token_array
 from titan_rl.generation.recording import RecordedAnswer, prompt_digest
 from titan_rl.generation.router import GeneratorRouter
@@ -51,15 +52,17 @@ class Service:
         self._traffic = traffic
         self._controllers_context = contextvars.copy_context()
 
-    async def call_one(self, *args: Any) -> None:
+    async def call_one(self, *args: Any) -> bool:
         sent = cloudpickle.dumps(args)
         self._traffic.count(sent)
         loop = asyncio.get_running_loop()
-        await loop.create_task(self._receive(sent), context=self._controllers_context)
+        keeps_up = await loop.create_task(self._receive(sent), context=self._controllers_context)
         self._traffic.count(b"")
+        return keeps_up
 
-    async def _receive(self, sent: bytes) -> None:
-        await rollout_workers.note(*cloudpickle.loads(sent))
+    async def _receive(self, sent: bytes) -> bool:
+        _, _, answers, finished = cloudpickle.loads(sent)
+        return await rollout_workers.keeps_up(rollout_workers.record(answers, finished))
 
 
 class SimulatedWorker:
@@ -84,7 +87,7 @@ class SimulatedWorker:
         self._length_of = length_of
         self._prompt = token_array(prompt)
         self._digest = prompt_digest(prompt)
-        self._sender = ProgressSender(Service(traffic))
+        self._sender = ProgressSender(Service(traffic), "simulated")
         self._names: list[str] = []  # of the generators
         self._in_flight = 0
 

@@ -1,6 +1,7 @@
 """Answers and ends of rollouts on their way from a rollout worker to the controller. Virtual time."""
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,32 +11,52 @@ pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 from test_worker_pool import answer
 
 from titan_rl import Rollout, Turn
-from titan_rl.cluster.rollout_worker import MOST_UNSENT, ProgressSender
-from titan_rl.core.errors import CheckpointError, GenerationError
+from titan_rl.cluster.progress_sender import GIVE_UP_S, MOST_UNSENT, ProgressSender
+from titan_rl.core.errors import ActorDiedError, CheckpointError
 
 pytestmark = pytest.mark.looptime
 
 
 class Service:
-    """Controller that takes a second for a message."""
+    """Controller that takes a second for a message.
 
-    def __init__(self) -> None:
+    Args:
+        errors: How the first messages fail.
+        loses_answers: They are recorded, and it is their answers that are lost.
+        num_full: Messages after them whose answer is that the disk does not keep up.
+    """
+
+    def __init__(self, errors: Sequence[Exception] = (), *, loses_answers: bool = False, num_full: int = 0) -> None:
         self.note = self
+        self.numbers: list[int] = []
         self.messages: list[list[Any]] = []
         self.finished: list[Any] = []
-        self.error: Exception | None = None
+        self.errors = [*errors]
+        self._loses_answers = loses_answers
+        self._num_full = num_full
 
-    async def call_one(self, answers: list[Any], finished: list[Any]) -> None:
+    async def call_one(self, worker: str, number: int, answers: list[Any], finished: list[Any]) -> bool:
         await asyncio.sleep(1.0)
-        if self.error is not None:
-            raise self.error
-        self.finished += finished
-        self.messages.append([(key, answer.completion.request_id) for key, answer in answers])
+        self.numbers.append(number)
+        error = self.errors.pop(0) if self.errors else None
+        if error is not None and not self._loses_answers:
+            raise error
+        if number > len(self.messages):
+            self.finished += finished
+            self.messages.append([(key, answer.completion.request_id) for key, answer in answers])
+        if error is not None:
+            raise error
+        self._num_full -= 1
+        return self._num_full < 0
+
+
+def sender_to(service: Service) -> ProgressSender:
+    return ProgressSender(service, "rollout-worker-0.0")
 
 
 async def test_answers_travel_together_while_the_controller_is_busy() -> None:
     service = Service()
-    sender = ProgressSender(service)
+    sender = sender_to(service)
     sender.add_answer("a", answer(0))
     await asyncio.sleep(0.5)
     for turn in (1, 2):
@@ -46,7 +67,7 @@ async def test_answers_travel_together_while_the_controller_is_busy() -> None:
 
 async def test_a_group_that_has_finished_brings_its_answers_itself() -> None:
     service = Service()
-    sender = ProgressSender(service)
+    sender = sender_to(service)
     sender.add_answer("a", answer(0))
     await asyncio.sleep(0.5)
     sender.add_answer("a", answer(1))
@@ -60,7 +81,7 @@ async def test_a_group_that_has_finished_brings_its_answers_itself() -> None:
 
 
 async def test_no_further_request_is_made_while_too_much_waits_for_the_disk() -> None:
-    sender, clock = ProgressSender(Service()), asyncio.get_running_loop().time
+    sender, clock = sender_to(Service()), asyncio.get_running_loop().time
     sender.add_answer("a", answer(0))
     await asyncio.sleep(0.5)
     sender.add_answer("a", answer(1, MOST_UNSENT + 1))
@@ -68,19 +89,50 @@ async def test_no_further_request_is_made_while_too_much_waits_for_the_disk() ->
     assert clock() == pytest.approx(2.1, abs=0.02)
 
 
-async def test_a_journal_that_refuses_answers_fails_the_requests_to_come() -> None:
-    service = Service()
-    sender = ProgressSender(service)
-    service.error = CheckpointError("the disk is gone")
+@pytest.mark.parametrize("loses_answers", [False, True])
+async def test_a_message_that_fails_is_sent_again_under_its_number(loses_answers: bool) -> None:
+    service = Service([ConnectionError("reset"), ConnectionError("reset")], loses_answers=loses_answers)
+    sender = sender_to(service)
     sender.add_answer("a", answer(0))
     await sender.flush()
-    with pytest.raises(GenerationError, match="the journal takes no answers: the disk is gone"):
+    await sender.room()
+    sender.add_answer("a", answer(1))
+    await sender.flush()
+    assert service.numbers == [1, 1, 1, 2]
+    assert service.messages == [[("a", "g/0/0")], [("a", "g/0/1")]]
+
+
+async def test_a_controller_that_takes_no_message_fails_the_worker_and_its_requests() -> None:
+    sender, clock = sender_to(Service([CheckpointError("the disk is gone")] * 100)), asyncio.get_running_loop().time
+    sender.check()
+    sender.add_answer("a", answer(0, MOST_UNSENT + 1))
+    waiting = asyncio.ensure_future(sender.room())
+    with pytest.raises(ActorDiedError, match=r"could not be sent to the controller's journal.*the disk is gone"):
+        await sender.flush()
+    for check in (waiting, sender.room(), sender.flush()):
+        with pytest.raises(ActorDiedError, match="the disk is gone"):
+            await check
+    with pytest.raises(ActorDiedError, match="the disk is gone"):
+        sender.check()
+    assert 20 < clock() <= GIVE_UP_S + 2
+    sender.add_answer("a", answer(1, MOST_UNSENT + 1))  # nothing waits for it
+    with pytest.raises(ActorDiedError):
         await sender.room()
+
+
+async def test_a_disk_that_does_not_keep_up_fails_no_worker() -> None:
+    service = Service(num_full=1000)
+    sender = sender_to(service)
+    sender.add_answer("a", answer(0, MOST_UNSENT + 1))
+    await sender.room()
+    sender.check()
+    assert asyncio.get_running_loop().time() > 10 * GIVE_UP_S
+    assert service.messages == [[("a", "g/0/0")]]
 
 
 async def test_a_flush_ends_although_answers_keep_coming() -> None:
     service = Service()
-    sender, clock = ProgressSender(service), asyncio.get_running_loop().time
+    sender, clock = sender_to(service), asyncio.get_running_loop().time
 
     async def play() -> None:
         for turn in range(100):
@@ -96,7 +148,7 @@ async def test_a_flush_ends_although_answers_keep_coming() -> None:
 
 
 async def test_requests_continue_when_the_group_whose_answers_wait_for_the_disk_has_finished() -> None:
-    sender, clock = ProgressSender(Service()), asyncio.get_running_loop().time
+    sender, clock = sender_to(Service()), asyncio.get_running_loop().time
     sender.add_answer("a", answer(0))
     await asyncio.sleep(0.5)
     sender.add_answer("a", answer(1, MOST_UNSENT + 1))

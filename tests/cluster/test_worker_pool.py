@@ -15,10 +15,12 @@ from monarch.actor import ActorError
 from titan_rl import Completion, FinishReason, Rollout, RolloutGroup, SamplingParams, VersionSpan
 from titan_rl.cluster import rollout_workers
 from titan_rl.cluster.processes.remote_process import RemoteProcess
+from titan_rl.cluster.progress_sender import ROOM_S
 from titan_rl.cluster.rollout_worker import GroupOrder
-from titan_rl.cluster.rollout_workers import WorkerPool
+from titan_rl.cluster.rollout_workers import WorkerLink, WorkerPool
 from titan_rl.core.errors import ActorDiedError
 from titan_rl.generation.recording import RecordedAnswer
+from titan_rl.generation.router import GeneratorRouter
 from titan_rl.rollout.copies import portable
 from titan_rl.scheduling.lease import Suspension
 
@@ -77,7 +79,7 @@ class TellingWorker(Worker):
     async def run(self, order: GroupOrder) -> RolloutGroup:
         order.sample["lock"] = threading.Lock()
         rollout = Rollout("g/0", "g", 0, order.sample, messages=[{"role": "tool", "content": object}])
-        await rollout_workers.note([], [(order.key, portable(rollout))])
+        rollout_workers.record([], [(order.key, portable(rollout))])
         return RolloutGroup("g", None, [portable(rollout)])
 
 
@@ -111,10 +113,10 @@ class DyingWorkers(Worker):
     async def run(self, order: GroupOrder) -> RolloutGroup:
         first = self.orders[0].key
         if len(self.orders) == 1:
-            await rollout_workers.note([(first, answer(0))], [])
+            rollout_workers.record([(first, answer(0))], [])
             raise ActorDiedError("worker died")
         late = Rollout("g/0", "g", 0, None, error="late")
-        await rollout_workers.note([(first, answer(1)), (order.key, answer(2))], [(first, late)])
+        rollout_workers.record([(first, answer(1)), (order.key, answer(2))], [(first, late)])
         return await super().run(order)
 
 
@@ -224,13 +226,59 @@ async def test_a_worker_that_joins_while_judging_is_paused_judges_after_the_resu
     assert later.sent == []
 
 
+async def test_pauses_of_judging_reach_a_worker_that_finishes_its_groups_before_its_host_leaves() -> None:
+    retiring, other = SlowWorker(), Worker()
+    pool: Any = pool_of(retiring)
+    playing = asyncio.ensure_future(play(pool))
+    await settle()
+    leaving = asyncio.ensure_future(pool.retire(retiring, 60))
+    await settle()
+    pool.add(other, other)
+    pool.pause_judging("sums")
+    pool.resume_judging("sums")
+    assert retiring.sent == other.sent == [("pause_judging", "sums"), ("resume_judging", "sums")]
+    await play(pool)
+    assert (len(retiring.orders), len(other.orders)) == (1, 1), "it gets no further groups"
+    retiring.may_end.set()
+    await asyncio.gather(playing, leaving)
+
+
+async def test_a_message_that_arrives_twice_is_recorded_once() -> None:
+    journal, worker = Journal(), SlowWorker()
+    playing = asyncio.ensure_future(play(pool_of(worker), requests(journal)))
+    await settle()
+    link = WorkerLink("worker.0", worker, worker, GeneratorRouter([]))  # pyright: ignore
+    key = worker.orders[0].key
+    for number in (1, 1, 2, 1):
+        assert await link.note(number, [(key, answer(number))], [])
+    assert [answer.completion.request_id for answer in journal.answers] == ["g/0/1", "g/0/2"]
+    worker.may_end.set()
+    await playing
+
+
+@pytest.mark.looptime
+async def test_a_worker_is_told_that_the_disk_does_not_keep_up() -> None:
+    class Slow(Journal):
+        async def room(self) -> None:
+            await asyncio.sleep(1.5 * ROOM_S)
+
+    worker = SlowWorker()
+    playing = asyncio.ensure_future(play(pool_of(worker), requests(Slow())))
+    await settle()
+    link = WorkerLink("worker.0", worker, worker, GeneratorRouter([]))  # pyright: ignore
+    message = 1, [(worker.orders[0].key, answer(0))], []
+    assert not await link.note(*message)
+    worker.may_end.set()
+    await playing
+
+
 async def test_answers_that_a_worker_sends_while_its_group_is_cancelled_are_recorded() -> None:
     journal = Journal()
 
     class Cancelled(SlowWorker):
         async def call(self, endpoint: Endpoint, *args: Any, timeout_s: float | None = None) -> Any:
             if endpoint.name == "cancel":
-                await rollout_workers.note([(args[0], answer(0))], [])
+                rollout_workers.record([(args[0], answer(0))], [])
             return await super().call(endpoint, *args)
 
     worker = Cancelled()

@@ -11,9 +11,11 @@ import pytest
 from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from in_process_shards import InProcessShards
+from in_process_shards import Addressed, InProcessShards
 from virtual_time import in_virtual_time
 
+from titan_rl.cluster.router_settings import router_options
+from titan_rl.config.sections import GenerationConfig, RoutingConfig, StateDictConfig
 from titan_rl.core.errors import ActorDiedError, ConfigError, EngineDeadError, GenerationError, UnavailableWeightsError
 from titan_rl.generation.router import GeneratorRouter, Limits
 from titan_rl.generation.router.shard_messages import Ended, ShardLoad, TellLoad, ToShard
@@ -215,6 +217,53 @@ async def test_answers_and_moves_of_a_shard_still_count_after_its_death() -> Non
     for _ in range(2):
         router.router.leave(counting)
         assert (router.num_moved, router.num_answered) == (3, 5)
+    await router.close()
+
+
+class Blocked:
+    """A shard whose event loop user code blocks from its second message on."""
+
+    name, reason = "blocked", ""
+
+    def __init__(self) -> None:
+        self.died = asyncio.Event()
+
+    async def call(self, number: int, message: ToShard) -> Ended:
+        if number:
+            await self.died.wait()
+            raise ActorDiedError("blocked died")
+        return Ended()
+
+    def end(self, reason: str) -> None:
+        self.reason = reason
+        self.died.set()
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+async def test_a_shard_that_is_blocked_holds_up_a_pause_for_no_longer_than_a_silent_generator_may_be(mode: str) -> None:
+    stall_timeout_s = 40.0
+    options = router_options(
+        GenerationConfig(stall_timeout_s=stall_timeout_s), RoutingConfig(), StateDictConfig(), wait_s=1000
+    )
+    router, blocked = GeneratorRouter([Addressed(FakeReplica("a"))], **options), Blocked()  # pyright: ignore
+    await router.join(blocked)
+    report = await router.pause(mode)
+    assert report.seconds <= stall_timeout_s + 2 * Limits().share_s
+    assert "did not follow the router" in blocked.reason
+    await router.resume()
+    await router.close()
+
+
+async def test_a_shard_whose_process_ends_during_a_pause_holds_it_up_no_longer() -> None:
+    router, blocked = await sharded([FakeReplica("a")], num_shards=2), Blocked()
+    await router.router.join(blocked)
+    pausing = asyncio.create_task(router.pause("wait"))
+    await asyncio.sleep(4)  # as long as it takes to see that a process was stopped
+    assert not pausing.done()
+    blocked.died.set()
+    report = await pausing
+    assert report.seconds == pytest.approx(4, abs=0.1)
+    await router.resume()
     await router.close()
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import logging
 import pickle
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import count
@@ -20,13 +19,12 @@ from monarch.actor import concurrent_endpoint
 from titan_rl.cluster.generator_connection import GeneratorConnection
 from titan_rl.cluster.processes.answers import ActorHandle
 from titan_rl.cluster.processes.process import ProcessActor, ProcessSpec
-from titan_rl.cluster.processes.remote_process import call
+from titan_rl.cluster.progress_sender import ProgressSender
 from titan_rl.cluster.request_callers import caller_of
 from titan_rl.cluster.router_settings import router_options
 from titan_rl.core.calls.threads import UsersThreads
 from titan_rl.core.calls.watchdog import LoopWatchdog
 from titan_rl.core.console import Console
-from titan_rl.core.errors import GenerationError
 from titan_rl.generation.group_requests import GroupRequests
 from titan_rl.generation.recording import KnownAnswers, RecordedAnswer, Recorder
 from titan_rl.generation.router.shard import RouterShard
@@ -78,108 +76,8 @@ class GroupOrder:
     version: int | None = None
 
 
-logger = logging.getLogger(__name__)
-
 CANCEL_S = 1.0
 """Longest time until the requests of a cancelled group have ended."""
-
-SEND_EVERY_S = 0.1
-"""Least time between two messages with answers. What is recorded in it is lost if the process dies."""
-
-MOST_UNSENT = 1 << 20
-"""Tokens that wait for the controller's disk; then no further request is made."""
-
-
-class ProgressSender:
-    """Sends answers to the controller's journal, and the ends of rollouts, one message at a time: a message costs more
-    than its content.
-
-    Args:
-        service: The controller's `GroupService`.
-    """
-
-    def __init__(self, service: Any) -> None:
-        self._service = service
-        self._answers: list[tuple[str, RecordedAnswer]] = []
-        self._finished: list[tuple[str, Rollout]] = []
-        self._num_tokens = 0
-        self._sent = asyncio.Event()  # set while few tokens wait
-        self._sent.set()
-        self._sending: asyncio.Task[None] | None = None
-        self._turn = asyncio.Lock()  # of one message after the other
-        self._error: Exception | None = None
-
-    def add_answer(self, key: str, answer: RecordedAnswer) -> None:
-        """Send an answer of a group soon.
-
-        Args:
-            key: Of the group.
-        """
-        self._answers.append((key, answer))
-        self._num_tokens += len(answer.completion.token_ids)
-        if self._num_tokens > MOST_UNSENT:
-            self._sent.clear()
-        self._send_soon()
-
-    def add_finished(self, key: str, rollout: Rollout) -> None:
-        """Send the end of a group's rollout soon, without its tokens."""
-        self._finished.append((key, replace(portable(rollout), turns=[], messages=[])))
-        self._send_soon()
-
-    def drop(self, key: str) -> None:
-        """Drop what is unsent of a group that has finished: the group itself has it all."""
-        dropped = [entry for entry in self._answers if entry[0] == key]
-        self._answers = [entry for entry in self._answers if entry[0] != key]
-        self._finished = [entry for entry in self._finished if entry[0] != key]
-        self._make_room(dropped)
-
-    async def room(self) -> None:
-        """Wait until the controller keeps up.
-
-        Raises:
-            GenerationError: it refuses answers.
-        """
-        await self._sent.wait()
-        if self._error is not None:
-            raise GenerationError(f"the journal takes no answers: {self._error}") from self._error
-
-    async def flush(self) -> None:
-        """Wait until the controller has all answers so far: for two messages at most, also if more answers come."""
-        await asyncio.shield(self._send_all())
-
-    def _send_soon(self) -> None:
-        if self._sending is None:
-            self._sending = asyncio.ensure_future(self._keep_sending())
-
-    async def _keep_sending(self) -> None:
-        try:
-            while self._answers or self._finished:
-                await self._send_all()
-                if self._answers or self._finished:
-                    await asyncio.sleep(SEND_EVERY_S)
-        finally:
-            self._sending = None
-
-    async def _send_all(self) -> None:
-        """Send what is unsent, behind a message that is under way."""
-        async with self._turn:
-            answers, self._answers = self._answers, []
-            finished, self._finished = self._finished, []
-            if not (answers or finished):
-                return
-            try:
-                await call(self._service.note, answers, finished, who="controller")
-            except Exception as error:
-                logger.exception("answers cannot be sent to the journal")
-                self._error = error
-                self._sent.set()
-            self._make_room(answers)
-
-    def _make_room(self, answers: Sequence[tuple[str, RecordedAnswer]]) -> None:
-        """Note that answers no longer wait."""
-        self._num_tokens -= sum(len(answer.completion.token_ids) for _, answer in answers)
-        if self._num_tokens <= MOST_UNSENT:
-            self._sent.set()
 
 
 class _Group:
@@ -257,7 +155,7 @@ class RolloutWorkerActor(ProcessActor):
             origin=f"@{self._settings.shard}",
             **router_options(config.generation, config.routing, config.statedict, config.hosts.wait_s),
         )
-        self._sender = ProgressSender(self._service)
+        self._sender = ProgressSender(self._service, self._settings.shard)
         self._max_context = config.model.max_context
         self._training = {source.name: RunningGroups(self._shard.finish_session) for source in config.sources}
         self._held_out = RunningGroups(self._shard.finish_session)
@@ -273,14 +171,22 @@ class RolloutWorkerActor(ProcessActor):
 
         Returns:
             its answer, and the running training groups by state.
+
+        Raises:
+            ActorDiedError: the controller's journal cannot be reached, so that this process is to be replaced.
         """
+        self._sender.check()
         ended = await self._shard.receive_message(number, message)
         return ended, sum((groups.states() for groups in self._training.values()), Counter[str]())
 
     @concurrent_endpoint
     async def run_group(self, order: GroupOrder) -> RolloutGroup:
         """Run a group; see `Rollouter.run_group`. Returns plain data without the sample, because environments may keep
-        in messages and samples what does not pickle."""
+        in messages and samples what does not pickle.
+
+        Raises:
+            ActorDiedError: see `tell_shard`.
+        """
         groups = self._held_out if order.index is None else self._training[order.task]
         with groups.one(order.group_size) as playing, self._running(order, playing) as group:
 
@@ -298,7 +204,12 @@ class RolloutWorkerActor(ProcessActor):
                     on_finished=on_finished,
                 )
             )
-            finished = await running
+            try:
+                finished = await running
+            except Exception:
+                self._sender.check()  # then that is why
+                raise
+            self._sender.check()  # else requests may have failed for want of the journal
             self._sender.drop(order.key)
             return replace(finished, sample=None, rollouts=[portable(rollout) for rollout in finished.rollouts])
 

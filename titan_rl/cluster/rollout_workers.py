@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -16,6 +16,7 @@ from monarch.actor import concurrent_endpoint
 
 from titan_rl.cluster.processes.answers import AnsweringActor
 from titan_rl.cluster.processes.remote_process import RemoteProcess
+from titan_rl.cluster.progress_sender import ROOM_S
 from titan_rl.cluster.rollout_worker import GroupOrder
 from titan_rl.core.console import Console
 from titan_rl.core.errors import ActorDiedError
@@ -128,9 +129,23 @@ def registered(group: RemoteGroup) -> Generator[None]:
         del _groups[group.key]
 
 
-async def note(answers: Sequence[tuple[str, RecordedAnswer]], finished: Sequence[tuple[str, Rollout]]) -> None:
-    """Record answers and note the ends of rollouts, by the keys of their groups, and return once the disk keeps up.
-    Those of groups that have ended, or run again in another worker, are dropped. Called on the groups' event loop."""
+Answers = Sequence[tuple[str, RecordedAnswer]]
+"""Answers with the keys of their groups."""
+
+Ends = Sequence[tuple[str, Rollout]]
+"""Rollouts that have ended with the keys of their groups."""
+
+Room = Callable[[], Awaitable[object]]
+"""Waits until the disk keeps up."""
+
+
+def record(answers: Answers, finished: Ends) -> Room | None:
+    """Record answers and note the ends of rollouts, by the keys of their groups. Those of groups that have ended, or
+    run again in another worker, are dropped. Called on the groups' event loop.
+
+    Returns:
+        what waits for the disk; None if nothing was recorded.
+    """
     requests = None
     for key, answer in answers:
         if (group := _groups.get(key)) is not None and group.requests.recorder is not None:
@@ -139,8 +154,18 @@ async def note(answers: Sequence[tuple[str, RecordedAnswer]], finished: Sequence
     for key, rollout in finished:
         if (group := _groups.get(key)) is not None:
             group.finished(rollout)
-    if requests is not None and requests.room is not None:
-        await requests.room()
+    return None if requests is None else requests.room
+
+
+async def keeps_up(room: Room | None) -> bool:
+    """Wait until the disk keeps up, for `ROOM_S` at most. Returns whether it does."""
+    try:
+        async with asyncio.timeout(ROOM_S):
+            if room is not None:
+                await room()
+    except TimeoutError:
+        return False
+    return True
 
 
 class WorkerLink:
@@ -158,6 +183,23 @@ class WorkerLink:
         self._actor = actor
         self._router = router
         self._loop = asyncio.get_running_loop()
+        self._noted = 0  # number of the newest message with answers
+        self._room: Room | None = None  # after that
+
+    async def note(self, number: int, answers: Answers, finished: Ends) -> bool:
+        """Record answers and ends of rollouts of the worker's groups, unless they are recorded already. Called on the
+        groups' event loop.
+
+        Args:
+            number: Of the message, from 1. One that is sent again has the same.
+
+        Returns:
+            whether the disk keeps up, as of the message. Otherwise it is to be sent again.
+        """
+        if number > self._noted:
+            self._room = record(answers, finished)
+            self._noted = number
+        return await keeps_up(self._room)
 
     async def call(self, number: int, message: ToShard) -> Ended:
         ended, self.states = await self._remote.call(self._actor.tell_shard, number, message)
@@ -197,13 +239,13 @@ class GroupService(AnsweringActor):
     """Receiver of the workers' messages. Spawned in the controller's own process."""
 
     @concurrent_endpoint
-    async def note(
-        self, answers: Sequence[tuple[str, RecordedAnswer]], finished: Sequence[tuple[str, Rollout]]
-    ) -> None:
-        """Note the progress of groups; see the function."""
+    async def note(self, worker: str, number: int, answers: Answers, finished: Ends) -> bool:
+        """Note the progress of a worker's groups; see `WorkerLink.note`. What comes after the worker's end is
+        dropped."""
         known = (group for key, _ in (*answers, *finished) if (group := _groups.get(key)) is not None)
-        if (group := next(known, None)) is not None:
-            await group.run(note(answers, finished))
+        if (link := _links.get(worker)) is None or (group := next(known, None)) is None:
+            return True
+        return await group.run(link.note(number, answers, finished))
 
     @concurrent_endpoint
     async def report(self, worker: str, report: FromShard) -> None:
@@ -228,6 +270,7 @@ class WorkerPool:
 
     def __init__(self, *, max_attempts: int = 3, wait_s: float = 180.0) -> None:
         self._workers: dict[RemoteProcess, Any] = {}  # actors
+        self._retiring: set[RemoteProcess] = set()  # those of them that get no further groups
         self._links: dict[RemoteProcess, WorkerLink] = {}
         self._waiting: list[tuple[RemoteProcess, Any, str]] = []  # for a router
         self._load: Counter[RemoteProcess] = Counter()  # rollouts
@@ -269,13 +312,16 @@ class WorkerPool:
     def remove(self, remote: RemoteProcess) -> None:
         """Forget a worker that has ended, with its shard. Does nothing the second time."""
         self._workers.pop(remote, None)
+        self._retiring.discard(remote)
         if (link := self._links.pop(remote, None)) is not None and self._router is not None:
             _links.pop(link.name, None)
             self._router.leave(link)
 
     async def retire(self, remote: RemoteProcess, finish_s: float) -> None:
-        """Give a worker no further groups, and wait until it has none, or so long."""
-        self._workers.pop(remote, None)
+        """Give a worker no further groups, and wait until it has none, or so long. Other processes are ignored."""
+        if remote not in self._workers:
+            return
+        self._retiring.add(remote)
         with suppress(TimeoutError):
             async with asyncio.timeout(finish_s):
                 while self._load[remote]:
@@ -381,12 +427,12 @@ class WorkerPool:
     async def _least_loaded(self) -> RemoteProcess:
         try:
             async with asyncio.timeout(self._wait_s):
-                while not self._workers:
+                while not (taking := [remote for remote in self._workers if remote not in self._retiring]):
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
             raise ActorDiedError(f"no rollout worker came up within {self._wait_s:g} s") from None
-        return min(self._workers, key=lambda remote: self._load[remote])
+        return min(taking, key=lambda remote: self._load[remote])
 
 
 class WorkersOfTask:

@@ -133,7 +133,8 @@ class GenerationConfig(Section):
     dies. By default 32, and 1 where `titan-rl serve` streams to clients."""
     stall_timeout_s: PositiveFloat = 300.0
     """Seconds after which a generator with requests is considered hung, and is replaced, if it sends neither tokens nor
-    another sign of progress. Pauses do not count."""
+    another sign of progress. Pauses do not count. A rollout worker whose event loop is blocked for so long is replaced,
+    too: pauses and pulls wait for it until then."""
     start_timeout_s: PositiveFloat | None = None
     """Time limit for the start of an engine, a trainer or a rollout worker. By default 180 s plus one second per 100 MB
     of weights in the model's folder: 780 s for 30B in bfloat16."""
