@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 
 pytest.importorskip("torch", reason="needs the cpu or gpu extra")
@@ -10,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from titan_rl.core import tensor_checksum
 from titan_rl.core.tensor_checksum import box_checksum, covers, is_exact_in
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8)
@@ -38,6 +41,29 @@ def test_the_checksums_of_slices_add_up_however_they_are_cut(
 
     assert sum(box_checksum(box, start) for start, box in boxes) % 2**64 == box_checksum(whole)
     assert covers([(start, box.shape) for start, box in boxes], shape)
+
+
+@given(
+    st.sampled_from([(1,), (3, 5), (2, 3, 64), (384, 128), (3, tensor_checksum.CHUNK_BYTES // 4 + 9)]),
+    st.integers(0, 2**31),
+    st.booleans(),
+)
+def test_processors_that_multiply_bytes_and_those_that_do_not_compute_the_same_checksum(
+    shape: tuple[int, ...], seed: int, has_extremes: bool
+) -> None:
+    bits = torch.randint(-(2**31), 2**31 - 1, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+    if has_extremes:  # bytes of -128
+        bits.flatten()[::2] = -(2**31) + 0x808080
+    words = bits.view(torch.int8).view(*shape, 4).to(torch.int64)
+    expected = (words << torch.tensor([0, 8, 16, 24])).sum(-1)
+    for dim in reversed(range(len(shape))):
+        expected = (expected * tensor_checksum.factors(dim, 3, shape[dim], bits.device)).sum(-1)
+
+    found = []
+    for multiplies_bytes in (True, False):
+        with mock.patch.object(tensor_checksum, "_multiplies_bytes", return_value=multiplies_bytes):
+            found.append(box_checksum(bits, (3,) * len(shape)))
+    assert found == [int(expected) % 2**64] * 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

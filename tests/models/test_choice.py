@@ -91,6 +91,10 @@ def test_models_that_cannot_be_trained_are_refused_with_the_reason(hf: dict[str,
     [
         ({"model_type": "qwen3"}, r"expert_parallel = 4, and config.json has no experts to divide .*; set it to 1"),
         ({"model_type": "qwen3_moe", "num_experts": 6}, r"expert_parallel = 4 does not divide the model's 6 experts"),
+        (
+            {"model_type": "ernie4_5_moe", "moe_num_experts": 6},
+            r"expert_parallel = 4 does not divide the model's 6 experts",
+        ),
         ({"model_type": "new_moe", "num_experts": 8}, r"the experts of model_type 'new_moe' have not been divided"),
     ],
 )

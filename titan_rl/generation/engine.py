@@ -296,8 +296,8 @@ class GaugedEngine(Engine, Protocol):
 class HeldTensor:
     """A box of a Hugging Face tensor that an engine holds.
 
-    If the engine has packed a tensor so that it cannot be read, it gives the `box_checksum` from right before the
-    packing, with the dtype and shape of the box at that time.
+    If the engine has packed a tensor so that it cannot be read, it gives the `box_checksum`, or `box_sum`, from right
+    before the packing, with the dtype and shape of the box at that time.
     """
 
     name: str  # of the Hugging Face tensor
@@ -305,7 +305,7 @@ class HeldTensor:
     tensor: Any  # the box, in the layout of the Hugging Face tensor; None if there is a checksum
     start: tuple[int, ...]  # of the box's first element
     whole_shape: tuple[int, ...]
-    checksum: int | None = None
+    checksum: int | Any = None  # a number, or a tensor: [], int64
     dtype: Any = None
     shape: tuple[int, ...] = ()
 

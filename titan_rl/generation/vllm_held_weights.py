@@ -27,7 +27,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from titan_rl.core.errors import VerificationError
-from titan_rl.core.tensor_checksum import box_sum, checksums_of, dot, factors
+from titan_rl.core.tensor_checksum import box_sum, factors, row_sums, weighted_sum, word_dot
 from titan_rl.generation.engine import HeldTensor
 
 READ_COLUMNS = 4  # of each packed weight, after each load; others each time
@@ -63,26 +63,17 @@ class _Packed:
 
     linear: Callable[..., torch.Tensor]  # that computes with it
     dtype: torch.dtype
-    parts: tuple[tuple[_Part, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]
-    width: int  # of the weight
+    shape: tuple[int, int]
+    sums: list[torch.Tensor]  # checksums of the layer's parts
     first: int  # of the columns that are read back
     values: torch.Tensor  # of these columns, [READ_COLUMNS, num_rows]
 
     @staticmethod
     def of(layer: Any, weight: torch.Tensor, turn: int) -> _Packed:
-        width = weight.shape[1]
-        parts: list[tuple[_Part, torch.Tensor, tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = []
-        for part in parts_of(layer, weight):
-            box, start = part.of(weight), part.start_in(weight)
-            parts.append((part, box_sum(box, start), tuple(box.shape), start, part.whole_shape(weight)))
-        values = checksums_of([value for _, value, *_ in parts])
-        found = tuple(
-            (part, value, shape, start, whole)
-            for (part, _, shape, start, whole), value in zip(parts, values, strict=True)
-        )
+        rows, width = weight.shape
         first = turn * READ_COLUMNS % max(1, width - READ_COLUMNS + 1)
         columns = weight[:, first : first + READ_COLUMNS].t().contiguous()
-        return _Packed(layer.cpu_linear, weight.dtype, found, width, first, columns)
+        return _Packed(layer.cpu_linear, weight.dtype, (rows, width), _part_sums(layer, weight), first, columns)
 
     def check(self, layer: Any, parameter: str) -> None:
         """Read some columns back: a kernel gives them exactly when it multiplies with rows of zeros and a one.
@@ -90,10 +81,19 @@ class _Packed:
         Raises:
             VerificationError: they are not what was packed.
         """
-        rows = torch.zeros((len(self.values), self.width), dtype=self.dtype)
+        rows = torch.zeros((len(self.values), self.shape[1]), dtype=self.dtype)
         rows.diagonal(self.first).fill_(1)
         if not torch.equal(self.linear(rows, layer.weight, None), self.values):
             raise VerificationError(f"{parameter} computes with other weights than those that were packed for it")
+
+
+def _part_sums(layer: Any, weight: torch.Tensor) -> list[torch.Tensor]:
+    """Checksums of the parts of a layer's weight, which is read once."""
+    parts = parts_of(layer, weight)
+    if any(part.dim for part in parts):
+        return [box_sum(part.of(weight), part.start_in(weight)) for part in parts]
+    sums = row_sums(weight)
+    return [weighted_sum(part.of(sums), factors(0, part.start, part.size, weight.device)) for part in parts]
 
 
 _turns = count()
@@ -109,8 +109,9 @@ def note_packing() -> None:
         weight: torch.Tensor = layer.weight
         original(layer, remove_weight)
         if weight.ndim == 2 and not weight.is_meta:
-            # A plain tensor: vLLM's parameters take Python for each operation on them.
-            layer.packed_weight = _Packed.of(layer, weight.detach().as_subclass(torch.Tensor), next(_turns))
+            # vLLM's parameters, and its default device, would add Python code to each operation.
+            with torch._C.DisableTorchFunction():
+                layer.packed_weight = _Packed.of(layer, weight.detach().as_subclass(torch.Tensor), next(_turns))
 
     dispatch_cpu_unquantized_gemm.packs = original  # pyright: ignore[reportFunctionMemberAccess]
     utils.dispatch_cpu_unquantized_gemm = dispatch_cpu_unquantized_gemm
@@ -144,9 +145,12 @@ def _held(path: str, module: Any, is_tied: bool) -> Iterator[HeldTensor]:
             packed: _Packed | None = getattr(module, "packed_weight", None) if name == "weight" else None
             if packed is not None and packed.linear is module.cpu_linear:
                 packed.check(module, own)
-                for part, value, shape, start, whole in packed.parts:
-                    hf_name = _hf_name(path, name, part.index, is_head)
-                    yield HeldTensor(hf_name, f"{own} (packed)", None, start, whole, value, packed.dtype, shape)
+                whole = torch.empty(packed.shape, dtype=packed.dtype, device="meta")
+                for part, value in zip(parts_of(module, whole), packed.sums, strict=True):
+                    yield HeldTensor(
+                        _hf_name(path, name, part.index, is_head), f"{own} (packed)", None, part.start_in(whole),
+                        part.whole_shape(whole), value, packed.dtype, tuple(part.of(whole).shape),
+                    )  # fmt: skip
             if weight.numel():
                 for part in parts_of(module, weight):
                     yield HeldTensor(
@@ -272,7 +276,7 @@ def _expert_checksums(weight_ENK: torch.Tensor, isa: str, boxes: tuple[_ExpertBo
         elements_EP, places = elements_EP.index_select(1, places), None  # halves of words are apart
     words_EP = elements_EP.view(torch.int32)
     device = weight_ENK.device
-    sums = [dot(words_EP, _expert_factors(shape, per_word, isa if places is not None else "", dtype, box, device))
+    sums = [word_dot(words_EP, _expert_factors(shape, per_word, isa if places is not None else "", dtype, box, device))
             for box in boxes]  # fmt: skip
     return [[value % 2**64 for value in each] for each in torch.stack(sums).tolist()]
 

@@ -61,7 +61,7 @@ UNADAPTED: Mapping[str, str] = {
 UNTESTED = "its adapters have not been compared between transformers and vLLM"
 """Reason for families in neither `ADAPTED` nor `UNADAPTED`."""
 
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
 """Names of the number of experts of a layer in config.json."""
 
 DIVIDED = frozenset(

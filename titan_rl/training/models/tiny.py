@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from titan_rl.core.errors import ModelError, in_one_line
+from titan_rl.training.models.choice import EXPERT_COUNTS
 
 VOCABULARY = 128
 WINDOW = 8
@@ -44,7 +45,6 @@ _SIZES: Mapping[str, int] = {
 """Values of a tiny config, for fields in which a config has a number."""
 
 _HIDDEN = ("hidden_size", "n_embd", "word_embed_proj_dim")
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
 _FIRST_LAYERS = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
 """Numbers of layers before the first mixture."""
@@ -124,7 +124,7 @@ def _shrink_widths(tiny: Any) -> None:
 
 def _shrink_experts(tiny: Any) -> None:
     """Shrink mixtures to 8 experts in at most 4 groups, of which each token takes at most 2."""
-    for name in _EXPERTS:
+    for name in EXPERT_COUNTS:
         if found := _number(tiny, name):
             setattr(tiny, name, min(MOST_EXPERTS, found))
     for name in _TOP_K:
