@@ -16,8 +16,8 @@ engine does not report, and read back as in a pull:
 
 After each fault the version is loaded correctly, and must pass. `verification_vs_load` is the processor time of
 computing checksums while weights are packed and of reading back, divided by that of a load without either, with the
-minimum of each. Its name ends with the width. Most of the time of a load of the tiny models is vLLM's time for each of their 47 tensors; with
-`--width 1024`, that of copying and packing them. Probes are not run.
+minimum of each; its name ends with the width. Most of the time of a load of the tiny models is vLLM's for each of
+their 47 tensors; with `--width 1024`, that of copying and packing them. Probes are not run.
 """
 
 from __future__ import annotations
