@@ -23,7 +23,7 @@ from titan_rl.config.sections import ValidationConfig
 from titan_rl.core.errors import ActorDiedError, CheckpointError, DamagedCheckpointError, UnavailableWeightsError
 from titan_rl.run.directory import read_jsonl
 from titan_rl.run.journal.state import RunState
-from titan_rl.run.trainer_recovery import JournaledSteps, RecoveringTrainer, recovering
+from titan_rl.run.trainer_recovery import JournaledSteps, RecoveringTrainer, TrainerGroup, recovering
 from titan_rl.training.protocol import StepResult
 from titan_rl.training.state.checkpoint import list_checkpoints
 from titan_rl.weights.types import Manifest, PublishedWeights, Shard
@@ -151,22 +151,29 @@ class DyingTrainer(SavingTrainer):
 
 
 class MortalRig(Rig):
-    """A run whose trainer has a fate."""
+    """A run whose trainer has a fate.
+
+    Args:
+        group: Processes of the trainer; by default its own.
+    """
 
     recovering: RecoveringTrainer
     published: PublishedWeights
 
-    def __init__(self, folder: Path, fate: Fate, *, max_respawns: int = 100, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, fate: Fate, *, group: TrainerGroup | None = None, max_respawns: int = 100, **settings: Any
+    ) -> None:
         self.fate = fate
         self.folder = folder
 
-        fate.start()
+        if group is None:
+            fate.start()
 
         def trainer_of(config, journal, published, progress) -> RecoveringTrainer:
             progress.warning = fate.tell
             self.published = published
             self.recovering = RecoveringTrainer(
-                fate,
+                group or fate,
                 steps=JournaledSteps(config, journal, folder),
                 checkpoints=folder / "checkpoints",
                 published=published,
