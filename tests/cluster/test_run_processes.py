@@ -14,7 +14,7 @@ pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
 from run.test_controller import Counting
 
-from titan_rl.cluster.actor_replica import ActorReplica
+from titan_rl.cluster.actor_replica import ActorReplica, AdapterReplica
 from titan_rl.cluster.hosts.host import Host
 from titan_rl.cluster.hosts.hosts import Hosts
 from titan_rl.cluster.hosts.lifecycle import HostState
@@ -159,8 +159,13 @@ def cluster_of(
 )
 async def test_a_generator_out_of_service_is_told_of_with_a_reason(tmp_path: Path, error: Exception, reason: str):
     told = ConsoleLines()
-    cluster_of(tmp_path, None, told).on_replica_failed(Replica(), error)
-    assert told == [f"generator-0 is out of service until it has the current weights: {reason}"]
+    processes = cluster_of(tmp_path, None, told)
+    processes.on_replica_failed(Replica(), error)
+    processes.on_replica_failed(AdapterReplica(Replica(), "sort", PublishedWeights()), error)
+    assert told == [
+        f"generator-0 is out of service until it has the current weights: {reason}",
+        f"generator-0 is out of service for the adapter sort until it has the current weights: {reason}",
+    ]
 
 
 @pytest.mark.parametrize("limit", [0, 2])

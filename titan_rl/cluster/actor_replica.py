@@ -113,6 +113,7 @@ class AdapterReplica:
 
     Attributes:
         shared: Replica of the generator, which the routers of other adapters use, too.
+        adapter: "" is the model itself.
 
     Args:
         published: Manifests of the adapter's versions.
@@ -121,7 +122,7 @@ class AdapterReplica:
     def __init__(self, shared: ActorReplica, adapter: str, published: PublishedWeights) -> None:
         self.name = shared.name
         self.shared = shared
-        self._adapter = adapter
+        self.adapter = adapter
         self._published = published
 
     @property
@@ -132,12 +133,12 @@ class AdapterReplica:
         def renamed(chunk: TokenChunk) -> None:
             on_chunk(replace(chunk, request_id=request.request_id))
 
-        sent = replace(request, request_id=self._shared_id(request.request_id), adapter=self._adapter)
+        sent = replace(request, request_id=self._shared_id(request.request_id), adapter=self.adapter)
         completion = await self.shared.stream(sent, renamed)
         return replace(completion, request_id=request.request_id)
 
     async def pull(self, version: int) -> int:
-        return await self.shared.pull_adapter(version, self._published, self._adapter)
+        return await self.shared.pull_adapter(version, self._published, self.adapter)
 
     async def pause(self, mode: PauseMode) -> None:
         """Pause the requests of all adapters."""
@@ -154,4 +155,4 @@ class AdapterReplica:
         """Do nothing: other adapters use the generator, too."""
 
     def _shared_id(self, request_id: str) -> str:
-        return f"{self._adapter}:{request_id}"
+        return f"{self.adapter}:{request_id}"

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from titan_rl.cluster.actor_replica import ActorReplica, AdapterReplica
 from titan_rl.cluster.generator_processes import GeneratorProcesses
+from titan_rl.core.errors import EngineDeadError
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.weights.types import PublishedWeights
 
@@ -43,11 +44,16 @@ class AdapterRouters:
 
     async def add_replica(self, replica: ActorReplica) -> bool:
         """Add a replica to all routers. Returns whether it serves all adapters."""
-        joining = [
-            router.add_replica(AdapterReplica(replica, adapter, self.published[adapter]))
-            for adapter, router in self.by_adapter.items()
-        ]
+        joining = [self._join(adapter, router, replica) for adapter, router in self.by_adapter.items()]
         return all(await asyncio.gather(*joining))
+
+    async def _join(self, adapter: str, router: GeneratorRouter, replica: ActorReplica) -> bool:
+        try:
+            return await router.add_replica(AdapterReplica(replica, adapter, self.published[adapter]))
+        except EngineDeadError:
+            if self.by_adapter.get(adapter) is router:
+                raise
+            return True  # the adapter has ended meanwhile, and needs no replica
 
     def trouble(self) -> str | None:
         """Reason why the requests of an adapter cannot be answered at present; None while all can."""

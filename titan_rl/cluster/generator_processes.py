@@ -206,13 +206,15 @@ class GeneratorProcesses(SupervisedProcesses):
     def on_replica_failed(self, replica: Replica, error: Exception) -> None:
         """Handle the failure of a replica in the router: a dead or hanging engine does not recover, even if its process
         lives."""
-        replica = replica.shared if isinstance(replica, AdapterReplica) else replica
+        whose = ""
+        if isinstance(replica, AdapterReplica):
+            replica, whose = replica.shared, f" for the adapter {replica.adapter}" if replica.adapter else ""
         if not isinstance(replica, ActorReplica) or replica.remote.reason is not None:
             return
         if isinstance(error, EngineDeadError | EngineStalledError):
             replica.remote.end(reason(error))
         else:
-            self._tell(f"{replica.name} is out of service until it has the current weights: {reason(error)}")
+            self._tell(f"{replica.name} is out of service{whose} until it has the current weights: {reason(error)}")
 
     async def watch(self, router: ReplicaRouter) -> None:
         """Replace processes that die, until cancelled. The router has the requests of a dead generator go on elsewhere

@@ -345,7 +345,8 @@ class GeneratorRouter:
             try:
                 await self._bring_up(pooled)
             except asyncio.CancelledError:
-                self._pool.remove(pooled.name)
+                if not pooled.removed:  # by the end of the router
+                    self._pool.remove(pooled.name)
                 raise
             await self._shards.settle()
             return pooled.serving
