@@ -16,6 +16,7 @@ from titan_rl.rollout.chat_env import ChatReply
 from titan_rl.rollout.copies import LARGEST_TOKEN_ID
 from titan_rl.rollout.types import Message
 from titan_rl.serving import LEAST_LOGPROB
+from titan_rl.serving.connections import Connections
 from titan_rl.types import Completion, FinishReason, PromptScores, SamplingParams, VersionSpan
 
 REFUSED = frozenset({400, 404, 413, 415, 422})
@@ -58,8 +59,7 @@ class Asking:
         self._client = httpx.AsyncClient(
             headers={} if api_key is None else {"authorization": f"Bearer {api_key}"},
             timeout=None,
-            limits=httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections),
-            transport=transport,
+            transport=transport or Connections(max_connections),
             trust_env=False,
         )
 
