@@ -47,7 +47,7 @@ async def test_each_caller_gets_its_own_answers_and_one_that_is_gone_leaves_the_
     callers.start(caller_of("worker.0", 1), [request("v@worker.0.1", 1 << 20)])
     callers.start("controller", [request("b")])
     await asyncio.sleep(0)
-    await callers.forget("worker.0")
+    callers.forget("worker.0")
     callers.start("worker.0#0", [request("late@worker.0")])
     await loop.resume()
     async with asyncio.timeout(LIMIT_S):
@@ -62,4 +62,28 @@ async def test_each_caller_gets_its_own_answers_and_one_that_is_gone_leaves_the_
     async with asyncio.timeout(LIMIT_S):
         await boxes["worker.0#0"].came.wait()
     assert {message.request_id for box in boxes.values() for message in box.messages} <= {"b", "a@worker.1"}
+    await loop.close()
+
+
+async def test_a_caller_in_whose_place_another_is_gets_nothing_more_and_its_requests_end() -> None:
+    loop = EngineLoop(ScriptedEngine)
+    await loop.start()
+    callers, before, after = RequestCallers(loop), Mailbox(), Mailbox()
+    callers.add("worker.0#0", before)  # pyright: ignore
+    callers.start("worker.0#0", [request("a", 1 << 20)])
+    callers.add("worker.0#1", after, ["worker.0#0", "worker.0#unknown"])  # pyright: ignore
+    callers.start("worker.0#0", [request("late")])
+    callers.start("worker.0#1", [request("b")])
+    async with asyncio.timeout(LIMIT_S):
+        while "b" not in after.answers:
+            after.came.clear()
+            await after.came.wait()
+    assert list(after.answers) == ["b"]
+    assert before.answers == {}
+    callers.start("worker.0#1", [request("a")])  # its id is free again
+    async with asyncio.timeout(LIMIT_S):
+        while "a" not in after.answers:
+            after.came.clear()
+            await after.came.wait()
+    assert len(after.answers["a"].token_ids) == 4
     await loop.close()

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import cloudpickle
@@ -15,12 +16,15 @@ import pytest
 pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
 from titan_rl.cluster.actor_replica import ActorReplica
+from titan_rl.cluster.generator_connection import GeneratorStreams
 from titan_rl.cluster.processes.process import LOOPBACK, ProcessActor, ProcessSpec
 from titan_rl.cluster.processes.remote_process import RemoteProcess, call
+from titan_rl.cluster.request_callers import caller_of
 from titan_rl.cluster.request_stream import RequestServer
 from titan_rl.cluster.supervision import Supervisor
 from titan_rl.core.errors import GenerationError, RequestError
 from titan_rl.generation.request import EngineRequest
+from titan_rl.generation.router.connection import ReplicaConnection, ShardReplica
 from titan_rl.types import Completion, FinishReason, SamplingParams, TokenChunk, VersionSpan
 from titan_rl.weights.types import PublishedWeights
 
@@ -50,11 +54,12 @@ class Unpicklable(str):
 
 class Parrot(ProcessActor):
     """Says back what it is asked, with the number of requests that came in the same message. The prompt [0] is refused,
-    [1] fails, [2] is told of and never answered, and the answer to [3] cannot be sent."""
+    [1] fails, [2] is told of and never answered, the answer to [3] cannot be sent, and that to [6] cannot be read. The
+    prompt [7, 7] is answered with the number of callers that the present one has replaced."""
 
     @concurrent_endpoint
-    async def reply_to(self, caller: str, port: Any) -> None:
-        self._server = RequestServer(port)
+    async def reply_to(self, caller: str, port: Any, replaced: tuple[str, ...] = ()) -> None:
+        self._port, self._server, self._replaced = port, RequestServer(port), replaced
 
     @concurrent_endpoint
     async def generate(self, caller: str, requests: list[EngineRequest]) -> None:
@@ -69,6 +74,10 @@ class Parrot(ProcessActor):
                 case (3,):
                     lock: Any = threading.Lock()
                     self._server.send(replace(completion(request, [3]), routed_experts=[lock]))
+                case (6,):
+                    self._port.send([("a", "tuple", "of", "five", "values")])
+                case (7, 7):
+                    self._server.send(completion(request, [len(self._replaced)]))
                 case prompt:
                     self._server.send(chunk(request, list(prompt)))
                     self._server.send(completion(request, [*prompt, len(requests)]))
@@ -177,3 +186,39 @@ async def test_a_request_that_cannot_be_sent_fails_alone(replica) -> None:
     assert isinstance(refused, RequestError)
     assert "request 'bad' could not be sent to parrot: TypeError" in str(refused)
     assert isinstance(answer, Completion)
+
+
+async def test_a_worker_opens_another_stream_after_a_message_that_it_cannot_read(replica) -> None:
+    class Listener:
+        def __init__(self) -> None:
+            self.told: list[str] = []
+            self.opened = asyncio.Event()
+
+        def connection_opened(self, replica: ShardReplica) -> None:
+            self.told.append("opened")
+            self.opened.set()
+
+        def connection_lost(self, replica: ShardReplica) -> None:
+            self.told.append("lost")
+            self.opened.clear()
+
+        def connection_unreachable(self, replica: ShardReplica, error: GenerationError) -> None:
+            raise AssertionError
+
+    listener, numbers = Listener(), count()
+    opener = GeneratorStreams("parrot", replica.address, lambda: caller_of("worker.0", next(numbers)))
+    connection = ReplicaConnection("parrot", opener)
+
+    async def say(name: str, *prompt: int) -> list[int]:
+        async with asyncio.timeout(LIMIT_S):
+            await listener.opened.wait()
+            return list((await connection.stream(EngineRequest(name, prompt, SAMPLING), lambda _: None)).token_ids)
+
+    connection.begin(listener)
+    assert await say("a", 7, 7) == [0]
+    for unanswered in await asyncio.gather(say("b", 2), say("c", 6), return_exceptions=True):
+        assert isinstance(unanswered, GenerationError)
+        assert "cannot be read" in str(unanswered)
+    assert await say("d", 7, 7) == [1], "the stream before is replaced"
+    assert listener.told == ["opened", "lost", "opened"]
+    await connection.close()

@@ -6,16 +6,18 @@ from __future__ import annotations
 import asyncio
 import random
 import zlib
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
-from titan_rl.core.errors import ActorDiedError
+from titan_rl.core.errors import ActorDiedError, GenerationError
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.router import GeneratorRouter
+from titan_rl.generation.router.connection import ReplicaConnection, ShardReplica
 from titan_rl.generation.router.replica import Replica, StreamingReplica
-from titan_rl.generation.router.shard import RouterShard, ShardReplica
+from titan_rl.generation.router.shard import RouterShard
 from titan_rl.generation.router.shard_messages import Ended, FromShard, ToShard
-from titan_rl.types import Completion
+from titan_rl.types import Completion, TokenChunk
 
 LATENCY_S = 0.05  # of a message, at most
 
@@ -59,14 +61,116 @@ def _connect(name: str, replica: Any) -> Connected:
     return ConnectedStream(name, replica) if isinstance(replica, StreamingReplica) else Connected(name, replica)
 
 
+class Network:
+    """Streams between the shards of a test and its replicas. A replica ends what a broken stream has asked for when the
+    shard opens the next one.
+
+    Attributes:
+        refused: Pairs of a shard and a replica whose streams cannot be opened.
+        num_opened: Streams of each pair so far.
+    """
+
+    def __init__(self) -> None:
+        self.refused: set[tuple[str, str]] = set()
+        self.num_opened = Counter[tuple[str, str]]()
+        self.random = random.Random(0)
+        self._streams: dict[tuple[str, str], InProcessStream] = {}
+
+    def connect_of(self, shard: str) -> Callable[[str, Any], ReplicaConnection]:
+        return lambda name, replica: ReplicaConnection(name, _Opener(self, (shard, name), replica))
+
+    def cut(self, replica: str, shard: str | None = None) -> None:
+        """Break the streams to a replica, of all shards or of one."""
+        for (end, name), stream in self._streams.items():
+            if name == replica and shard in (None, end):
+                stream.break_off("cut")
+
+    async def open(self, pair: tuple[str, str], replica: Any) -> InProcessStream:
+        await asyncio.sleep(self.random.uniform(0, LATENCY_S))
+        if pair in self.refused:
+            raise ConnectionError("refused")
+        if pair in self._streams:
+            await self._streams[pair].end_requests()
+        stream = self._streams[pair] = InProcessStream(replica)
+        self.num_opened[pair] += 1
+        return stream
+
+
+class _Opener:
+    def __init__(self, network: Network, pair: tuple[str, str], replica: Any) -> None:
+        self._network, self._pair, self._replica = network, pair, replica
+
+    async def open(self) -> InProcessStream:
+        return await self._network.open(self._pair, self._replica)
+
+
+class InProcessStream:
+    """A `ReplicaStream` to a replica of the test."""
+
+    def __init__(self, replica: Any) -> None:
+        self.broken: str | None = None
+        self._replica = replica
+        self._broken = asyncio.Event()
+        self._requests: set[asyncio.Task[Completion]] = set()
+
+    async def generate(self, request: EngineRequest, on_chunk: OnChunk) -> Completion:
+        if self.broken is not None:
+            raise GenerationError(self.broken)
+        streams = isinstance(self._replica, StreamingReplica)
+
+        def told(chunk: TokenChunk) -> None:
+            if self.broken is None:
+                on_chunk(chunk)
+
+        answering = asyncio.ensure_future(
+            self._replica.stream(request, told) if streams else request.sent_to(self._replica.generate)
+        )
+        self._requests.add(answering)
+        ending = asyncio.ensure_future(self._broken.wait())
+        try:
+            await asyncio.wait([answering, ending], return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:  # the router has it aborted
+            answering.cancel()
+            raise
+        finally:
+            ending.cancel()
+        if self.broken is not None:  # the replica goes on with it
+            raise GenerationError(self.broken)
+        self._requests.discard(answering)
+        return await answering
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        await self._replica.abort(request_ids)
+
+    async def wait_broken(self) -> None:
+        await self._broken.wait()
+
+    def close(self) -> None:
+        self.break_off("closed")
+
+    def break_off(self, why: str) -> None:
+        if self.broken is None:
+            self.broken = why
+            self._broken.set()
+
+    async def end_requests(self) -> None:
+        self.break_off("replaced")
+        for request in self._requests:
+            request.cancel()
+        await asyncio.gather(*self._requests, return_exceptions=True)
+
+
 class InProcessLink:
     """A shard of its own, and the connection of the router to it."""
 
-    def __init__(self, name: str, router: GeneratorRouter, options: dict[str, Any]) -> None:
+    def __init__(
+        self, name: str, router: GeneratorRouter, options: dict[str, Any], network: Network | None = None
+    ) -> None:
         self.name = name
         self.random = random.Random(name)
         self.died = asyncio.Event()
-        self.shard = RouterShard(_connect, self._report, origin=f"@{name}", **options)
+        connect = _connect if network is None else network.connect_of(name)
+        self.shard = RouterShard(connect, self._report, origin=f"@{name}", **options)
         self._router = router
 
     async def call(self, number: int, message: ToShard) -> Ended:
@@ -96,12 +200,18 @@ class InProcessLink:
 
 
 class InProcessShards:
-    """A router and its shards. Sessions stay in their shard."""
+    """A router and its shards. Sessions stay in their shard.
 
-    def __init__(self, replicas: Iterable[Replica], *args: Any, num_shards: int, **options: Any) -> None:
+    Args:
+        network: Between shards and replicas; by default nothing is between them.
+    """
+
+    def __init__(
+        self, replicas: Iterable[Replica], *args: Any, num_shards: int, network: Network | None = None, **options: Any
+    ) -> None:
         self.router = GeneratorRouter(map(Addressed, replicas), *args, **options)  # pyright: ignore
         options.pop("on_replica_failed", None)
-        self.links = [InProcessLink(f"shard{number}", self.router, options) for number in range(num_shards)]
+        self.links = [InProcessLink(f"shard{number}", self.router, options, network) for number in range(num_shards)]
         self._joined: asyncio.Future[Any] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -150,8 +260,10 @@ class InProcessShards:
         return await call(*args)
 
 
-def router_of(replicas: Iterable[Replica], *args: Any, num_shards: int = 0, **options: Any) -> Any:
+def router_of(
+    replicas: Iterable[Replica], *args: Any, num_shards: int = 0, network: Network | None = None, **options: Any
+) -> Any:
     """A router, or one with shards that answer the requests."""
     if not num_shards:
         return GeneratorRouter(replicas, *args, **options)
-    return InProcessShards(replicas, *args, num_shards=num_shards, **options)
+    return InProcessShards(replicas, *args, num_shards=num_shards, network=network, **options)

@@ -11,7 +11,7 @@ import pytest
 from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from in_process_shards import router_of
+from in_process_shards import Network, router_of
 from virtual_time import in_virtual_time
 
 from titan_rl.core.errors import GenerationError, RequestError, StateDictError
@@ -22,7 +22,7 @@ from titan_rl.types import Completion, SamplingParams
 Move = tuple[str, int, float]  # what, argument, seconds until the next
 
 CALLS = ["cancel", "hot_swap", "drain", "keep", "wait", "abort_pause", "resume", "abort", "remove", "add"]
-FAULTS = ["break", "mend", "pull_breaks", "hang", "stand_still", "cancel_calls", "poison"]
+FAULTS = ["break", "mend", "pull_breaks", "hang", "stand_still", "cancel_calls", "poison", "cut", "refuse"]
 MOVES = st.lists(
     st.tuples(
         st.sampled_from(["ask", "ask", "ask", *CALLS, *FAULTS]),
@@ -91,7 +91,8 @@ class Storm:
         self.replicas = [Watched(name) for name in "abc"]
         self.num_shards = num_shards
         limits = Limits(finish_s=15, abort_s=10, drain_s=15, pull_s=20, no_replica_s=200, paused_s=500, share_s=20)
-        options = {"stall_timeout_s": 60, "limits": limits, "move_below": move_below}
+        self.network = Network()
+        options = {"stall_timeout_s": 60, "limits": limits, "move_below": move_below, "network": self.network}
         self.router = router_of(self.replicas, num_shards=num_shards, **options)
         self.asked: dict[str, asyncio.Task[Completion]] = {}
         self.cancelled: set[str] = set()
@@ -163,7 +164,12 @@ class Storm:
             replica.moves.clear()
         elif what == "cancel_calls":
             replica.cancels_calls = True
+        elif what == "cut":
+            self.network.cut(replica.name, None if number % 5 == 4 else f"shard{number % 5}")
+        elif what == "refuse":
+            self.network.refused.add((f"shard{number % 4}", replica.name))
         elif what == "mend":
+            self.network.refused = {pair for pair in self.network.refused if pair[1] != replica.name}
             replica.moves.set()
             replica.cancels_calls = False
             replica.generate_error = replica.pull_error = None

@@ -192,15 +192,15 @@ class GeneratorActor(ProcessActor):
             os._exit(1)
 
     @concurrent_endpoint
-    async def reply_to(self, caller: str, port: Port[list[Packed]]) -> None:
+    async def reply_to(self, caller: str, port: Port[list[Packed]], replaced: Sequence[str] = ()) -> None:
         """Send the completions of a caller's requests to its port, and before each a chunk every
-        `generation.stream_interval` tokens."""
-        self._callers.add(caller, port)
+        `generation.stream_interval` tokens. The requests of callers that it replaces end."""
+        self._callers.add(caller, port, replaced)
 
     @concurrent_endpoint
     async def forget(self, process_id: str) -> None:
         """End the requests of all callers in a process that has ended."""
-        await self._callers.forget(process_id)
+        self._callers.forget(process_id)
 
     @concurrent_endpoint
     async def generate(self, caller: str, requests: Sequence[EngineRequest]) -> None:

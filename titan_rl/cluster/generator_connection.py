@@ -1,9 +1,9 @@
-"""A rollout worker's connection to a generator actor."""
+"""A rollout worker's streams to a generator actor, which a `ReplicaConnection` opens."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,46 +11,85 @@ from titan_rl.cluster.processes.remote_process import RemoteProcess
 from titan_rl.cluster.request_stream import RequestClient
 from titan_rl.core.errors import ActorDiedError, GenerationError
 from titan_rl.generation.request import EngineRequest, OnChunk
-from titan_rl.generation.router.shard import ShardReplica
 from titan_rl.types import Completion
 
 
-class GeneratorConnection(ShardReplica):
-    """A `ShardReplica` that sends requests to a `GeneratorActor` and receives their tokens without the controller.
+class GeneratorStream:
+    """A `ReplicaStream` to a `GeneratorActor`, without the controller. Requests that were sent before it breaks, and
+    are not answered, fail.
 
-    The controller alone knows when the generator's process ends: its router then removes the replica, and requests that
-    wait for an answer continue elsewhere.
+    The controller alone knows when the generator's process ends: its router then removes the replica.
 
     Args:
-        actor: Address of the replica: its actor's handle.
-        caller: Unique name of this connection, see `caller_of`.
+        actor: The actor's handle, used by this stream alone.
+        caller: Unique name of this stream, see `caller_of`.
     """
 
     def __init__(self, name: str, actor: Any, caller: str) -> None:
-        super().__init__(name)
+        self.caller = caller
         self._actor = actor
         self._remote = RemoteProcess(name)
         self._client = RequestClient(self._remote, partial(actor.generate.broadcast, caller))
-        self._connecting = asyncio.ensure_future(self._connect(caller))
+        self._receiving: asyncio.Task[None] | None = None
+
+    @property
+    def broken(self) -> str | None:
+        return self._client.ended
+
+    async def connect(self, replaced: Sequence[str]) -> None:
+        """Have the actor send answers here.
+
+        Args:
+            replaced: Callers whose requests end.
+        """
+        await self._call(self._actor.reply_to, self.caller, self._client.port, tuple(replaced))
         self._receiving = asyncio.ensure_future(self._client.run())
 
-    async def stream(self, request: EngineRequest, on_chunk: OnChunk) -> Completion:
-        await asyncio.shield(self._connecting)
+    async def generate(self, request: EngineRequest, on_chunk: OnChunk) -> Completion:
         return await self._client.generate(request, on_chunk)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._call(self._actor.abort, list(request_ids))
 
-    async def close(self) -> None:
-        self._connecting.cancel()
-        self._receiving.cancel()
-        self._remote.end("the router has removed it")
+    async def wait_broken(self) -> None:
+        assert self._receiving is not None, "it is connected first"
+        await asyncio.wait([self._receiving])
 
-    async def _connect(self, caller: str) -> None:
-        await self._call(self._actor.reply_to, caller, self._client.port)
+    def close(self) -> None:
+        if self._receiving is not None:
+            self._receiving.cancel()
+        self._remote.end("the connection is closed")
 
     async def _call(self, endpoint: Any, *args: Any) -> Any:
         try:
             return await self._remote.call(endpoint, *args)
         except ActorDiedError as error:
             raise GenerationError(str(error)) from error
+
+
+class GeneratorStreams:
+    """A `StreamOpener` of streams to a generator.
+
+    Args:
+        actor: Address of the replica: its actor's handle. Each stream has another one, because a handle whose actor
+            could not be reached once stays without answers.
+        next_caller: Returns a unique name for each stream.
+    """
+
+    def __init__(self, name: str, actor: Any, next_caller: Callable[[], str]) -> None:
+        self._name = name
+        self._actor = actor
+        self._next_caller = next_caller
+        self._former: list[str] = []  # callers that the generator may know
+
+    async def open(self) -> GeneratorStream:
+        stream = GeneratorStream(self._name, self._actor.renewed(), self._next_caller())
+        replaced = tuple(self._former)
+        self._former.append(stream.caller)
+        try:
+            await stream.connect(replaced)
+        except BaseException:
+            stream.close()
+            raise
+        self._former = [stream.caller]
+        return stream

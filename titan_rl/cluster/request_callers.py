@@ -32,14 +32,16 @@ class RequestCallers:
     def __init__(self, loop: EngineLoop) -> None:
         self._loop = loop
         self._servers: dict[str, RequestServer] = {}  # by caller
-        self._requests: dict[asyncio.Task[None], tuple[str, str]] = {}  # caller and id
+        self._requests: dict[asyncio.Task[None], str] = {}  # with their callers
 
-    def add(self, caller: str, port: Port[list[Packed]]) -> None:
+    def add(self, caller: str, port: Port[list[Packed]], replaced: Sequence[str] = ()) -> None:
         """Send the answers of a caller's requests to its port.
 
         Args:
             caller: Unique among all that the generator has ever had.
+            replaced: Callers in whose place this one is, whose requests end without an answer.
         """
+        self._end(set(replaced))
         self._servers[caller] = RequestServer(port)
 
     def start(self, caller: str, requests: Sequence[EngineRequest]) -> None:
@@ -49,16 +51,19 @@ class RequestCallers:
             return
         for request in requests:
             task = asyncio.ensure_future(self._run(server, request))
-            self._requests[task] = caller, request.request_id
+            self._requests[task] = caller
             task.add_done_callback(self._requests.pop)
 
-    async def forget(self, process_id: str) -> None:
+    def forget(self, process_id: str) -> None:
         """End the requests of a process that has ended, without an answer."""
-        gone = {caller for caller in self._servers if caller_process(caller) == process_id}
-        for caller in gone:
+        self._end({caller for caller in self._servers if caller_process(caller) == process_id})
+
+    def _end(self, callers: set[str]) -> None:
+        for caller in callers & self._servers.keys():
             self._servers.pop(caller).close()
-        if request_ids := [request_id for caller, request_id in self._requests.values() if caller in gone]:
-            await self._loop.abort(request_ids)
+        for task, caller in tuple(self._requests.items()):
+            if caller in callers:
+                task.cancel()  # the engine loop forgets the request
 
     async def _run(self, server: RequestServer, request: EngineRequest) -> None:
         try:

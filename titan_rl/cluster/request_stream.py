@@ -183,6 +183,9 @@ class RequestServer:
 class RequestClient:
     """Sends requests from one caller, and receives their completions while `run` runs.
 
+    Attributes:
+        ended: Reason why no completion comes any more.
+
     Args:
         remote: whose end fails every request.
         send: passes requests on to the generator.
@@ -196,7 +199,7 @@ class RequestClient:
         self._pass_on = send
         self._buffer = SendBuffer(self._send)
         self._in_flight: dict[str, tuple[asyncio.Future[Completion], OnChunk | None]] = {}
-        self._ended: str | None = None  # why no completion comes any more
+        self.ended: str | None = None
 
     async def generate(self, request: EngineRequest, on_chunk: OnChunk | None = None) -> Completion:
         """Generate a completion. A completion after the caller was cancelled is dropped.
@@ -207,8 +210,8 @@ class RequestClient:
         """
         if request.request_id in self._in_flight:
             raise RequestError(f"request id {request.request_id!r} is in use; ids must be unique")
-        if self._ended is not None:
-            raise GenerationError(self._ended)
+        if self.ended is not None:
+            raise GenerationError(self.ended)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._in_flight[request.request_id] = future, on_chunk
         self._buffer.add(request)
@@ -233,7 +236,7 @@ class RequestClient:
             self._remote.end(f"what it sends cannot be read: {error!r}")
             reason = f"{self._remote.name} died: {self._remote.reason}"
         finally:
-            self._ended = reason
+            self.ended = reason
             for request_id in self._in_flight:
                 self._resolve(request_id, GenerationError(reason))
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from monarch.actor import concurrent_endpoint
 
-from titan_rl.cluster.generator_connection import GeneratorConnection
+from titan_rl.cluster.generator_connection import GeneratorStreams
 from titan_rl.cluster.processes.answers import ActorHandle
 from titan_rl.cluster.processes.process import ProcessActor, ProcessSpec
 from titan_rl.cluster.progress_sender import ProgressSender
@@ -27,6 +27,7 @@ from titan_rl.core.calls.watchdog import LoopWatchdog
 from titan_rl.core.console import Console
 from titan_rl.generation.group_requests import GroupRequests
 from titan_rl.generation.recording import KnownAnswers, RecordedAnswer, Recorder
+from titan_rl.generation.router.connection import ReplicaConnection
 from titan_rl.generation.router.shard import RouterShard
 from titan_rl.generation.router.shard_messages import Ended, FromShard, ToShard
 from titan_rl.generation.router.strategies import make_strategy
@@ -129,7 +130,7 @@ class RolloutWorkerActor(ProcessActor):
         super().__init__(spec)
         self._settings = settings
         self._service = ActorHandle(service)
-        self._numbers = count()  # of connections
+        self._numbers = count()  # of streams to generators
         self._groups: dict[str, _Group] = {}  # by key, as the next
         self._tasks: dict[str, asyncio.Task[RolloutGroup]] = {}
 
@@ -264,8 +265,11 @@ class RolloutWorkerActor(ProcessActor):
     async def resume_judging(self, task: str) -> None:
         self._rollouters[task].resume_judging()
 
-    def _connect(self, name: str, actor: Any) -> GeneratorConnection:
-        return GeneratorConnection(name, actor, caller_of(self._settings.shard, next(self._numbers)))
+    def _connect(self, name: str, actor: Any) -> ReplicaConnection:
+        return ReplicaConnection(name, GeneratorStreams(name, actor, self._next_caller))
+
+    def _next_caller(self) -> str:
+        return caller_of(self._settings.shard, next(self._numbers))
 
     def _report(self, report: FromShard) -> None:
         self._service.report.broadcast(self._settings.shard, report)

@@ -92,6 +92,10 @@ class ActorHandle:
     def __reduce__(self) -> tuple[type[ActorHandle], tuple[Any]]:
         return ActorHandle, (self._actor,)
 
+    def renewed(self) -> ActorHandle:
+        """Another handle of the same actor, which registers by itself: the failure of this one does not affect it."""
+        return ActorHandle(self._actor)
+
     async def _call(self, endpoint: str, args: tuple[Any, ...]) -> Any:
         answers = _Answers.of_running_loop()
         if self._registered is None or self._answers is not answers:

@@ -9,6 +9,7 @@ from typing import Any
 
 from titan_rl.core.calls.user_code import summary
 from titan_rl.core.errors import GenerationError, TitanRLError
+from titan_rl.generation.router.connection import ShardReplica
 from titan_rl.generation.router.pool import Pool, PooledReplica
 from titan_rl.generation.router.replica import Limits, Replica
 from titan_rl.generation.router.router import GeneratorRouter
@@ -32,50 +33,60 @@ from titan_rl.generation.router.shard_messages import (
     Update,
 )
 from titan_rl.generation.router.strategies import Strategy
-from titan_rl.generation.types import PauseMode
-
-
-class ShardReplica:
-    """Base class of a shard's replicas. The router pulls, pauses and resumes the engine; a subclass adds `stream` or
-    `generate`, `abort`, and `close`, which only ends the shard's own connection."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.identity = -1  # of the replica, as the router knows it
-        self.admitted = 0  # its epoch there at its last admission
-
-    async def pull(self, version: int) -> int:
-        return version
-
-    async def pause(self, mode: PauseMode) -> None: ...
-
-    async def resume(self) -> None: ...
 
 
 class ShardPool(Pool):
-    """Pool whose replicas enter service when the router says so. A replica that fails here is out of service here,
-    until the router has admitted it again."""
+    """Pool whose replicas enter service when the router says so, and the connection to them is open. A replica that
+    fails here is out of service here, until the router has admitted it again.
+
+    A replica whose connection is opened again counts as draining: it comes back, and `least_replicas` is about what the
+    router has in service.
+    """
 
     def take_out(self, replica: PooledReplica) -> None:
         self.withdraw(replica)
 
     def quarantine(self, replica: PooledReplica, error: Exception, epoch: int | None = None) -> None:
-        if replica.serving or replica.draining:
-            super().quarantine(replica, error, epoch)
+        if replica.serving or (replica.draining and _handle_of(replica).is_open):
+            self._report(replica, error, epoch)
 
     def follow(self, replica: PooledReplica, state: ReplicaState) -> None:
         """Bring a replica to the state that the router has decided."""
-        handle = replica.handle
-        assert isinstance(handle, ShardReplica)
+        handle = _handle_of(replica)
         replica.version = state.version
         if not state.serving:
+            handle.wanted = False
             self.withdraw(replica, draining=state.draining)
         elif state.epoch > handle.admitted:
-            if not replica.serving:
-                self.aborts.send_again(replica)
-            handle.admitted = state.epoch
+            handle.admitted, handle.wanted = state.epoch, True
             self.withdraw(replica)  # a failure from before is not one of this epoch
+            self.connection_changed(replica)
+
+    def connection_changed(self, replica: PooledReplica) -> None:
+        """Have a replica that the router has in service serve here while the connection to it is open."""
+        handle = _handle_of(replica)
+        if not handle.wanted:
+            return
+        if handle.is_open:
+            self.aborts.send_again(replica)
             self.admit(replica)
+        else:
+            self.withdraw(replica, draining=True)
+
+    def unreachable(self, replica: PooledReplica, error: GenerationError) -> None:
+        """Report a replica that cannot be reached from here, if the router has it in service."""
+        if _handle_of(replica).wanted:
+            self._report(replica, error)
+
+    def _report(self, replica: PooledReplica, error: Exception, epoch: int | None = None) -> None:
+        if epoch is None or epoch == replica.epoch:
+            _handle_of(replica).wanted = False
+        super().quarantine(replica, error, epoch)
+
+
+def _handle_of(replica: PooledReplica) -> ShardReplica:
+    assert isinstance(replica.handle, ShardReplica)
+    return replica.handle
 
 
 class RouterShard(GeneratorRouter):
@@ -201,7 +212,31 @@ class RouterShard(GeneratorRouter):
                 handle: Any = self._connect(state.name, state.address)
                 handle.identity = state.identity
                 pool.add(handle)
+                handle.begin(self)
             pool.follow(pool.find(state.name), state)
+
+    def connection_opened(self, replica: ShardReplica) -> None:
+        self._connection_changed(replica)
+
+    def connection_lost(self, replica: ShardReplica) -> None:
+        self._connection_changed(replica)
+
+    def connection_unreachable(self, replica: ShardReplica, error: GenerationError) -> None:
+        pool = self._pool
+        assert isinstance(pool, ShardPool)
+        if (pooled := self._pooled(replica)) is not None:
+            pool.unreachable(pooled, error)
+
+    def _connection_changed(self, replica: ShardReplica) -> None:
+        pool = self._pool
+        assert isinstance(pool, ShardPool)
+        if (pooled := self._pooled(replica)) is not None:
+            pool.connection_changed(pooled)
+
+    def _pooled(self, handle: ShardReplica) -> PooledReplica | None:
+        """The replica of a connection; None if it has been removed."""
+        pooled = self._pool.find(handle.name) if handle.name in self._pool else None
+        return pooled if pooled is not None and _handle_of(pooled) is handle else None
 
     def _disconnect(self, name: str) -> None:
         """Have the requests on a replica that is gone continue elsewhere, and close the connection to it."""
@@ -210,9 +245,7 @@ class RouterShard(GeneratorRouter):
         self._pool.tasks.start(handle.close(), f"close the connection to {name}")
 
     def _identity(self, name: str) -> int:
-        handle = self._pool.find(name).handle
-        assert isinstance(handle, ShardReplica)
-        return handle.identity
+        return _handle_of(self._pool.find(name)).identity
 
     def _note(self, totals: Totals) -> None:
         own_slice = totals.own_slice(replica.name for replica in self._pool if replica.serving)
@@ -222,7 +255,7 @@ class RouterShard(GeneratorRouter):
             elsewhere = max(0, tokens - own_tokens), max(0, requests - own_requests)
             away = replica.serving and replica.name not in own_slice
             self._pool.note_elsewhere(replica, elsewhere, away=away)
-            if replica.name in totals.versions and replica.serving:
+            if replica.name in totals.versions and _handle_of(replica).wanted:
                 replica.version = totals.versions[replica.name]
 
     async def _drain(self, message: Drain) -> Ended:
