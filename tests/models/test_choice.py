@@ -76,6 +76,15 @@ def test_the_one_that_is_asked_for_is_used() -> None:
         ({"model_type": "qwen2", "num_hidden_layers": 0}, "num_hidden_layers = 0; it must be an integer of at least 1"),
         ({"model_type": "qwen2", "hidden_size": "64"}, "hidden_size = '64'; it must be an integer of at least 1"),
         (
+            {"model_type": "qwen2", "rope_parameters": {"rope_theta": -10000.0}},
+            "rope_parameters.rope_theta = -10000.0; it must be a number above 0",
+        ),
+        (
+            {"model_type": "gemma3_text", "rope_parameters": {"full_attention": {"rope_theta": 0}}},
+            "rope_parameters.full_attention.rope_theta = 0; it must be a number above 0",
+        ),
+        ({"model_type": "qwen3", "rms_norm_eps": float("nan")}, "rms_norm_eps = nan, which is no number"),
+        (
             {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 9},
             "gives each token 9 experts, and has 8 of them; num_experts_per_tok must be at most that",
         ),

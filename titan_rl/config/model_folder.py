@@ -17,7 +17,7 @@ from titan_rl.core.errors import ConfigError, ModelError
 from titan_rl.generation.gpu_share import planned_kv_gib
 from titan_rl.training.models.choice import (
     EXPERT_COUNTS,
-    check_sizes,
+    check_numbers,
     choose_implementation,
     is_longrope,
     longest_context,
@@ -74,7 +74,7 @@ def check_model_folder(model: ModelConfig, generation: GenerationConfig, places:
             "the folder of a model that is there, such as after hf download ORGANIZATION/NAME --local-dir FOLDER"
         )
     architecture = read_json(folder, "config.json")
-    check_sizes(architecture)
+    check_numbers(architecture)
     check_weights(folder)
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ModelError(f"model.path = {path!r} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there")

@@ -6,9 +6,10 @@ other families. Importing this file needs neither of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from titan_rl.core.errors import ModelError
 from titan_rl.training.choices import Implementation
@@ -147,7 +148,7 @@ def choose_implementation(
 
     Example: Qwen2.5, whose model_type is "qwen2", is trained with transformers, and Qwen3 with torchtitan.
     """
-    check_sizes(hf)
+    check_numbers(hf)
     if expert_parallel > 1:
         _check_experts(hf, expert_parallel)
     lacks = torchtitan_lacks(hf)
@@ -182,12 +183,19 @@ def choose_implementation(
     return ChosenImplementation("transformers", "model.implementation asks for it" if lacks is None else lacks)
 
 
-def check_sizes(hf: Mapping[str, Any]) -> None:
-    """Check the sizes of heads, layers, experts and vocabulary that config.json has.
+def check_numbers(hf: Mapping[str, Any]) -> None:
+    """Check the numbers in config.json: sizes of heads, layers, experts and vocabulary, and bases of rotary embeddings.
 
     Raises:
-        ModelError: one of them is no number of at least 1, or does not fit another.
+        ModelError: a size is no number of at least 1, or does not fit another; a base is not above 0; or a value is not
+            a number.
     """
+    for name, value in _named_values(hf):
+        if isinstance(value, float) and math.isnan(value):
+            raise ModelError(f"config.json has {name} = {value}, which is no number; write the model's value")
+        is_base = name.rpartition(".")[2] in ("rope_theta", "rope_local_base_freq") and value is not None
+        if is_base and not (isinstance(value, int | float) and 0 < value < math.inf):
+            raise ModelError(f"config.json has {name} = {value!r}; it must be a number above 0")
     for name in SIZES:
         value = hf.get(name)
         if value is None or isinstance(value, list):  # of a family that computes it, or has one for each layer
@@ -207,6 +215,15 @@ def check_sizes(hf: Mapping[str, Any]) -> None:
             f"config.json gives each token {top_k} experts, and has {experts} of them; "
             f"{' or '.join(name for name in TOP_KS if hf.get(name))} must be at most that"
         )
+
+
+def _named_values(hf: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Values of config.json with their names, of nested tables too: `("rope_parameters.rope_theta", 10000.0)`."""
+    for name, value in hf.items():
+        if isinstance(value, Mapping):
+            yield from _named_values(cast("Mapping[str, Any]", value), f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def is_longrope(hf: Mapping[str, Any]) -> bool:
