@@ -96,6 +96,9 @@ def train(
         name: of the run's folder, behind the time.
         resume: the folder of an earlier run with this config, which goes on.
 
+    With `[[adapters]]` the summary has those of the adapters: `summary.adapters["sort"].reward_after`. Their run takes
+    no `renderer`, `strategy`, `filters`, `trainer`, `generate`, `replicas` and `sinks`.
+
     With both `trainer` and `generate` or `replicas` nothing runs in other processes, and neither torch nor Monarch need
     be installed.
 
@@ -129,11 +132,6 @@ def train(
         "statedict.transport": transport,
     }
     made = given_config(config, task=task, functions=functions, overrides=overrides, check_files=parts.needs_processes)
-    if made.adapters:
-        raise ConfigError(
-            "titan_rl.train returns the summary of one policy, and the settings have [[adapters]]; use titan-rl train, "
-            "or leave them out"
-        )
     if generate is not None:
         parts = replace(parts, replicas=[FunctionReplica(within_vocabulary(generate, made.model.path))])
     folder = None if resume is None else Path(resume).resolve()

@@ -60,6 +60,12 @@ def test_an_adapter_has_the_settings_of_the_run_and_its_own(tmp_path: Path) -> N
     assert not other.adapters
 
 
+def test_what_one_adapter_opens_in_a_task_is_not_that_of_another(tmp_path: Path) -> None:
+    plain, other = load(tmp_path).experiments.values()
+    assert plain.tasks[1] == other.tasks[0]
+    assert plain.tasks[1].task is not other.tasks[0].task
+
+
 def test_a_dumped_config_has_the_same_experiments(tmp_path: Path) -> None:
     config = load(tmp_path)
     again = load(tmp_path, dump_config(config))
@@ -113,7 +119,9 @@ def test_engines_hold_all_adapters_and_have_places_for_all_experiments(tmp_path:
     assert engine_places(config) == 2 * Concurrency.of(config).wanted
 
 
-def test_the_python_function_for_one_policy_refuses_several_before_it_starts_anything(tmp_path: Path) -> None:
+def test_parts_for_one_policy_are_refused_for_several_before_anything_is_started(tmp_path: Path) -> None:
     config = load(tmp_path)
-    with pytest.raises(ConfigError, match=r"have \[\[adapters\]\]; use titan-rl train, or leave them out"):
+    with pytest.raises(
+        ConfigError, match=r"trainer, replicas with \[\[adapters\]\]: parts can be given to a run with a"
+    ):
         titan_rl.train(config, trainer=object(), generate=print)  # pyright: ignore[reportArgumentType]

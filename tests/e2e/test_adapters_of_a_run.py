@@ -1,8 +1,12 @@
-"""A run of several adapters on the whole stack: one fails, and the other is trained to its end."""
+"""A run of several adapters on the whole stack: its trainer dies, one adapter fails, and the other is trained to its
+end."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -21,10 +25,13 @@ def records_of(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_an_adapter_that_fails_stops_alone_and_the_run_says_so(tmp_path: Path) -> None:
+def test_an_adapter_that_fails_stops_alone_and_a_dead_trainer_is_replaced_for_all(tmp_path: Path) -> None:
     settings = {"config": "tests/e2e/several_adapters.toml", "pythonpath": '["tests"]', "checkpoint__interval": 2}
     with run_training(tmp_path, **settings) as run:
+        run.wait_for(lambda: "works: step 1/3" in run.output)
+        os.kill(run.child("trainer"), signal.SIGKILL)
         assert run.wait() == 1, run.output
+        assert run.output.count("works: trainer is there again after") == 1
         adapters = run.folder / "adapters"
         assert "breaks: failed at step 2, and the others continue" in run.output
         assert "1 of 2 adapters failed: breaks: 2 steps were skipped" in run.output
@@ -48,6 +55,7 @@ def test_an_adapter_that_fails_stops_alone_and_the_run_says_so(tmp_path: Path) -
         assert run.wait() == 0, "skipped steps are counted from the resume on"
         assert "works: all steps were trained before" in run.output
         assert "breaks: continuing from" in run.output
-        assert "all 2 adapters are trained" in run.output
+        for name in ("works", "breaks"):
+            assert re.search(rf"adapter {name} +3 steps; validation reward \d.* before, \d.* after", run.output)
         assert f"titan-rl eval {adapters / 'works'}" in run.output
         assert status_of(adapters / "breaks")["state"] == status_of(run.folder)["state"] == "finished"

@@ -279,6 +279,18 @@ def test_a_path_is_left_in_one_piece_for_the_terminal_to_wrap(terminal: Terminal
         assert any(line.endswith(said) for line in lines), said
 
 
+def test_the_summary_of_several_adapters_has_a_line_for_each(terminal: Terminal) -> None:
+    first = RunSummary(0.1, 0.25, 1, 10, 1.0, Path("run/adapters/first"))
+    second = RunSummary(None, None, 20, 3000, 1.0, Path("run/adapters/second"))
+    show_summary(RunSummary.of_adapters({"first": first, "second": second}, Path("run"), 75.0), terminal)
+    rows = [line.split(maxsplit=2) for line in plain(terminal.getvalue()).splitlines() if line.startswith("adapter")]
+    assert rows == [
+        ["adapter", "first", "1 step; validation reward 0.100 before, 0.250 after (+0.150)"],
+        ["adapter", "second", "20 steps; validation reward off (validation.num_prompts = 0)"],
+    ]
+    assert "run/adapters/NAME/export" in terminal.getvalue()
+
+
 def test_the_display_shows_work_after_two_seconds_and_then_nothing_of_it(terminal: Terminal):
     clock = ManualClock()
     with Progress(10, terminal, clock=clock) as progress:

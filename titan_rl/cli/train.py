@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
             return _dry_run(config, resume, arguments)
         # Not before the settings are known to be right: what starts processes also imports what they need.
         from titan_rl.run.launch import run_training
-    from titan_rl.run.directory import ADAPTERS, run_name
+    from titan_rl.run.directory import run_name
     from titan_rl.run.observability.summary import show_summary
 
     name = run_name(config, [Path(toml) for toml in arguments.config], arguments.overrides)
@@ -62,9 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
     if end.summary is not None:
         show_summary(end.summary)
         if verbosity is not Verbosity.QUIET:
-            tell_next("eval", str(end.summary.run_dir))
-    elif config.adapters and not end.code and verbosity is not Verbosity.QUIET:
-        tell_next("eval", str(end.run_dir / ADAPTERS / config.adapters[0].name))
+            policies = [str(each.run_dir) for each in end.summary.adapters.values()]
+            tell_next("eval", *(policies[:1] or [str(end.summary.run_dir)]))
     return end.code
 
 

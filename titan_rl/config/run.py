@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
@@ -106,7 +107,12 @@ class RunConfig(Section):
         return {adapter.name: self._experiment(adapter) for adapter in self.adapters}
 
     def _experiment(self, adapter: AdapterRun) -> RunConfig:
-        tasks = tuple(source for source in self.tasks if source.name in adapter.tasks)
+        # A task object each: what one experiment opens and closes does not concern the others.
+        tasks = tuple(
+            source.model_copy(update={"task": copy(source.task)})
+            for source in self.tasks
+            if source.name in adapter.tasks
+        )
         suites = self.validation.suites
         suites = [suite for suite in suites if not isinstance(suite.task, str) or suite.task in adapter.tasks]
         return self.model_copy(

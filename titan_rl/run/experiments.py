@@ -26,8 +26,10 @@ from titan_rl.config.build import (
     make_renderer,
     open_rollouters,
     told_of_learning_rate,
+    told_of_template,
 )
 from titan_rl.config.changes import check_unchanged
+from titan_rl.config.model_folder import told_of_adapter_base
 from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.calls.user_code import reason
@@ -39,7 +41,6 @@ from titan_rl.rollout.renderer import Renderer
 from titan_rl.run.checkpointing import Resumption, is_finished, resume_from_newest
 from titan_rl.run.controller import Controller
 from titan_rl.run.directory import ADAPTERS, RunDirectory, check_files
-from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.journal.state import RunState
 from titan_rl.run.machine.signals import first_cause
 from titan_rl.run.observability.progress import Progress, ShownStep
@@ -47,7 +48,8 @@ from titan_rl.run.observability.sinks import open_sinks
 from titan_rl.run.observability.summary import RunSummary
 from titan_rl.run.observability.watchers import background_tasks, warn_of_shortage, warn_of_stalls
 from titan_rl.run.parts import AdapterPlanes, open_adapter_planes
-from titan_rl.run.session import EndMessages, RunSession, begin_run
+from titan_rl.run.session import EndMessages, RunSession, begin_run, open_journal
+from titan_rl.run.stages.validation import MEAN
 from titan_rl.run.status import noted
 from titan_rl.run.trainer_recovery import JournaledSteps, RecoveringTrainer, recovering
 from titan_rl.run.trainer_turns import SharedTrainers
@@ -154,7 +156,7 @@ class Experiment:
             check_files(path)
         self.run_dir = RunDirectory(path)
         self.is_over = is_finished(config, self.run_dir, latest(self.run_dir.checkpoints))
-        self.summary: RunSummary | None = None
+        self.summary = self._past_summary() if self.is_over else None
         self.error: Exception | None = None
 
     @property
@@ -162,6 +164,14 @@ class Experiment:
         """Step of the newest checkpoint."""
         checkpoint = latest(self.run_dir.checkpoints)
         return 0 if checkpoint is None else int(checkpoint.name.partition("-")[2])
+
+    def _past_summary(self) -> RunSummary:
+        """Summary of a finished experiment, from its files."""
+        checkpoint = latest(self.run_dir.checkpoints)
+        assert checkpoint is not None
+        state, run_dir = RunState.read(checkpoint), self.run_dir
+        reward = run_dir.metric(state.step, MEAN)
+        return RunSummary(state.reward_before, reward, state.step, state.tokens, run_dir.elapsed_s, run_dir.path)
 
     def begin(self) -> Resumption:
         """Begin the experiment, or resume it from its newest checkpoint.
@@ -184,9 +194,9 @@ class Experiments:
     """
 
     def __init__(
-        self, session: RunSession[None], experiments: list[Experiment], planes: AdapterPlanes, renderer: Renderer
+        self, session: RunSession[RunSummary], experiments: list[Experiment], planes: AdapterPlanes, renderer: Renderer
     ) -> None:
-        self._config = session.config
+        self._run_dir = session.run_dir
         self._progress = session.progress
         self._experiments = experiments
         self._planes = planes
@@ -196,8 +206,11 @@ class Experiments:
         steps = {experiment.name: experiment.step for experiment in experiments}
         self._metrics = RunMetrics(session.sinks, turns, steps)
 
-    async def run(self) -> None:
+    async def run(self) -> RunSummary:
         """Run all experiments to their ends. The failure of one does not concern the others.
+
+        Returns:
+            Summary with those of all experiments.
 
         Raises:
             TrainingError: Some have failed.
@@ -212,7 +225,8 @@ class Experiments:
         if failed:
             reasons = "; ".join(f"{each.name}: {reason(each.error)}" for each in failed if each.error is not None)
             raise TrainingError(f"{len(failed)} of {len(self._experiments)} adapters failed: {reasons}")
-        self._progress.message(f"all {len(self._experiments)} adapters are trained")
+        finished = {each.name: each.summary for each in self._experiments if each.summary is not None}
+        return RunSummary.of_adapters(finished, self._run_dir.path, self._run_dir.elapsed_s)
 
     async def _run(self, experiment: Experiment) -> None:
         progress = ExperimentProgress(experiment.config.training.steps, self._progress, experiment.name)
@@ -230,23 +244,21 @@ class Experiments:
             self._metrics.failed(experiment.name)
         else:
             assert experiment.summary is not None
-            rows = experiment.summary.rows
-            progress.message(f"finished {rows['steps']} steps; validation reward {rows['validation reward']}")
+            progress.message(f"finished {experiment.summary.result}")
 
     async def _train(self, experiment: Experiment, progress: Progress) -> RunSummary:
         name, config, run_dir = experiment.name, experiment.config, experiment.run_dir
         start = await in_thread(experiment.begin)
-        if (note := told_of_learning_rate(config.training)) is not None:
+        training = config.training
+        notes = told_of_learning_rate(training), told_of_adapter_base(config.model, training.adapter)
+        for note in filter(None, notes):
             progress.message(note)
-        for loss in start.losses:
-            progress.warning(loss)
         router, published = self._planes.routers.by_adapter[name], self._planes.routers.published[name]
         async with contextlib.AsyncExitStack() as resources:
             resources.push_async_callback(self._planes.routers.close_router, name)
             tells = {"the metrics of the run": StepSink(self._metrics, name)}
             sinks = resources.enter_context(open_sinks(config.logging, run_dir, progress, tells, step=start.state.step))
-            journal = RunJournal(run_dir.journal, start.state.position, start.journal)
-            resources.enter_context(contextlib.closing(journal))
+            journal = resources.enter_context(open_journal(start, run_dir, progress))
             opening = open_rollouters(config, run_dir.path, progress, self._renderer)
             runners = await resources.enter_async_context(opening)
             trainer = RecoveringTrainer(
@@ -282,7 +294,7 @@ class Experiments:
                 return await controller.run()
 
 
-class ExperimentsSession(RunSession[None]):
+class ExperimentsSession(RunSession[RunSummary]):
     """Session of a run of several experiments."""
 
     @property
@@ -314,7 +326,7 @@ class ExperimentMessages(EndMessages):
 
 def run_experiments(
     config: RunConfig, run_dir: RunDirectory, *, begins: bool, begun_by: str | None, verbosity: Verbosity
-) -> int:
+) -> tuple[int, RunSummary | None]:
     """Run the experiments of a config to their ends.
 
     Args:
@@ -323,6 +335,7 @@ def run_experiments(
 
     Returns:
         exit code: 0, or 128 + the number of the signal that stopped the run.
+        summary: None where it was stopped.
 
     Raises:
         TrainingError: Experiments failed.
@@ -337,20 +350,24 @@ def run_experiments(
         processes="titan_rl.cluster.run_processes",
         verbosity=verbosity,
     )
-    return session.run(partial(_train, session))
+    code = session.run(partial(_train, session))
+    return code, session.summary
 
 
-async def _train(session: ExperimentsSession, resources: contextlib.AsyncExitStack) -> None:
+async def _train(session: ExperimentsSession, resources: contextlib.AsyncExitStack) -> RunSummary:
     config, run_dir, progress = session.config, session.run_dir, session.progress
     experiments = [Experiment(name, each, run_dir.path) for name, each in config.experiments.items()]
     generators = f"{config.generation.num_generators} generator{'s' * (config.generation.num_generators > 1)}"
-    progress.message(f"starting {generators} and a trainer of {len(experiments)} adapters")
+    adapters = f"{len(experiments)} adapter{'s' * (len(experiments) > 1)}"
+    progress.message(f"starting {generators} and a trainer of {adapters}")
     with progress.working("starting generators and trainer"):
         planes = await resources.enter_async_context(open_adapter_planes(config, run_dir, progress))
     renderer = await in_thread(partial(make_renderer, config.model, single_turn=is_single_turn(config)))
+    if note := await in_thread(told_of_template, config.model):
+        progress.message(note)
     resources.enter_context(LoopWatchdog(progress))
     resources.enter_context(settled_heap())
     running = Experiments(session, experiments, planes, renderer)
     watchers = {"watch": planes.watch(), "shortage": warn_of_shortage(planes, progress, run_dir.path)}
     async with session.training(**watchers):
-        await running.run()
+        return await running.run()

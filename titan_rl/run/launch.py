@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Generator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,13 +31,12 @@ from titan_rl.core.console import Console, Verbosity
 from titan_rl.rollout.group.rollouter import GroupRunner
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.run.controller import Controller
-from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.machine.environment import EXPOSED, OWN_NAMESPACE, file_modes, is_exposed
 from titan_rl.run.machine.requirements import check_needs
 from titan_rl.run.observability.summary import RunSummary
 from titan_rl.run.observability.watchers import warn_of_shortage, warn_of_stalls
 from titan_rl.run.parts import Parts, Planes, describe_processes, open_planes
-from titan_rl.run.session import RunSession, open_run_dir
+from titan_rl.run.session import RunSession, open_journal, open_run_dir
 from titan_rl.run.trainer_recovery import JournaledSteps, open_trainer
 from titan_rl.training.teaching import Teacher
 
@@ -48,7 +47,7 @@ class RunEnd:
 
     Attributes:
         code: 0, or 128 + the number of the signal that stopped it.
-        summary: None where it was stopped, and for several adapters, which have a folder each.
+        summary: None where it was stopped.
     """
 
     code: int
@@ -87,8 +86,8 @@ def run_training(
             from titan_rl.run.experiments import run_experiments
 
             begins = resume is None
-            code = run_experiments(config, run_dir, begins=begins, begun_by=begun_by, verbosity=verbosity)
-            return RunEnd(code, run_dir.path)
+            code, summary = run_experiments(config, run_dir, begins=begins, begun_by=begun_by, verbosity=verbosity)
+            return RunEnd(code, run_dir.path, summary)
         session = RunSession[RunSummary](
             config,
             run_dir,
@@ -110,7 +109,7 @@ async def _train(session: RunSession[RunSummary], parts: Parts, resources: conte
         notes = told_of_learning_rate(config.training), told_of_adapter_base(config.model, config.training.adapter)
         for note in filter(None, notes):
             progress.message(note)
-    journal = resources.enter_context(_journal(session))
+    journal = resources.enter_context(open_journal(session.start, run_dir, progress))
     async with asyncio.TaskGroup() as beside:  # of the start, which takes longer than the imports of a renderer
         making = beside.create_task(_make_renderer(session, parts), name="renderer")
         planes = await _start_planes(session, parts, resources)
@@ -198,19 +197,6 @@ async def _group_runners(
         return
     async with open_rollouters(config, folder, console, renderer) as rollouters:
         yield rollouters
-
-
-@contextlib.contextmanager
-def _journal(session: RunSession[RunSummary]) -> Generator[RunJournal]:
-    """Open the run's journal, and warn of its losses and of the steps that it repeats."""
-    start, warn = session.start, session.progress.warning
-    journal = RunJournal(session.run_dir.journal, start.state.position, start.journal)
-    with contextlib.closing(journal):
-        for loss in (*start.losses, *journal.losses):
-            warn(loss)
-        if journal.num_batches_again:
-            warn(f"{journal.num_batches_again} steps after the checkpoint are trained again, on the same groups")
-        yield journal
 
 
 async def _open_teachers(

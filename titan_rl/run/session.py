@@ -27,13 +27,14 @@ from titan_rl.config.model_files import model_identity
 from titan_rl.config.run import RunConfig
 from titan_rl.core.calls.cancellation import FirstError
 from titan_rl.core.calls.user_code import describe
-from titan_rl.core.console import Verbosity
+from titan_rl.core.console import Console, Verbosity
 from titan_rl.core.errors import CheckpointError, ConfigError, TrainingError
 from titan_rl.core.tracing.spans import recording
 from titan_rl.metrics.sinks.types import MetricSink
 from titan_rl.run.checkpointing import Resumption, Standing, find_standing, is_finished, resume_from_newest
 from titan_rl.run.directory import RunDirectory, check_files
 from titan_rl.run.hosts import open_hosts
+from titan_rl.run.journal.run_journal import RunJournal
 from titan_rl.run.journal.state import RunState, list_segments, read_segments
 from titan_rl.run.machine.environment import logging_to, run_environment
 from titan_rl.run.machine.guard import guarded
@@ -264,6 +265,20 @@ def begin_run(config: RunConfig, run_dir: RunDirectory) -> Resumption:
     start = Resumption(None, RunState(settings=settings_of(config), run=uuid4().hex, model=model))
     start.state.write(run_dir.path)
     return start
+
+
+@contextlib.contextmanager
+def open_journal(start: Resumption, run_dir: RunDirectory, console: Console) -> Generator[RunJournal]:
+    """Open the journal of a run, and warn of its losses and of the steps that it repeats."""
+    journal = RunJournal(run_dir.journal, start.state.position, start.journal)
+    with contextlib.closing(journal):
+        for loss in (*start.losses, *journal.losses):
+            console.warning(loss)
+        if (again := journal.num_batches_again) == 1:
+            console.warning("1 step after the checkpoint is trained again, on the same groups")
+        elif again:
+            console.warning(f"{again} steps after the checkpoint are trained again, on the same groups")
+        yield journal
 
 
 def open_run_dir(

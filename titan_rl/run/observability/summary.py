@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TextIO
 
 from rich.text import Text
 
 from titan_rl.metrics.bottleneck import bottleneck
-from titan_rl.run.directory import each_of
+from titan_rl.run.directory import ADAPTERS, each_of
 from titan_rl.run.terminal.view import ForgivingConsole, format_seconds
 
 
@@ -31,7 +31,11 @@ class ShownSummary(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """A finished run. The rewards are of the same held-out samples; None where validation is off."""
+    """A finished run. The rewards are of the same held-out samples; None where validation is off.
+
+    Attributes:
+        adapters: Summaries of the adapters of a run of several, by name. Then the rewards of the run are None.
+    """
 
     reward_before: float | None
     reward_after: float | None
@@ -39,18 +43,36 @@ class RunSummary:
     tokens: int  # completion tokens trained on
     seconds: float
     run_dir: Path
+    adapters: Mapping[str, RunSummary] = field(default_factory=dict[str, "RunSummary"])
+
+    @classmethod
+    def of_adapters(cls, adapters: Mapping[str, RunSummary], run_dir: Path, seconds: float) -> RunSummary:
+        """Summary of a run of several adapters."""
+        each = adapters.values()
+        steps, tokens = sum(summary.steps for summary in each), sum(summary.tokens for summary in each)
+        return cls(None, None, steps, tokens, seconds, run_dir, adapters)
 
     @property
     def rows(self) -> Mapping[str, str]:
+        validated = {"validation reward": _validated(self.reward_before, self.reward_after)}
+        if self.adapters:
+            validated = {f"adapter {name}": each.result for name, each in self.adapters.items()}
         return {
-            "validation reward": _validated(self.reward_before, self.reward_after),
+            **validated,
             "steps": f"{self.steps:,}",
             "tokens": f"{self.tokens:,}",
             "time": format_seconds(self.seconds),
             **self._held_up_by,
             **({"policy": f"{export}"} if (export := self.run_dir / "export").is_dir() else {}),
+            **({"policies": f"{self.run_dir / ADAPTERS / 'NAME' / 'export'}"} if self.adapters else {}),
             "report": f"{self.run_dir / 'report.html'}",
         }
+
+    @property
+    def result(self) -> str:
+        """Steps and validation reward in one line: "80 steps; validation reward 0.200 before, 0.500 after (+0.300)"."""
+        steps = "1 step" if self.steps == 1 else f"{self.steps:,} steps"
+        return f"{steps}; validation reward {_validated(self.reward_before, self.reward_after)}"
 
     @property
     def achieved(self) -> str | None:
