@@ -213,6 +213,15 @@ def test_a_damaged_adapter_is_refused_before_it_is_served(project: Path, capsys)
     assert "adapter_model.safetensors is not a safetensors file, or is cut off" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "a\\u0000b", "two words", "n" * 101])
+def test_a_name_of_an_adapter_that_cannot_name_a_folder_is_refused(project: Path, name: str, capsys) -> None:
+    adapter = write_adapter(project / "adapter")
+    assert main(["serve", str(BASE), "--dry-run", f'--server.adapters={{ "{name}" = "{adapter}" }}']) == 2
+    told = capsys.readouterr().err
+    assert "command line: server.adapters = {" in told
+    assert "; use letters, digits and -_.:@+=, 1 to 100, and no dot at the beginning" in told
+
+
 def test_a_run_with_pinned_adapters_is_served(run_folder: Path, served):
     settings = [("training.adapter.rank", "1"), ("generation.adapter_swap", "pinned")]
     (run_folder / "config.toml").write_text(dump_config(load_config("config.toml", settings)))

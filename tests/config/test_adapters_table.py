@@ -8,7 +8,7 @@ import pytest
 
 import titan_rl
 from titan_rl.config.changes import check_unchanged, settings_of
-from titan_rl.config.load import dump_config, load_config
+from titan_rl.config.load import dump_config, given_config, load_config
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import ConfigError
 
@@ -94,8 +94,48 @@ def test_a_resumed_run_may_change_the_steps_of_an_adapter_and_not_its_rank(tmp_p
         ({"adapters__other__tasks": '["lnog"]'}, "adapters.other.tasks has 'lnog'; the run has the tasks short, long"),
         ({"adapters__other__tasks": '["long", "long"]'}, "adapters.other.tasks names 'long' twice"),
         ({"adapters__other__training__critic": "head"}, r"critics are not supported with \[\[adapters\]\]"),
-        ({"adapters__other__training__stepz": "3"}, "adapters.other.training.stepz = 3 is not a setting"),
-        ({"adapters__other__training__steps": "0"}, "adapters.other.training.steps = 0: .*greater than 0"),
+        (
+            {"adapters__other__training__stepz": "3"},
+            "adapters.other.training.stepz = 3 is not a setting; nearest: adapters.other.training.steps$",
+        ),
+        (
+            {"adapters__other__training__learning_rate": "3e-4"},
+            "learning_rate = 0.0003 is not a setting; nearest: adapters.other.training.lr$",
+        ),
+        (
+            {"adapters__other__training__offload_parameters": "true"},
+            "adapters.other.training.offload_parameters = True is not a setting; set training.offload, a list",
+        ),
+        ({"adapters__other__training__steps": "0"}, "adapters.other.training.steps = 0 must be greater than 0$"),
+        (
+            {"adapters__other__training__clip": "0.2"},
+            r"other.training.clip = 0.2 must be a list; in brackets: \[0.2\]",
+        ),
+        (
+            {"adapters__other__training__adapter__rank": "a"},
+            "adapters.other.training.adapter.rank = 'a' must be a valid integer$",
+        ),
+        (
+            {"adapters__other__lr": "1e-3"},
+            "command line: adapters.other.lr = 0.001 is not a setting; nearest: adapters.other.training.lr$",
+        ),
+        (
+            {"adapters__other__tasks": "long"},
+            r"other.tasks = 'long' must be a list; in brackets: \[\"long\"\]$",
+        ),
+        ({"adapters__other__tasks": "[]"}, r"adapters.other.tasks = \[\] is empty$"),
+        ({"adapters__other__training": "3"}, "adapters.other.training = 3 must be a table"),
+        (
+            {"adapters__otter__training__lr": "1e-3", "adapters__otter__training__steps": "2"},
+            "command line: adapters.otter.training.lr, adapters.otter.training.steps: there is no adapter 'otter'; "
+            "nearest: adapters.other; those of the run are plain, other$",
+        ),
+        ({"adapters__a/b__tasks": '["long"]'}, "adapters.a/b.name = 'a/b' must be letters, digits, - and _, 1 to 100$"),
+        ({"adapters": "3"}, r"adapters = 3 must be tables, each under \[\[adapters\]\]$"),
+        (
+            {"adapters__other__training__loss": "os:no_loss"},
+            "command line: adapters.other.training.loss = 'os:no_loss'",
+        ),
         ({"adapters__other__training__kl": "k2"}, 'adapters.other: training.kl = "k2" has no effect'),
     ],
 )
@@ -104,6 +144,35 @@ def test_settings_that_do_not_fit_several_adapters_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
         load(tmp_path, **settings)
+
+
+@pytest.mark.parametrize(
+    ("table", "problem"),
+    [
+        ('tasks = ["long"]', r"number 3 of \[\[adapters\]\] has no name; give it a name = \"...\"$"),
+        ('name = "new"', "run.toml: adapters.new.tasks is missing$"),
+        ('name = "plain"', r"two of \[\[adapters\]\] are named 'plain'; give one of them another name"),
+        (f'name = "{"n" * 101}"\ntasks = ["long"]', "must be letters, digits, - and _, 1 to 100$"),
+    ],
+)
+def test_a_table_that_is_no_adapter_is_refused(tmp_path: Path, table: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        load(tmp_path, f"{TOML}\n[[adapters]]\n{table}\n")
+
+
+def test_the_module_of_the_loss_of_one_adapter_is_found_by_other_processes(tmp_path: Path) -> None:
+    (tmp_path / "loss_of_one.py").write_text("def loss(tokens, clip): ...")
+    config = load(tmp_path, adapters__other__training__loss="loss_of_one:loss")
+    assert str(tmp_path) in config.pythonpath
+
+
+def test_python_sets_what_adapters_are_trained_with(tmp_path: Path) -> None:
+    changes = {"adapters.other.training.lr": 2e-3, "adapters.plain.training": {"steps": 5}}
+    config = given_config(load(tmp_path), functions={}, overrides=changes, check_files=False)
+    plain, other = config.experiments.values()
+    assert (plain.training.steps, other.training.peak_lr, other.training.adapter.rank) == (5, 2e-3, 4)
+    with pytest.raises(ConfigError, match=r"arguments: adapters.new.training.lr: there is no adapter 'new'; those"):
+        given_config(config, functions={}, overrides={"adapters.new.training.lr": 1e-3}, check_files=False)
 
 
 def test_engines_hold_all_adapters_and_have_places_for_all_experiments(tmp_path: Path) -> None:

@@ -8,9 +8,12 @@ from typing import Any, cast
 
 from pydantic import Field, ValidationError
 
+from titan_rl.config.explain import ARGUMENTS, COMMAND_LINE, Origins, explain, nearest, problems
 from titan_rl.config.hosts import HostsConfig
 from titan_rl.config.sections import GenerationConfig, ValidationConfig
-from titan_rl.config.tasks import NAME
+from titan_rl.config.tables import without_unset
+from titan_rl.config.tasks import Name
+from titan_rl.core.errors import ConfigError
 from titan_rl.core.settings import Section
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.scheduling.settings import SchedulingConfig
@@ -23,7 +26,7 @@ class AdapterRun(Section):
     In TOML it is a table of `[[adapters]]`. Without any, a run trains one policy by `[training]`.
     """
 
-    name: str = Field(pattern=NAME)
+    name: Name
     """Name of its folder `adapters/NAME` in that of the run, and on the command line: `--adapters.NAME.training.lr`."""
     tasks: tuple[str, ...] = Field(min_length=1, strict=False)
     """Names of the tasks that it is trained on."""
@@ -46,14 +49,47 @@ class AdapterRun(Section):
         try:
             self.settings(common)
         except ValidationError as error:
-            for details in error.errors():
-                key = ".".join(map(str, ("adapters", self.name, "training", *details["loc"])))
-                if details["type"] == "extra_forbidden":
-                    yield f"{key} = {details['input']!r} is not a setting"
-                elif details["type"] == "value_error":
-                    yield f"{key}: {details['msg'].removeprefix('Value error, ')}"
-                else:
-                    yield f"{key} = {details['input']!r}: {details['msg']}"
+            for _, problem in problems(error, TrainingConfig, f"adapters.{self.name}.training"):
+                yield problem
+
+
+def load_adapters(tables: dict[str, Any], origins: Origins) -> None:
+    """Make the adapters of `[[adapters]]`, in place.
+
+    Args:
+        tables: Those of adapters by their names.
+
+    Raises:
+        ConfigError: A setting is wrong, or options or arguments name an adapter that the files do not have.
+    """
+    if "adapters" not in tables:
+        return
+    adapters: Any = tables["adapters"]
+    if not isinstance(adapters, dict):
+        raise ConfigError(f"{origins.of('adapters')}: adapters = {adapters!r} must be tables, each under [[adapters]]")
+    by_name = cast("dict[str, Any]", adapters)
+    complete = [name for name, table in by_name.items() if isinstance(table, dict) and "tasks" in table]
+    tables["adapters"] = [_load_adapter(name, table, complete, origins) for name, table in by_name.items()]
+
+
+def _load_adapter(name: str, table: Any, complete: Sequence[str], origins: Origins) -> AdapterRun:
+    prefix = f"adapters.{name}"
+    if not isinstance(table, dict):
+        raise ConfigError(f"{origins.of(prefix)}: {prefix} = {table!r} must be a table")
+    source, given = origins.of(prefix), origins.below(prefix)
+    if name not in complete and given and all(origins.of(key) in (COMMAND_LINE, ARGUMENTS) for key in given):
+        near = nearest(name, complete)
+        there = f"those of the run are {', '.join(complete)}" if complete else "the run has no [[adapters]]"
+        raise ConfigError(
+            f"{source}: {', '.join(given)}: there is no adapter {name!r}; "
+            f"{f'nearest: adapters.{near}; ' if near else ''}{there}"
+        )
+    fields = {"name": name, **cast("dict[str, Any]", table)}
+    try:
+        return AdapterRun.model_validate(without_unset(AdapterRun, fields))
+    except ValidationError as error:
+        beside = [f"training.{field}" for field in TrainingConfig.model_fields]
+        raise ConfigError(explain(error, AdapterRun, origins, prefix, beside)) from None
 
 
 def _merged(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

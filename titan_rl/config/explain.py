@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +45,10 @@ class Origins:
             return self._sources[max(above, key=len) if above else below[-1]]
         return self.of_files()
 
+    def below(self, key: str) -> list[str]:
+        """Settings in the table `key` that were set."""
+        return [name for name in self._sources if name.startswith(f"{key}.")]
+
     def of_files(self) -> str:
         return " and ".join(map(str, self.files)) or "the defaults"
 
@@ -70,7 +75,19 @@ def explain(
 
     Example: `cpu.toml: training.stepz = 5 is not a setting; nearest: training.steps`
     """
-    return "\n".join(line for details in error.errors() for line in _lines(details, root, origins, prefix, beside))
+    return "\n".join(
+        f"{origins.of_all() if key is None else origins.of(key)}: {text}"
+        for key, text in problems(error, root, prefix, beside)
+    )
+
+
+def problems(
+    error: ValidationError, root: type[BaseModel], prefix: str = "", beside: Sequence[str] = ()
+) -> Iterator[tuple[str | None, str]]:
+    """Wrong settings of a validation error, each with its explanation; see `explain`. A conflict of several settings
+    belongs to None."""
+    for details in error.errors():
+        yield from _lines(details, root, prefix, beside)
 
 
 def settings(root: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -100,49 +117,57 @@ libraries."""
 
 
 def nearest(key: str, valid: Sequence[str]) -> str | None:
-    """The most similar valid name, by the whole name or its last part; None if there is none."""
-    close = difflib.get_close_matches(key, valid, n=1, cutoff=0.75)
-    if close:
+    """The most similar valid name, first among those with the same last part, then by the whole name, then by the last
+    part; None if there is none."""
+    leaf = key.rpartition(".")[2]
+    same = [name for name in valid if name.rpartition(".")[2] == leaf]
+    if close := difflib.get_close_matches(key, same, n=1) or difflib.get_close_matches(key, valid, n=1, cutoff=0.75):
         return close[0]
     by_leaf = {name.rpartition(".")[2]: name for name in reversed(valid)}
-    close = difflib.get_close_matches(key.rpartition(".")[2], list(by_leaf), n=1)
+    close = difflib.get_close_matches(leaf, list(by_leaf), n=1)
     return by_leaf[close[0]] if close else None
 
 
 def _lines(
-    details: ErrorDetails, root: type[BaseModel], origins: Origins, prefix: str, beside: Sequence[str]
-) -> Iterator[str]:
+    details: ErrorDetails, root: type[BaseModel], prefix: str, beside: Sequence[str]
+) -> Iterator[tuple[str | None, str]]:
     key = _dotted(details["loc"], prefix)
     message = details["msg"].replace("Input should be", "must be")
     match details["type"]:
         case "missing":
             kind = "table " if key in root.model_fields else ""  # at the top, nothing but tables is required
-            yield f"{origins.of(key)}: {kind}{key} is missing"
+            yield key, f"{kind}{key} is missing"
         case "extra_forbidden":
             value = details["input"]
             is_table = isinstance(value, dict)
             shown = f"[{key}] is not a table" if is_table else f"{key} = {value!r} is not a setting"
-            yield f"{origins.of(key)}: {shown}; {_instead(key, root, prefix, beside, tables=is_table)}"
+            yield key, f"{shown}; {_instead(key, root, prefix, beside, tables=is_table)}"
         case "value_error":  # raised by a validator of a section; it names its own fields
             for line in message.removeprefix("Value error, ").splitlines():
-                yield f"{origins.of_all()}: {f'[{key}] ' if key else ''}{line}"
+                yield None, f"{f'[{key}] ' if key else ''}{line}"
         case "model_type" | "model_attributes_type":
-            yield f"{origins.of(key)}: {key} = {details['input']!r} must be a table"
+            yield key, f"{key} = {details['input']!r} must be a table"
         case "tuple_type" | "list_type":
             given = details["input"]
             values = [part.strip() for part in given.split(",")] if isinstance(given, str) else [given]
             shown = json.dumps(values, ensure_ascii=False, default=str)
-            yield f"{origins.of(key)}: {key} = {given!r} must be a list; in brackets: {shown}"
+            yield key, f"{key} = {given!r} must be a list; in brackets: {shown}"
         case "dict_type" | "mapping_type":
             value = json.dumps(details["input"], ensure_ascii=False, default=str)
-            yield f'{origins.of(key)}: {key} = {details["input"]!r} must be a table; in braces: {{ "NAME" = {value} }}'
+            yield key, f'{key} = {details["input"]!r} must be a table; in braces: {{ "NAME" = {value} }}'
         case "too_long":
             most = details.get("ctx", {})["max_length"]
-            yield f"{origins.of(key)}: {key} = {details['input']!r} has more than {most} items"
+            yield key, f"{key} = {details['input']!r} has more than {most} items"
+        case "too_short":
+            yield key, f"{key} = {details['input']!r} is empty"
         case _:
             value = repr(details["input"])
             shown = value if len(value) <= LONGEST_SHOWN else f"{value[:LONGEST_SHOWN]}..."
-            yield f"{origins.of(key)}: {key} = {shown} {message}"
+            yield key, f"{key} = {shown} {message}"
+
+
+_ADAPTER = re.compile(r"^adapters\.[^.]+\.(?=training\.)")
+"""Beginning of a setting of one of [[adapters]] in front of the name that it has in the common table."""
 
 
 def _instead(key: str, root: type[BaseModel], prefix: str, beside: Sequence[str], *, tables: bool = False) -> str:
@@ -151,12 +176,13 @@ def _instead(key: str, root: type[BaseModel], prefix: str, beside: Sequence[str]
     Args:
         tables: the unknown name is that of a table.
     """
-    if retired := advice(key):
+    if retired := advice(_ADAPTER.sub("", key)):
         return retired
     valid = [*settings(root, prefix), *(f"{prefix}.{name}" for name in beside)]
     alike = [name for name in valid if any(other.startswith(f"{name}.") for other in valid)] if tables else valid
     meant = MEANT.get(key) or MEANT.get(key.rpartition(".")[2])
-    if guess := meant if meant in valid else nearest(key, alike):
+    meant = next((name for name in valid if meant and f".{name}".endswith(f".{meant}")), None)
+    if guess := meant or nearest(key, alike):
         return f"nearest: {guess}"
     table = key.rpartition(".")[0]
     siblings = [name for name in valid if name.rpartition(".")[0] == table]

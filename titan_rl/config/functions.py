@@ -117,8 +117,6 @@ def check_functions(config: Section, generation: GenerationConfig, routing: Rout
     adapter, several = AdapterConfig(), False
     if isinstance(config, RunConfig):
         adapter, several = config.training.adapter, bool(config.adapters)
-        for experiment in config.experiments.values():
-            check_functions(experiment, generation, routing, origins)
     for key, problem in _engine_problems(generation, sleeps=sleeps, adapter=adapter, several=several):
         raise ConfigError(f"{origins.of(key)}: {problem}")
 
@@ -229,6 +227,9 @@ def _named(section: Section, prefix: str = "") -> Iterator[tuple[str, str, Funct
             for table, source in section.tables_of_tasks():
                 yield from _named(source, f"{table}.")
                 yield from _named(cast("Section", source.task), f"{table}.")
+        elif isinstance(section, RunConfig) and field == "adapters":
+            for name, experiment in section.experiments.items():
+                yield from _named(experiment.training, f"adapters.{name}.training.")
         elif value is None or (known := function_name(type(section), field)) is None:
             continue
         elif isinstance(value, tuple):

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import tomli_w
 from pydantic import ValidationError
 
-from titan_rl.config.adapters import AdapterRun
+from titan_rl.config.adapters import AdapterRun, load_adapters
 from titan_rl.config.concurrency import describe_concurrency
 from titan_rl.config.explain import ARGUMENTS, COMMAND_LINE, Origins, explain
 from titan_rl.config.functions import SearchPath, check_functions, named_modules
@@ -106,11 +106,7 @@ def read_config(
     search_path = SearchPath(tables.get("pythonpath"), origins)
     tasks = load_tasks(tables, origins)
     load_suites(tables, origins)
-    if isinstance(adapters := tables.get("adapters"), dict):
-        tables["adapters"] = [
-            {"name": name, **table} if isinstance(table, dict) else table
-            for name, table in cast("dict[str, Any]", adapters).items()
-        ]
+    load_adapters(tables, origins)
     try:
         config = RunConfig.model_validate(without_unset(RunConfig, {**tables, "tasks": tasks}))
     except ValidationError as error:
@@ -316,9 +312,14 @@ def _changed(config: RunConfig, task: TaskLike | None, changes: Mapping[str, obj
     origins = Origins(())
     tables: dict[str, Any] = {name: getattr(config, name) for name in type(config).model_fields}
     of_tasks = {setting: value for setting, value in changes.items() if _is_of_tasks(setting)}
+    of_adapters = {setting: value for setting, value in changes.items() if setting.startswith("adapters.")}
+    if of_adapters:
+        tables["adapters"] = {each.name: each.model_dump(exclude={"name"}) for each in config.adapters}
+        give(tables, of_adapters, origins)
+        load_adapters(tables, origins)
     tables["tasks"] = with_settings(config.tasks if task is None else _sources(task), of_tasks, origins)
     for setting, value in changes.items():
-        if setting in of_tasks:
+        if setting in of_tasks or setting in of_adapters:
             continue
         origins.note(setting, ARGUMENTS)
         *path, field = setting.split(".")

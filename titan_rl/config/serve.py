@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import tomli_w
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic_core import PydanticCustomError
 
 from titan_rl.config.explain import COMMAND_LINE, Origins, explain
 from titan_rl.config.functions import SearchPath, check_functions, named_modules
@@ -19,6 +22,18 @@ from titan_rl.config.tables import override, read_tables, without_unset
 from titan_rl.core.errors import ConfigError
 from titan_rl.core.settings import FilePath, PathText, Section
 from titan_rl.training.settings import ModelConfig
+
+
+def _are_folder_names(adapters: dict[str, str]) -> dict[str, str]:
+    """Check names of adapters, which name folders with their weights, too."""
+    for name in adapters:
+        if not re.fullmatch(r"(?!\.)[\w.:@+=-]{1,100}", name):
+            message = "has the name {name}; use letters, digits and -_.:@+=, 1 to 100, and no dot at the beginning"
+            raise PydanticCustomError("adapter_name", message, {"name": repr(name)})
+    return adapters
+
+
+AdapterFolders = Annotated[dict[str, FilePath], AfterValidator(_are_folder_names)]
 
 
 class ServerConfig(Section):
@@ -41,7 +56,9 @@ class ServerConfig(Section):
     """Folder with a Hugging Face folder for each version of the policy, all of one architecture. A request to
     /inference/v1/generate whose model is the name of one is answered with its weights, which are loaded into the same
     generators once no other version's requests run."""
-    adapters: dict[str, FilePath] = Field(default_factory=dict[str, FilePath])
+    adapters: Annotated[dict[str, FilePath], AfterValidator(_are_folder_names)] = Field(
+        default_factory=dict[str, FilePath]
+    )
     """LoRA adapters beside the model, by the names of their models in requests: folders in PEFT's format, or
     RUN/adapters/NAME. The batches of an engine mix their requests. For a run of several adapters, by default all that
     have a checkpoint."""

@@ -10,14 +10,14 @@ from typing import Annotated, Any, cast
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, SerializeAsAny
 
 from titan_rl.core.errors import ConfigError
-from titan_rl.core.settings import FunctionName, Section
+from titan_rl.core.settings import FunctionName, Section, matching
 from titan_rl.rollout.rewards.advantages import BY_NAME as ADVANTAGES
 from titan_rl.rollout.task import Task
 from titan_rl.scheduling.curriculum import Curriculum, InOrder
 from titan_rl.scheduling.filters import BY_NAME as FILTERS
 
-NAME = r"^[A-Za-z0-9_-]+$"
-"""Pattern of the names of tasks and suites, which are part of the names of metrics and options."""
+Name = Annotated[str, matching(r"[A-Za-z0-9_-]{1,100}", "must be letters, digits, - and _, 1 to 100")]
+"""Name of a task, a suite or an adapter, which is part of the names of metrics, options and folders."""
 
 
 class TaskSampling(Section):
@@ -65,7 +65,7 @@ class TaskSource(Section):
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     task: SerializeAsAny[Task]
-    name: str = Field(default_factory=_default_name, pattern=NAME, validate_default=True)
+    name: Name = Field(default_factory=_default_name, validate_default=True)
     """Name in metrics and on the command line, `--tasks.NAME.weight 2`. By default the name of its class, in snake
     case."""
     weight: float = Field(default=1.0, gt=0)
@@ -104,6 +104,8 @@ def tables_by_name(key: str, tables: Any, source: object) -> dict[str, Any]:
     named: dict[str, Any] = {}
     for number, table in enumerate(cast("list[dict[str, Any]]", tables), start=1):
         name = table.get("name", table.get("task", _name_by_type(table.get("type"))))
+        if key == "adapters" and not isinstance(name := table.get("name"), str):
+            raise ConfigError(f'{source}: number {number} of [[adapters]] has no name; give it a name = "..."')
         if not isinstance(name, str):
             raise ConfigError(f'{source}: number {number} of [[{key}]] has no type = "module:Class", nor a name')
         if name in named:
@@ -128,7 +130,7 @@ class ValidationSuite(Section):
     `[[tasks]]`.
     """
 
-    name: str = Field(pattern=NAME)
+    name: Name
     """Name in metrics. By default the name of its task."""
     task: str | TaskSource
     """Name of one of the run's tasks."""
