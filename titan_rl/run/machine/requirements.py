@@ -15,6 +15,7 @@ from titan_rl.cluster.hosts.placement import (
     visible_gpus,
 )
 from titan_rl.config.build import is_single_turn, make_renderer
+from titan_rl.config.dense_shapes import is_known_to_fit
 from titan_rl.config.experimental import experimental_warning
 from titan_rl.config.model_files import read_json
 from titan_rl.config.model_folder import BYTES, count_adapter, count_parameters
@@ -184,18 +185,18 @@ def describe_implementation(config: RunConfig) -> str:
 
 def check_policy(config: RunConfig) -> None:
     """Build the policy without memory, as the trainer does, and compare its tensors with those of the folder. Nothing
-    is checked if torchtitan is not installed.
+    is built for a dense model that formulas show to fit, and nothing is checked if torchtitan is not installed.
 
     Raises:
         ModelError: config.json does not describe a model that can be built, or the folder has other weights.
         ConfigError: an adapter does not fit the model.
     """
-    if find_spec("torchtitan") is None:
+    model, adapter = config.model, config.training.adapter
+    if find_spec("torchtitan") is None or (not adapter.is_on and is_known_to_fit(model)):
         return
     from titan_rl.training.models.hf_model import HFModel
     from titan_rl.training.parallel import World
 
-    model, adapter = config.model, config.training.adapter
     try:
         HFModel(
             Path(model.path),

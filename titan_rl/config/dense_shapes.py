@@ -1,0 +1,129 @@
+"""Tensors of the dense families that torchtitan trains, by formulas from config.json: a check of a model's folder in
+milliseconds, where building the policy takes seconds, because torch and torchtitan are imported for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from titan_rl.config.model_files import read_json
+from titan_rl.core.errors import ModelError
+from titan_rl.training.models.choice import choose_implementation
+from titan_rl.training.settings import ModelConfig
+
+HEAD_NORMS: Mapping[str, bool] = {"qwen3": True, "llama": False}
+"""Families by `model_type`, and whether they normalize the queries and keys of each head."""
+
+_COUNTS = (
+    "hidden_size",
+    "vocab_size",
+    "num_hidden_layers",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+
+
+def is_known_to_fit(model: ModelConfig) -> bool:
+    """Whether a model without an adapter can be built by torchtitan, and its folder has exactly the weights of its
+    config.json.
+
+    False decides nothing: the folder may be of another family, have a field that the formulas do not cover, such as
+    scaled rotary embeddings, or be damaged. Building the policy tells, and names what is wrong.
+    """
+    folder = Path(model.path)
+    try:
+        hf = read_json(folder, "config.json")
+        is_of_torchtitan = choose_implementation(hf, model.implementation).name == "torchtitan"
+        expected = expected_shapes(hf, model.max_context) if is_of_torchtitan else None
+    except ModelError:
+        return False
+    return expected is not None and _has_exactly(folder, expected, is_tied=bool(hf.get("tie_word_embeddings")))
+
+
+def expected_shapes(hf: Mapping[str, Any], max_context: int) -> dict[str, tuple[int, ...]] | None:
+    """Shapes of tensors by their Hugging Face names; None if the formulas do not cover a field of config.json.
+
+    Args:
+        hf: config.json.
+        max_context: most positions that will be used.
+
+    Example: `{"model.norm.weight": (128,), ...}`.
+    """
+    has_head_norms = HEAD_NORMS.get(str(hf.get("model_type")))
+    counts = [hf.get(name) for name in _COUNTS]
+    if has_head_norms is None or not all(_is_count(count) for count in counts):
+        return None
+    dim, vocabulary, num_layers, hidden_dim, heads, kv_heads = map(int, counts)  # pyright: ignore[reportArgumentType]
+    head_dim = hf.get("head_dim") or dim // heads
+    is_plain = (
+        _is_count(head_dim)
+        and head_dim % 2 == 0  # rotary embeddings turn pairs
+        and heads % kv_heads == 0
+        and _is_positive(hf.get("rms_norm_eps"))
+        and isinstance(hf.get("tie_word_embeddings", False), bool)
+        and _is_count(positions := hf.get("max_position_embeddings", max_context))
+        and positions >= max_context
+        and _is_plain_rope(hf)
+    )
+    if not is_plain:
+        return None
+    queries, keys = heads * head_dim, kv_heads * head_dim
+    of_layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (dim,),
+        "post_attention_layernorm": (dim,),
+        "self_attn.q_proj": (queries, dim),
+        "self_attn.k_proj": (keys, dim),
+        "self_attn.v_proj": (keys, dim),
+        "self_attn.o_proj": (dim, queries),
+        "mlp.gate_proj": (hidden_dim, dim),
+        "mlp.up_proj": (hidden_dim, dim),
+        "mlp.down_proj": (dim, hidden_dim),
+    }
+    if has_head_norms:
+        of_layer |= {"self_attn.q_norm": (head_dim,), "self_attn.k_norm": (head_dim,)}
+    shapes = {"model.embed_tokens.weight": (vocabulary, dim), "model.norm.weight": (dim,)}
+    for layer in range(num_layers):
+        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in of_layer.items()}
+    if not hf.get("tie_word_embeddings"):
+        shapes["lm_head.weight"] = (vocabulary, dim)
+    return shapes
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _is_plain_rope(hf: Mapping[str, Any]) -> bool:
+    """Whether rotary embeddings are not scaled."""
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if not isinstance(rope, dict) or rope.keys() - {"rope_theta", "rope_type", "type"}:
+        return False
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    theta = rope.get("rope_theta", hf.get("rope_theta") or 10000.0)
+    return kind == "default" and _is_positive(theta) and "original_max_position_embeddings" not in hf
+
+
+def _has_exactly(folder: Path, expected: Mapping[str, tuple[int, ...]], *, is_tied: bool) -> bool:
+    """Whether the safetensors files of a folder have these tensors, and no others that the trainer would not ignore."""
+    from safetensors import SafetensorError, safe_open
+
+    found: set[str] = set()
+    try:
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, framework="numpy") as tensors:
+                for name in tensors.keys():  # noqa: SIM118  a safe_open is not a mapping
+                    if (name == "lm_head.weight" and is_tied) or name.endswith("rotary_emb.inv_freq"):
+                        continue
+                    if tuple(tensors.get_slice(name).get_shape()) != expected.get(name):
+                        return False
+                    found.add(name)
+    except (SafetensorError, OSError):
+        return False
+    return found == expected.keys()
