@@ -55,6 +55,21 @@ def test_dry_run_prints_the_resolved_settings_and_starts_nothing(project: Path, 
     assert printed["model"]["path"] == str(project / "policy")
 
 
+DRY_RUN = """
+import sys
+from titan_rl.cli.main import main
+
+assert main(["train", "config.toml", "--dry-run"]) == 0
+print(*sorted({"torch", "torchtitan", "monarch", "vllm", "openai"} & sys.modules.keys()), file=sys.stderr)
+"""
+
+
+def test_a_dry_run_of_a_dense_model_imports_nothing_that_takes_seconds(project: Path):
+    done = subprocess.run([sys.executable, "-c", DRY_RUN], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[-1] == "", done.stderr
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

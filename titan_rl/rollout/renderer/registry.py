@@ -8,13 +8,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
 from titan_rl.core.calls.imports import find_function
 from titan_rl.core.errors import RequestError
 from titan_rl.rollout.renderer.chat_template import ChatTemplateRenderer
+from titan_rl.rollout.renderer.package import renderers_module
 from titan_rl.rollout.renderer.stop_tokens import WithStopTokens, with_folder_stops
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.rollout.renderer.types import Renderer
@@ -47,7 +47,7 @@ def choose_renderer(tokenizer: Any, *, single_turn: bool = False) -> ChosenRende
         ModelError: none suits, and `ChatTemplateRenderer` refuses the tokenizer.
     """
     try:
-        base: Any = import_module("renderers.base")
+        base = renderers_module("base")
     except ImportError:
         return _of_template(tokenizer, "the package renderers is not installed", single_turn)
     models: dict[str, str] = base.MODEL_RENDERER_MAP
@@ -117,11 +117,11 @@ def template_keywords(renderer: Any) -> dict[str, Any]:
 
 def _made(name: str, tokenizer: Any) -> Renderer | None:
     """Make a renderer by name; None if it does not know the tokenizer's tokens."""
-    package: Any = import_module("renderers")
+    base, configs = renderers_module("base"), renderers_module("configs")
     try:
-        config = package.config_from_name(name)
+        config = configs.config_from_name(name)
         # Earlier reasoning stays, because no prompt may lose sampled tokens.
-        renderer = package.create_renderer(tokenizer, config.model_copy(update={"thinking_retention": "all"}))
+        renderer = base.create_renderer(tokenizer, config.model_copy(update={"thinking_retention": "all"}))
     except Exception as error:
         logger.debug("renderer %s does not suit: %s", name, error)
         return None
@@ -181,7 +181,7 @@ def find_renderer(name: str, *, single_turn: bool = False) -> RendererFn:
 
 
 def _made_of_package(kind: Any, tokenizer: Any) -> Renderer:
-    config_type: Any = getattr(import_module("renderers.configs"), f"{kind.__name__}Config", None)
+    config_type: Any = getattr(renderers_module("configs"), f"{kind.__name__}Config", None)
     if config_type is None or "thinking_retention" not in config_type.model_fields:
         return with_folder_stops(kind(tokenizer), tokenizer)
     return with_folder_stops(kind(tokenizer, config=config_type(thinking_retention="all")), tokenizer)
