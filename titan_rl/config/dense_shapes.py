@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from titan_rl.config.model_files import read_json
 from titan_rl.core.errors import ModelError
@@ -53,24 +53,24 @@ def expected_shapes(hf: Mapping[str, Any], max_context: int) -> dict[str, tuple[
     Example: `{"model.norm.weight": (128,), ...}`.
     """
     has_head_norms = HEAD_NORMS.get(str(hf.get("model_type")))
-    counts = [hf.get(name) for name in _COUNTS]
-    if has_head_norms is None or not all(_is_count(count) for count in counts):
+    if has_head_norms is None or not all(_is_count(hf.get(name)) for name in _COUNTS):
         return None
-    dim, vocabulary, num_layers, hidden_dim, heads, kv_heads = map(int, counts)  # pyright: ignore[reportArgumentType]
-    head_dim = hf.get("head_dim") or dim // heads
+    counts: list[int] = [hf[name] for name in _COUNTS]
+    dim, vocabulary, num_layers, hidden_dim, heads, kv_heads = counts
+    head_dim: Any = hf.get("head_dim") or dim // heads
     is_plain = (
         _is_count(head_dim)
         and head_dim % 2 == 0  # rotary embeddings turn pairs
         and heads % kv_heads == 0
         and _is_positive(hf.get("rms_norm_eps"))
         and isinstance(hf.get("tie_word_embeddings", False), bool)
-        and _is_count(positions := hf.get("max_position_embeddings", max_context))
-        and positions >= max_context
+        and _is_count(hf.get("max_position_embeddings", max_context))
+        and hf.get("max_position_embeddings", max_context) >= max_context
         and _is_plain_rope(hf)
     )
     if not is_plain:
         return None
-    queries, keys = heads * head_dim, kv_heads * head_dim
+    queries, keys = heads * int(head_dim), kv_heads * int(head_dim)
     of_layer: dict[str, tuple[int, ...]] = {
         "input_layernorm": (dim,),
         "post_attention_layernorm": (dim,),
@@ -84,7 +84,7 @@ def expected_shapes(hf: Mapping[str, Any], max_context: int) -> dict[str, tuple[
     }
     if has_head_norms:
         of_layer |= {"self_attn.q_norm": (head_dim,), "self_attn.k_norm": (head_dim,)}
-    shapes = {"model.embed_tokens.weight": (vocabulary, dim), "model.norm.weight": (dim,)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, dim), "model.norm.weight": (dim,)}
     for layer in range(num_layers):
         shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in of_layer.items()}
     if not hf.get("tie_word_embeddings"):
@@ -102,8 +102,11 @@ def _is_positive(value: Any) -> bool:
 
 def _is_plain_rope(hf: Mapping[str, Any]) -> bool:
     """Whether rotary embeddings are not scaled."""
-    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    if not isinstance(rope, dict) or rope.keys() - {"rope_theta", "rope_type", "type"}:
+    rope: Any = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        return False
+    rope = cast("dict[str, Any]", rope)
+    if rope.keys() - {"rope_theta", "rope_type", "type"}:
         return False
     kind = rope.get("rope_type", rope.get("type", "default"))
     theta = rope.get("rope_theta", hf.get("rope_theta") or 10000.0)
@@ -114,10 +117,11 @@ def _has_exactly(folder: Path, expected: Mapping[str, tuple[int, ...]], *, is_ti
     """Whether the safetensors files of a folder have these tensors, and no others that the trainer would not ignore."""
     from safetensors import SafetensorError, safe_open
 
+    opened: Any = safe_open
     found: set[str] = set()
     try:
         for file in sorted(folder.glob("*.safetensors")):
-            with safe_open(file, framework="numpy") as tensors:
+            with opened(file, framework="numpy") as tensors:
                 for name in tensors.keys():  # noqa: SIM118  a safe_open is not a mapping
                     if (name == "lm_head.weight" and is_tied) or name.endswith("rotary_emb.inv_freq"):
                         continue
@@ -126,4 +130,4 @@ def _has_exactly(folder: Path, expected: Mapping[str, tuple[int, ...]], *, is_ti
                     found.add(name)
     except (SafetensorError, OSError):
         return False
-    return found == expected.keys()
+    return found == set(expected)

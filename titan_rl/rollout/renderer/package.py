@@ -6,6 +6,8 @@ from __future__ import annotations
 import sys
 import threading
 from importlib import import_module
+from importlib.abc import InspectLoader
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -17,23 +19,33 @@ class _LazyPackage(ModuleType):
     """A package whose modules can be imported before its `__init__` has run. That runs when one of its own names is
     first asked for, as by `from renderers import Qwen3Renderer`."""
 
-    _running = threading.RLock()
+    def __init__(self, spec: ModuleSpec) -> None:
+        super().__init__(spec.name)
+        self.__spec__, self.__loader__, self.__package__ = spec, spec.loader, spec.name
+        self.__path__, self.__file__ = list(spec.submodule_search_locations or ()), spec.origin
+        self._runs = self._has_run = False
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        with self._running:
-            if self.__class__ is _LazyPackage:
-                self.__class__ = ModuleType
-                try:
-                    spec = self.__spec__
-                    assert spec is not None
-                    assert spec.loader is not None
-                    spec.loader.exec_module(self)
-                except BaseException:
-                    self.__class__ = _LazyPackage
-                    raise
-        return getattr(self, name)
+        if not name.startswith("__"):
+            with _running:  # another thread may have been faster
+                if not (self._runs or self._has_run):
+                    self._run()
+            if name in self.__dict__:
+                return self.__dict__[name]
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+
+    def _run(self) -> None:
+        loader = self.__loader__
+        assert isinstance(loader, InspectLoader)
+        self._runs = True  # it asks for names of its own
+        try:
+            loader.exec_module(self)
+            self._has_run = True
+        finally:
+            self._runs = False
+
+
+_running = threading.RLock()
 
 
 def renderers_module(name: str) -> Any:
@@ -43,8 +55,5 @@ def renderers_module(name: str) -> Any:
         ImportError: the package is not installed.
     """
     if PACKAGE not in sys.modules and (spec := find_spec(PACKAGE)) is not None:
-        package = _LazyPackage(PACKAGE)
-        package.__spec__, package.__loader__, package.__package__ = spec, spec.loader, PACKAGE
-        package.__path__, package.__file__ = list(spec.submodule_search_locations or ()), spec.origin
-        sys.modules.setdefault(PACKAGE, package)
+        sys.modules.setdefault(PACKAGE, _LazyPackage(spec))
     return import_module(f"{PACKAGE}.{name}")
