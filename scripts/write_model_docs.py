@@ -40,7 +40,7 @@ for a family without a row, if the check of packed sequences that the trainer ma
 mix nowhere else. The experts of such a family are not divided: `training.expert_parallel` is refused.
 
 If the column *engine* has "no", it gives the reason why vLLM's logprobs differ from the trainer's, or why vLLM cannot
-run the model, on a CPU with the installed version. For `cohere2` and `apertus`, the tests show that the probes detect
+run the model, on a CPU with the installed version. For `apertus`, the tests show that the probes detect
 the difference after a swap, so a run with one of these families ends with an error at its first pull. Trained weights
 from the hub, GPUs and bfloat16 are not part of these checks.
 

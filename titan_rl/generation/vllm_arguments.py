@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import cache
@@ -195,7 +196,17 @@ def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> EngineArgs:
             "max_lora_rank": next(allowed for allowed in LORA_RANKS if allowed >= rank),
             "lora_target_modules": list(dict.fromkeys(target for each in adapters for target in each.targets)),
         }
-    return EngineArgs(**arguments | dict(spec.options))
+    options = dict(spec.options)
+    options["hf_overrides"] = _overrides(Path(spec.model_path)) | options.get("hf_overrides", {})
+    return EngineArgs(**arguments | options)
+
+
+def _overrides(model: Path) -> dict[str, Any]:
+    """Values that vLLM has to read in place of those in config.json, to compute what transformers does."""
+    hf = json.loads((model / "config.json").read_text())
+    if hf.get("model_type") == "cohere2" and (window := hf.get("sliding_window") or 0) > 1:
+        return {"sliding_window": window - 1}  # its layers attend to one token more
+    return {}
 
 
 def _gpu_memory(spec: EngineSpec) -> tuple[int, float]:

@@ -44,15 +44,14 @@ a tiny model before it starts."""
 
 ADAPTED = frozenset(
     {
-        "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm4", "granite", "llama", "ministral3", "mistral",
-        "mixtral", "nemotron", "olmoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+        "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm4", "granite", "llama", "ministral3",
+        "mistral", "mixtral", "nemotron", "olmoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
     }
 )  # fmt: skip
 """Families, by `model_type`, whose adapters the tests check in transformers' implementation and in vLLM."""
 
 UNADAPTED: Mapping[str, str] = {
     "apertus": "vLLM does not compute the trainer's logprobs for it",
-    "cohere2": "vLLM does not compute the trainer's logprobs for it",
     "gpt2": "vLLM's model does not support LoRA",
     "phi3": "its layers qkv_proj and gate_up_proj are fused, and generators load a matrix A for each of their parts",
     "stablelm": "vLLM's model does not support LoRA",
