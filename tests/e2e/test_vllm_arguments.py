@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +30,14 @@ def test_options_come_before_the_defaults() -> None:
     own = replace(spec, options={"max_num_batched_tokens": 1024, "scheduling_policy": "priority"})
     assert engine_arguments(own, on_cpu=True).max_num_batched_tokens == 1024
     assert engine_arguments(own, on_cpu=True).scheduling_policy == "priority"
+
+
+def test_the_window_of_cohere_2_is_that_of_transformers_beside_overrides_of_the_user(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "cohere2", "sliding_window": 4096}))
+    spec = EngineSpec(str(tmp_path), options={"hf_overrides": {"logit_scale": 0.5}})
+    assert engine_arguments(spec, on_cpu=True).hf_overrides == {"sliding_window": 4095, "logit_scale": 0.5}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "sliding_window": 4096}))
+    assert engine_arguments(replace(spec, options={}), on_cpu=True).hf_overrides == {}
 
 
 def test_the_names_read_from_the_source_are_those_of_the_class() -> None:

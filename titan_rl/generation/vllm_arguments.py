@@ -203,7 +203,8 @@ def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> EngineArgs:
 
 def _overrides(model: Path) -> dict[str, Any]:
     """Values that vLLM has to read in place of those in config.json, to compute what transformers does."""
-    hf = json.loads((model / "config.json").read_text())
+    config = model / "config.json"
+    hf = json.loads(config.read_text()) if config.exists() else {}  # vLLM says what is missing
     if hf.get("model_type") == "cohere2" and (window := hf.get("sliding_window") or 0) > 1:
         return {"sliding_window": window - 1}  # its layers attend to one token more
     return {}
