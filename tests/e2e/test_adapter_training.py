@@ -24,11 +24,14 @@ from e2e.tiny_policy import (
     transformers_logprobs,
     weights,
 )
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from titan_rl.core.errors import CheckpointError, ModelError
-from titan_rl.training.export import export_checkpoint
+from titan_rl.rollout.renderer.registry import fit_template
+from titan_rl.training.export import export_checkpoint, merge_peft
 from titan_rl.training.publishing import WeightPublisher
+from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.trainer import TrainerCore
 from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
 
@@ -83,6 +86,32 @@ def test_the_merged_model_is_the_base_plus_the_scaled_product_bit_by_bit(tmp_pat
             weight = weight + 2.0 * (b @ a)
         assert torch.equal(merged[name], weight), name
     assert not matrices
+
+
+def test_a_merged_model_in_bfloat16_is_the_sum_rounded_once(tmp_path: Path) -> None:
+    base = make_tiny_qwen3(tmp_path / "model")
+    trained(base).save(tmp_path / "checkpoint")
+    export_checkpoint(base, tmp_path / "checkpoint", tmp_path / "merged")
+    exact = load_file(tmp_path / "merged" / "model.safetensors")
+    export_checkpoint(base, tmp_path / "checkpoint", tmp_path / "rounded", "bfloat16")
+    export_checkpoint(base, tmp_path / "checkpoint", tmp_path / "adapter", as_adapter=True)
+    merge_peft(base, tmp_path / "adapter", tmp_path / "same", "bfloat16")
+    for folder in ("rounded", "same"):
+        rounded = load_file(tmp_path / folder / "model.safetensors")
+        assert all(torch.equal(rounded[name], weight.bfloat16()) for name, weight in exact.items())
+
+
+def test_the_base_is_rounded_first_where_the_run_has_trained_on_rounded_weights(tmp_path: Path) -> None:
+    base = make_tiny_qwen3(tmp_path / "model")
+    settings = TrainingConfig(steps=10, adapter=ADAPTER, lr=1e-2)  # pyright: ignore[reportArgumentType]
+    trainer = TrainerCore(ModelConfig(path=str(base), dtype="bfloat16"), settings, seed=0)
+    trainer.step(on_policy_samples(trainer, 20, 30, 25, 18))
+    trainer.begin_save(tmp_path / "checkpoint", {"run_state.json": '{"settings": {"model.dtype": "bfloat16"}}'})
+    trainer.finish_save()
+    trainer.export_hf(tmp_path / "at the end", fit_template(base, "chat_template"))
+    export_checkpoint(base, tmp_path / "checkpoint", tmp_path / "later", "bfloat16")
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("at the end", "later"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_only_the_adapter_is_trained_and_it_continues_bit_by_bit_from_a_checkpoint(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def export_checkpoint(
     as_adapter: bool = False,
 ) -> None:
     """Write a Hugging Face folder with a checkpoint's weights, for any optimizer and number of ranks. An adapter is
-    merged into the weights of its base.
+    merged into the weights of its base as the run has trained with them: the sum is rounded once, to `dtype`.
 
     Args:
         source: the folder of the model that was trained.
@@ -70,6 +70,7 @@ def export_checkpoint(
         row_tokens=1,
         dtype=dtype,
         master_dtype=masters,
+        base_dtype=_base_dtype(source, _trained_in(checkpoint)),
         adapter=adapter,
         implementation="transformers" if is_of_transformers else "torchtitan",
     )
@@ -89,7 +90,8 @@ def export_checkpoint(
 
 
 def merge_peft(source: Path, adapter: Path, directory: Path, dtype: DType = "float32", renderer: str = "auto") -> None:
-    """Write a Hugging Face folder with a model into which an adapter in PEFT's format is merged.
+    """Write a Hugging Face folder with a model into which an adapter in PEFT's format is merged. The sum is rounded
+    once, to `dtype`.
 
     Args:
         source: the folder of the base model.
@@ -102,9 +104,36 @@ def merge_peft(source: Path, adapter: Path, directory: Path, dtype: DType = "flo
     """
     settings = peft_settings(adapter)
     policy = Policy(  # computes nothing
-        source, World(), max_context=1, row_tokens=1, dtype=dtype, adapter=settings, implementation="transformers"
+        source,
+        World(),
+        max_context=1,
+        row_tokens=1,
+        dtype=dtype,
+        base_dtype=_base_dtype(source),
+        adapter=settings,
+        implementation="transformers",
     )
     _write_model(policy, source, directory, dtype, renderer)
+
+
+def _trained_in(checkpoint: Path) -> DType:
+    """`model.dtype` of the run of a checkpoint; float32 for one without a run."""
+    try:
+        settings = parse_json((checkpoint / "run_state.json").read_text())["settings"]
+    except (OSError, ValueError, KeyError):
+        return "float32"
+    return settings.get("model.dtype", "float32")
+
+
+def _base_dtype(source: Path, trained_in: DType = "float32") -> DType:
+    """Smallest dtype that holds the weights of a folder as a run in a dtype has trained with them."""
+    if trained_in != "float32":
+        return trained_in
+    for path in source.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            if any(file.get_slice(name).get_dtype() != "BF16" for name in file.keys()):  # noqa: SIM118  no mapping
+                return "float32"
+    return "bfloat16"
 
 
 def _write_model(policy: Policy, source: Path, directory: Path, dtype: DType, renderer: str) -> None:

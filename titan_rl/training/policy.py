@@ -69,8 +69,8 @@ class Policy:
 
     Args:
         max_context: most tokens of a sequence.
-        master_dtype: of the trained weights and their gradients between passes. Weights that an adapter leaves frozen
-            have `dtype`.
+        master_dtype: of the trained weights and their gradients between passes.
+        base_dtype: of weights that an adapter leaves frozen; by default `dtype`.
         adapter: Settings of an adapter, with which nothing else is trained.
         seed: of the adapter's first values.
         row_tokens: most tokens of a row.
@@ -96,6 +96,7 @@ class Policy:
         row_tokens: int,
         dtype: DType = "float32",
         master_dtype: DType = "float32",
+        base_dtype: DType | None = None,
         adapter: AdapterConfig | None = None,
         seed: int = 0,
         attention: Attention = "auto",
@@ -120,7 +121,7 @@ class Policy:
             max_context=self._longest,
             dtype=getattr(torch, master_dtype),
             adapter=adapter,
-            base_dtype=self.dtype,
+            base_dtype=getattr(torch, base_dtype or dtype),
             seed=seed,
             implementation=implementation,
         )
