@@ -74,6 +74,15 @@ def test_several_samples_are_played_until_there_is_no_more_to_read(
     assert capfd.readouterr().out.count("=== ") == 2
 
 
+def test_the_next_command_plays_the_following_samples_in_the_same_way(
+    config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--count", "2", "--validation", "--task", "sums", "--temperature=0.5", "--sampling.max_tokens=9"]
+    assert play("1\n2\n", "--sample", "1", *options) == 0
+    told = capfd.readouterr().err.splitlines()[-1]
+    assert told == f"titan-rl: next: titan-rl play sums.toml --sample 3 {' '.join(options)}"
+
+
 def test_an_unfinished_block_is_no_reply_and_bytes_that_are_no_text_are_shown_as_such(
     config: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 from peft_files import BASE
 
+from titan_rl.cli.eval import split
 from titan_rl.cli.main import main
 from titan_rl.config.load import dump_config, load_config
+from titan_rl.evaluation.policies.source import find_policy
 
 SEVERAL = "examples/alphabet_sort/several.toml"
 
@@ -42,6 +44,29 @@ def test_a_run_of_several_adapters_is_no_policy_and_its_adapters_are_named(
     told = capsys.readouterr().err
     assert f"{run} is a run of several adapters, each of which is a policy; name one of them: " in told
     assert f"{run}/adapters/grpo, {run}/adapters/gspo, {run}/adapters/rank_8" in told
+
+
+def test_a_server_follows_one_adapter_and_names_those_of_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "adapters" / "grpo" / "checkpoints" / "step-000003").mkdir()
+    assert main(["serve", str(run), "--follow", "--dry-run"]) == 2
+    told = capsys.readouterr().err
+    assert f"--follow: {run} is a run with [[adapters]], which are served together as they are; name one" in told
+    assert f"one of them ({run}/adapters/grpo, {run}/adapters/gspo, {run}/adapters/rank_8), or leave" in told
+    assert main(["serve", str(BASE), "--dry-run", f'--server.adapters={{ mine = "{run}" }}']) == 2
+    assert f"server.adapters.mine = {str(run)!r}: {run} is a run of several adapters" in capsys.readouterr().err
+
+
+def test_a_run_of_one_adapter_is_the_policy_of_that_adapter(tmp_path: Path) -> None:
+    config = load_config(SEVERAL, [("model.path", str(BASE))])
+    config = config.model_copy(update={"adapters": config.adapters[:1]})
+    run, only = tmp_path / "run", tmp_path / "run" / "adapters" / "grpo"
+    for folder, settings in ((run, config), (only, config.experiments["grpo"])):
+        (folder / "checkpoints" / "step-000003").mkdir(parents=True)
+        (folder / "config.toml").write_text(dump_config(settings))
+    found = find_policy(str(run))
+    assert found == find_policy(str(only))
+    assert (found.version, found.toml) == (3, only / "config.toml")
+    assert split([str(run)]) == ([str(only / "config.toml")], [str(run)])
 
 
 def test_an_adapter_is_resumed_with_its_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from titan_rl.config.evaluation import EvalConfig, make_eval_config
 from titan_rl.config.load import load_config
 from titan_rl.core.errors import ConfigError
 from titan_rl.evaluation.elo import Ratings
-from titan_rl.evaluation.policies.source import check_single
+from titan_rl.evaluation.policies.source import single_policy
 from titan_rl.evaluation.results import Evaluation, evaluation_folders, read_evaluation
 from titan_rl.evaluation.table import as_json, table
 from titan_rl.run.directory import run_name
@@ -102,8 +102,7 @@ def split(given: Sequence[str]) -> tuple[list[str], list[str]]:
     if not policies:
         raise ConfigError("name a policy after CONFIG.toml: a run's folder, a model's, or the URL of an endpoint")
     if not configs and (Path(policies[0]) / CONFIG).is_file():
-        check_single(Path(policies[0]))
-        configs = [str(Path(policies[0]) / CONFIG)]
+        configs = [str(single_policy(Path(policies[0])) / CONFIG)]
     if not configs:
         raise ConfigError(
             f"name the CONFIG.toml whose tasks are played before {policies[0]}, which is not a run's folder"

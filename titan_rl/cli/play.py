@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import io
+import json
 import sys
 from typing import TextIO
 
@@ -69,9 +70,24 @@ def run(arguments: argparse.Namespace) -> int:
         )
     )
     tell("titan-rl: played")
-    following = ["--sample", str(arguments.sample + arguments.count)]
-    tell_next("play", *arguments.config, *following)
+    tell_next("play", *arguments.config, *_options_of_next(arguments))
     return 0
+
+
+def _options_of_next(arguments: argparse.Namespace) -> list[str]:
+    """Options of the command that plays the samples behind those that were played."""
+    options = ["--sample", str(arguments.sample + arguments.count)]
+    if arguments.count != 1:
+        options += ["--count", str(arguments.count)]
+    if arguments.policy is not None:
+        options += ["--policy", arguments.policy]
+    if arguments.validation:
+        options.append("--validation")
+    if arguments.task is not None:
+        options += ["--task", arguments.task]
+    for name, value in arguments.options.items():
+        options.append(f"--{name.replace('_', '-')}={value if isinstance(value, str) else json.dumps(value)}")
+    return [*options, *(f"--{name}={value}" for name, value in arguments.overrides)]
 
 
 def _standard_input() -> TextIO:

@@ -23,7 +23,7 @@ from titan_rl.config.serve import ServeConfig, ServerConfig
 from titan_rl.core.calls.user_code import reason
 from titan_rl.core.console import Verbosity
 from titan_rl.core.errors import ModelError
-from titan_rl.evaluation.policies.adapters import ServedAdapters, read_adapters
+from titan_rl.evaluation.policies.adapters import ReadAdapter, ServedAdapters, read_adapters
 from titan_rl.evaluation.policies.following import CheckpointPublisher, RunFollower
 from titan_rl.evaluation.policies.opened import Generators, architecture_of
 from titan_rl.evaluation.policies.source import PolicySource, export, with_copies
@@ -146,7 +146,7 @@ async def _serve(
         )
         config = config.model_copy(update={"hosts": with_copies(config.hosts)})
     if adapters:
-        console.message(f"reading the adapters {', '.join(adapters)}")
+        console.message(f"reading the adapter{'s' * (len(adapters) > 1)} {', '.join(adapters)}")
     read = await read_adapters(adapters, model, Path(tempfile.gettempdir()), files.logs / "export.log")
     renderer = _renderer(config)
     published = PublishedWeights()
@@ -215,7 +215,8 @@ async def _serve(
                 async with serve(app, host=server.host, port=server.port) as url:
                     with contextlib.suppress(OSError, OutputError):
                         shown = seen_from_elsewhere(url)
-                        say(greeting(source.name, shown, server.model, chat=renderer is not None, keyed=keys.required))
+                        name = f"{source.name}{_with_adapters(read)}"
+                        say(greeting(name, shown, server.model, chat=renderer is not None, keyed=keys.required))
                     await asyncio.Event().wait()  # for the end, by a signal or because no generator is left
 
 
@@ -233,6 +234,12 @@ def _renderer(config: ServeConfig) -> Renderer | None:
             raise
         StderrConsole().warning(f"warning: there is no chat, only completions: {reason(error)}; or set model.renderer")
         return None
+
+
+def _with_adapters(adapters: Mapping[str, ReadAdapter]) -> str:
+    """Text such as ", and the adapters sort (version 80), sum (version 40)"; "" without adapters."""
+    named = ", ".join(f"{name} (version {adapter.version})" for name, adapter in adapters.items())
+    return f", and the adapter{'s' * (len(adapters) > 1)} {named}" if named else ""
 
 
 def greeting(name: str, url: str, model: str, *, chat: bool, keyed: bool) -> str:

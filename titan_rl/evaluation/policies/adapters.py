@@ -13,7 +13,7 @@ from titan_rl.config.model_files import model_identity
 from titan_rl.config.serve import ServeConfig, load_serve_config
 from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.errors import ConfigError, StateDictError
-from titan_rl.evaluation.policies.source import PolicySource, export, newest_checkpoint
+from titan_rl.evaluation.policies.source import PolicySource, export, newest_checkpoint, single_policy
 from titan_rl.generation.engine import AdapterSpec
 from titan_rl.generation.registry import find_engine
 from titan_rl.generation.resume import RequestFn
@@ -68,6 +68,10 @@ def find_adapters(config: ServeConfig, source: PolicySource) -> dict[str, Policy
 
 def _find(where: str, folder: Path, config: ServeConfig) -> PolicySource:
     if (folder / "config.toml").is_file():
+        try:
+            folder = single_policy(folder)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
         found = newest_checkpoint(folder)
         if found is None or found.toml is None:
             raise ConfigError(f"{where} has no checkpoint yet")

@@ -79,21 +79,25 @@ def find_policy(given: str) -> PolicySource:
     )
 
 
-def check_single(run: Path) -> None:
-    """Check that a run trains a single policy.
+def single_policy(run: Path) -> Path:
+    """Folder of the only policy of a run: the run's own, or that of its only adapter once that has begun.
 
     Raises:
         ConfigError: it trains several adapters. Lists their folders.
     """
-    if adapters := adapters_of_run(run):
+    adapters = adapters_of_run(run)
+    if len(adapters) == 1 and (only := next(iter(adapters.values()))).is_dir():
+        return only
+    if len(adapters) > 1:
         raise ConfigError(
             f"{run} is a run of several adapters, each of which is a policy; name one of them: "
             f"{', '.join(str(folder) for folder in adapters.values())}"
         )
+    return run
 
 
 def _newest_of_run(run: Path) -> PolicySource:
-    check_single(run)
+    run = single_policy(run)
     toml, export, checkpoint = run / "config.toml", run / "export", latest(run / "checkpoints")
     if checkpoint is None and not export.is_dir():
         name = f"the model that {run} starts from, of which no step is saved yet"
@@ -219,7 +223,7 @@ async def export_policy(
 def _saved(given: str) -> PolicySource:
     path = Path(given)
     if is_run := (path / "config.toml").is_file():
-        check_single(path)
+        path = single_policy(path)
     source = newest_checkpoint(path) if is_run else find_policy(given)
     if source is None or source.checkpoint is None or source.toml is None:
         what = "has no checkpoint yet" if source is None else "is no run and no checkpoint"
