@@ -55,7 +55,7 @@ class Unpicklable(str):
 class Parrot(ProcessActor):
     """Says back what it is asked, with the number of requests that came in the same message. The prompt [0] is refused,
     [1] fails, [2] is told of and never answered, the answer to [3] cannot be sent, and that to [6] cannot be read. The
-    prompt [7, 7] is answered with the number of callers that the present one has replaced."""
+    prompt [8, 8] is answered with the number of callers that the present one has replaced."""
 
     @concurrent_endpoint
     async def reply_to(self, caller: str, port: Any, replaced: tuple[str, ...] = ()) -> None:
@@ -76,7 +76,7 @@ class Parrot(ProcessActor):
                     self._server.send(replace(completion(request, [3]), routed_experts=[lock]))
                 case (6,):
                     self._port.send([("a", "tuple", "of", "five", "values")])
-                case (7, 7):
+                case (8, 8):
                     self._server.send(completion(request, [len(self._replaced)]))
                 case prompt:
                     self._server.send(chunk(request, list(prompt)))
@@ -215,10 +215,10 @@ async def test_a_worker_opens_another_stream_after_a_message_that_it_cannot_read
             return list((await connection.stream(EngineRequest(name, prompt, SAMPLING), lambda _: None)).token_ids)
 
     connection.begin(listener)
-    assert await say("a", 7, 7) == [0]
+    assert await say("a", 8, 8) == [0]
     for unanswered in await asyncio.gather(say("b", 2), say("c", 6), return_exceptions=True):
         assert isinstance(unanswered, GenerationError)
         assert "cannot be read" in str(unanswered)
-    assert await say("d", 7, 7) == [1], "the stream before is replaced"
+    assert await say("d", 8, 8) == [1], "the stream before is replaced"
     assert listener.told == ["opened", "lost", "opened"]
     await connection.close()

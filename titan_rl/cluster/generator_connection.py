@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from titan_rl.cluster.processes.remote_process import RemoteProcess
-from titan_rl.cluster.request_stream import RequestClient
+from titan_rl.cluster.request_stream import UNSENDABLE, RequestClient
 from titan_rl.core.errors import ActorDiedError, GenerationError
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.types import Completion
@@ -29,12 +28,12 @@ class GeneratorStream:
         self.caller = caller
         self._actor = actor
         self._remote = RemoteProcess(name)
-        self._client = RequestClient(self._remote, partial(actor.generate.broadcast, caller))
+        self._client = RequestClient(self._remote, self._send)
         self._receiving: asyncio.Task[None] | None = None
 
     @property
     def broken(self) -> str | None:
-        return self._client.ended
+        return self._remote.reason or self._client.ended
 
     async def connect(self, replaced: Sequence[str]) -> None:
         """Have the actor send answers here.
@@ -59,6 +58,15 @@ class GeneratorStream:
         if self._receiving is not None:
             self._receiving.cancel()
         self._remote.end("the connection is closed")
+
+    def _send(self, requests: list[EngineRequest]) -> None:
+        try:
+            self._actor.generate.broadcast(self.caller, requests)
+        except UNSENDABLE:
+            raise
+        except Exception as error:
+            self._remote.end(f"requests cannot be sent: {error!r}")
+            raise
 
     async def _call(self, endpoint: Any, *args: Any) -> Any:
         try:

@@ -125,6 +125,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+UNSENDABLE = (TypeError, AttributeError, pickle.PicklingError)
+"""Errors of sending that are due to what is sent, and not to the connection."""
+
+
 class SendBuffer(Generic[T]):
     """Buffer of the messages of one turn of the event loop, sent together at its end."""
 
@@ -262,7 +266,7 @@ class RequestClient:
                 for request in wanted:
                     self._send([request])
                 return
-            unsendable = isinstance(error, (TypeError, AttributeError, pickle.PicklingError))
+            unsendable = isinstance(error, UNSENDABLE)
             problem = f"request {wanted[0].request_id!r} could not be sent to {self._remote.name}: {error!r}"
             self._resolve(wanted[0].request_id, RequestError(problem) if unsendable else GenerationError(problem))
 
