@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 from peft_files import BASE
 
+import titan_rl
 from titan_rl.cli.eval import split
 from titan_rl.cli.main import main
 from titan_rl.config.load import dump_config, load_config
 from titan_rl.evaluation.policies.source import find_policy
+from titan_rl.run import launch
+from titan_rl.run.observability.summary import RunSummary
 
 SEVERAL = "examples/alphabet_sort/several.toml"
 
@@ -44,6 +47,20 @@ def test_a_run_of_several_adapters_is_no_policy_and_its_adapters_are_named(
     told = capsys.readouterr().err
     assert f"{run} is a run of several adapters, each of which is a policy; name one of them: " in told
     assert f"{run}/adapters/grpo, {run}/adapters/gspo, {run}/adapters/rank_8" in told
+
+
+def test_the_results_of_all_adapters_are_printed_also_by_a_quiet_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    results = {name: RunSummary(0.1, 0.4, 80, 900, 5.0, tmp_path / "adapters" / name) for name in ("grpo", "gspo")}
+    summary = RunSummary.of_adapters(results, tmp_path, 7.0)
+    monkeypatch.setattr(launch, "run_training", lambda *args, **options: launch.RunEnd(0, tmp_path, summary))
+    assert main(["train", SEVERAL, "-q", "--model.path", str(BASE)]) == 0
+    printed = capfd.readouterr().out
+    for name in results:
+        assert f"adapter {name}  80 steps; validation reward 0.100 before, 0.400 after (+0.300)\n" in printed
+    given = titan_rl.train(SEVERAL, overrides={"model.path": str(BASE)})
+    assert given.adapters["gspo"].reward_after == 0.4
 
 
 def test_a_server_follows_one_adapter_and_names_those_of_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

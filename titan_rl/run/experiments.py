@@ -321,7 +321,7 @@ class ExperimentMessages(EndMessages):
         return f"stopped; what each adapter has trained is saved; to continue: {self.resume_command}"
 
     def failed(self) -> str:
-        return f"the other adapters are not affected; fix the error, then continue with: {self.resume_command}"
+        return f"what each adapter has trained is saved; fix the error, then continue with: {self.resume_command}"
 
 
 def run_experiments(
