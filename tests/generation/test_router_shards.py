@@ -131,6 +131,23 @@ async def test_a_replica_that_fails_in_one_shard_leaves_service_in_all_and_retur
     await router.close()
 
 
+async def test_failures_that_are_far_apart_do_not_lengthen_a_quarantine() -> None:
+    a, b = FakeReplica("a"), FakeReplica("b")
+    router = await sharded([a, b], limits=Limits(quarantine_s=4, max_quarantine_s=300))
+    for round_number in range(5):
+        a.generate_error = GenerationError("broken")
+        asked = [ask(router, 1000 * round_number + number) for number in range(8)]
+        await asyncio.sleep(2)
+        assert [replica.serving for replica in router.replicas] == [False, True]
+        a.generate_error = None
+        await asyncio.gather(*asked)
+        await asyncio.sleep(10)
+        assert [replica.serving for replica in router.replicas] == [True, True], round_number
+        await asyncio.gather(*(ask(router, 1000 * round_number + 100 + number) for number in range(64)))
+        await asyncio.sleep(400)
+    await router.close()
+
+
 async def test_a_silent_replica_is_reported_by_the_shard_whose_requests_it_has() -> None:
     a, told = FakeReplica("a", step_s=10_000), list[tuple[str, str]]()
     router = await sharded(

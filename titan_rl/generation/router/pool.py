@@ -52,7 +52,8 @@ class PooledReplica:
         self.version: int | None = None  # pulled through this router; None if unknown
         self.paused: PauseMode | Literal["unknown"] | None = None  # "unknown" after a call that failed
         self.epoch = 0  # admissions so far: distinguishes a late failure from a new one
-        self.failures = 0  # in a row, without an answered request between them
+        self.admitted_at = 0.0  # time of the last one, by the event loop's clock
+        self.failures = 0  # in a row: without an answered request, or long service, between them
         self.last_error: Exception | None = None
         self.num_served = 0  # answers and chunks of tokens so far
         self.heard_at = 0.0  # time of the last sign of life, by the event loop's clock
@@ -336,6 +337,7 @@ class Pool:
             return
         replica.serving, replica.draining = True, False
         replica.epoch += 1
+        replica.admitted_at = asyncio.get_running_loop().time()
         self._num_serving += 1
         self.strategy.admit(replica)
         self._update_events()
@@ -376,6 +378,8 @@ class Pool:
         is_out = replica in self._recovering and not replica.serving
         if replica.removed or is_out or (epoch is not None and epoch != replica.epoch):
             return
+        if asyncio.get_running_loop().time() - replica.admitted_at > self.limits.max_quarantine_s:
+            replica.failures = 0  # it worked, also if only shards have seen its answers
         self._note_failure(replica, error)
         logger.warning("replica %s is out of service: %r", replica.name, error)
         self.take_out(replica)
