@@ -43,6 +43,12 @@ def test_the_checksums_of_slices_add_up_however_they_are_cut(
     assert covers([(start, box.shape) for start, box in boxes], shape)
 
 
+def test_a_row_of_a_matrix_has_its_part_of_the_checksum() -> None:
+    whole = drawn((2, 3), torch.bfloat16)
+    boxes = [((row, at), whole[row : row + 1, at : at + size]) for row in (0, 1) for at, size in ((0, 2), (2, 1))]
+    assert sum(box_checksum(box, start) for start, box in boxes) % 2**64 == box_checksum(whole)
+
+
 @given(
     st.sampled_from([(1,), (3, 5), (2, 3, 64), (384, 128), (3, tensor_checksum.CHUNK_BYTES // 4 + 9)]),
     st.integers(0, 2**31),
