@@ -117,9 +117,10 @@ def _words(box: torch.Tensor, start: int) -> tuple[torch.Tensor, int]:
         padded = box.new_zeros((*box.shape[:-1], before + box.shape[-1] + after))
         padded.narrow(-1, before, box.shape[-1]).copy_(box)
         box = padded
-    # A row of a matrix is contiguous whatever its stride, and a view of another size requires its own length as stride.
-    flat = box.contiguous().view(-1).view(torch.int32)
-    return flat.view(*box.shape[:-1], -1), start // per_word
+    flat = box.contiguous().view(-1)  # a row of a matrix is contiguous whatever its stride, which the next view is not
+    if flat.storage_offset() % per_word:
+        flat = flat.clone()
+    return flat.view(torch.int32).view(*box.shape[:-1], -1), start // per_word
 
 
 def word_dot(words: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
