@@ -108,19 +108,18 @@ def _words(box: torch.Tensor, start: int) -> tuple[torch.Tensor, int]:
     import torch
 
     size = box.element_size()
-    if size >= 4:
-        return box.contiguous().view(torch.int32), start * size // 4
-    per_word = 4 // size
+    per_word = max(1, 4 // size)
     before = start % per_word
     after = -(before + box.shape[-1]) % per_word
     if before or after:
         padded = box.new_zeros((*box.shape[:-1], before + box.shape[-1] + after))
         padded.narrow(-1, before, box.shape[-1]).copy_(box)
         box = padded
-    flat = box.contiguous().view(-1)  # a row of a matrix is contiguous whatever its stride, which the next view is not
+    box = box.contiguous()
+    flat = box.as_strided((box.numel(),), (1,))  # a dimension of size 1 may have any stride, and view keeps it
     if flat.storage_offset() % per_word:
         flat = flat.clone()
-    return flat.view(torch.int32).view(*box.shape[:-1], -1), start // per_word
+    return flat.view(torch.int32).view(*box.shape[:-1], -1), start * max(size, 4) // 4 // per_word
 
 
 def word_dot(words: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
