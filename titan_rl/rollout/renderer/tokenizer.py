@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
-from importlib.util import find_spec
+from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from titan_rl.core.calls.parsing import parse_json
 from titan_rl.core.errors import MissingExtraError, ModelError
-from titan_rl.rollout.renderer.plain_tokenizer import plain_tokenizer
 
 _TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
 """Warning that transformers would print; here model.max_context is the limit."""
@@ -26,34 +24,26 @@ _FILES = ("tokenizer.json", "tokenizer.model", "*.tiktoken", "vocab.*", "spiece.
 def load_tokenizer(path: str | Path) -> Any:
     """Load the tokenizer of a Hugging Face folder.
 
-    Returns:
-        transformers' tokenizer, or a `PlainTokenizer` with the same results, which starts faster.
-
     Raises:
         ModelError: the folder is missing, or has no tokenizer that can be loaded.
         MissingExtraError: transformers is not installed.
     """
-    if find_spec("transformers") is None:
-        raise MissingExtraError("transformers", "cpu")
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingExtraError("transformers", "cpu") from error
     folder = Path(path)
     if not folder.is_dir():
         raise ModelError(f"model folder {str(path)!r} does not exist")
     if not any(path for pattern in _FILES for path in folder.glob(pattern)):
         raise ModelError(f"model folder {str(path)!r} has no tokenizer (such as tokenizer.json)")
     try:
-        tokenizer = plain_tokenizer(folder, partial(_with_transformers, folder)) or _with_transformers(folder)
+        loader: Any = transformers.TokenizersBackend if _is_plain(folder) else transformers.AutoTokenizer
+        tokenizer = loader.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # transformers raises many types here
         raise ModelError(f"the tokenizer in model folder {str(path)!r} cannot be loaded: {error}") from error
-    _remember_short_texts(tokenizer)
-    return tokenizer
-
-
-def _with_transformers(folder: Path) -> Any:
-    import transformers
-
-    loader: Any = transformers.TokenizersBackend if _is_plain(folder) else transformers.AutoTokenizer
-    tokenizer = loader.from_pretrained(folder, local_files_only=True)
     tokenizer.deprecation_warnings[_TOO_LONG] = True
+    _remember_short_texts(tokenizer)
     return tokenizer
 
 
