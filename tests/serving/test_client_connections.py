@@ -100,6 +100,15 @@ async def test_a_connection_that_the_server_closes_is_opened_again() -> None:
         assert server.opened == 3
 
 
+async def test_closing_a_client_fails_the_requests_under_way() -> None:
+    async with connected(most=2) as (server, client):
+        asked = [asyncio.ensure_future(ask(client, number)) for number in range(3)]
+        await server.until_waiting(2)
+        await client.aclose()
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        assert all(isinstance(each, httpx.TransportError) for each in found), found
+
+
 async def test_a_failed_connection_leaves_its_place_to_the_next_and_closing_ends_all() -> None:
     async with connected(most=1) as (server, client):
         for _ in range(3):

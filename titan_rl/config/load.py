@@ -30,7 +30,7 @@ from titan_rl.config.retired import drop_unchanged
 from titan_rl.config.run import RunConfig
 from titan_rl.config.sections import SFTConfig
 from titan_rl.config.serve import check_server_settings
-from titan_rl.config.tables import UNSET, dotted, give, read_tables, without_unset
+from titan_rl.config.tables import UNSET, give, read_tables, without_unset
 from titan_rl.config.task_tables import (
     check_task,
     dump_tasks,
@@ -43,7 +43,7 @@ from titan_rl.config.task_tables import (
 from titan_rl.config.tasks import TaskSource
 from titan_rl.core.calls.imports import name_of
 from titan_rl.core.errors import ConfigError
-from titan_rl.core.settings import Section
+from titan_rl.core.settings import Section, dotted
 from titan_rl.rollout.task import ServingTask, Task
 from titan_rl.scheduling.settings import MODES
 from titan_rl.training.settings import MADE_BY_SFT

@@ -56,19 +56,6 @@ def give(tables: Tables, given: Mapping[str, object], origins: Origins) -> None:
         origins.note(key, ARGUMENTS)
 
 
-def dotted(settings: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Settings by their dotted names, those in tables too.
-
-    >>> dict(dotted({"seed": 1, "training": {"steps": 3}}))
-    {'seed': 1, 'training.steps': 3}
-    """
-    for name, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            yield from dotted(cast("Mapping[str, object]", value), f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
 def _read_toml(path: Path) -> Tables:
     try:
         tables = parse_toml(path.read_text(encoding="utf-8"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -183,3 +184,16 @@ def _found(path: str, info: ValidationInfo) -> str:
 FilePath = Annotated[PathText, AfterValidator(_found)]
 """File or folder, searched in the current directory, then in the folder of the TOML file. The setting holds the path
 that was found, or the given one if there is none: opening it then fails."""
+
+
+def dotted(settings: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Settings by their dotted names, those in tables too.
+
+    >>> dict(dotted({"seed": 1, "training": {"steps": 3}}))
+    {'seed': 1, 'training.steps': 3}
+    """
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from dotted(cast("Mapping[str, object]", value), f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

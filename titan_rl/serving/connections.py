@@ -22,14 +22,19 @@ class Connections(httpx.AsyncBaseTransport):
         self._places = asyncio.Semaphore(most)
         self._ssl = httpx.create_ssl_context(trust_env=False)  # takes milliseconds
         self._idle: list[httpx.AsyncHTTPTransport] = []
+        self._busy: set[httpx.AsyncHTTPTransport] = set()
         self._is_closed = False
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         await self._places.acquire()
         connection = self._idle.pop() if self._idle else self._new()
+        self._busy.add(connection)
         try:
+            if self._is_closed:
+                raise httpx.ConnectError("the client is closed", request=request)
             response = await connection.handle_async_request(request)
         except BaseException:
+            self._busy.discard(connection)
             self._places.release()
             await connection.aclose()
             raise
@@ -43,6 +48,7 @@ class Connections(httpx.AsyncBaseTransport):
 
     async def give_back(self, connection: httpx.AsyncHTTPTransport) -> None:
         """Keep a connection for the next request. httpcore closes it where its answer was not read to the end."""
+        self._busy.discard(connection)
         self._places.release()
         if self._is_closed:
             await connection.aclose()
@@ -50,9 +56,11 @@ class Connections(httpx.AsyncBaseTransport):
             self._idle.append(connection)
 
     async def aclose(self) -> None:
+        """Close all connections. Requests under way, and those that wait for a connection, fail."""
         self._is_closed = True
-        while self._idle:
-            await self._idle.pop().aclose()
+        connections, self._idle = [*self._idle, *self._busy], []
+        for connection in connections:
+            await connection.aclose()
 
 
 class _Answer(httpx.AsyncByteStream):

@@ -7,11 +7,12 @@ other families. Importing this file needs neither of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from titan_rl.core.errors import ModelError
+from titan_rl.core.settings import dotted
 from titan_rl.training.choices import Implementation
 
 _QWEN3 = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
@@ -189,7 +190,7 @@ def check_numbers(hf: Mapping[str, Any]) -> None:
         ModelError: a size is no number of at least 1, or does not fit another; a base is not above 0; or a value is not
             a number.
     """
-    for name, value in _named_values(hf):
+    for name, value in dotted(hf):
         if isinstance(value, float) and math.isnan(value):
             raise ModelError(f"config.json has {name} = {value}, which is no number; write the model's value")
         is_base = name.rpartition(".")[2] in ("rope_theta", "rope_local_base_freq") and value is not None
@@ -214,15 +215,6 @@ def check_numbers(hf: Mapping[str, Any]) -> None:
             f"config.json gives each token {top_k} experts, and has {experts} of them; "
             f"{' or '.join(name for name in TOP_KS if hf.get(name))} must be at most that"
         )
-
-
-def _named_values(hf: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Values of config.json with their names, of nested tables too: `("rope_parameters.rope_theta", 10000.0)`."""
-    for name, value in hf.items():
-        if isinstance(value, Mapping):
-            yield from _named_values(cast("Mapping[str, Any]", value), f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def is_longrope(hf: Mapping[str, Any]) -> bool:
