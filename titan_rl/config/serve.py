@@ -34,6 +34,7 @@ def _are_folder_names(adapters: dict[str, str]) -> dict[str, str]:
 
 
 AdapterFolders = Annotated[dict[str, FilePath], AfterValidator(_are_folder_names)]
+"""Folders in PEFT's format by the names of their adapters."""
 
 
 class ServerConfig(Section):
@@ -56,9 +57,7 @@ class ServerConfig(Section):
     """Folder with a Hugging Face folder for each version of the policy, all of one architecture. A request to
     /inference/v1/generate whose model is the name of one is answered with its weights, which are loaded into the same
     generators once no other version's requests run."""
-    adapters: Annotated[dict[str, FilePath], AfterValidator(_are_folder_names)] = Field(
-        default_factory=dict[str, FilePath]
-    )
+    adapters: AdapterFolders = Field(default_factory=dict[str, FilePath])
     """LoRA adapters beside the model, by the names of their models in requests: folders in PEFT's format, or
     RUN/adapters/NAME. The batches of an engine mix their requests. For a run of several adapters, by default all that
     have a checkpoint."""
