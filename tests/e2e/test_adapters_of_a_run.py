@@ -15,6 +15,7 @@ pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 pytest.importorskip("vllm", reason="needs the cpu or gpu extra")
 
 from e2e.runs import run_training
+from e2e.slow_loss import GATE
 
 
 def status_of(folder: Path) -> dict[str, str]:
@@ -25,11 +26,17 @@ def records_of(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_an_adapter_that_fails_stops_alone_and_a_dead_trainer_is_replaced_for_all(tmp_path: Path) -> None:
+def test_an_adapter_that_fails_stops_alone_and_a_dead_trainer_is_replaced_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (gate := tmp_path / "gate").mkdir()
+    (gate / "hold").touch()
+    monkeypatch.setenv(GATE, str(gate))
     settings = {"config": "tests/e2e/several_adapters.toml", "pythonpath": '["tests"]', "checkpoint__interval": 2}
-    with run_training(tmp_path, **settings) as run:
-        run.wait_for(lambda: "works: step 1/3" in run.output)
+    with run_training(tmp_path, adapters__works__training__loss="e2e.slow_loss:slow_grpo", **settings) as run:
+        run.wait_for((gate / "held").exists)  # the trainer is in the first step of "works"
         os.kill(run.child("trainer"), signal.SIGKILL)
+        (gate / "hold").unlink()
         assert run.wait() == 1, run.output
         assert run.output.count("works: trainer is there again after") == 1
         adapters = run.folder / "adapters"
