@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
+from background import HANG_S
 from depth import DEEP
 from test_trainer_recovery import STEPS, DyingTrainer, Fate, MortalRig, trained_on, undisturbed
 
-from titan_rl.core.errors import ActorDiedError
+from titan_rl.core.errors import ActorDiedError, TrainingError
 from titan_rl.run.trainer_turns import SharedTrainers
 from titan_rl.scheduling.fair_turns import FairTurns
 
@@ -67,7 +69,7 @@ class SharedProcesses:
 async def train(folder: Path, fates: Mapping[str, Fate], **settings: Any) -> dict[str, MortalRig]:
     """Train the adapters at the same time. A rig whose run fails has the error."""
     turns = FairTurns(fates)
-    shared = SharedTrainers(cast(Any, SharedProcesses(fates)), turns)
+    shared = SharedTrainers(cast(Any, SharedProcesses(fates)), turns, settings.get("max_respawns", 100))
     rigs = {name: MortalRig(folder / name, fate, group=shared.of(name), **settings) for name, fate in fates.items()}
     errors = await asyncio.gather(*(rig.run() for rig in rigs.values()), return_exceptions=True)
     for name, error in zip(rigs, errors, strict=True):
@@ -103,20 +105,103 @@ async def test_an_adapter_whose_step_kills_the_trainer_fails_alone_and_is_named_
     assert sum("is there again" in text for text in told) == 2
 
 
-async def test_a_death_between_calls_counts_for_every_adapter(tmp_path: Path) -> None:
-    fates = {"first": Fate(), "second": Fate()}
-    processes = SharedProcesses(fates)
-    shared = SharedTrainers(cast(Any, processes), FairTurns(fates))
-    rigs = [MortalRig(tmp_path / name, fate, group=shared.of(name), max_respawns=0) for name, fate in fates.items()]
-    pulls = [rig.replica.pull for rig in rigs]
+class Once(set[int]):
+    """Steps that kill the trainer the first time only."""
 
-    async def pull_and_die(version: int) -> None:
-        await pulls[0](version)
-        processes.trainer.end("trainer died: killed while generators are at work")
+    def __contains__(self, step: object) -> bool:
+        found = super().__contains__(step)
+        self -= {step}
+        return found
 
-    rigs[0].replica.pull = pull_and_die
-    for rig in rigs:
-        rig.replica.hold = asyncio.Event()
-    for error in await asyncio.gather(*(rig.run() for rig in rigs), return_exceptions=True):
+
+class IdleDeaths:
+    """Two adapters whose trainer dies while the generators are at work, a number of times."""
+
+    def __init__(self, folder: Path, deaths: int, *, max_respawns: int) -> None:
+        self.fates = {"deadly": Fate(), "other": Fate()}
+        self.processes = SharedProcesses(self.fates)
+        self._deaths = deaths
+        shared = SharedTrainers(cast(Any, self.processes), FairTurns(self.fates), max_respawns)
+        self.rigs = {
+            name: MortalRig(folder / name, fate, group=shared.of(name), max_respawns=max_respawns)
+            for name, fate in self.fates.items()
+        }
+        for rig in self.rigs.values():
+            rig.replica.hold = asyncio.Event()
+        self._pull = self.rigs["other"].replica.pull
+        self.rigs["other"].replica.pull = self._pull_and_die
+
+    async def run(self) -> dict[str, BaseException | None]:
+        """Run both adapters. Returns the error of each, if it failed."""
+        errors = await asyncio.gather(*(rig.run() for rig in self.rigs.values()), return_exceptions=True)
+        return dict(zip(self.rigs, errors, strict=True))
+
+    async def _pull_and_die(self, version: int) -> None:
+        await self._pull(version)
+        while self._deaths:
+            self._deaths -= 1
+            back = [fate.is_back for fate in self.fates.values()]
+            for event in back:
+                event.clear()
+            self.processes.trainer.end("trainer died: killed while generators are at work")
+            await asyncio.wait([asyncio.ensure_future(event.wait()) for event in back], timeout=HANG_S)
+        for rig in self.rigs.values():
+            assert rig.replica.hold is not None
+            rig.replica.hold.set()
+
+
+async def test_a_death_between_calls_counts_for_no_adapter(tmp_path: Path) -> None:
+    run = IdleDeaths(tmp_path, 1, max_respawns=1)
+    run.fates["deadly"].deadly_steps = Once({2})
+    assert await run.run() == {"deadly": None, "other": None}
+    for name, fate in run.fates.items():
+        assert fate.told[0] == (
+            "trainer died: killed while generators are at work, at work for no adapter "
+            "(1 of hosts.max_respawns = 1); starting another trainer"
+        )
+        assert len(run.rigs[name].weights) == STEPS
+    (own,) = [text for text in run.fates["deadly"].told if "out of memory" in text]
+    assert own.endswith("it was at step 2; starting another trainer (1 of hosts.max_respawns = 1)")
+    (others,) = [text for text in run.fates["other"].told if "out of memory" in text]
+    assert others == "trainer died: out of memory, at work for deadly; starting another trainer"
+
+
+async def test_too_many_deaths_between_calls_end_the_run_of_all_adapters(tmp_path: Path) -> None:
+    run = IdleDeaths(tmp_path, 2, max_respawns=1)
+    for error in (await run.run()).values():
         assert isinstance(error, ExceptionGroup)
-        assert error.subgroup(ActorDiedError) is not None
+        assert error.subgroup(TrainingError) is not None
+        (reason,) = error.exceptions
+        assert "at work for no adapter, and is not replaced: hosts.max_respawns = 1, and 1 was replaced" in str(reason)
+
+
+async def test_a_death_in_the_last_part_of_a_save_counts_for_the_adapter_that_is_saved() -> None:
+    fates = {"saved": Fate(), "other": Fate()}
+    processes = SharedProcesses(fates)
+    shared = SharedTrainers(cast(Any, processes), FairTurns(fates), 3)
+    trainers = {name: shared.of(name).trainer for name in fates}
+    processes.adapters["saved"].at_moment = lambda moment: processes.trainer.end("trainer died: the disk is gone")
+    with pytest.raises(ActorDiedError):
+        await trainers["saved"].finish_save()
+    assert await trainers["saved"].ended() == "trainer died: the disk is gone"
+    assert not trainers["saved"].excused
+    assert await trainers["other"].ended() == "trainer died: the disk is gone, at work for saved"
+    assert trainers["other"].excused
+
+
+async def test_a_trainer_that_does_not_start_again_counts_for_no_adapter(tmp_path: Path) -> None:
+    run = IdleDeaths(tmp_path, 1, max_respawns=3)
+    restart, failures = run.processes.restart, ["no memory", "no memory"]
+
+    async def restart_later() -> None:
+        if failures:
+            raise ActorDiedError(f"trainer died: {failures.pop()}")
+        await restart()
+
+    run.processes.restart = restart_later
+    assert await run.run() == {"deadly": None, "other": None}
+    told = [text for fate in run.fates.values() for text in fate.told if "no memory" in text]
+    assert told == [
+        f"trainer died: no memory, at work for no adapter ({count} of hosts.max_respawns = 3); starting another trainer"
+        for count in (2, 3)
+    ]

@@ -202,7 +202,7 @@ class Experiments:
         self._planes = planes
         self._renderer = renderer
         turns = FairTurns(experiment.name for experiment in experiments)
-        self._trainers = SharedTrainers(planes.training, turns)
+        self._trainers = SharedTrainers(planes.training, turns, session.config.hosts.max_respawns)
         steps = {experiment.name: experiment.step for experiment in experiments}
         self._metrics = RunMetrics(session.sinks, turns, steps)
 

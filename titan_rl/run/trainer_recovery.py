@@ -344,7 +344,10 @@ class RecoveringTrainer:
                         trainer = await self._group.restart()
                     said = await self._bring_back(trainer)
                 except ActorDiedError as error:
-                    why, excused = str(error), error.excused or (trainer is not None and trainer.excused)
+                    why, excused = str(error), error.excused
+                    if trainer is not None:
+                        trainer.end(why)
+                        why, excused = await trainer.ended(), trainer.excused
                 else:
                     break
         self._trainer, self._is_up = trainer, True

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_rl.core.errors import ActorDiedError
+from titan_rl.cluster.processes.roles import RespawnLimit, Respawns, Role
+from titan_rl.core.errors import ActorDiedError, TrainingError
 from titan_rl.scheduling.fair_turns import FairTurns
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.protocol import StepResult
@@ -19,29 +21,63 @@ if TYPE_CHECKING:
     from titan_rl.cluster.trainer_processes import ActorTrainer, TrainerProcesses
 
 
+class UnownedDeaths:
+    """Counter of the deaths of the trainer's processes that no experiment has caused. The run has one.
+
+    Args:
+        max_respawns: `hosts.max_respawns`.
+    """
+
+    def __init__(self, max_respawns: int) -> None:
+        self._respawns = Respawns({Role.TRAINER: RespawnLimit("hosts.max_respawns", max_respawns)})
+
+    def note(self, why: str) -> str:
+        """Count a death, and return the message about it.
+
+        Raises:
+            TrainingError: there were too many.
+        """
+        replaced, count = self._respawns.take(Role.TRAINER)
+        text = f"{why}, at work for no adapter{count}"
+        if not replaced:
+            raise TrainingError(text)
+        return text
+
+
 class SharedWork:
     """Work of the trainer's processes, from a start of them to their end.
 
-    If they die while they compute for one experiment, only that one counts the death, and not the others.
+    A death counts for one experiment: the one for which they compute or, if they compute for none, the only one that
+    has a call under way, such as the end of a save. Otherwise it counts for none, and is one of the run's.
 
     Args:
         remote: The processes.
+        unowned: Counts the deaths that no experiment has caused.
     """
 
-    def __init__(self, remote: RemoteProcess) -> None:
+    def __init__(self, remote: RemoteProcess, unowned: UnownedDeaths) -> None:
         self.remote = remote
-        self._doing: str | None = None  # experiment for which they compute, or did when they died
+        self._unowned = unowned
+        self._computes_for: str | None = None  # or did when they died
+        self._calls: Counter[str] = Counter()  # outside of turns, by experiment; those at their death stay
+        self._unowned_death: str | None = None  # its message
 
     @contextmanager
-    def of(self, name: str) -> Generator[None]:
-        """In the block, the processes compute for an experiment.
+    def of(self, name: str, *, in_turn: bool) -> Generator[None]:
+        """In the block, the processes work for an experiment.
+
+        Args:
+            in_turn: They compute for it; one block at a time. Otherwise threads of theirs finish what was begun.
 
         Raises:
             ActorDiedError: they have died before the block, which is excused, or in it.
         """
         if self.remote.reason is not None:
             raise ActorDiedError(self.death(f"{self.remote.name} died: {self.remote.reason}", name), excused=True)
-        self._doing = name
+        if in_turn:
+            self._computes_for = name
+        else:
+            self._calls[name] += 1
         try:
             yield
         except ActorDiedError as error:
@@ -49,16 +85,32 @@ class SharedWork:
             raise
         finally:
             if self.remote.reason is None:
-                self._doing = None
+                if in_turn:
+                    self._computes_for = None
+                else:
+                    self._calls[name] -= 1
 
-    def other_than(self, name: str) -> str | None:
-        """Another experiment for which they compute, or did when they died; None if there is none."""
-        return None if self._doing == name else self._doing
+    @property
+    def cause(self) -> str | None:
+        """Experiment for which a death counts; None if it counts for none."""
+        if self._computes_for is not None:
+            return self._computes_for
+        calling = [name for name, count in self._calls.items() if count]
+        return calling[0] if len(calling) == 1 else None
 
     def death(self, why: str, name: str) -> str:
-        """Reason of their death as it is shown to an experiment."""
-        other = self.other_than(name)
-        return why if other is None else f"{why}, at work for {other}"
+        """Reason of their death as it is shown to an experiment.
+
+        Raises:
+            TrainingError: no experiment has caused it, and there were too many of these.
+        """
+        if self.remote.excused or self.cause == name:
+            return why
+        if self.cause is not None:
+            return f"{why}, at work for {self.cause}"
+        if self._unowned_death is None:
+            self._unowned_death = self._unowned.note(why)
+        return self._unowned_death
 
 
 class TurnTrainer:
@@ -78,7 +130,7 @@ class TurnTrainer:
     @asynccontextmanager
     async def _turn(self, *, urgent: bool = False) -> AsyncGenerator[None]:
         async with self._turns.turn(self._name, urgent=urgent):
-            with self._work.of(self._name):
+            with self._work.of(self._name, in_turn=True):
                 yield
 
     async def step(self, samples: Sequence[TrainingSample]) -> StepResult:
@@ -94,17 +146,20 @@ class TurnTrainer:
             await self._trainer.begin_publish()
 
     async def finish_publish(self) -> Manifest:
-        return await self._trainer.finish_publish()
+        with self._work.of(self._name, in_turn=False):
+            return await self._trainer.finish_publish()
 
     async def hold_published(self, version: int | None) -> bool:
-        return await self._trainer.hold_published(version)
+        with self._work.of(self._name, in_turn=False):
+            return await self._trainer.hold_published(version)
 
     async def begin_save(self, root: Path, run_state: dict[str, Any]) -> int:
         async with self._turn(urgent=True):
             return await self._trainer.begin_save(root, run_state)
 
     async def finish_save(self) -> None:
-        await self._trainer.finish_save()
+        with self._work.of(self._name, in_turn=False):
+            await self._trainer.finish_save()
 
     async def load(self, checkpoint: Path) -> int:
         async with self._turn(urgent=True):
@@ -116,11 +171,15 @@ class TurnTrainer:
 
     @property
     def excused(self) -> bool:
-        """Whether the processes died because of their host, or in the work of another experiment."""
-        return self._trainer.excused or self._work.other_than(self._name) is not None
+        """Whether the processes died because of their host, or not in the work of this experiment."""
+        return self._trainer.excused or self._work.cause != self._name
 
     async def ended(self) -> str:
-        """See `ActorTrainer.ended`."""
+        """See `ActorTrainer.ended`.
+
+        Raises:
+            TrainingError: see `SharedWork.death`.
+        """
         return self._work.death(await self._trainer.ended(), self._name)
 
     def end(self, reason: str) -> None:
@@ -133,12 +192,14 @@ class SharedTrainers:
 
     Args:
         processes: They have started.
+        max_respawns: `hosts.max_respawns`, the limit of each experiment and of deaths that none has caused.
     """
 
-    def __init__(self, processes: TrainerProcesses, turns: FairTurns) -> None:
+    def __init__(self, processes: TrainerProcesses, turns: FairTurns, max_respawns: int) -> None:
         self.processes = processes
         self.turns = turns
-        self.work = SharedWork(processes.trainer.remote)
+        self._unowned = UnownedDeaths(max_respawns)
+        self.work = SharedWork(processes.trainer.remote, self._unowned)
         self._restarting = asyncio.Lock()
 
     def of(self, name: str) -> TrainerShare:
@@ -146,11 +207,22 @@ class SharedTrainers:
         return TrainerShare(self, name)
 
     async def restart(self, dead: SharedWork) -> None:
-        """Restart the processes, unless others have taken the place of the dead ones already."""
+        """Restart the processes, unless others have taken the place of the dead ones already.
+
+        Raises:
+            ActorDiedError: they do not start; no experiment has caused it.
+            TrainingError: they have not started too often.
+        """
         async with self._restarting:
-            if self.work is dead:
+            if self.work is not dead:
+                return
+            try:
                 await self.processes.restart()
-                self.work = SharedWork(self.processes.trainer.remote)
+            except ActorDiedError as error:
+                if error.excused:
+                    raise
+                raise ActorDiedError(self._unowned.note(str(error)), excused=True) from error
+            self.work = SharedWork(self.processes.trainer.remote, self._unowned)
 
 
 class TrainerShare:
