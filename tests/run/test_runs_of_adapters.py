@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from peft_files import BASE
@@ -11,8 +13,11 @@ import titan_rl
 from titan_rl.cli.eval import split
 from titan_rl.cli.main import main
 from titan_rl.config.load import dump_config, load_config
+from titan_rl.core.errors import TrainingError
 from titan_rl.evaluation.policies.source import find_policy
 from titan_rl.run import launch
+from titan_rl.run.directory import RunDirectory
+from titan_rl.run.experiments import Experiment, ExperimentMessages
 from titan_rl.run.observability.summary import RunSummary
 
 SEVERAL = "examples/alphabet_sort/several.toml"
@@ -91,3 +96,27 @@ def test_an_adapter_is_resumed_with_its_run(run: Path, capsys: pytest.CaptureFix
     told = capsys.readouterr().err
     assert f"continue together: titan-rl train --resume {run}; for more steps" in told
     assert "--adapters.grpo.training.steps N" in told
+
+
+@dataclass
+class Loop:
+    """Training loop of an adapter, at a version."""
+
+    version: int
+
+
+def test_an_adapter_that_fails_and_loses_its_last_save_names_its_step_and_the_saved_one(run: Path) -> None:
+    config = load_config(SEVERAL, [("model.path", str(BASE))])
+    experiment = Experiment("grpo", config.experiments["grpo"], run)
+    messages = ExperimentMessages(config, RunDirectory(run), 0)
+    messages.experiments = [experiment]
+    experiment.error, experiment.controller = TrainingError("the disk is gone"), cast(Any, Loop(3))
+    told = "step 3 is not saved: there is no checkpoint"
+    assert experiment.failed() == f"failed at step 3 ({told}), and the others continue: the disk is gone"
+    assert messages.failed().startswith(f"grpo: {told}; fix the error")
+    (run / "adapters" / "grpo" / "checkpoints" / "step-000002").mkdir()
+    assert "(step 3 is not saved: the newest checkpoint is of step 2)" in experiment.failed()
+    assert messages.stopped().startswith("stopped; grpo: step 3 is not saved: the newest checkpoint is of step 2; to")
+    (run / "adapters" / "grpo" / "checkpoints" / "step-000003").mkdir()
+    assert experiment.failed() == "failed at step 3, and the others continue: the disk is gone"
+    assert messages.stopped().startswith("stopped; what each adapter has trained is saved; to continue")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -54,7 +54,7 @@ from titan_rl.run.status import noted
 from titan_rl.run.trainer_recovery import JournaledSteps, RecoveringTrainer, recovering
 from titan_rl.run.trainer_turns import SharedTrainers
 from titan_rl.scheduling.fair_turns import FairTurns
-from titan_rl.training.state.checkpoint import latest
+from titan_rl.training.state.checkpoint import latest, step_of
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +142,7 @@ class Experiment:
         is_over: It was finished before this process began.
         summary: Its result; None until it is finished.
         error: Reason of its failure.
+        controller: Its training loop; None until it trains.
 
     Args:
         folder: of the run.
@@ -158,12 +159,33 @@ class Experiment:
         self.is_over = is_finished(config, self.run_dir, latest(self.run_dir.checkpoints))
         self.summary = self._past_summary() if self.is_over else None
         self.error: Exception | None = None
+        self.controller: Controller | None = None
+
+    @property
+    def saved_step(self) -> int:
+        """Step of the newest checkpoint."""
+        checkpoint = latest(self.run_dir.checkpoints)
+        return 0 if checkpoint is None else step_of(checkpoint)
 
     @property
     def step(self) -> int:
-        """Step of the newest checkpoint."""
-        checkpoint = latest(self.run_dir.checkpoints)
-        return 0 if checkpoint is None else int(checkpoint.name.partition("-")[2])
+        """Step that was trained last, which may not be saved."""
+        return self.saved_step if self.controller is None else self.controller.version
+
+    @property
+    def unsaved(self) -> str | None:
+        """Text such as "step 5 is not saved: the newest checkpoint is of step 3"; None if the last step is saved."""
+        saved = self.saved_step
+        if self.step <= saved:
+            return None
+        newest = f"the newest checkpoint is of step {saved}" if saved else "there is no checkpoint"
+        return f"step {self.step} is not saved: {newest}"
+
+    def failed(self) -> str:
+        """Message about its failure."""
+        assert self.error is not None
+        unsaved = f" ({self.unsaved})" if self.unsaved else ""
+        return f"failed at step {self.step}{unsaved}, and the others continue: {reason(self.error)}"
 
     def _past_summary(self) -> RunSummary:
         """Summary of a finished experiment, from its files."""
@@ -203,7 +225,7 @@ class Experiments:
         self._renderer = renderer
         turns = FairTurns(experiment.name for experiment in experiments)
         self._trainers = SharedTrainers(planes.training, turns, session.config.hosts.max_respawns)
-        steps = {experiment.name: experiment.step for experiment in experiments}
+        steps = {experiment.name: experiment.saved_step for experiment in experiments}
         self._metrics = RunMetrics(session.sinks, turns, steps)
 
     async def run(self) -> RunSummary:
@@ -240,7 +262,7 @@ class Experiments:
         except Exception as error:
             logger.error("adapter %s failed", experiment.name, exc_info=error)
             experiment.error = error
-            progress.warning(f"failed at step {experiment.step}, and the others continue: {reason(error)}")
+            progress.warning(experiment.failed())
             self._metrics.failed(experiment.name)
         else:
             assert experiment.summary is not None
@@ -273,7 +295,7 @@ class Experiments:
             if start.checkpoint is not None:
                 start.loaded(await trainer.load(start.checkpoint))
                 progress.message(f"continuing from {start.checkpoint}")
-            controller = Controller(
+            controller = experiment.controller = Controller(
                 config,
                 group_runners=runners,
                 router=router,
@@ -315,13 +337,23 @@ class ExperimentsSession(RunSession[RunSummary]):
 
 
 class ExperimentMessages(EndMessages):
-    """Closing messages of a run of several experiments."""
+    """Closing messages of a run of several experiments.
+
+    Attributes:
+        experiments: of the run; none until they begin.
+    """
+
+    experiments: Sequence[Experiment] = ()
 
     def stopped(self) -> str:
-        return f"stopped; what each adapter has trained is saved; to continue: {self.resume_command}"
+        return f"stopped; {self._saved()}; to continue: {self.resume_command}"
 
     def failed(self) -> str:
-        return f"what each adapter has trained is saved; fix the error, then continue with: {self.resume_command}"
+        return f"{self._saved()}; fix the error, then continue with: {self.resume_command}"
+
+    def _saved(self) -> str:
+        unsaved = [f"{each.name}: {text}" for each in self.experiments if (text := each.unsaved) is not None]
+        return "; ".join(unsaved) or "what each adapter has trained is saved"
 
 
 def run_experiments(
@@ -357,6 +389,8 @@ def run_experiments(
 async def _train(session: ExperimentsSession, resources: contextlib.AsyncExitStack) -> RunSummary:
     config, run_dir, progress = session.config, session.run_dir, session.progress
     experiments = [Experiment(name, each, run_dir.path) for name, each in config.experiments.items()]
+    if isinstance(session.messages, ExperimentMessages):
+        session.messages.experiments = experiments
     generators = f"{config.generation.num_generators} generator{'s' * (config.generation.num_generators > 1)}"
     adapters = f"{len(experiments)} adapter{'s' * (len(experiments) > 1)}"
     progress.message(f"starting {generators} and a trainer of {adapters}")
