@@ -33,13 +33,18 @@ class Generator:
         self.held = {"sort": asyncio.Event(), "sum": asyncio.Event()}  # clear while the adapter is being loaded
         for event in self.held.values():
             event.set()
+        self.pull_s = 0.0
+        self.answers = asyncio.Event()
+        self.answers.set()
 
     async def stream(self, request: EngineRequest, on_chunk: OnChunk) -> Completion:
+        await self.answers.wait()
         version = self.loaded[request.adapter]
         return Completion(request.request_id, [version], [0.0], FinishReason.LENGTH, (VersionSpan(version, 1),))
 
     async def pull_adapter(self, version: int, published: PublishedWeights, adapter: str) -> int:
         await self.held[adapter].wait()
+        await asyncio.sleep(self.pull_s)
         if adapter in self.failing:
             raise StateDictError("the probes differ")
         self.loaded[adapter] = published.manifest_of(version).version
@@ -55,7 +60,12 @@ class Processes:
         self.replicas = [Generator()]
 
     def make_router(self, replicas: Any) -> GeneratorRouter:
-        return GeneratorRouter(replicas, limits=Limits(quarantine_s=0.01, cancel_s=0.1))
+        self.failed: list[Exception] = []
+        return GeneratorRouter(
+            replicas,
+            limits=Limits(quarantine_s=0.01, cancel_s=0.1),
+            on_replica_failed=lambda replica, error: self.failed.append(error),
+        )
 
 
 async def open_routers(**versions: int) -> tuple[AdapterRouters, Processes]:
@@ -109,4 +119,22 @@ async def test_a_generator_that_cannot_load_one_adapter_serves_the_others() -> N
     assert await ask(routers, "sum") == 5
     generator.failing.clear()
     assert await asyncio.wait_for(ask(routers, "sort"), 10) == 4
+    await routers.close()
+
+
+@pytest.mark.looptime
+async def test_a_request_that_waits_while_other_adapters_are_loaded_is_no_sign_of_a_hanging_engine() -> None:
+    routers, processes = await open_routers(sort=3, sum=5)
+    (generator,) = processes.replicas
+    generator.pull_s = 110
+    generator.answers.clear()
+    waiting = asyncio.ensure_future(ask(routers, "sort"))
+    for version in range(6, 10):
+        routers.published["sum"].announce(Manifest(version, ()))
+        await routers.by_adapter["sum"].pull_state_dict(version)
+    assert processes.failed == []
+    await asyncio.sleep(310)
+    assert [str(error) for error in processes.failed] == ["no sign of life from generator-0 for 300 s"]
+    generator.answers.set()
+    assert await waiting == 3
     await routers.close()

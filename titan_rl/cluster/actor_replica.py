@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from titan_rl.cluster.processes.remote_process import RemoteProcess
 from titan_rl.cluster.request_callers import CONTROLLER
@@ -106,6 +106,14 @@ class ActorReplica:
             raise GenerationError(str(error)) from error
 
 
+class PullListener(Protocol):
+    """Receiver of the pulls of one adapter, during which an engine generates for none."""
+
+    def pulled(self, name: str) -> None:
+        """The replica of that name has pulled a version, or failed to."""
+        ...
+
+
 class AdapterReplica:
     """An `ActorReplica` for the router of one of several adapters: a `StreamingReplica`, too.
 
@@ -117,13 +125,17 @@ class AdapterReplica:
 
     Args:
         published: Manifests of the adapter's versions.
+        listener: Told of the adapter's pulls.
     """
 
-    def __init__(self, shared: ActorReplica, adapter: str, published: PublishedWeights) -> None:
+    def __init__(
+        self, shared: ActorReplica, adapter: str, published: PublishedWeights, listener: PullListener | None = None
+    ) -> None:
         self.name = shared.name
         self.shared = shared
         self.adapter = adapter
         self._published = published
+        self._listener = listener
 
     @property
     def gauges(self) -> GaugeSummary | None:
@@ -138,7 +150,11 @@ class AdapterReplica:
         return replace(completion, request_id=request.request_id)
 
     async def pull(self, version: int) -> int:
-        return await self.shared.pull_adapter(version, self._published, self.adapter)
+        try:
+            return await self.shared.pull_adapter(version, self._published, self.adapter)
+        finally:
+            if self._listener is not None:
+                self._listener.pulled(self.name)
 
     async def pause(self, mode: PauseMode) -> None:
         """Pause the requests of all adapters."""

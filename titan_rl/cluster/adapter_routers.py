@@ -28,7 +28,9 @@ class AdapterRouters:
     def __init__(self, processes: GeneratorProcesses, adapters: Iterable[str]) -> None:
         self.published = {name: PublishedWeights() for name in adapters}
         self.by_adapter: dict[str, GeneratorRouter] = {
-            name: processes.make_router([AdapterReplica(replica, name, published) for replica in processes.replicas])
+            name: processes.make_router(
+                [AdapterReplica(replica, name, published, self) for replica in processes.replicas]
+            )
             for name, published in self.published.items()
         }
 
@@ -49,11 +51,16 @@ class AdapterRouters:
 
     async def _join(self, adapter: str, router: GeneratorRouter, replica: ActorReplica) -> bool:
         try:
-            return await router.add_replica(AdapterReplica(replica, adapter, self.published[adapter]))
+            return await router.add_replica(AdapterReplica(replica, adapter, self.published[adapter], self))
         except EngineDeadError:
             if self.by_adapter.get(adapter) is router:
                 raise
             return True  # the adapter has ended meanwhile, and needs no replica
+
+    def pulled(self, name: str) -> None:
+        """Note a pull of one adapter, for which the requests of the others have waited."""
+        for router in self.by_adapter.values():
+            router.hear_from(name)
 
     def trouble(self) -> str | None:
         """Reason why the requests of an adapter cannot be answered at present; None while all can."""

@@ -36,6 +36,7 @@ from titan_rl.core.calls.user_code import reason
 from titan_rl.core.calls.watchdog import LoopWatchdog
 from titan_rl.core.console import Verbosity
 from titan_rl.core.errors import TrainingError
+from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.metrics.sinks.types import MetricSink
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.run.checkpointing import Resumption, is_finished, resume_from_newest
@@ -46,7 +47,7 @@ from titan_rl.run.machine.signals import first_cause
 from titan_rl.run.observability.progress import Progress, ShownStep
 from titan_rl.run.observability.sinks import open_sinks
 from titan_rl.run.observability.summary import RunSummary
-from titan_rl.run.observability.watchers import background_tasks, warn_of_shortage, warn_of_stalls
+from titan_rl.run.observability.watchers import Progressing, background_tasks, warn_of_shortage, warn_of_stalls
 from titan_rl.run.parts import AdapterPlanes, open_adapter_planes
 from titan_rl.run.session import EndMessages, RunSession, begin_run, open_journal
 from titan_rl.run.stages.validation import MEAN
@@ -207,6 +208,24 @@ class Experiment:
         return resume_from_newest(self.config, self.run_dir)
 
 
+class ExperimentStalls:
+    """Progress of one experiment for the warning of stalls. Waiting behind others that progress is no stall: for a turn
+    at the trainer, or for an engine that steps for the requests of others."""
+
+    def __init__(self, run: Progressing, router: GeneratorRouter, turns: FairTurns, name: str) -> None:
+        self._run = run
+        self._router = router
+        self._turns = turns
+        self._name = name
+
+    def progress(self) -> object:
+        return self._run.progress(), self._turns.progress_ahead_of(self._name), self._router.heard_at
+
+    def waits_for(self) -> str:
+        turn = self._turns.waits_for(self._name)
+        return "; ".join(filter(None, [turn and f"it waits for {turn}", self._run.waits_for()]))
+
+
 class Experiments:
     """The experiments of a run, which train at the same time.
 
@@ -223,7 +242,7 @@ class Experiments:
         self._experiments = experiments
         self._planes = planes
         self._renderer = renderer
-        turns = FairTurns(experiment.name for experiment in experiments)
+        turns = self._turns = FairTurns(experiment.name for experiment in experiments)
         self._trainers = SharedTrainers(planes.training, turns, session.config.hosts.max_respawns)
         steps = {experiment.name: experiment.saved_step for experiment in experiments}
         self._metrics = RunMetrics(session.sinks, turns, steps)
@@ -311,7 +330,8 @@ class Experiments:
                 filters=None,
             )
             resources.callback(controller.close)
-            watchers = {"stalls": warn_of_stalls(controller, progress), "following": progress.follow(controller)}
+            stalls = ExperimentStalls(controller, router, self._turns, name)
+            watchers = {"stalls": warn_of_stalls(stalls, progress), "following": progress.follow(controller)}
             async with background_tasks(**watchers):
                 return await controller.run()
 

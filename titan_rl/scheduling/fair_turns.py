@@ -56,7 +56,8 @@ class FairTurns:
     def __init__(self, names: Iterable[str]) -> None:
         self._accounts = {name: _Account() for name in names}
         self._waiting: list[_Request] = []  # in the order in which they came
-        self._busy = False
+        self._running: str | None = None  # experiment of the present turn
+        self._num_ended = 0
         self._floor_s = 0.0  # virtual time at which the last turn began
         self._longest_s = 0.0
         self._held_for: str | None = None
@@ -75,6 +76,17 @@ class FairTurns:
             yield
         finally:
             self._end(name, self._now() - began, is_step=not urgent)
+
+    def progress_ahead_of(self, name: str) -> int | None:
+        """Value that changes with every turn that ends while an experiment waits for its own; None if it does not
+        wait."""
+        return self._num_ended if any(request.name == name for request in self._waiting) else None
+
+    def waits_for(self, name: str) -> str:
+        """Text such as "its turn at the trainer, which is at work for sum"; "" if an experiment does not wait."""
+        if self.progress_ahead_of(name) is None:
+            return ""
+        return f"its turn at the trainer, which is {f'at work for {self._running}' if self._running else 'idle'}"
 
     def used_s(self, name: str) -> float:
         """Seconds of the turns of an experiment so far."""
@@ -112,7 +124,8 @@ class FairTurns:
         account.used_s += seconds
         account.ended_at = self._now()
         self._longest_s = max(self._longest_s, seconds)
-        self._busy = False
+        self._running = None
+        self._num_ended += 1
         if self._held_for in (None, name):
             self._hold_for(name, is_step=is_step)
         self._grant()
@@ -138,10 +151,10 @@ class FairTurns:
         self._grant()
 
     def _grant(self) -> None:
-        if self._busy or (request := self._next()) is None:
+        if self._running is not None or (request := self._next()) is None:
             return
         self._waiting.remove(request)
-        self._busy = True
+        self._running = request.name
         if not request.is_urgent:
             self._stop_holding()
             self._floor_s = self._accounts[request.name].virtual_s

@@ -210,8 +210,9 @@ class StallWatch:
     """Requests by the replica that runs them, and a watchdog for replicas that give no sign of life for `limit_s`.
 
     Signs of life are tokens, answers, pulls and empty chunks, which say that the engine steps, for whichever request: a
-    request that queues behind others waits as long as those progress. Frozen time does not count. A stalled replica is
-    quarantined, and its requests continue elsewhere.
+    request that queues behind others waits as long as those progress. If several routers share a replica, the pulls of
+    the others are signs of life, too (`GeneratorRouter.hear_from`), because its engine does not step meanwhile. Frozen
+    time does not count. A stalled replica is quarantined, and its requests continue elsewhere.
 
     Recording a sign costs one store: each replica with requests has one timer, which checks the time of the last sign.
     It checks twice before it reports a stall, because after the event loop was blocked, timers run before the signs
@@ -247,6 +248,11 @@ class StallWatch:
     def running(self, replica: PooledReplica) -> list[RequestInFlight]:
         """Requests that run on a replica, in the order in which they were sent."""
         return list(self._running.get(replica, ()))
+
+    @property
+    def heard_at(self) -> float | None:
+        """Time of the last sign of life of a replica that runs requests; None if none does."""
+        return max((replica.heard_at for replica in self._running), default=None)
 
     def freeze(self) -> None:
         """Stop the clocks."""

@@ -119,6 +119,18 @@ class GeneratorRouter:
         before the first pull."""
         return self._pool.target.version
 
+    def hear_from(self, name: str) -> None:
+        """Note a sign of life of a replica that another router of the same replicas has received. Does nothing if there
+        is no replica of that name."""
+        if name in self._pool:
+            self._pool.find(name).hear()
+
+    @property
+    def heard_at(self) -> float | None:
+        """Time of the last sign of life of a replica that runs requests, by the event loop's clock; None if none
+        does."""
+        return self._requests.stalls.heard_at
+
     def trouble(self) -> str | None:
         """Explain why no request can be answered at present; None while enough replicas serve, paused or not."""
         return self._pool.trouble() if self._calls.ended is None else "it is closed"
