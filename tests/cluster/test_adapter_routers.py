@@ -11,7 +11,9 @@ pytest.importorskip("monarch", reason="needs the cpu or gpu extra")
 
 from titan_rl import Completion, FinishReason, SamplingParams
 from titan_rl.cluster.adapter_routers import AdapterRouters
-from titan_rl.core.errors import StateDictError
+from titan_rl.cluster.processes.remote_process import RemoteProcess
+from titan_rl.core.console import LOG, Console, ConsoleLines
+from titan_rl.core.errors import ActorDiedError, GenerationError, StateDictError
 from titan_rl.generation.request import EngineRequest, OnChunk
 from titan_rl.generation.router.replica import Limits
 from titan_rl.generation.router.router import GeneratorRouter
@@ -30,14 +32,23 @@ class Generator:
         self.name = name
         self.loaded: dict[str, int] = {}
         self.failing: set[str] = set()  # adapters that cannot be loaded
-        self.held = {"sort": asyncio.Event(), "sum": asyncio.Event()}  # clear while the adapter is being loaded
+        self.held = {name: asyncio.Event() for name in ("sort", "sum", "tags")}  # clear while one is being loaded
         for event in self.held.values():
             event.set()
         self.pull_s = 0.0
+        self.remote = RemoteProcess(name)
+        self.deadly: set[str] = set()  # adapters whose requests kill it
+        self.asked: list[str] = []  # adapters, in the order of their requests
         self.answers = asyncio.Event()
         self.answers.set()
 
     async def stream(self, request: EngineRequest, on_chunk: OnChunk) -> Completion:
+        self.asked.append(request.adapter)
+        await asyncio.sleep(0.5)
+        if request.adapter in self.deadly:
+            self.remote.end("was killed by SIGKILL")
+        if self.remote.reason is not None:
+            raise GenerationError(f"{self.name} died: {self.remote.reason}")
         await self.answers.wait()
         version = self.loaded[request.adapter]
         return Completion(request.request_id, [version], [0.0], FinishReason.LENGTH, (VersionSpan(version, 1),))
@@ -68,10 +79,10 @@ class Processes:
         )
 
 
-async def open_routers(**versions: int) -> tuple[AdapterRouters, Processes]:
+async def open_routers(told: Console = LOG, **versions: int) -> tuple[AdapterRouters, Processes]:
     """Routers over one generator that has loaded a version of each adapter."""
     processes = Processes()
-    routers = AdapterRouters(cast(Any, processes), versions)
+    routers = AdapterRouters(cast(Any, processes), versions, told)
     for name, version in versions.items():
         routers.published[name].announce(Manifest(version, ()))
         await routers.by_adapter[name].pull_state_dict(version)
@@ -137,4 +148,82 @@ async def test_a_request_that_waits_while_other_adapters_are_loaded_is_no_sign_o
     assert [str(error) for error in processes.failed] == ["no sign of life from generator-0 for 300 s"]
     generator.answers.set()
     assert await waiting == 3
+    await routers.close()
+
+
+async def stopping(routers: AdapterRouters, *adapters: str) -> dict[str, asyncio.Task[None]]:
+    """Tasks that wait until these adapters are stopped."""
+    tasks = {name: asyncio.create_task(routers.stopped(name)) for name in adapters}
+    await asyncio.sleep(0)
+    return tasks
+
+
+async def test_the_adapter_that_was_at_work_at_each_death_is_stopped_alone() -> None:
+    routers, _ = await open_routers(sort=3, sum=5)
+    stops = await stopping(routers, "sort", "sum")
+    for at_work in ({"sort", "sum"}, {"sort"}, {"sort", "sum"}):
+        routers.note_death(frozenset(at_work))
+    assert routers.stop_cause("generator-0 died: was killed by SIGKILL") == "sort"
+    with pytest.raises(ActorDiedError, match="SIGKILL; at each of these deaths generators worked for this adapter"):
+        await stops["sort"]
+    assert not stops["sum"].done()
+    assert not routers.by_adapter["sort"].replicas, "none of its requests reaches a generator any more"
+    assert await routers.add_replica(cast(Any, Generator("generator-1")))
+    assert not routers.by_adapter["sort"].replicas
+    assert await ask(routers, "sum") == 5
+    stops["sum"].cancel()
+    await routers.close()
+
+
+@pytest.mark.parametrize("deaths", [[{"sort", "sum"}, {"sort", "sum"}], [{"sort"}, {"sum"}], [{"sort"}, set()], []])
+async def test_deaths_that_no_adapter_alone_may_have_caused_stop_none(deaths: list[set[str]]) -> None:
+    routers, _ = await open_routers(sort=3, sum=5)
+    stops = await stopping(routers, "sort", "sum")
+    for at_work in deaths:
+        routers.note_death(frozenset(at_work))
+    assert routers.stop_cause("generator-0 died") is None
+    for stop in stops.values():
+        stop.cancel()
+    await routers.close()
+
+
+@pytest.mark.looptime
+async def test_a_generator_works_for_one_suspect_at_a_time_so_the_cause_is_found_while_all_are_busy() -> None:
+    told = ConsoleLines()
+    routers, _ = await open_routers(told, sort=3, sum=5, tags=7)
+    stops = await stopping(routers, "sort", "sum", "tags")
+    routers.note_death(frozenset({"sort", "sum", "tags"}))
+    routers.note_death(frozenset({"sort", "sum"}))
+    routers.remove_replica("generator-0")
+    asking = {name: asyncio.create_task(ask(routers, name)) for name in stops}
+    again = Generator()
+    again.deadly.add("sum")
+    assert not await routers.add_replica(cast(Any, again))
+    assert again.asked[:2] == ["tags", "sort"]
+    assert again.asked[-1] == "sum"
+    assert (await asking["tags"], await asking["sort"]) == (7, 3)
+    assert told == [
+        "2 deaths of generators may be caused by one of the adapters sort, sum: generator-0 works for one of them at a "
+        "time first"
+    ]
+    routers.note_death(frozenset({"sum"}))
+    assert routers.stop_cause("generator-0 died") == "sum"
+    for task in [asking["sum"], *stops.values()]:
+        task.cancel()
+    await routers.close()
+
+
+@pytest.mark.looptime
+async def test_suspects_that_kill_nothing_alone_are_served_together_again() -> None:
+    routers, _ = await open_routers(sort=3, sum=5)
+    stops = await stopping(routers, "sort", "sum")
+    for _ in range(2):
+        routers.note_death(frozenset({"sort", "sum"}))
+    routers.remove_replica("generator-0")
+    asking = [asyncio.create_task(ask(routers, name)) for name in stops]
+    assert await routers.add_replica(cast(Any, Generator()))
+    assert await asyncio.gather(*asking) == [3, 5]
+    assert await asyncio.gather(*(ask(routers, name) for name in stops)) == [3, 5]
+    for stop in stops.values():
+        stop.cancel()
     await routers.close()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,7 +38,7 @@ from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.run.directory import RunDirectory
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.types import Completion, FinishReason, SamplingParams, VersionSpan
-from titan_rl.weights.types import PublishedWeights
+from titan_rl.weights.types import Manifest, PublishedWeights
 
 SILENT = "nothing has been heard of it for 3 s"
 
@@ -411,3 +413,65 @@ async def test_requests_that_nobody_served_fail_once_the_wait_for_hosts_is_over(
         await router.generate([1], request_id="r", sampling=SamplingParams(max_tokens=1))
     assert asyncio.get_running_loop().time() - began == pytest.approx(400)
     await router.close()
+
+
+class Suspecting(GeneratorRouter):
+    """`AdaptersRouter` that knows the cause of all deaths, once."""
+
+    def __init__(self) -> None:
+        super().__init__([Replica()])
+        self.at_work: list[frozenset[str]] = []
+        self.causes = ["sort"]
+        self.told: list[str] = []
+
+    def note_death(self, at_work: frozenset[str]) -> None:
+        self.at_work.append(at_work)
+
+    def stop_cause(self, why: str) -> str | None:
+        self.told.append(why)
+        return self.causes.pop() if self.causes else None
+
+
+async def never(*args: Any) -> None:
+    await asyncio.Event().wait()
+
+
+class Pulling(ActorReplica):
+    """Replica whose pulls do not end by themselves."""
+
+    def __init__(self, remote: RemoteProcess) -> None:
+        self.name, self.remote, self._actor = remote.name, remote, SimpleNamespace(pull=Endpoint(never))
+        self._calls, self._known_layouts = Counter(), {}
+
+
+async def test_deaths_of_generators_past_the_limit_stop_the_adapter_that_causes_them_and_then_count_anew(
+    tmp_path: Path,
+) -> None:
+    told, router = ConsoleLines(), Suspecting()
+    processes = cluster_of(tmp_path, Supervisor(), told, hosts=HostsConfig(max_respawns=1))
+
+    async def die(number: int) -> RemoteProcess:
+        remote = RemoteProcess(ProcessId(Role.GENERATOR, 0))
+        replica, published = Pulling(remote), PublishedWeights()
+        published.announce(Manifest(number, ()))
+        processes.opened.append(replica)
+        pulls = [asyncio.create_task(replica.pull_adapter(number, published, name)) for name in ("sort", "sum")]
+        await asyncio.sleep(0)
+        pulls.pop().cancel()
+        await asyncio.sleep(0)
+        remote.end("was killed by SIGKILL")
+        await asyncio.wait(pulls)
+        return remote
+
+    count = processes._count_death  # pyright: ignore[reportPrivateUsage]
+    for number in range(3):
+        count(await die(number), router)
+    assert router.at_work == [{"sort"}] * 3
+    assert told == [
+        "generator-0 died: was killed by SIGKILL; starting another (1 of hosts.max_respawns = 1)",
+        "generator-0 died: was killed by SIGKILL; starting another, without the adapter sort",
+        "generator-0 died: was killed by SIGKILL; starting another (1 of hosts.max_respawns = 1)",
+    ]
+    with pytest.raises(ActorDiedError, match=r"hosts.max_respawns = 1, and 1 was replaced before"):
+        count(await die(3), router)
+    assert len(router.told) == 2

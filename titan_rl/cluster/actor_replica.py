@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections import Counter
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -34,6 +36,21 @@ class ActorReplica:
         self._published = published
         self._known_layouts: dict[str, frozenset[str]] = {}  # by adapter: digests of those that the actor was told
         self.gauges: GaugeSummary | None = None
+        self._calls: Counter[str] = Counter()  # requests and pulls, by adapter; those at the end of the process stay
+
+    @property
+    def at_work(self) -> frozenset[str]:
+        """Adapters that have requests or pulls under way, or had when the process ended."""
+        return frozenset(adapter for adapter, count in self._calls.items() if count)
+
+    @contextlib.contextmanager
+    def _working_for(self, adapter: str) -> Generator[None]:
+        self._calls[adapter] += 1
+        try:
+            yield
+        finally:
+            if self.remote.reason is None:
+                self._calls[adapter] -= 1
 
     @property
     def address(self) -> Any:
@@ -66,7 +83,8 @@ class ActorReplica:
         return await self._client.generate(EngineRequest(request_id, prompt_token_ids, sampling, session_id))
 
     async def stream(self, request: EngineRequest, on_chunk: OnChunk) -> Completion:
-        return await self._client.generate(request, on_chunk)
+        with self._working_for(request.adapter):
+            return await self._client.generate(request, on_chunk)
 
     async def pull(self, version: int) -> int:
         return await self.pull_adapter(version, self._published, "")
@@ -80,7 +98,8 @@ class ActorReplica:
         # Of a pull that fails nobody knows how far it came.
         packed = pack(published.manifest_of(version), self._known_layouts.pop(adapter, frozenset()))
         named = (adapter,) if adapter else ()
-        loaded, figures, gauges = await self._call(self._actor.pull, packed, *named)
+        with self._working_for(adapter):
+            loaded, figures, gauges = await self._call(self._actor.pull, packed, *named)
         self._known_layouts[adapter] = frozenset(packed.digests)
         self.gauges = gauges or self.gauges
         if loaded == version:

@@ -3,19 +3,54 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from titan_rl.cluster.actor_replica import ActorReplica, AdapterReplica
 from titan_rl.cluster.generator_processes import GeneratorProcesses
-from titan_rl.core.errors import EngineDeadError
+from titan_rl.core.console import LOG, Console
+from titan_rl.core.errors import ActorDiedError, EngineDeadError
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.weights.types import PublishedWeights
 
+ALONE_AFTER = 2
+"""Deaths of generators after which replacements work for one suspected adapter at a time."""
+JOIN_S, ALONE_S = 1.0, 30.0
+"""Time in which such a generator gets requests of one adapter, and the longest time to finish them."""
+
+
+class GeneratorDeaths:
+    """Deaths of generators, and the adapters that may have caused all of them.
+
+    Example:
+
+        deaths = GeneratorDeaths()
+        deaths.note({"sort", "sum"})
+        deaths.note({"sort"})
+        deaths.suspects    # {"sort"}
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.suspects: frozenset[str] = frozenset()
+
+    def note(self, at_work: frozenset[str]) -> None:
+        """Count a death.
+
+        Args:
+            at_work: Adapters that had requests or pulls under way in the generator.
+        """
+        self.suspects = self.suspects & at_work if self.count else at_work
+        self.count += 1
+
 
 class AdapterRouters:
-    """A router for each adapter, over replicas that all of them share: the `ReplicaRouter` of the processes.
+    """A router for each adapter, over replicas that all of them share: the `AdaptersRouter` of the processes.
 
     A router balances the requests of its own adapter, and has the adapter's version.
+
+    If generators die again and again, the cause may be one adapter. It is known if that one alone has had work in the
+    generator at each of the deaths. Usually all adapters have, so after `ALONE_AFTER` deaths a replacement works for
+    one of the suspected adapters at a time first.
 
     Attributes:
         published: Manifests of each adapter's versions.
@@ -23,9 +58,11 @@ class AdapterRouters:
 
     Args:
         processes: They have started.
+        console: Shows the user what deaths of generators lead to.
     """
 
-    def __init__(self, processes: GeneratorProcesses, adapters: Iterable[str]) -> None:
+    def __init__(self, processes: GeneratorProcesses, adapters: Iterable[str], console: Console = LOG) -> None:
+        self._console = console
         self.published = {name: PublishedWeights() for name in adapters}
         self.by_adapter: dict[str, GeneratorRouter] = {
             name: processes.make_router(
@@ -33,6 +70,9 @@ class AdapterRouters:
             )
             for name, published in self.published.items()
         }
+        self._deaths = GeneratorDeaths()
+        self._failures: dict[str, asyncio.Future[None]] = {}  # of adapters that can be stopped
+        self._stopped: set[str] = set()
 
     def has_replica(self, name: str) -> bool:
         return any(router.has_replica(name) for router in self.by_adapter.values())
@@ -46,8 +86,61 @@ class AdapterRouters:
 
     async def add_replica(self, replica: ActorReplica) -> bool:
         """Add a replica to all routers. Returns whether it serves all adapters."""
-        joining = [self._join(adapter, router, replica) for adapter, router in self.by_adapter.items()]
-        return all(await asyncio.gather(*joining))
+        if self._deaths.count >= ALONE_AFTER and len(suspects := sorted(self._stoppable(self._deaths.suspects))) > 1:
+            others = await self._join_all(replica, self.by_adapter.keys() - suspects)
+            return await self._work_alone(replica, suspects) and await self._join_all(replica, suspects) and others
+        return await self._join_all(replica, self.by_adapter)
+
+    async def _join_all(self, replica: ActorReplica, adapters: Iterable[str]) -> bool:
+        open_ones = [each for each in adapters if each in self.by_adapter and each not in self._stopped]
+        return all(await asyncio.gather(*(self._join(each, self.by_adapter[each], replica) for each in open_ones)))
+
+    async def _work_alone(self, replica: ActorReplica, suspects: Sequence[str]) -> bool:
+        """Have a replica work for one adapter after the other. Returns whether it has survived that."""
+        self._console.warning(
+            f"{self._deaths.count} deaths of generators may be caused by one of the adapters {', '.join(suspects)}: "
+            f"{replica.name} works for one of them at a time first"
+        )
+        for adapter in suspects:
+            if not await self._join_all(replica, [adapter]):
+                return False
+            await asyncio.sleep(JOIN_S)
+            router = self.by_adapter.get(adapter)
+            if router is not None and router.has_replica(replica.name):
+                await router.retire_replica(replica.name, ALONE_S)
+            if replica.remote.reason is not None:
+                return False
+        return True
+
+    def note_death(self, at_work: frozenset[str]) -> None:
+        self._deaths.note(at_work)
+
+    def stop_cause(self, why: str) -> str | None:
+        if len(self._deaths.suspects) != 1 or not (suspects := self._stoppable(self._deaths.suspects)):
+            return None
+        (adapter,) = suspects
+        self._deaths = GeneratorDeaths()
+        self._stopped.add(adapter)
+        for replica in (router := self.by_adapter[adapter]).replicas:  # a last request would end another generator
+            router.remove_replica(replica.name)
+        error = ActorDiedError(f"{why}; at each of these deaths generators worked for this adapter")
+        self._failures.pop(adapter).set_exception(error)
+        return adapter
+
+    async def stopped(self, adapter: str) -> None:
+        """Wait until an adapter is stopped. From here on it can be.
+
+        Raises:
+            ActorDiedError: it is: generators die of its requests.
+        """
+        failure = self._failures[adapter] = asyncio.get_running_loop().create_future()
+        try:
+            await failure
+        finally:
+            self._failures.pop(adapter, None)
+
+    def _stoppable(self, adapters: Iterable[str]) -> list[str]:
+        return [each for each in adapters if each in self._failures and each in self.by_adapter]
 
     async def _join(self, adapter: str, router: GeneratorRouter, replica: ActorReplica) -> bool:
         try:

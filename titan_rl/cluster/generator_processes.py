@@ -8,7 +8,7 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from titan_rl.cluster.actor_replica import ActorReplica, AdapterReplica
 from titan_rl.cluster.generator_actor import GeneratorActor, GeneratorPlan
@@ -48,6 +48,23 @@ class ReplicaRouter(Protocol):
     def remove_replica(self, name: str) -> None: ...
 
     async def retire_replica(self, name: str, finish_s: float) -> None: ...
+
+
+@runtime_checkable
+class AdaptersRouter(ReplicaRouter, Protocol):
+    """`ReplicaRouter` of several adapters, one of which may be the cause of deaths."""
+
+    def note_death(self, at_work: frozenset[str]) -> None:
+        """Note the adapters for which a generator worked when it died."""
+        ...
+
+    def stop_cause(self, why: str) -> str | None:
+        """Stop the adapter that has caused all deaths so far, and return its name; None if it is not known.
+
+        Args:
+            why: Reason for the adapter.
+        """
+        ...
 
 
 class StartLosses:
@@ -235,7 +252,7 @@ class GeneratorProcesses(SupervisedProcesses):
             while True:
                 remote = await self._ended.get()
                 if self.hosts.takes(self._host_of(remote.process)):
-                    self._count_death(remote)
+                    self._count_death(remote, router)
                 self._forget(remote, router)
                 background.create_task(self._bring_back(remote, router, background))
 
@@ -256,16 +273,25 @@ class GeneratorProcesses(SupervisedProcesses):
             if await self._restart(process, router):
                 self._tell(f"{process} is there again after {clock() - began:.0f} s")
 
-    def _count_death(self, remote: RemoteProcess) -> None:
-        """
+    def _count_death(self, remote: RemoteProcess, router: ReplicaRouter) -> None:
+        """Count the death of a process. One too many stops the adapter that has caused all of them, if that is known.
+
         Raises:
             ActorDiedError: it is one more than its setting allows.
         """
-        replaced, count = self._respawns.take(remote.process.role)
-        if not replaced:
-            log = self._files.logs / f"{remote.name}.log"
-            raise ActorDiedError(f"{remote.name} died: {remote.reason}{count}; its log is {log}")
-        self._tell(f"{remote.name} died: {remote.reason}; starting another{count}")
+        role, log = remote.process.role, self._files.logs / f"{remote.name}.log"
+        routers = router if role is Role.GENERATOR and isinstance(router, AdaptersRouter) else None
+        if routers is not None:
+            routers.note_death(next((each.at_work for each in self.opened if each.remote is remote), frozenset()))
+        replaced, count = self._respawns.take(role)
+        if replaced:
+            self._tell(f"{remote.name} died: {remote.reason}; starting another{count}")
+            return
+        died = f"{remote.name} died: {remote.reason}{count}; its log is {log}"
+        if routers is None or (adapter := routers.stop_cause(died)) is None:
+            raise ActorDiedError(died)
+        self._respawns.reset(role)
+        self._tell(f"{remote.name} died: {remote.reason}; starting another, without the adapter {adapter}")
 
     def _forget(self, remote: RemoteProcess, router: ReplicaRouter) -> None:
         if router.has_replica(remote.name):  # else it died while it started

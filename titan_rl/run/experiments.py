@@ -331,8 +331,11 @@ class Experiments:
             )
             resources.callback(controller.close)
             stalls = ExperimentStalls(controller, router, self._turns, name)
-            watchers = {"stalls": warn_of_stalls(stalls, progress), "following": progress.follow(controller)}
-            async with background_tasks(**watchers):
+            async with background_tasks(
+                stalls=warn_of_stalls(stalls, progress),
+                following=progress.follow(controller),
+                generators=self._planes.routers.stopped(name),
+            ):
                 return await controller.run()
 
 

@@ -242,7 +242,7 @@ async def open_adapter_planes(
 
     (files := HostFiles(run_dir.path)).begin()
     async with start_processes(config, run_dir, PublishedWeights(), console) as processes:
-        routers = AdapterRouters(processes, config.experiments)
+        routers = AdapterRouters(processes, config.experiments, console)
         watch = watcher(config, files, processes, routers)
         yield AdapterPlanes(routers, processes.training, watch, lambda: processes.waits_for(routers))
         await asyncio.gather(routers.close(), processes.training.close())

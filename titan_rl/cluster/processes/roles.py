@@ -70,3 +70,7 @@ class Respawns:
             return False, f", and is not replaced: {said}, and {were} replaced before; find out why, or raise it"
         self._replaced[role] += 1
         return True, f" ({before + 1} of {said})"
+
+    def reset(self, role: Role) -> None:
+        """Allow all replacements of a role again."""
+        del self._replaced[role]
