@@ -113,7 +113,7 @@ def rank_peak(folder: Path, rank: int, ranks: int, port: int) -> int:
         trainer = TrainerCore(config.model_copy(update={"max_context": training.row_tokens}), training, seed=0)
         rows = ranks * training.rows_per_micro_batch * MICRO_BATCHES
         for _ in range(2):
-            trainer.step(_samples(rows, training.row_tokens))
+            trainer.step(full_samples(rows, training.row_tokens))
         return trainer
 
     train("small", row_tokens=64)
@@ -124,7 +124,7 @@ def rank_peak(folder: Path, rank: int, ranks: int, port: int) -> int:
     return peak
 
 
-def _samples(count: int, length: int) -> list[Any]:
+def full_samples(count: int, length: int) -> list[Any]:
     """Samples that fill a row each."""
     from titan_rl.training.data.sample import TrainingSample
 

@@ -3,6 +3,7 @@
 import json
 import os
 from email.message import Message
+from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 
 import pytest
@@ -38,6 +39,17 @@ def test_the_machine_and_the_packages_are_looked_at(monkeypatch: pytest.MonkeyPa
     )
     assert (found["threads"].state, found["threads"].fix) == ("warning", "unset OMP_NUM_THREADS")
     assert all(finding.fix is None for finding in found.values() if finding.state == "ok")
+
+
+def test_a_source_tree_that_is_not_installed_is_looked_at_but_for_versions(monkeypatch: pytest.MonkeyPatch):
+    def not_installed(name: str):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("titan_rl.run.machine.checkup.try_out", lambda *_: iter([Finding("torch", "ok", "2.11")]))
+    monkeypatch.setattr("titan_rl.run.machine.checkup.requires", not_installed)
+    findings = {finding.subject: finding for finding in check_up()}
+    assert findings["titan-rl"].state == "warning"
+    assert findings["torch"].found == "2.11"
 
 
 def test_extras_that_are_not_installed_keep_nothing_from_starting(monkeypatch: pytest.MonkeyPatch):

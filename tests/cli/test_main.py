@@ -141,6 +141,17 @@ def test_what_needs_a_gpu_is_told_before_a_run_has_a_folder(
     assert not (project / "runs").exists()
 
 
+def test_adapters_in_float32_are_refused_where_generators_have_gpus(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    monkeypatch.setattr("titan_rl.run.machine.requirements.visible_gpus", lambda: ("0",))
+    monkeypatch.setattr("titan_rl.run.machine.requirements.least_gpu_bytes", lambda: 80 * 2**30)
+    for dry_run in (["--dry-run"], []):
+        assert main(["train", "config.toml", "--training.adapter.rank=1", *dry_run]) == 2
+        assert 'set model.dtype = "bfloat16"' in capsys.readouterr().err
+    assert not (project / "runs").exists()
+
+
 @pytest.mark.parametrize(
     ("gpus", "given", "says"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
 from titan_rl.weights.types import Manifest
 
 forward_done, stepped = threading.Event(), threading.Event()
+actor: ContextVar[str] = ContextVar("actor", default="none")
+callers: list[str] = []
 
 
 def noting_loss(tokens: LossTokens, clip: ClipRange) -> TokenLoss:
@@ -109,6 +112,32 @@ def test_a_version_without_probes_is_published(tmp_path: Path) -> None:
         publisher.begin()
         assert publisher.finish().probes == ()
         publisher.close()
+
+
+class SendingTransport(SharedMemoryTransport):
+    """Uses the actor that calls it, as Monarch's transports do."""
+
+    def publish(self, version: int, named_tensors: Any, **rest: Any) -> Manifest:
+        callers.append(actor.get())
+        return super().publish(version, named_tensors, **rest)
+
+    def release(self, version: int) -> None:
+        callers.append(actor.get())
+        super().release(version)
+
+
+def test_a_transport_is_called_in_the_context_of_the_actor_that_publishes(tmp_path: Path) -> None:
+    trainer = make_trainer(make_tiny_qwen3(tmp_path))
+    samples = on_policy_samples(trainer, 24)
+    callers.clear()
+    actor.set("trainer")
+    with SendingTransport("test-publishing-context") as transport:
+        publisher = WeightPublisher(trainer, transport, num_probes=0)
+        for _ in range(3):
+            publisher.publish()
+            step(trainer, samples)
+        publisher.close()
+    assert callers == ["trainer"] * 4  # three versions are published, and the first is released
 
 
 @pytest.mark.parametrize(

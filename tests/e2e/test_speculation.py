@@ -27,7 +27,8 @@ from titan_rl.generation.vllm_engine import VLLMEngine
 from titan_rl.testing.engine_contract import Batch
 from titan_rl.types import FinishReason, SamplingParams
 
-VOCABULARY, CONTEXT, LENGTH = 4, 128, 3
+CONTEXT = 128
+VOCABULARY, LENGTH = (8, 2) if torch.cuda.is_available() else (4, 3)  # on GPUs vLLM starts by asking for 5 logprobs
 PROMPT = [0, 1, 2, 3] * 3 + [0, 1, 2]  # in which ngram finds what it looks for
 SAMPLES = 480
 PLAIN = SamplingParams(max_tokens=LENGTH)

@@ -119,4 +119,4 @@ def test_fsdp_keeps_no_layer_in_bfloat16_from_forward_to_backward(one_rank: None
     loss.backward()
     of_layers = layers * width * width * 2
     print(f"{kept / 2**20:.1f} MiB are kept between the passes; all layers in bfloat16 are {of_layers / 2**20:.0f} MiB")
-    assert kept < of_layers / 4
+    assert kept < of_layers / 3

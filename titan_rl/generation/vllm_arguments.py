@@ -149,8 +149,10 @@ def prepare_cpu(spec: EngineSpec) -> None:
 def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> EngineArgs:
     """
     Raises:
-        ModelError: weights and KV cache do not fit the GPU.
+        ModelError: weights and KV cache do not fit the GPU, or vLLM has no kernels there for what is asked for.
     """
+    if spec.adapters and spec.dtype == "float32" and not on_cpu:
+        raise ModelError('vLLM computes adapters in bfloat16 only on GPUs; set model.dtype = "bfloat16"')
     from vllm.engine.arg_utils import EngineArgs
 
     from titan_rl.generation.vllm_scheduler import SCORE_PLACES, AdaptiveScheduler, ScoringScheduler

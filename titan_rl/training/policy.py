@@ -353,7 +353,10 @@ def rounded_weights(model: nn.Module, dtype: torch.dtype) -> Generator[None]:
     Rounding intermediate results too, as training does, hides how a step of a small learning rate changes logprobs. The
     weights of one module at a time are in memory twice.
     """
-    with ExitStack() as undone, torch.compiler.set_stance("force_eager"):
+    with ExitStack() as undone:
+        if any(module._compiled_call_impl is not None for module in model.modules()):
+            # Compiled blocks have their own weights in them. Elsewhere the kernel of flex attention stays compiled.
+            undone.enter_context(torch.compiler.set_stance("force_eager"))
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 undone.callback(_keep_inputs(module))

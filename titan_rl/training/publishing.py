@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
+from contextvars import copy_context
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
@@ -16,6 +18,8 @@ from titan_rl.training.device import side_stream
 from titan_rl.training.trainer import READ_LIMIT_S, TrainerCore
 from titan_rl.weights.types import NUM_KEPT, HoldingTransport, Manifest, Probe, StateDictTransport, TensorSlice
 from titan_rl.weights.verification import make_probes, with_checksums
+
+T = TypeVar("T")
 
 PROBE_TOKENS = 32
 
@@ -93,9 +97,9 @@ class WeightPublisher:
     def begin(self) -> None:
         """Begin to publish this rank's part of the current version. All ranks call this at the same time."""
         snapshot = self._collect()
-        writing = self._thread.submit(self._write, snapshot)
+        writing = self._submit(lambda: self._write(snapshot))
         self._trainer.hold_weights(writing)
-        self._publishing = self._thread.submit(lambda: self._settle(writing.result()))
+        self._publishing = self._submit(lambda: self._settle(writing.result()))
 
     def finish(self) -> Manifest:
         """Wait until the version begun last is published or has failed, on all ranks. Any thread may call this.
@@ -126,7 +130,11 @@ class WeightPublisher:
         Returns:
             Whether the transport can hold a version, and has this one.
         """
-        return self._thread.submit(self._hold, version).result()
+        return self._submit(lambda: self._hold(version)).result()
+
+    def _submit(self, work: Callable[[], T]) -> Future[T]:
+        """Run work in the thread, in the caller's context: a transport over Monarch sends for the caller's actor."""
+        return self._thread.submit(copy_context().run, work)
 
     def _hold(self, version: int | None) -> bool:
         transport = self._transport

@@ -52,8 +52,12 @@ def check_up() -> Iterator[Finding]:
     extra = _extra()
     imports = try_out({**_TRIALS, **(_CUDA if extra == "gpu" else {})}, install_command(extra, "--force-reinstall"))
     yield from _machine()
-    yield from _packages(extra)
-    yield from _other_extras()
+    try:
+        yield from _packages(extra)
+        yield from _other_extras()
+    except PackageNotFoundError:  # of a source tree that Python finds by its path
+        found = "not installed as a package, so the versions of other packages cannot be compared"
+        yield Finding("titan-rl", "warning", found, install_command(extra))
     yield from imports
 
 

@@ -140,6 +140,11 @@ def check_needs(config: RunConfig) -> None:
     gpus = visible_gpus()
     if not gpus:
         _check_without_gpus(config)
+    elif _has_adapters(config) and config.generation.engine == "vllm" and config.model.dtype == "float32":
+        raise ConfigError(
+            'model.dtype = "float32", and vLLM computes adapters in bfloat16 only where generators have GPUs; set '
+            'model.dtype = "bfloat16"'
+        )
     _check_places(config, gpus)
     guesses = config.generation.speculative
     if guesses.method == "suffix" and config.generation.engine == "vllm" and find_spec("arctic_inference") is None:
@@ -245,6 +250,10 @@ def _chosen_transport(config: RunConfig) -> tuple[str, str]:
     generators = place_generators(config.generation, ["here"], here, trainer)
     name, why = choose_transport(config, trainer, generators, least_gpu_bytes)
     return name, f": {why}"
+
+
+def _has_adapters(config: RunConfig) -> bool:
+    return config.training.adapter.is_on or bool(config.adapters)
 
 
 def _check_without_gpus(config: RunConfig) -> None:
