@@ -7,7 +7,9 @@ import re
 import shutil
 import sys
 import textwrap
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,18 @@ class GivesText(Say):
     def rubric(self): return Rubric([Reward(text_reward)])
 
 def text_reward(rollout): return "good"
+
+class HintRaises(Say):
+    def teacher_messages(self, rollout): raise ValueError("no hint")
+
+class HintIsText(Say):
+    def teacher_messages(self, rollout): return "a hint"
+
+class HintIsEmpty(Say):
+    def teacher_messages(self, rollout): return []
+
+class HintIsLong(Say):
+    def teacher_messages(self, rollout): return [{"role": "user", "content": "hint " * 512}]
 
 async def awaits_forever(rollout):
     never = asyncio.Event()
@@ -193,6 +207,49 @@ def test_the_tokenizer_of_a_teachers_folder_is_compared_with_the_policys(dry_run
 
     assert code == (0 if is_same else 2)
     assert ("teacher has another tokenizer than the policy" in told) != is_same
+
+
+class Tokenizing(BaseHTTPRequestHandler):
+    """Makes one token of any text."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        body = json.dumps({"tokens": [1]}).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def test_the_server_of_a_teacher_is_asked_for_its_tokens_if_it_runs(dry_run):
+    with HTTPServer(("127.0.0.1", 0), Tokenizing) as server:
+        teacher = f"http://127.0.0.1:{server.server_port}"
+        answering = threading.Thread(target=server.serve_forever)
+        answering.start()
+        code, told = dry_run("Say", "--training.algorithm", "distillation", "--training.teacher", teacher)
+        server.shutdown()
+        answering.join()
+    assert code == 2
+    assert f"the teacher {teacher} has another tokenizer than the policy" in told
+
+    code, told = dry_run("Say", "--training.algorithm", "distillation", "--training.teacher", teacher)
+    assert code == 0
+    assert f"not checked, and a run would not start: the teacher {teacher} cannot be reached" in told
+
+
+@pytest.mark.parametrize(
+    ("task", "says"),
+    [
+        ("HintRaises", "rollout 'hint_raises-0/0' of task 'hint_raises' failed: ValueError: no hint (say_task"),
+        ("HintIsText", "it returned 'a hint'; it must return a list of at least one message with a role (say_task"),
+        ("HintIsEmpty", "it returned []; it must return a list of at least one message with a role"),
+        ("HintIsLong", "model.max_context = 512 leaves no room for the policy's own, so that none has a score"),
+    ],
+)
+def test_a_policy_that_teaches_itself_is_given_its_first_messages(dry_run, task: str, says: str):
+    code, told = dry_run(task, "--training.algorithm", "distillation", "--training.teacher", "self")
+    assert code == 1
+    assert says in told
 
 
 def test_a_loss_of_ones_own_is_called_once(dry_run):

@@ -18,7 +18,7 @@ from titan_rl.core.errors import ConfigError, GenerationError
 from titan_rl.generation.scripted_engine import scripted_logprobs
 from titan_rl.rollout.types import Rollout, RolloutGroup, Turn
 from titan_rl.run.sft.launch import supervised
-from titan_rl.run.teachers import PrivilegedPrompt, check_tokens, open_teachers
+from titan_rl.run.teachers import PrivilegedPrompt, TokenCheck, check_tokens, open_teachers
 from titan_rl.tasks.served import Served
 
 __all__ = ["project"]
@@ -55,7 +55,7 @@ def server_of(tokenizer: Any, status: int = 200, **answer: Any) -> httpx.MockTra
 
 
 async def checked(transport: httpx.MockTransport) -> None:
-    await check_tokens("big", Served("http://teacher/v1", ""), None, byte_tokenizer(), transport)
+    await check_tokens("big", Served("http://teacher/v1", ""), None, TokenCheck(byte_tokenizer()), transport=transport)
 
 
 async def test_a_teacher_with_the_same_tokens_is_taken() -> None:
@@ -96,7 +96,11 @@ async def test_a_server_that_does_not_tokenize_or_is_not_there_is_refused() -> N
         ([("training.teacher", "gone"), ("training.distill_coef", "1")], "training.teacher = 'gone' is no folder here"),
         (
             [("training.teacher", "https://"), ("training.distill_coef", "1")],
-            "training.teacher = 'https://' names no host; write http://HOST:PORT",
+            "training.teacher = 'https://' names no host, or a port that does not exist; write http://HOST:PORT",
+        ),
+        (
+            [("training.teacher", "http://localhost:80000"), ("training.distill_coef", "1")],
+            "training.teacher = 'http://localhost:80000' names no host, or a port that does not exist",
         ),
         ([("training.teacher", "self"), ("training.distill_coef", "1")], "has no method teacher_messages(rollout)"),
         (
@@ -144,7 +148,7 @@ async def test_the_policy_scores_its_own_tokens_behind_the_tasks_messages(teachi
         await teachers["hinted"].score(RolloutGroup("g", "spam", [rollout]))
     await router.close()
 
-    prompt = PrivilegedPrompt(config.tasks[0].task, renderer)(rollout)  # pyright: ignore[reportArgumentType]
+    prompt = PrivilegedPrompt(config.tasks[0], renderer)(rollout)
     assert "Say spam." in byte_tokenizer().decode(prompt)
     whole = scripted_logprobs([*prompt, *answered.token_ids], 0, 0)
     scores = rollout.turns[0].teacher

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from typing import Any
 
 import httpx
 import pytest
+from background import HANG_S
 
 from titan_rl.core.errors import GenerationError
 from titan_rl.serving.client import HttpGenerateFn
@@ -65,3 +68,39 @@ async def test_an_answer_that_cannot_be_understood_says_why(said: str, why: str)
 async def test_nor_has_the_message_of_a_failure_to_be_understood() -> None:
     with pytest.raises(GenerationError, match="answered 500: "):
         await ask_one_that_says("[" * 100_000, status=500)
+
+
+@pytest.mark.parametrize("entry", [None, 1.0, [-1.0]])
+async def test_a_prompt_that_is_scored_in_part_is_not_taken(entry: Any) -> None:
+    said = json.loads(completion()) | {"prompt_logprobs": [None, entry]}
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, json=said))
+    async with HttpGenerateFn("http://policy", transport=transport) as ask:
+        with pytest.raises(GenerationError, match="at one place; it must be logprobs by token id"):
+            await ask([1, 2], request_id="r", sampling=SamplingParams(2, prompt_logprobs=0))
+
+
+@pytest.mark.looptime
+async def test_a_server_that_is_full_for_longer_than_there_is_time_is_not_waited_for() -> None:
+    clock = asyncio.get_running_loop().time
+    busy = httpx.Response(429, json={"error": {"message": "daily quota"}}, headers={"retry-after": "3600"})
+    began = clock()
+    async with HttpGenerateFn("http://policy", timeout_s=60, transport=httpx.MockTransport(lambda _: busy)) as ask:
+        with pytest.raises(GenerationError, match="answered 429: daily quota"):
+            await ask([1], request_id="r", sampling=SamplingParams(2))
+    assert clock() == began
+
+
+async def test_a_request_that_is_about_to_be_repeated_fails_once_its_client_is_closed() -> None:
+    reached = asyncio.Event()
+
+    def lost(request: httpx.Request) -> httpx.Response:
+        reached.set()
+        raise httpx.ConnectError("lost", request=request)
+
+    client = HttpGenerateFn("http://policy", transport=httpx.MockTransport(lost))
+    asked = asyncio.ensure_future(client([1], request_id="r", sampling=SamplingParams(2)))
+    async with asyncio.timeout(HANG_S):
+        await reached.wait()
+        await client.close()
+        with pytest.raises(GenerationError, match=r"the client of http://policy/inference/v1/generate is closed"):
+            await asked

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from titan_rl.core.console import ConsoleLines
 from titan_rl.core.errors import GenerationError, RequestError, TrainingError
 from titan_rl.generation.scripted_engine import scripted_logprobs
 from titan_rl.rollout.types import Rollout, RolloutGroup, Turn
 from titan_rl.run.journal.records import GroupRecord, decode, encode
 from titan_rl.training.data.sample_builder import Distillation, build_samples
-from titan_rl.training.teaching import Teacher
+from titan_rl.training.teaching import MOST_IN_FLIGHT, Teacher
 from titan_rl.types import Completion, FinishReason, PromptScores, SamplingParams, VersionSpan
 
 SAMPLING = SamplingParams(max_tokens=8)
@@ -149,6 +151,53 @@ async def test_a_teacher_that_stays_away_or_refuses_ends_the_run_with_the_reason
         await Teacher("t", ScriptedTeacher(down), max_context=64, outage_s=120).score(group)
     with pytest.raises(TrainingError, match=r"the teacher t refuses to score 'g/0/teacher/0': the prompt is too long"):
         await Teacher("t", ScriptedTeacher(refused), max_context=64).score(group)
+
+
+@pytest.mark.looptime
+async def test_an_outage_is_shown_once_and_its_end_too_but_not_a_few_failures():
+    clock, console = asyncio.get_running_loop().time, ConsoleLines()
+    back_at = clock() + 60
+
+    def down() -> None:
+        if clock() < back_at:
+            raise GenerationError("no route to host")
+
+    groups = [group_of([turn([7], [5])]), group_of([turn([7], [6])])]
+    teacher = Teacher("t", ScriptedTeacher(down), max_context=64, console=console)
+    await asyncio.gather(*map(teacher.score, groups))
+    failed, answers = console
+    assert failed.startswith("the teacher t fails: no route to host; requests are repeated for up to 30 min")
+    assert answers.startswith("the teacher t answers again, after 6")
+
+    back_at = clock() + 3
+    await teacher.score(group_of([turn([7], [8])]))
+    assert len(console) == 2
+
+
+@pytest.mark.looptime
+async def test_waiting_for_a_place_at_a_slow_teacher_is_no_outage():
+    scripted = ScriptedTeacher()
+    failures = iter([*[False] * 2 * MOST_IN_FLIGHT, True])
+
+    async def slow(prompt_token_ids: Sequence[int], **asked: Any) -> Completion:
+        await asyncio.sleep(100)
+        if next(failures, False):
+            raise GenerationError("a moment of weakness")
+        return await scripted(prompt_token_ids, **asked)
+
+    group = group_of(*[[turn([7], [5, number])] for number in range(2 * MOST_IN_FLIGHT + 1)])
+    await Teacher("t", slow, max_context=64, outage_s=120).score(group)
+    assert all(rollout.turns[0].teacher is not None for rollout in group.rollouts)
+
+
+async def test_privileged_context_that_leaves_no_room_for_the_policys_tokens_is_shown_once():
+    console, generate = ConsoleLines(), ScriptedTeacher()
+    group = group_of([turn([7], [5, 6])], [turn([7], [5, 8])])
+    teacher = Teacher("t", generate, max_context=8, prompt=lambda rollout: list(range(9)), console=console)
+    await teacher.score(group)
+    (shown,) = console
+    assert "has 9 tokens, and 11 with the policy's; those after model.max_context = 8 have no score" in shown
+    assert all(rollout.turns[0].teacher is None for rollout in group.rollouts)
 
 
 async def test_scores_are_in_the_journal_and_are_not_asked_for_again():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from titan_rl.cli.options import Parser, add_verbosity, file_path, verbosity_of
 from titan_rl.core.console import Verbosity
-from titan_rl.core.errors import ConfigError, MissingExtraError
+from titan_rl.core.errors import ConfigError, GenerationError, MissingExtraError
 from titan_rl.run.terminal.standard_streams import StderrConsole, say, tell, tell_next
 from titan_rl.run.terminal.waiting import WAITING
 
@@ -136,29 +136,43 @@ def _dry_run(config: RunConfig, resume: Path | None, arguments: argparse.Namespa
     return code
 
 
+DRY_ASK_S = 5.0
+"""Longest time until a teacher's server answers in a dry run."""
+
+
 def _check_teachers(config: RunConfig) -> None:
-    """Check that the tokenizers of teachers that are folders are the policy's. Servers are asked when they are opened.
+    """Check that the tokenizers of teachers are the policy's. A server that cannot be reached is reported, because it
+    may be started later.
 
     Raises:
-        ConfigError: a tokenizer makes other tokens than the policy's or cannot be loaded, or a folder has no model.
+        ConfigError: a tokenizer makes other tokens than the policy's or cannot be loaded, a folder has no model, or a
+            server does not tokenize.
     """
-    names = {config.teacher_of(source) for source in config.tasks}
-    folders = sorted(name for name in names - {"", "self"} if Path(name).is_dir())
-    if not folders:
+    names = sorted({config.teacher_of(source) for source in config.tasks} - {"", "self"})
+    if not names:
         return
+    import asyncio
+
     from titan_rl.config.serve import load_serve_config
     from titan_rl.evaluation.policies.source import find_policy
-    from titan_rl.run.teachers import TokenCheck
+    from titan_rl.run.teachers import TokenCheck, check_tokens, server_of
 
     try:
         check = TokenCheck.of_policy(config.model.path)
     except MissingExtraError as error:
         tell(f"titan-rl: the teacher's tokenizer was not checked: {error}")
         return
-    for name in folders:
-        source = find_policy(name)
-        model = load_serve_config(source.toml, (), policy=source.folder).model
-        check.compare_folder(name, model.path)
+    for name in names:
+        if Path(name).is_dir():
+            source = find_policy(name)
+            model = load_serve_config(source.toml, (), policy=source.folder).model
+            check.compare_folder(name, model.path)
+            continue
+        served, model_name = server_of(name)
+        try:
+            asyncio.run(check_tokens(name, served, model_name, check, limit_s=DRY_ASK_S))
+        except GenerationError as error:
+            tell(f"titan-rl: not checked, and a run would not start: {error}")
 
 
 def _rehearse(config: RunConfig) -> int:

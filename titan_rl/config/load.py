@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
-from urllib.parse import urlsplit
 
 import tomli_w
 from pydantic import ValidationError
@@ -42,6 +41,7 @@ from titan_rl.config.task_tables import (
 )
 from titan_rl.config.tasks import TaskSource
 from titan_rl.core.calls.imports import name_of
+from titan_rl.core.calls.parsing import is_http_url
 from titan_rl.core.errors import ConfigError
 from titan_rl.core.settings import Section, dotted
 from titan_rl.rollout.task import ServingTask, Task
@@ -146,8 +146,10 @@ def _teacher(name: str, key: str, origins: Origins, *, check_files: bool) -> str
     if name in ("", "self"):
         return name
     if name.startswith(("http://", "https://")):
-        if not urlsplit(name).netloc:
-            raise ConfigError(f"{origins.of(key)}: {key} = {name!r} names no host; write http://HOST:PORT")
+        if not is_http_url(name):
+            raise ConfigError(
+                f"{origins.of(key)}: {key} = {name!r} names no host, or a port that does not exist; write http://HOST:PORT"
+            )
         return name
     places = origins.folders_for(key)
     if (folder := find_model_folder(name, places)) is not None:

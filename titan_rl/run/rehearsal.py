@@ -212,6 +212,7 @@ async def _play(
         (
             *dict.fromkeys(_problems(group, shown, sampling.max_tokens)),
             *(_unread(group.rollouts[0].messages, renderer) if agents.speak else ()),
+            *_untaught(config, source, group, renderer),
         ),
     )
 
@@ -306,6 +307,25 @@ def _unread(messages: Sequence[Message], renderer: Renderer) -> Iterator[str]:
             yield (
                 f"message {place} of the first prompt is not shown to the model: the renderer leaves out what has the "
                 f"role {message.get('role')!r}"
+            )
+
+
+def _untaught(config: RunConfig, source: TaskSource, group: RolloutGroup, renderer: Renderer) -> Iterator[str]:
+    """Reasons why the policy cannot teach itself.
+
+    Raises:
+        DataError: `teacher_messages` failed.
+    """
+    if config.teacher_of(source) != "self":
+        return
+    from titan_rl.run.teachers import PrivilegedPrompt
+
+    limit = config.model.max_context
+    for rollout in group.rollouts[:1]:
+        if (length := len(PrivilegedPrompt(source, renderer)(rollout))) >= limit - 1:
+            yield (
+                f"teacher_messages have {length} tokens, and model.max_context = {limit} leaves no room for the "
+                "policy's own, so that none has a score; return shorter ones, or raise model.max_context"
             )
 
 

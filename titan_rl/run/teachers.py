@@ -6,12 +6,13 @@ import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urldefrag
 
 import httpx
 
 from titan_rl.config.run import RunConfig
+from titan_rl.config.tasks import TaskSource
 from titan_rl.core.console import Console
 from titan_rl.core.errors import ConfigError, GenerationError
 from titan_rl.generation.resume import Generation, Resume
@@ -19,7 +20,7 @@ from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.renderer.tokenizer import load_tokenizer
 from titan_rl.rollout.renderer.types import renderable
-from titan_rl.rollout.task import TeachingTask, calling
+from titan_rl.rollout.task import calling, wrong_result
 from titan_rl.rollout.types import Rollout
 from titan_rl.serving.client import HttpGenerateFn
 from titan_rl.tasks.served import Served, serving
@@ -38,6 +39,7 @@ SCORE_S = 600.0
 """Longest time of one score."""
 
 ASK_S = 60.0
+"""Longest time until a teacher's server says which tokens it makes of a text."""
 
 
 @asynccontextmanager
@@ -62,7 +64,7 @@ async def open_teachers(
             if name != SELF:
                 opened[name] = await _open(name, config, folder, resources, console)
         yield {
-            source.name: _teacher(config, source.task, named[source.name], opened, router, renderer)
+            source.name: _teacher(config, source, named[source.name], opened, router, renderer, console)
             for source in config.tasks
             if source.name in named
         }
@@ -70,49 +72,67 @@ async def open_teachers(
 
 def _teacher(
     config: RunConfig,
-    task: Any,
+    source: TaskSource,
     name: str,
     opened: Mapping[str, HttpGenerateFn],
     router: GeneratorRouter,
     renderer: Renderer,
+    console: Console,
 ) -> Teacher:
     training = config.training
     top_k = 0 if training.distill == "sampled" else training.distill_top_k
     context = config.model.max_context
     if name != SELF:
-        return Teacher(name, opened[name], max_context=context, top_k=top_k)
+        return Teacher(name, opened[name], max_context=context, top_k=top_k, console=console)
     generate = Generation(router.stream, resume=Resume(router.wait_resumed, OUTAGE_S))
-    prompt = PrivilegedPrompt(task, renderer)
-    return Teacher("the policy itself", generate, max_context=context, top_k=top_k, prompt=prompt)
+    prompt = PrivilegedPrompt(source, renderer)
+    name = f"of task {source.name!r}, the policy itself,"
+    return Teacher(name, generate, max_context=context, top_k=top_k, prompt=prompt, console=console)
 
 
 class PrivilegedPrompt:
-    """Renders the messages that a task's teacher reads in the place of the first prompt of a rollout."""
+    """Renders the messages that a task's teacher reads in the place of the first prompt of a rollout.
 
-    def __init__(self, task: TeachingTask, renderer: Renderer) -> None:
-        self._task = task
+    Args:
+        source: A task with `teacher_messages`.
+    """
+
+    def __init__(self, source: TaskSource, renderer: Renderer) -> None:
+        self._name = source.name
+        self._task: Any = source.task
         self._renderer = renderer
 
     def __call__(self, rollout: Rollout) -> Sequence[int]:
         """
         Raises:
-            DataError: `teacher_messages` failed.
+            DataError: `teacher_messages` failed, or returned no messages.
         """
-        with calling("teacher_messages()", rollout.rollout_id):
-            messages = self._task.teacher_messages(rollout)
+        with calling(f"teacher_messages of rollout {rollout.rollout_id!r}", self._name):
+            messages: Any = self._task.teacher_messages(rollout)
+            if not is_messages(messages):
+                text = f"it returned {messages!r}; it must return a list of at least one message with a role"
+                raise wrong_result(self._task, "teacher_messages", text)
             return self._renderer.render_ids(renderable(messages), add_generation_prompt=True)
+
+
+def is_messages(given: Any) -> bool:
+    """Whether a value is a list of messages, and not empty."""
+    return (
+        isinstance(given, list | tuple)
+        and len(cast("Sequence[Any]", given)) > 0
+        and all(isinstance(each, Mapping) and "role" in each for each in cast("Sequence[Any]", given))
+    )
 
 
 async def _open(
     name: str, config: RunConfig, folder: Path, resources: AsyncExitStack, console: Console
 ) -> HttpGenerateFn:
     if name.startswith(("http://", "https://")):
-        url, model = urldefrag(name)
-        served = Served(url, os.environ.get(KEY, ""))
+        served, model = server_of(name)
     else:
         from titan_rl.tasks.agents.program import agent_processes
 
-        log, model = folder / "logs" / f"teacher-{Path(name).name}-{os.getpid()}.log", ""
+        log, model = folder / "logs" / f"teacher-{Path(name).name}-{os.getpid()}.log", None
         console.message(f"the teacher {name} is being served; log: {log}")
         processes = await resources.enter_async_context(agent_processes())
         starting = serving(
@@ -125,9 +145,18 @@ async def _open(
             timeout_s=SCORE_S,
         )
         served = await resources.enter_async_context(starting)
-    await check_tokens(name, served, model or None, load_tokenizer(config.model.path))
-    generate = HttpGenerateFn(served.url, model=model or None, api_key=served.api_key or None, timeout_s=SCORE_S)
+    await check_tokens(name, served, model, TokenCheck.of_policy(config.model.path))
+    generate = HttpGenerateFn(served.url, model=model, api_key=served.api_key or None, timeout_s=SCORE_S)
     return await resources.enter_async_context(generate)
+
+
+def server_of(name: str) -> tuple[Served, str | None]:
+    """Server of a teacher that is a URL, and its model there.
+
+    Example: `"http://127.0.0.1:8000#MODEL"`
+    """
+    url, model = urldefrag(name)
+    return Served(url, os.environ.get(KEY, "")), model or None
 
 
 PROBE = "The quick brown fox, 1234567890 + 0.5 = ?\n\tnaïve Größe 世界 \N{GRINNING FACE} def f(x): return x\n"
@@ -180,24 +209,26 @@ async def check_tokens(
     name: str,
     served: Served,
     model: str | None,
-    tokenizer: Any,
+    check: TokenCheck,
+    *,
+    limit_s: float = ASK_S,
     transport: httpx.AsyncBaseTransport | None = None,
 ) -> None:
     """Check that a teacher's server makes the same tokens of a text as the policy's tokenizer; see `TokenCheck`.
 
     Args:
+        limit_s: Longest time until it answers.
         transport: httpx transport for tests.
 
     Raises:
         ConfigError: the tokens differ, or the server does not say which tokens it makes.
         GenerationError: the server cannot be reached.
     """
-    check = TokenCheck(tokenizer)
     endpoint = f"{served.url.rstrip('/').removesuffix('/v1')}/tokenize"
     headers = {"authorization": f"Bearer {served.api_key}"} if served.api_key else {}
     body = {"prompt": check.text, "add_special_tokens": False, **({"model": model} if model else {})}
     try:
-        async with httpx.AsyncClient(timeout=ASK_S, transport=transport, trust_env=False) as client:
+        async with httpx.AsyncClient(timeout=limit_s, transport=transport, trust_env=False) as client:
             answer = await client.post(endpoint, json=body, headers=headers)
         if answer.status_code != 200:
             raise ConfigError(

@@ -28,7 +28,7 @@ NOT_UNDERSTOOD = (LookupError, TypeError, ValueError, AttributeError, Arithmetic
 
 class Asking:
     """Requests to one endpoint. Connection faults are retried with backoff, and a server that answers 429 with
-    `Retry-After` is asked again after that time.
+    `Retry-After` is asked again after that time, unless that is later than `timeout_s`.
 
     Args:
         api_key: sent as a bearer token.
@@ -56,6 +56,7 @@ class Asking:
         self._timeout_s = timeout_s
         self._attempts = connection_attempts
         self._busy = busy
+        self._is_closed = False
         self._client = httpx.AsyncClient(
             headers={} if api_key is None else {"authorization": f"Bearer {api_key}"},
             timeout=None,
@@ -65,6 +66,7 @@ class Asking:
 
     async def close(self) -> None:
         """Close the connections. Calls under way fail."""
+        self._is_closed = True
         await self._client.aclose()
 
     async def post(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> httpx.Response:
@@ -72,11 +74,12 @@ class Asking:
 
         Raises:
             RequestError: the server refuses the request.
-            GenerationError: the server cannot be reached, fails, or is full for too long.
+            GenerationError: the server cannot be reached, fails, or is full for too long, or the client is closed.
         """
+        ends_at = asyncio.get_running_loop().time() + self._timeout_s
         try:
-            async with asyncio.timeout(self._timeout_s) as scope:
-                response = await self._until_not_busy(body, headers)
+            async with asyncio.timeout_at(ends_at) as scope:
+                response = await self._until_not_busy(body, headers, ends_at)
         except TimeoutError as error:
             if not scope.expired():
                 raise
@@ -86,11 +89,16 @@ class Asking:
             raise RequestError(said) if response.status_code in REFUSED else GenerationError(said)
         return response
 
-    async def _until_not_busy(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> httpx.Response:
+    async def _until_not_busy(
+        self, body: Mapping[str, Any], headers: Mapping[str, str], ends_at: float
+    ) -> httpx.Response:
+        clock = asyncio.get_running_loop().time
         asked = 1
         response = await self._post(body, headers)
         while True:
             pause_s = _full_for(response)
+            if pause_s is not None and clock() + pause_s >= ends_at:
+                return response  # its reason says more than a time limit after a pause that cannot end in time
             if pause_s is None:
                 if response.status_code not in self._busy or asked == self._attempts:
                     return response
@@ -101,6 +109,8 @@ class Asking:
 
     async def _post(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> httpx.Response:
         for attempt in range(1, self._attempts + 1):
+            if self._is_closed:  # where httpx raises a RuntimeError
+                raise GenerationError(f"the client of {self.endpoint} is closed")
             try:
                 return await self._client.post(self.endpoint, json=body, headers=headers)
             except httpx.TransportError as error:
@@ -319,6 +329,8 @@ def prompt_scores_of(told: Any, prompt: Sequence[int], top_k: int) -> PromptScor
     logprobs: list[float] = []
     top: list[tuple[int, float]] = []
     for token, entry in zip(prompt[1:], cast("list[Any]", told)[1:], strict=True):
+        if not isinstance(entry, dict):
+            raise ValueError(f"prompt_logprobs have {entry!r} at one place; it must be logprobs by token id")
         by_token = {int(each): _prompt_logprob(shown["logprob"]) for each, shown in entry.items()}
         if token not in by_token or len(by_token) < top_k:
             raise ValueError(f"prompt_logprobs have {len(by_token)} tokens at one place, without {token} or too few")

@@ -10,7 +10,6 @@ from abc import abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
-from urllib.parse import urlsplit
 
 from pydantic import (
     Discriminator,
@@ -26,6 +25,7 @@ from pydantic_core import PydanticCustomError
 
 from titan_rl.core.calls.backoff import Backoff
 from titan_rl.core.calls.imports import find_function
+from titan_rl.core.calls.parsing import is_http_url
 from titan_rl.core.calls.plain import plain_json
 from titan_rl.core.errors import ConfigError, GenerationError
 from titan_rl.core.settings import FilePath, FunctionName, Section
@@ -60,9 +60,10 @@ class Endpoint(Section):
     @field_validator("url")
     @classmethod
     def _is_url(cls, url: str) -> str:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise PydanticCustomError("url", 'must begin with "http://" or "https://" and name a host')
+        if not is_http_url(url):
+            raise PydanticCustomError(
+                "url", 'must begin with "http://" or "https://" and name a host, and no port above 65535'
+            )
         return url
 
 

@@ -15,11 +15,11 @@ the tokens before the first completion differ.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from titan_rl.core.calls.backoff import Backoff
+from titan_rl.core.console import LOG, Console
 from titan_rl.core.errors import GenerationError, RequestError, TrainingError
 from titan_rl.core.tracing.spans import span
 from titan_rl.rollout.copies import context_after
@@ -33,13 +33,47 @@ OUTAGE_S = 1800.0
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
 
+REPORTED_AFTER_S = 5.0
+"""Length of an outage from which on it is reported, so that a few failed requests are not."""
+
 MOST_IN_FLIGHT = 64
 """Requests to one teacher at a time."""
 
 PromptFn = Callable[[Rollout], Sequence[int]]
 """Function from a rollout to the tokens that its teacher reads in the place of its first prompt."""
 
-logger = logging.getLogger(__name__)
+
+class Outage:
+    """Reports that a teacher fails, and that it answers again.
+
+    Args:
+        name: Of the teacher.
+        limit_s: Longest time for which a request is repeated.
+    """
+
+    def __init__(self, name: str, limit_s: float, console: Console) -> None:
+        self._name = name
+        self._limit_s = limit_s
+        self._console = console
+        self._began: float | None = None  # its first failure since it answered
+        self._is_reported = False
+
+    def failed(self, error: Exception) -> None:
+        now = asyncio.get_running_loop().time()
+        if self._began is None:
+            self._began = now
+        if not self._is_reported and now - self._began >= REPORTED_AFTER_S:
+            self._is_reported = True
+            self._console.warning(
+                f"the teacher {self._name} fails: {error}; requests are repeated for up to {self._limit_s / 60:g} "
+                "min, and finished groups wait for it in their slots"
+            )
+
+    def answered(self) -> None:
+        if self._is_reported and self._began is not None:
+            lasted_s = asyncio.get_running_loop().time() - self._began
+            self._console.warning(f"the teacher {self._name} answers again, after {lasted_s:.0f} s")
+        self._began, self._is_reported = None, False
 
 
 class Teacher:
@@ -52,6 +86,7 @@ class Teacher:
         top_k: Number of likeliest tokens to ask for at each position.
         prompt: Replaces the first prompt of a rollout, for self-distillation.
         outage_s: Longest time in which the teacher may fail.
+        console: Shows outages, and that rollouts are too long for the teacher.
     """
 
     def __init__(
@@ -63,6 +98,7 @@ class Teacher:
         top_k: int = 0,
         prompt: PromptFn | None = None,
         outage_s: float = OUTAGE_S,
+        console: Console = LOG,
     ) -> None:
         self.name = name
         self._generate = generate
@@ -71,6 +107,9 @@ class Teacher:
         self._prompt = prompt
         self._outage_s = outage_s
         self._places = asyncio.Semaphore(MOST_IN_FLIGHT)
+        self._console = console
+        self._outage = Outage(name, outage_s, console)
+        self._is_length_reported = False
 
     async def score(self, group: RolloutGroup) -> None:
         """Score the turns of a finished group that may be trained on, in place. Turns with scores keep them.
@@ -116,7 +155,10 @@ class Teacher:
         if all(turn.teacher is not None for turn in run):
             return list(run)
         num_replaced = 0 if instead is None else len(run[0].prompt_token_ids)
-        prompt = [*(instead or ()), *context_after(run[-1])[num_replaced:]][: self._max_context - 1]
+        prompt = [*(instead or ()), *context_after(run[-1])[num_replaced:]]
+        if instead is not None and len(prompt) > self._max_context:
+            self._report_length(run[0], len(instead), len(prompt))
+        prompt = prompt[: self._max_context - 1]
         if len(prompt) < 2:
             return list(run)
         if (task := asked.get(tuple(prompt))) is None:
@@ -130,26 +172,50 @@ class Teacher:
             scored.append(replace(turn, teacher=scores.between(start, stop)) if has_scores else turn)
         return scored
 
+    def _report_length(self, first: Turn, num_instead: int, num_tokens: int) -> None:
+        """Report, once, that privileged context leaves too little room for the policy's tokens."""
+        if self._is_length_reported:
+            return
+        self._is_length_reported = True
+        self._console.warning(
+            f"the teacher's prompt of {first.completion.request_id!r} has {num_instead} tokens, and {num_tokens} with "
+            f"the policy's; those after model.max_context = {self._max_context} have no score, and are not learned "
+            "from. Return shorter teacher_messages, or raise model.max_context"
+        )
+
     async def _ask(self, prompt: Sequence[int], request_id: str) -> PromptScores:
         """Scores of a prompt. A failing teacher is asked again after growing pauses."""
-        backoff, attempt = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, limit_s=self._outage_s), 0
+        backoff: Backoff | None = None
+        attempt = 0
         while True:
             unique = request_id if not attempt else f"{request_id}-{attempt}"
             try:
-                async with self._places, asyncio.timeout(self._outage_s):
-                    completion = await self._generate(prompt, request_id=unique, sampling=self._sampling)
-                if completion.prompt_scores is not None:
-                    return _checked(completion.prompt_scores, len(prompt), self.name)
-                error: Exception = GenerationError("it gave no logprobs of the prompt")
+                scores = await self._attempt(prompt, unique)
             except RequestError as refused:
                 raise TrainingError(f"the teacher {self.name} refuses to score {request_id!r}: {refused}") from refused
-            except (GenerationError, TimeoutError) as failed:
+            except GenerationError as failed:
                 error = failed
+            else:
+                self._outage.answered()
+                return scores
+            self._outage.failed(error)
+            if backoff is None:  # from its first failure on: it may have waited for a place for long
+                backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, limit_s=self._outage_s)
             if backoff.is_over:
                 raise TrainingError(f"the teacher {self.name} has failed for {self._outage_s:g} s: {error}") from error
-            logger.warning("the teacher %s failed: %s; asked again in %g s", self.name, error, backoff.next_s)
             await backoff.pause()
             attempt += 1
+
+    async def _attempt(self, prompt: Sequence[int], request_id: str) -> PromptScores:
+        async with self._places:
+            try:
+                async with asyncio.timeout(self._outage_s):
+                    completion = await self._generate(prompt, request_id=request_id, sampling=self._sampling)
+            except TimeoutError as error:
+                raise GenerationError(f"no answer within {self._outage_s:g} s") from error
+        if completion.prompt_scores is None:
+            raise GenerationError("it gave no logprobs of the prompt")
+        return _checked(completion.prompt_scores, len(prompt), self.name)
 
 
 def _is_trained(rollout: Rollout) -> bool:

@@ -123,6 +123,7 @@ def enter_actor_process(log_path: str | Path) -> None:
     _point(1, log_path)
     _point(2, log_path)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for each request to a judge or agent
 
 
 def _outlive_sigterm() -> None:

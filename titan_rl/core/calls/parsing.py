@@ -109,3 +109,16 @@ def host_of(header: str) -> str | None:
         return urlsplit(header if "//" in header else f"//{header}").hostname
     except ValueError:
         return None
+
+
+def is_http_url(text: str) -> bool:
+    """Whether a text is the URL of an HTTP server, with a host, and a port that exists if it names one.
+
+    >>> is_http_url("http://localhost:8000/v1"), is_http_url("http://localhost:80000")
+    (True, False)
+    """
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of a port above 65535, or that is no number
+        return False

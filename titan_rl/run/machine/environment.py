@@ -27,6 +27,7 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 def log_to(path: Path) -> None:
     """Write all log messages to a file, and none to the terminal."""
     logging.basicConfig(filename=path, level=logging.INFO, format=LOG_FORMAT, force=True)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for each request to a judge or teacher
     logging.raiseExceptions = False  # a log that has no room on the disk is no news for the screen at every line
 
 
