@@ -4,7 +4,8 @@
 
 Each tier runs its tests, or reports why it is skipped. All tiers together take at most `--limit` seconds; tiers for
 which no time is left are skipped. To install the packages: pip install torch pytest hypothesis pydantic numpy, then
-those of torchtitan, torchmonarch and vllm that are available. Exits with 1 if a test fails or there is no GPU.
+those of torchtitan, torchmonarch and vllm that are available. With pytest-xdist, tests of a tier run at the same time,
+one for every two cores: vLLM takes more than a minute to start. Exits with 1 if a test fails or there is no GPU.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ def why_not(modules: Sequence[str], left_s: float, gpus: Sequence[str]) -> str |
 def run(files: Sequence[str], left_s: float) -> tuple[bool, str]:
     """Whether no test failed, and pytest's last line."""
     command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *files]
+    if not missing(["xdist"]) and (workers := (os.cpu_count() or 1) // 2) > 1:
+        command += ["-n", str(workers)]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     try:
         done = subprocess.run(

@@ -28,7 +28,7 @@ KUBERNETES = {
         ({}, "cuda_ipc", 'statedict.transport = "cuda_ipc"'),
         ({"hosts.addresses": "a:1,b:1"}, "tcp", 'statedict.transport = "tcp"'),
         ({"generation.gpu_share": 0.5}, "shared_memory", "generation.gpu_share = 0.5"),
-        ({"scheduling.on_batch_ready": "sleep"}, "shared_memory", 'scheduling.on_batch_ready = "sleep"'),
+        ({"scheduling.on_batch_ready": "sleep"}, "shared_memory", None),
         (KUBERNETES, "tcp", 'hosts.provider = "kubernetes", statedict.transport = "tcp"'),
     ],
 )

@@ -7,7 +7,6 @@ from titan_rl.config.run import RunConfig
 EXPERIMENTAL: dict[str, tuple[str, ...]] = {
     "generation.gpu_share": (),
     "hosts.provider": ("kubernetes",),
-    "scheduling.on_batch_ready": ("sleep",),
     "statedict.transport": ("cuda_ipc", "rdma", "tcp"),
 }
 """Experimental values of each setting; none listed means every value but None."""
@@ -19,12 +18,11 @@ def experimental_settings(config: RunConfig, transport: str) -> list[str]:
     Args:
         transport: the name that `statedict.transport` stands for, where it is "auto".
 
-    Example: `['scheduling.on_batch_ready = "sleep"']`
+    Example: `['statedict.transport = "rdma"']`
     """
     values = {
         "generation.gpu_share": config.generation.gpu_share,
         "hosts.provider": config.hosts.provider,
-        "scheduling.on_batch_ready": config.scheduling.on_batch_ready,
         "statedict.transport": transport,
     }
     if not config.hosts.elsewhere and transport == "tcp":

@@ -56,7 +56,7 @@ class SchedulingConfig(Section):
     bound."""
     on_batch_ready: Literal["continue", "keep", "abort", "sleep"] = "continue"
     """Generation while a batch is trained and pulled. continue: it continues. keep: requests are frozen, with their KV
-    cache. abort: requests leave the engines, and continue from their tokens after the pull. sleep (experimental): like
+    cache. abort: requests leave the engines, and continue from their tokens after the pull. sleep: like
     abort, and a trainer on the same GPUs can use the engines' memory until the pull."""
     tail: Annotated[Literal["carry_over", "tail_batch", "drop"] | PositiveInt, TAIL] = "carry_over"
     """Treatment of unfinished groups that a batch has overtaken. carry_over: they keep running. tail_batch: they are
