@@ -106,6 +106,19 @@ async def test_a_teacher_with_privileged_context_reads_the_same_tokens_behind_an
         assert replace(new, teacher=None) == old  # the student's tokens are the same bits
 
 
+async def test_a_teacher_with_privileged_context_reads_an_edited_history_behind_it():
+    generate = ScriptedTeacher()
+    edited, other = turn([7, 8, 3, 2], [6]), turn([9, 8], [4])  # an answer is shortened; the first prompt is gone
+    group = group_of([turn([7, 8], [5, 1]), edited, other])
+    await Teacher("t", generate, max_context=64, prompt=lambda rollout: [7, 42, 8]).score(group)
+
+    assert generate.prompts == [[7, 42, 8, 5, 1], [7, 42, 8, 3, 2, 6]]
+    _, second, third = group.rollouts[0].turns
+    assert second.teacher is not None
+    assert second.teacher.logprobs == scripted_logprobs([7, 42, 8, 3, 2, 6], 0, 0)[4:]
+    assert third.teacher is None
+
+
 async def test_tokens_beyond_the_teachers_context_have_no_score():
     generate = ScriptedTeacher()
     group = group_of([turn([7, 8], [5, 1, 2, 3])])

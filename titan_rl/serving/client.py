@@ -332,8 +332,10 @@ def prompt_scores_of(told: Any, prompt: Sequence[int], top_k: int) -> PromptScor
         if not isinstance(entry, dict):
             raise ValueError(f"prompt_logprobs have {entry!r} at one place; it must be logprobs by token id")
         by_token = {int(each): _prompt_logprob(shown["logprob"]) for each, shown in entry.items()}
-        if token not in by_token or len(by_token) < top_k:
-            raise ValueError(f"prompt_logprobs have {len(by_token)} tokens at one place, without {token} or too few")
+        if token not in by_token:
+            raise ValueError(f"prompt_logprobs have no token {token} at its place")
+        if len(by_token) < top_k:
+            raise ValueError(f"prompt_logprobs have {len(by_token)} tokens at one place; {top_k} were requested")
         logprobs.append(by_token[token])
         top += sorted(by_token.items(), key=lambda pair: pair[1], reverse=True)[:top_k]
     return PromptScores(

@@ -10,6 +10,9 @@ the tokens before the first completion differ.
     student   prompt              completion  observation  completion
     teacher   privileged prompt   completion  observation  completion
                                   scored                   scored
+
+If the history of a rollout is edited, later turns are scored in the same way as long as their prompts begin with the
+first prompt, and have no score otherwise.
 """
 
 from __future__ import annotations
@@ -135,10 +138,15 @@ class Teacher:
         """
         clock = asyncio.get_running_loop().time
         began, turns = clock(), list[Turn]()
+        replaced = () if self._prompt is None else tuple(rollout.turns[0].prompt_token_ids)
         instead = None if self._prompt is None else list(self._prompt(rollout))
         with span("teacher", "reward", lane="reward", fine=True, of=rollout.rollout_id):
             for number, run in enumerate(extending_runs(rollout)):
-                turns += await self._score_run(run, f"{rollout.rollout_id}/teacher/{number}", instead, asked)
+                request_id = f"{rollout.rollout_id}/teacher/{number}"
+                if tuple(run[0].prompt_token_ids[: len(replaced)]) != replaced:
+                    turns += run  # there is no place for the privileged prompt in an edited history
+                else:
+                    turns += await self._score_run(run, request_id, len(replaced), instead, asked)
         rollout.turns[:] = turns
         rollout.metrics["teacher_seconds"] = clock() - began
         if (kl := sampled_kl(turns)) is not None:
@@ -148,13 +156,17 @@ class Teacher:
         self,
         run: Sequence[Turn],
         request_id: str,
+        num_replaced: int,
         instead: Sequence[int] | None,
         asked: dict[tuple[int, ...], asyncio.Task[PromptScores]],
     ) -> list[Turn]:
-        """Score turns that extend each other, with one request."""
+        """Score turns that extend each other, with one request.
+
+        Args:
+            num_replaced: Number of their first tokens in whose place the teacher reads `instead`.
+        """
         if all(turn.teacher is not None for turn in run):
             return list(run)
-        num_replaced = 0 if instead is None else len(run[0].prompt_token_ids)
         prompt = [*(instead or ()), *context_after(run[-1])[num_replaced:]]
         if instead is not None and len(prompt) > self._max_context:
             self._report_length(run[0], len(instead), len(prompt))
