@@ -41,6 +41,7 @@ class Worker:
 
     name = "worker"
     excused = False
+    reason: str | None = None
 
     def __init__(self) -> None:
         self.sent: list[Any] = []  # calls and messages
@@ -130,6 +131,22 @@ async def test_a_group_whose_worker_dies_runs_again_with_its_answers_and_without
     assert [answer.completion.request_id for answer in workers.orders[1].known] == ["g/0/0"]
     assert [answer.completion.request_id for answer in journal.answers] == ["g/0/0", "g/0/2"]
     assert [rollout.error for rollout in told] == [None]
+
+
+async def test_a_group_outlives_any_number_of_workers_that_die_at_once() -> None:
+    class KilledTogether(Worker):
+        async def call(self, endpoint: Endpoint, *args: Any, timeout_s: float | None = None) -> Any:
+            for worker in together:
+                worker.reason = "killed"  # the controller knows all of it before a group is run again
+            raise ActorDiedError("worker died: killed")
+
+    together = [KilledTogether() for _ in range(5)]
+    pool = pool_of(*together)
+    playing = asyncio.ensure_future(play(pool))
+    await asyncio.sleep(0)
+    another: Any = Worker()
+    pool.add(another, another)
+    assert [rollout.rollout_id for rollout in (await playing).rollouts] == ["g/0"]
 
 
 async def test_a_worker_whose_calls_fail_as_those_of_a_dead_one_is_ended_so_that_another_takes_its_place() -> None:

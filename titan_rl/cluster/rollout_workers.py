@@ -427,12 +427,17 @@ class WorkerPool:
     async def _least_loaded(self) -> RemoteProcess:
         try:
             async with asyncio.timeout(self._wait_s):
-                while not (taking := [remote for remote in self._workers if remote not in self._retiring]):
+                while not (taking := [remote for remote in self._workers if self._takes(remote)]):
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
             raise ActorDiedError(f"no rollout worker came up within {self._wait_s:g} s") from None
         return min(taking, key=lambda remote: self._load[remote])
+
+    def _takes(self, remote: RemoteProcess) -> bool:
+        """Whether a worker gets groups. One that has ended may not be forgotten yet: several may die at once, and a
+        group that is given to such ones would seem to have killed them."""
+        return remote not in self._retiring and remote.reason is None
 
 
 class WorkersOfTask:
