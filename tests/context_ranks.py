@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from titan_rl.training.attention.attention import ContextRanks, Document
+from titan_rl.training.attention.attention import ContextRanks
+from titan_rl.training.attention.documents import Document
 
 
 @dataclass(frozen=True)

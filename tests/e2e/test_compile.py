@@ -15,7 +15,8 @@ from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import flex_attention
 
 from titan_rl.core.errors import ConfigError
-from titan_rl.training.attention.attention import Document, layout_documents
+from titan_rl.training.attention.attention import layout_documents
+from titan_rl.training.attention.documents import Document
 from titan_rl.training.attention.flex_attention import layout_blocks
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")

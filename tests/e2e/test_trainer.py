@@ -353,8 +353,8 @@ def broken_folder(source: Path, folder: Path, config: dict[str, Any], drop: str 
     ("changes", "message"),
     [
         (
-            {"config": {"model_type": "mamba"}},
-            "model_type 'mamba' is refused: layers of type 'mamba' have a recurrent state",
+            {"config": {"model_type": "rwkv"}},
+            "model_type 'rwkv' is refused: its blocks pass a state from token to token",
         ),
         ({"config": {"hidden_size": None}}, "lacks 'hidden_size'"),
         ({"config": {"max_position_embeddings": 64}}, "max_position_embeddings 64"),

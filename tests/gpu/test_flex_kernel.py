@@ -11,7 +11,8 @@ pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
 import torch
 from e2e.tiny_policy import make_tiny_qwen3, on_policy_samples
 
-from titan_rl.training.attention.attention import Document, layout_documents
+from titan_rl.training.attention.attention import layout_documents
+from titan_rl.training.attention.documents import Document
 from titan_rl.training.attention.flex_attention import layout_blocks
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.trainer import TrainerCore

@@ -17,7 +17,8 @@ from e2e.tiny_policy import make_tiny_llama3, make_tiny_moe, make_tiny_qwen3, on
 from e2e.warm import run_world
 from training.test_experts import by_loop, experts
 
-from titan_rl.training.attention.attention import Document, layout_documents
+from titan_rl.training.attention.attention import layout_documents
+from titan_rl.training.attention.documents import Document
 from titan_rl.training.attention.flex_attention import layout_blocks
 from titan_rl.training.settings import ModelConfig, TrainingConfig
 from titan_rl.training.trainer import TrainerCore

@@ -15,7 +15,8 @@ from context_ranks import attended_by_all
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from titan_rl.training.attention.attention import Document, layout_documents
+from titan_rl.training.attention.attention import layout_documents
+from titan_rl.training.attention.documents import Document
 from titan_rl.training.attention.flex_attention import layout_blocks
 from titan_rl.training.selected_logprobs import selected_logprobs
 

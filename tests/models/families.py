@@ -62,6 +62,33 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "glm4_moe": {"head_dim": 32},
     "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "minimax_m2": {"head_dim": 32, "rotary_dim": 32, "scoring_func": "sigmoid", "use_routing_bias": True},
+    "qwen3_next": {},
+    "qwen3_5_text": {},
+    "qwen3_5_moe_text": {},
+    "olmo_hybrid": {},
+    "kimi_linear": {},
+    "lfm2": {
+        "layer_types": ["conv", "conv", "full_attention"],
+        "num_hidden_layers": 3,
+        "block_dim": 256,
+        "conv_dim": 256,
+        "conv_dim_out": 256,
+    },
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4},
+    "mamba": {},
+    "mamba2": {"n_groups": 1},
+    "mamba2, groups": {},
+    "falcon_mamba": {},
+    "bamba": {"attn_layer_indices": [1], "num_hidden_layers": 3},
+    "falcon_h1": {"lm_head_multiplier": 0.5, "embedding_multiplier": 2.0, "ssm_in_multiplier": 0.7},
+    "jamba": {"attn_layer_period": 4, "attn_layer_offset": 2, "num_hidden_layers": 4},
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_hidden_layers": 3,
+        "logits_scaling": 2.0,
+    },
+    "nemotron_h": {},
+    "nemotron_h, dense": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
 }
 """Fields of a tiny config, besides those of `tiny_config`, by the name of the test: the model_type, and what is special
 about it after a comma."""
@@ -83,8 +110,23 @@ ENGINE_PROBLEMS: Mapping[str, str] = {
     "minimax_m2": "vLLM's experts on a CPU support only softmax scores",
     "phimoe": "vLLM does not know the architecture by the name that transformers gives it, and its own backend for "
     "transformers' code fails in the router",
+    "qwen3_next": "vLLM's gated delta rule computes only in bfloat16 on a CPU",
+    "qwen3_5_text": "vLLM's module of this family imports torchvision, without which these tests run",
+    "qwen3_5_moe_text": "vLLM's module of this family imports torchvision, without which these tests run",
+    "olmo_hybrid": "vLLM's gated delta rule for this family needs a Triton that compiles for CPUs",
+    "kimi_linear": "vLLM's delta attention needs a Triton that compiles for CPUs",
+    "mamba": "vLLM has no scan of Mamba's first version for CPUs",
+    "falcon_mamba": "vLLM has no scan of Mamba's first version for CPUs",
+    "jamba": "vLLM has no scan of Mamba's first version for CPUs",
+    "mamba2, groups": "vLLM normalizes each group of channels, and transformers all of them together",
+    "bamba": "vLLM has no model of its own for it, and its backend for transformers' code has no recurrent layers",
+    "nemotron_h": "vLLM's experts on a CPU have only gated activations",
+    "nemotron_h, dense": "logprobs of vLLM's Mamba layers differ by 0.0002",
 }
 """Families that the vLLM engine does not run right on a CPU, with the reason."""
+
+ON_ONE_RANK = "its recurrent layers need all tokens of a document on one rank"
+"""Reason why ranks do not share the rows of families in `RECURRENT`."""
 
 REPLAY_PROBLEMS: Mapping[str, str] = {"phimoe": "its router does not choose by top-k"}
 """Mixtures that refuse given experts, with the reason."""

@@ -60,10 +60,10 @@ def test_the_one_that_is_asked_for_is_used() -> None:
 @pytest.mark.parametrize(
     ("hf", "message"),
     [
-        ({"model_type": "qwen3_next"}, "'linear_attention' have a recurrent state"),
+        ({"model_type": "minimax"}, "lightning attentions pass a state from token to token"),
         (
             {"model_type": "new", "layer_types": ["full_attention", "conv"]},
-            "'conv' have a recurrent state",
+            "'conv' have a recurrent state, and titan_rl does not know the module",
         ),
         ({"model_type": "gemma3", "text_config": {}}, "reads more than text"),
         ({"model_type": "t5gemma", "is_encoder_decoder": True}, "has an encoder"),
@@ -115,6 +115,12 @@ def test_experts_are_divided_only_where_there_are_enough_and_it_is_tested(hf: di
 def test_the_families_whose_experts_are_divided_are_those_that_the_tests_have_proved() -> None:
     proved = {model_type(name) for name, found in json.loads(RESULTS.read_text()).items() if found["i"] == "yes"}
     assert proved == DIVIDED
+
+
+def test_rows_of_recurrent_families_are_not_shared_by_ranks() -> None:
+    assert choose_implementation({"model_type": "qwen3_next"}).name == "transformers"
+    with pytest.raises(ModelError, match=r"context_parallel = 2, and model_type 'qwen3_next' has .* set it to 1"):
+        choose_implementation({"model_type": "qwen3_next"}, context_parallel=2)
 
 
 def test_matrices_are_not_split_by_transformers() -> None:

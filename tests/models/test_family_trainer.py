@@ -26,10 +26,12 @@ from titan_rl.training.family_check import (
     draw_sequences,
     eager_logprobs,
     logprob_error,
+    logprob_tolerance,
     packing_error,
     tolerances_of,
 )
-from titan_rl.training.models.choice import PROVED
+from titan_rl.training.models.choice import PROVED, RECURRENT, choose_implementation
+from titan_rl.training.models.hf_model import read_hf_config
 from titan_rl.training.parallel import World
 from titan_rl.training.policy import Policy
 
@@ -50,9 +52,17 @@ def test_the_proved_families_are_those_of_these_tests() -> None:
     assert {model_type(name) for name in FAMILIES} == set(PROVED)
 
 
+def tolerance_of(name: str, folder: Path, sequences: list[list[int]]) -> float:
+    """Largest difference between logprobs of the trainer and of transformers in float64. Recurrent layers round more
+    than others, also in transformers, whose gated delta rule computes in float32 whatever the dtype of the model is."""
+    least = TOLERANCES.logprobs
+    return logprob_tolerance(folder, sequences, least) if model_type(name) in RECURRENT else least
+
+
 @pytest.mark.check("a")
 def test_logprobs_are_those_of_transformers_in_float64(name: str, folder: Path, policy: Policy) -> None:
-    assert logprob_error(policy, folder, draw_sequences(40, 17, 33, 90)) < TOLERANCES.logprobs
+    sequences = draw_sequences(40, 17, 33, 90)
+    assert logprob_error(policy, folder, sequences) < tolerance_of(name, folder, sequences)
 
 
 @pytest.mark.check("c")
@@ -79,8 +89,9 @@ def test_an_export_has_the_trainers_logprobs_in_transformers(name: str, folder: 
     trainer.step(on_policy_samples(trainer, 40, 33))
     trainer.export_hf(tmp_path / "export")
     sequences = draw_sequences(40, 17)
+    tolerance = tolerance_of(name, tmp_path / "export", sequences)
     for mine, theirs in zip(trainer.score(sequences), eager_logprobs(tmp_path / "export", sequences), strict=True):
-        torch.testing.assert_close(torch.tensor(mine, dtype=torch.float64), theirs, rtol=0, atol=TOLERANCES.logprobs)
+        torch.testing.assert_close(torch.tensor(mine, dtype=torch.float64), theirs, rtol=0, atol=tolerance)
 
 
 @pytest.mark.check("f")
@@ -128,8 +139,13 @@ def test_given_experts_are_used_and_those_chosen_anyway_change_nothing(
 
 @pytest.mark.check("h")
 def test_ranks_that_share_the_tokens_of_rows_have_the_logprobs_and_gradients_of_one(
-    name: str, folder: Path, tmp_path: Path
+    name: str, folder: Path, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
+    if model_type(name) in RECURRENT:
+        record_property("works", False)
+        with pytest.raises(ModelError, match="need all tokens of a document on one rank"):
+            choose_implementation(read_hf_config(folder), context_parallel=2)
+        return
     if name not in SHARED_BY_RANKS:
         pytest.skip("make test-models includes it")
     compare_with_one_rank(folder, tmp_path, context_parallel=2)

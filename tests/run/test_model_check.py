@@ -55,7 +55,10 @@ def test_a_config_that_cannot_be_used_is_refused_with_the_reason(
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"model_type": "mamba"}, "no, this model cannot be trained: model_type 'mamba' is refused: layers of type"),
+        (
+            {"model_type": "rwkv"},
+            "no, this model cannot be trained: model_type 'rwkv' is refused: its blocks pass",
+        ),
         ({"model_type": "qwen2", "quantization_config": {"quant_method": "awq"}}, "quantized (awq)"),
     ],
 )

@@ -12,7 +12,8 @@ from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_rl.training.attention.attention import ContextRanks, Document, layout_documents, share_tokens
+from titan_rl.training.attention.attention import ContextRanks, layout_documents, share_tokens
+from titan_rl.training.attention.documents import Document
 from titan_rl.training.attention.flex_attention import BLOCK, layout_blocks
 
 Families = list[tuple[int, list[int]]]

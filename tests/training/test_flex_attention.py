@@ -9,8 +9,9 @@ from depth import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_rl.training.attention.attention import Document, layout_documents
+from titan_rl.training.attention.attention import layout_documents
 from titan_rl.training.attention.document_attention import DocumentAttention
+from titan_rl.training.attention.documents import Document
 from titan_rl.training.attention.flex_attention import BLOCK, layout_blocks
 
 Families = list[tuple[int, list[int]]]

@@ -18,7 +18,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from titan_rl.core.errors import ModelError
-from titan_rl.training.attention.attention import Document, layout_documents
+from titan_rl.training.attention.attention import layout_documents
+from titan_rl.training.attention.documents import Document
 from titan_rl.training.memory import rank_memory, update_bytes
 from titan_rl.training.models.tiny import tiny_config
 from titan_rl.training.optimizer.optimizers import CompactAdam
@@ -209,5 +210,5 @@ def test_config_json_without_a_dimension_or_of_a_refused_family_is_an_error(fold
     del hf["num_hidden_layers"]
     with pytest.raises(ModelError, match="lacks 'num_hidden_layers'"):
         rank_memory(ModelConfig(path="tiny"), TrainingConfig(), hf=hf)
-    with pytest.raises(ModelError, match="'mamba' is refused"):
-        rank_memory(ModelConfig(path="tiny"), TrainingConfig(), hf={"model_type": "mamba"})
+    with pytest.raises(ModelError, match="'rwkv' is refused"):
+        rank_memory(ModelConfig(path="tiny"), TrainingConfig(), hf={"model_type": "rwkv"})

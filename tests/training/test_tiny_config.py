@@ -22,7 +22,12 @@ SIZES = {
     "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "qk_head_dim",
     "query_pre_attn_scalar", "rotary_dim", "layer_types", "no_rope_layers", "mlp_layer_types", "mlp_only_layers",
     "first_k_dense_replace", "moe_layer_start_index", "moe_layer_end_index", "max_window_layers", "pad_token_id",
-    "bos_token_id", "eos_token_id", "rope_parameters",
+    "bos_token_id", "eos_token_id", "rope_parameters", "initializer_range", "linear_key_head_dim", "linear_head_dim",
+    "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads", "linear_num_heads", "mamba_d_state",
+    "ssm_state_size", "state_size", "mamba_dt_rank", "time_step_rank", "mamba_chunk_size", "chunk_size", "num_heads",
+    "mamba_d_ssm", "mamba_n_heads", "mamba_d_head", "mamba_num_heads", "mamba_head_dim", "n_groups", "full_attn_idxs",
+    "layers_block_type", "shared_intermediate_size", "moe_shared_expert_intermediate_size", "num_experts_per_token",
+    "model_max_length",
 }  # fmt: skip
 """Fields that may change."""
 
@@ -76,6 +81,15 @@ def test_of_a_long_pattern_the_first_layer_of_each_kind_is_kept() -> None:
     assert tiny.layer_types == ["full_attention", "full_attention", "sliding_attention"]
     assert (tiny.max_window_layers, tiny.num_hidden_layers) == (2, 3)
     assert tiny.num_hidden_layers <= MOST_LAYERS
+
+
+def test_heads_of_a_state_fit_its_width_and_the_layers_with_attention_stay_some() -> None:
+    _, tiny = shrunk("bamba", attn_layer_indices=[9, 18, 27])
+    assert tiny.mamba_n_heads * tiny.mamba_d_head == tiny.mamba_expand * tiny.hidden_size
+    assert tiny.layers_block_type == ["linear_attention", "linear_attention", "full_attention"]
+    _, tiny = shrunk("jamba")
+    assert tiny.num_hidden_layers == 8
+    assert "full_attention" in tiny.layer_types
 
 
 def test_a_mixture_keeps_its_dense_layers_its_groups_and_its_shared_experts() -> None:

@@ -204,6 +204,7 @@ def check_training_fit(config: RunConfig) -> None:
             config.model.implementation,
             tensor_parallel=ranks,
             expert_parallel=config.training.expert_parallel,
+            context_parallel=config.training.context_parallel,
             has_adapter=bool(adapters),
         )
         for key, adapter in adapters.items():

@@ -127,7 +127,7 @@ class GenerationConfig(Section):
     scheduling.max_staleness + 2 versions. Groups must be trained in data order."""
     prefix_cache: Annotated[bool | Literal["keep"], one_of('must be true, false or "keep"')] = True
     """Reuse the KV cache of requests that begin with the same tokens, until new weights are loaded; with "keep" also
-    after that."""
+    after that. On a CPU, vLLM has no such cache for models with recurrent layers."""
     stream_interval: PositiveInt | None = None
     """Engine steps between two messages of new tokens to the router, which continues from these tokens if a generator
     dies. By default 32, and 1 where `titan-rl serve` streams to clients."""

@@ -131,12 +131,14 @@ def prepare_cpu(spec: EngineSpec) -> None:
     import torch._dynamo.config
 
     from titan_rl.generation.vllm_held_weights import note_packing
+    from titan_rl.generation.vllm_rotation import repair_rotation
     from titan_rl.generation.vllm_speculation import keep_kernels, repair_sampler
 
     # Compiling takes 20 s or more at start and at the first step, and gains nothing for models that fit a CPU.
     torch._dynamo.config.disable = True
 
     keep_kernels()
+    repair_rotation()
     note_packing()
     if spec.speculative is not None:
         repair_sampler()
@@ -201,6 +203,17 @@ def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> EngineArgs:
     options = dict(spec.options)
     options["hf_overrides"] = _overrides(Path(spec.model_path)) | options.get("hf_overrides", {})
     return EngineArgs(**arguments | options)
+
+
+def cache_no_states(arguments: EngineArgs) -> None:
+    """Switch the prefix cache off for a model with recurrent layers. vLLM caches their states only with split prompts,
+    which are off on a CPU.
+
+    Raises:
+        ValueError: vLLM does not know the model.
+    """
+    if arguments.enable_prefix_caching and arguments.create_model_config().has_inner_state:
+        arguments.enable_prefix_caching = False
 
 
 def _overrides(model: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from titan_rl.core.calls.imports import require
 from titan_rl.core.errors import ModelError, RequestError
 from titan_rl.generation.engine import EngineSpec, HeldTensor, TokenDelta
 from titan_rl.generation.request import EngineRequest
-from titan_rl.generation.vllm_arguments import ENVIRONMENT, engine_arguments, prepare_cpu
+from titan_rl.generation.vllm_arguments import ENVIRONMENT, cache_no_states, engine_arguments, prepare_cpu
 from titan_rl.types import EXTRA_SAMPLING, FinishReason, PromptScores, TopLogprobs
 
 if TYPE_CHECKING:
@@ -69,11 +69,14 @@ class VLLMEngine:
         self._external: dict[str, EngineRequest] = {}  # by core id
         self._adapter_ids: dict[str, int] = {}  # by core id
         self._ahead: list[TokenDelta] = []  # of steps in which an adapter was scored
-        self._has_cache, self._guesses = spec.prefix_cache, spec.speculative is not None
+        self._guesses = spec.speculative is not None
         self._num_prompt_tokens = self._num_cached_tokens = 0
         arguments = engine_arguments(spec, on_cpu=self._on_cpu)
         gc.freeze()  # vLLM collects garbage five times as it starts, then freezes all: its modules need none of that
         try:
+            if self._on_cpu:
+                cache_no_states(arguments)
+            self._has_cache = bool(arguments.enable_prefix_caching)
             config = arguments.create_engine_config()
             if self._on_cpu and config.model_config.using_transformers_backend():
                 keep_transformers_classes()

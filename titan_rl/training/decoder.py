@@ -13,6 +13,10 @@ from titan_rl.training.attention.attention import Layout
 PREFIX = "causal."
 """Prefix of parameter names in a module of the transformers implementation."""
 
+READS_PARTS = "reads_weights_of_parts"
+"""Attribute of modules whose forward pass reads the weights of modules in them without calling these, so that hooks of
+these do not run."""
+
 
 class NameAdapter(Protocol):
     """Translation between the parameters of a module and the tensors of a Hugging Face folder."""

@@ -1,5 +1,5 @@
-"""Checks of a family with a tiny model of it: that its logprobs are those of transformers' own attention, and that
-packed sequences do not see each other. `titan_rl.run.machine.engine_check` compares an engine with it."""
+"""Checks of a family with a tiny model of it: that its logprobs are those of transformers' own layers, and that packed
+sequences do not see each other. `titan_rl.run.machine.engine_check` compares an engine with it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 import tempfile
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -78,6 +78,11 @@ def rounding_error(folder: Path, sequences: Sequence[Sequence[int]]) -> float:
     return max(float((rounded - exact).abs().max()) for rounded, exact in pairs)
 
 
+MOSTLY_ROUNDING = 0.01
+"""Gradients are compared relative to at least this part of the model's largest. Smaller ones are sums of larger terms
+that cancel, and are mostly rounding: gates of recurrent layers have gradients of a millionth of the largest."""
+
+
 def tolerances_of(device: torch.device) -> Tolerances:
     """Tolerances of a device."""
     return TOLERANCES.get(device.type, TOLERANCES["cuda"])
@@ -94,12 +99,20 @@ def check_family(folder: Path, implementation: Implementation = "auto") -> tuple
     tolerances = tolerances_of(policy.device)
     sequences = draw_sequences(40, 17, 33)
     with exact_products():
+        tolerance = logprob_tolerance(folder, sequences, tolerances.logprobs)
         return (
             Comparison(
                 "logprobs",
                 "the trainer's logprobs against transformers' eager forward pass in float64",
                 logprob_error(policy, folder, sequences),
-                logprob_tolerance(folder, sequences, tolerances.logprobs),
+                tolerance,
+                "nats",
+            ),
+            Comparison(
+                "leakage",
+                "logprobs of a sequence before and after the others in its row change",
+                leakage(policy),
+                tolerance,
                 "nats",
             ),
             Comparison(
@@ -193,16 +206,39 @@ def packing_error(policy: Policy) -> tuple[float, tuple[str, ...]]:
     packed = find_families(samples, 4 * CONTEXT)
     together = _gradients(policy, [packed])
     alone = _gradients(policy, [[Family((sample,))] for sample in samples], one_by_one=True)
-    errors: list[float] = []
-    frozen: list[str] = []
-    for name, expected in alone.items():
-        found = together[name]
-        if expected is None or found is None:
-            frozen.append(name)
-            continue
-        scale = float(expected.abs().max())
-        errors.append(float((found - expected).abs().max()) / max(scale, 1e-6))
-    return max(errors), tuple(frozen)
+    pairs = [(found, expected) for name, expected in alone.items() if (found := together[name]) is not None]
+    trained = [(found, expected) for found, expected in pairs if expected is not None]
+    frozen = tuple(name for name, expected in alone.items() if expected is None or together[name] is None)
+    scales = [float(expected.abs().max()) for _, expected in trained]
+    least = MOSTLY_ROUNDING * max(scales)
+    errors = [
+        float((found - expected).abs().max()) / max(scale, least)
+        for (found, expected), scale in zip(trained, scales, strict=True)
+    ]
+    return max(errors), frozen
+
+
+@torch.no_grad()
+def leakage(policy: Policy) -> float:
+    """Largest change of a sequence's logprobs when another sequence in its row changes, after a shared prompt or as a
+    whole. Only a model that carries something from one packed sequence to the next has more than rounding."""
+    samples = _samples()
+    expected = _logprobs_by_sample(policy, samples)
+    found: list[float] = []
+    for index, changed in enumerate(samples):
+        begin = changed.loss_mask.index(True) if changed.group_id == "shared" else 0
+        ids = [*changed.token_ids[:begin], *((token + 1) % VOCABULARY for token in changed.token_ids[begin:])]
+        others = [*samples[:index], replace(changed, token_ids=ids), *samples[index + 1 :]]
+        pairs = zip(_logprobs_by_sample(policy, others), expected, strict=True)
+        found += [float((new - old).abs().max()) for at, (new, old) in enumerate(pairs) if at != index]
+    return max(found)
+
+
+def _logprobs_by_sample(policy: Policy, samples: Sequence[TrainingSample]) -> list[torch.Tensor]:
+    batch = make_tensor_batch([find_families(samples, 4 * CONTEXT)], policy.device, policy.lay_out)
+    logprobs_N, _ = policy.logprobs(batch)
+    numbers = [batch.rollout_ids.index(sample.rollout_id) for sample in samples]
+    return [logprobs_N[batch.sequences_N == number] for number in numbers]
 
 
 def _samples() -> list[TrainingSample]:

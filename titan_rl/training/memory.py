@@ -160,6 +160,7 @@ def rank_memory(
         model.implementation,
         tensor_parallel=training.tensor_parallel,
         expert_parallel=training.expert_parallel,
+        context_parallel=training.context_parallel,
         has_adapter=training.adapter.is_on,
     )
     is_alone = training.num_ranks == 1

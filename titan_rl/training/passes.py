@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from titan_rl.core.errors import ModelError
+from titan_rl.training.attention.documents import Document, DocumentSequences
 from titan_rl.training.attention.variants import PLAIN, Variant, attend_by_scores
 from titan_rl.training.choices import ActivationCheckpointing, DType
 from titan_rl.training.decoder import DecoderModel
@@ -287,6 +288,9 @@ class ShapeLayout:
     def __init__(self, shape: MicroBatchShape) -> None:
         self._shape = shape
         self._masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = {}
+        context = min(shape.context, shape.tokens)
+        count, rest = divmod(shape.tokens, context)
+        self.sequences = DocumentSequences([Document(context)] * count + [Document(rest)] * bool(rest))
 
     def attend(
         self,

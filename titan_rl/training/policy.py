@@ -25,7 +25,7 @@ from titan_rl.training.attention.flex_attention import layout_blocks
 from titan_rl.training.choices import ActivationCheckpointing, Attention, DType, Implementation
 from titan_rl.training.data.packing import Family
 from titan_rl.training.data.sample import TrainingSample
-from titan_rl.training.decoder import DecoderModel, replay
+from titan_rl.training.decoder import READS_PARTS, DecoderModel, replay
 from titan_rl.training.device import local_device
 from titan_rl.training.models.choice import longest_context
 from titan_rl.training.models.hf_model import HFModel, read_hf_config
@@ -360,29 +360,35 @@ def rounded_weights(model: nn.Module, dtype: torch.dtype) -> Generator[None]:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 undone.callback(_keep_inputs(module))
-            if module._parameters:
-                rounded = _Rounded(dtype)
-                # After the hook that gathers the module's parameters, and before the one that frees them.
-                undone.callback(module.register_forward_pre_hook(rounded.enter).remove)
-                undone.callback(module.register_forward_hook(rounded.leave, prepend=True, always_call=True).remove)
+            for part in module.modules() if getattr(module, READS_PARTS, False) else [module]:
+                if part._parameters:
+                    rounded = _Rounded(part, dtype)
+                    # After the hook that gathers the module's parameters, and before the one that frees them.
+                    undone.callback(module.register_forward_pre_hook(rounded.enter).remove)
+                    undone.callback(module.register_forward_hook(rounded.leave, prepend=True, always_call=True).remove)
         yield
 
 
 class _Rounded:
-    """Hooks of a module that round its weights for the time of its forward pass."""
+    """Hooks that round the weights of a module for the time of a forward pass, its own or that of a module around it.
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    Args:
+        part: the module with the weights.
+    """
+
+    def __init__(self, part: nn.Module, dtype: torch.dtype) -> None:
+        self._part = part
         self._dtype = dtype
         self._own: dict[str, Any] = {}
 
-    def enter(self, module: nn.Module, _: Any) -> None:
-        self._own = dict(module._parameters)
+    def enter(self, *_: Any) -> None:
+        self._own = dict(self._part._parameters)
         for name, parameter in self._own.items():
             if parameter is not None:
-                module._parameters[name] = parameter.detach().to(self._dtype).float()  # pyright: ignore[reportArgumentType]
+                self._part._parameters[name] = parameter.detach().to(self._dtype).float()  # pyright: ignore[reportArgumentType]
 
-    def leave(self, module: nn.Module, *_: Any) -> None:
-        module._parameters.update(self._own)
+    def leave(self, *_: Any) -> None:
+        self._part._parameters.update(self._own)
         self._own = {}
 
 

@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from titan_rl.core.arrays import FREE_ROW, expert_rows
-from titan_rl.training.attention.attention import Document, Layout, layout_documents
+from titan_rl.training.attention.attention import Layout, layout_documents
+from titan_rl.training.attention.documents import Document
 from titan_rl.training.data.packing import Family
 from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.data.step_plan import MinibatchPlan

@@ -177,6 +177,7 @@ def describe_implementation(config: RunConfig) -> str:
         config.model.implementation,
         tensor_parallel=config.training.tensor_parallel,
         expert_parallel=config.training.expert_parallel,
+        context_parallel=config.training.context_parallel,
         has_adapter=config.training.adapter.is_on,
     )
     untried = chosen.name == "transformers" and hf.get("model_type") not in PROVED

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from titan_rl.training.attention.documents import MIN_FILL, Document, DocumentSequences
 from titan_rl.training.attention.variants import PLAIN, Variant, attend_by_scores
 
 # Earlier versions of torch have only the deprecated names.
@@ -153,18 +154,6 @@ class _SpreadEntries(torch.autograd.Function):
 FLASH_HEAD_DIM = 256
 """Most entries of a head that the flash kernel takes."""
 
-MIN_FILL = 0.75
-"""A bucket takes documents at least this long relative to its longest one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    """Consecutive tokens that attend to each other, and to a prefix of other tokens before them if there is one."""
-
-    length: int
-    prefix_start: int = 0
-    prefix_length: int = 0
-
 
 class Layout(Protocol):
     """Positions of the documents of a batch, and attention between their tokens."""
@@ -172,6 +161,11 @@ class Layout(Protocol):
     @property
     def share(self) -> TokenShare | None:
         """The tokens that this rank computes; None if it computes all."""
+        ...
+
+    @property
+    def sequences(self) -> DocumentSequences:
+        """The documents as sequences, for layers that are not attention."""
         ...
 
     def attend(
@@ -277,6 +271,7 @@ class DocumentLayout:
     token_of_slot: torch.Tensor  # [num_slots]
     slot_of_token: torch.Tensor  # [num_tokens]
     padded_slots: torch.Tensor  # [num_padded_slots]; they repeat token 0
+    sequences: DocumentSequences
     share: TokenShare | None = None
 
     def attend(
@@ -363,7 +358,12 @@ def layout_documents(
     token_of_slot[is_padded] = 0
     buckets = tuple(_bucket(bucket, share, device) for bucket in members)
     indices = (token_of_slot, slot_of_token, np.flatnonzero(is_padded))
-    return DocumentLayout(buckets, *(torch.from_numpy(each).to(device) for each in indices), share=share)
+    return DocumentLayout(
+        buckets,
+        *(torch.from_numpy(each).to(device) for each in indices),
+        sequences=DocumentSequences(documents, device),
+        share=share,
+    )
 
 
 def _padded(rows: Sequence[range]) -> NDArray[Any]:

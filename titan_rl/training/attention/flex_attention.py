@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, FlexKernelOptions, create_mask, flex_attention
 
 from titan_rl.core.errors import ConfigError
-from titan_rl.training.attention.attention import ContextRanks, Document, TokenShare, share_tokens
+from titan_rl.training.attention.attention import ContextRanks, TokenShare, share_tokens
+from titan_rl.training.attention.documents import Document, DocumentSequences
 from titan_rl.training.attention.variants import PLAIN, Variant
 
 BLOCK = 128
@@ -37,6 +38,7 @@ class BlockLayout:
     rank's tokens and the keys those of all ranks."""
 
     block_mask: BlockMask  # [1, 1, num_queries, num_keys]
+    sequences: DocumentSequences
     share: TokenShare | None = None
 
     def attend(
@@ -90,7 +92,7 @@ def layout_blocks(
         ranks: share the tokens; None if this rank has all.
     """
     num_tokens = sum(document.length for document in documents)
-    share = None
+    share, sequences = None, DocumentSequences(documents, device)
     queries_Q = keys_K = torch.arange(num_tokens)
     if ranks is not None:
         share = share_tokens(num_tokens, ranks, multiple_of=BLOCK, device=device)
@@ -108,7 +110,7 @@ def layout_blocks(
         mask_mod=_attends(documents, queries_Q, keys_K, device),
         seq_lengths=(len(queries_Q), len(keys_K)),
     )
-    return BlockLayout(block_mask.to(device), share)
+    return BlockLayout(block_mask.to(device), sequences, share)
 
 
 def _blocks(documents: Sequence[Document]) -> tuple[torch.Tensor, torch.Tensor]:

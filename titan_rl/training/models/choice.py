@@ -33,11 +33,13 @@ TORCHTITAN_ROPE: Mapping[str, tuple[str, ...]] = {
 
 PROVED = frozenset(
     {
-        "apertus", "arcee", "cohere", "cohere2", "deepseek_v3", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma",
-        "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt2", "gpt_neox", "gpt_oss", "granite",
-        "granitemoe", "helium", "hunyuan_v1_dense", "llama", "minimax_m2", "ministral3", "mistral", "mixtral",
-        "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "phimoe", "qwen2",
-        "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma",
+        "apertus", "arcee", "bamba", "cohere", "cohere2", "deepseek_v3", "ernie4_5", "ernie4_5_moe", "exaone4",
+        "falcon_h1", "falcon_mamba", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt2", "gpt_neox",
+        "gpt_oss", "granite", "granitemoe", "granitemoehybrid", "helium", "hunyuan_v1_dense", "jamba", "kimi_linear",
+        "lfm2", "lfm2_moe", "llama", "mamba", "mamba2", "minimax_m2", "ministral3", "mistral", "mixtral", "nanochat",
+        "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "phi", "phi3", "phimoe", "qwen2",
+        "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3",
+        "stablelm", "starcoder2", "vaultgemma",
     }
 )  # fmt: skip
 """Families, by `model_type`, whose transformers implementation the tests check. For any other family the trainer checks
@@ -67,36 +69,43 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_nu
 
 DIVIDED = frozenset(
     {
-        "deepseek_v3", "ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "minimax_m2", "mixtral", "olmoe", "phimoe",
-        "qwen2_moe", "qwen3_moe",
+        "deepseek_v3", "ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "granitemoehybrid", "jamba", "kimi_linear",
+        "lfm2_moe", "minimax_m2", "mixtral", "nemotron_h", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text",
+        "qwen3_moe", "qwen3_next",
     }
 )  # fmt: skip
 """Mixtures, by `model_type`, whose experts the tests divide over ranks in transformers' implementation."""
 
-_CARRIES = "layers of type {} have a recurrent state, which would carry over from one packed sequence to the next"
+RECURRENT: Mapping[str, str] = {
+    "bamba": "BambaMixer",
+    "falcon_h1": "FalconH1Mixer",
+    "falcon_mamba": "FalconMambaMixer",
+    "granitemoehybrid": "GraniteMoeHybridMambaLayer",
+    "jamba": "JambaMambaMixer",
+    "kimi_linear": "KimiLinearDeltaAttention",
+    "lfm2": "Lfm2ShortConv",
+    "lfm2_moe": "Lfm2MoeShortConv",
+    "mamba": "MambaMixer",
+    "mamba2": "Mamba2Mixer",
+    "nemotron_h": "NemotronHMamba2Mixer",
+    "olmo_hybrid": "OlmoHybridGatedDeltaNet",
+    "qwen3_5_moe_text": "Qwen3_5MoeGatedDeltaNet",
+    "qwen3_5_text": "Qwen3_5GatedDeltaNet",
+    "qwen3_next": "Qwen3NextGatedDeltaNet",
+}
+"""Families with layers that pass a state from token to token, by `model_type`, and the class of transformers that
+computes them: `recurrent.py` gives it one document at a time."""
+
+_UNDIVIDED = "its {} pass a state from token to token, and titan_rl does not compute them one document at a time"
 
 REFUSED: Mapping[str, str] = {
-    "bamba": _CARRIES.format("'mamba'"),
-    "falcon_h1": _CARRIES.format("'mamba'"),
-    "falcon_mamba": _CARRIES.format("'mamba'"),
-    "granitemoehybrid": _CARRIES.format("'mamba'"),
-    "jamba": _CARRIES.format("'mamba'"),
-    "mamba": _CARRIES.format("'mamba'"),
-    "mamba2": _CARRIES.format("'mamba'"),
-    "nemotron_h": _CARRIES.format("'mamba'"),
-    "zamba": _CARRIES.format("'mamba'"),
-    "zamba2": _CARRIES.format("'mamba'"),
-    "recurrent_gemma": _CARRIES.format("'recurrent'"),
-    "rwkv": _CARRIES.format("'rwkv'"),
-    "xlstm": _CARRIES.format("'xlstm'"),
-    "lfm2": _CARRIES.format("'conv'"),
-    "lfm2_moe": _CARRIES.format("'conv'"),
-    "qwen3_next": _CARRIES.format("'linear_attention'"),
-    "qwen3_5_text": _CARRIES.format("'linear_attention'"),
-    "qwen3_5_moe_text": _CARRIES.format("'linear_attention'"),
-    "kimi_linear": _CARRIES.format("'linear_attention'"),
-    "minimax": _CARRIES.format("'linear_attention'"),
-    "olmo_hybrid": _CARRIES.format("'linear_attention'"),
+    "minimax": _UNDIVIDED.format("lightning attentions"),
+    "recurrent_gemma": _UNDIVIDED.format("recurrent blocks"),
+    "rwkv": _UNDIVIDED.format("blocks"),
+    "xlstm": _UNDIVIDED.format("blocks"),
+    "zamba": "several of its layers share the parameters of one block",
+    "zamba2": "several of its layers share the parameters of one block",
+    "zaya": _UNDIVIDED.format("convolutions"),
     "gemma3n_text": "transformers computes its sparse activations and per-layer inputs outside the attention interface",
     "llama4_text": "chunked attention is not supported",
     "falcon": "its modeling code in transformers does not use the attention interface",
@@ -117,7 +126,8 @@ SIZES = (
 )  # fmt: skip
 """Fields of config.json that are numbers of at least 1 in every family that has them."""
 
-_STATEFUL = ("linear_attention", "conv", "mamba", "recurrent")
+STATEFUL = frozenset({"linear_attention", "conv", "mamba", "recurrent", "hybrid", "hybrid_sliding"})
+"""Types of layers with a recurrent state, in `layer_types` or `layers_block_type` of config.json."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +144,7 @@ def choose_implementation(
     *,
     tensor_parallel: int = 1,
     expert_parallel: int = 1,
+    context_parallel: int = 1,
     has_adapter: bool = False,
 ) -> ChosenImplementation:
     """Resolve `model.implementation`.
@@ -174,6 +185,11 @@ def choose_implementation(
         raise ModelError(
             f"training.tensor_parallel = {tensor_parallel}, and transformers' implementation of the model, {why}, "
             "does not split matrices; set training.tensor_parallel = 1 and use training.data_parallel"
+        )
+    if context_parallel > 1 and (family := hf.get("model_type")) in RECURRENT:
+        raise ModelError(
+            f"training.context_parallel = {context_parallel}, and model_type {family!r} has layers with a recurrent "
+            "state, which need all tokens of a document on one rank; set it to 1 and use training.data_parallel"
         )
     if expert_parallel > 1 and (family := hf.get("model_type")) not in DIVIDED:
         raise ModelError(
@@ -285,8 +301,11 @@ def transformers_refuses(hf: Mapping[str, Any]) -> str | None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         return f"its weights are quantized ({method}); save them in bfloat16 first"
     kinds = {*(hf.get("layer_types") or ()), *(hf.get("layers_block_type") or ())}
-    if found := sorted(kinds.intersection(_STATEFUL)):
-        return _CARRIES.format(repr(found[0]))
+    if name not in RECURRENT and (found := sorted(STATEFUL.intersection(kinds))):
+        return (
+            f"layers of type {found[0]!r} have a recurrent state, and titan_rl does not know the module that computes "
+            f"it in model_type {name!r}; only those of {', '.join(sorted(RECURRENT))}"
+        )
     rope = _rope(hf)
     if rope.get("rope_type", rope.get("type")) == "dynamic":
         return "rope type 'dynamic' turns the tokens of a sequence by its length, which changes as it grows"

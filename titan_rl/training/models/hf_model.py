@@ -91,6 +91,7 @@ class HFModel:
             implementation,
             tensor_parallel=world.tensor_parallel,
             expert_parallel=world.expert_parallel,
+            context_parallel=world.context_parallel,
             has_adapter=adapter is not None,
         )
         self.decoder: DecoderModel

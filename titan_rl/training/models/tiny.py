@@ -17,6 +17,15 @@ VOCABULARY = 128
 WINDOW = 8
 HEADS = 4
 HEAD_DIM = 32
+STATE = 16
+"""Entries of the state of a Mamba layer by channel."""
+
+CHUNK = 16
+"""Tokens of a chunk of a Mamba layer: fewer than a document has, so that a state passes from chunk to chunk."""
+
+INITIALIZER_RANGE = 0.02
+"""Most standard deviation of random weights. With larger ones logits are large, and so is their rounding."""
+
 POSITIONS = 2048
 TRAINED_POSITIONS = 512
 """Positions of the training that a scaled rotary embedding extends."""
@@ -41,16 +50,38 @@ _SIZES: Mapping[str, int] = {
     "qk_nope_head_dim": HEAD_DIM,
     "qk_rope_head_dim": HEAD_DIM,
     "v_head_dim": HEAD_DIM,
+    "linear_key_head_dim": HEAD_DIM,
+    "linear_value_head_dim": HEAD_DIM,
+    "linear_head_dim": HEAD_DIM,
+    "linear_num_heads": HEADS,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": HEADS,
+    "mamba_d_state": STATE,
+    "ssm_state_size": STATE,
+    "state_size": STATE,
+    "mamba_dt_rank": 8,
+    "time_step_rank": 8,
+    "mamba_chunk_size": CHUNK,
+    "chunk_size": CHUNK,
 }
 """Values of a tiny config, for fields in which a config has a number."""
 
-_HIDDEN = ("hidden_size", "n_embd", "word_embed_proj_dim")
+_HIDDEN = ("hidden_size", "n_embd", "word_embed_proj_dim", "block_dim", "conv_dim", "conv_dim_out")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
 _FIRST_LAYERS = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
 """Numbers of layers before the first mixture."""
 
-_STEPS = ("interleave_moe_layer_step", "decoder_sparse_step", "moe_layer_interval")
-"""Periods of mixtures among the layers."""
+_STEPS = (
+    "interleave_moe_layer_step", "decoder_sparse_step", "moe_layer_interval", "expert_layer_period",
+    "attn_layer_period",
+)  # fmt: skip
+"""Periods of mixtures, and of attention, among the layers."""
+
+_STATE_HEADS = (("mamba_n_heads", "mamba_d_head"), ("mamba_num_heads", "mamba_head_dim"), ("num_heads", "head_dim"))
+"""Numbers of heads of Mamba layers, and their sizes."""
+
+_LAYER_LISTS = ("mlp_only_layers", "attn_layer_indices")
+"""Lists of the indices of layers of a kind."""
 
 
 def tiny_config(config: Any, **fields: Any) -> Any:
@@ -66,14 +97,19 @@ def tiny_config(config: Any, **fields: Any) -> Any:
     that they share keys. Layer types of 5 sliding windows and 1 full attention, repeated, become 6 layers.
     """
     tiny = deepcopy(config)
-    old_head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for name, value in _SIZES.items():
         if _number(tiny, name):
             setattr(tiny, name, value)
+    if (found := getattr(tiny, "initializer_range", None)) is not None:
+        tiny.initializer_range = min(INITIALIZER_RANGE, found)
     if getattr(tiny, "head_dim", HEAD_DIM) is None:
         tiny.head_dim = HEAD_DIM
-    _shrink_heads(tiny, config, old_head_dim)
     _shrink_widths(tiny)
+    if getattr(config, "num_attention_heads", None) is None:
+        tiny.hidden_size = HEADS * HEAD_DIM
+    else:
+        _shrink_heads(tiny, config)
+    _shrink_states(tiny)
     _shrink_experts(tiny)
     _shorten(tiny, config)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
@@ -94,9 +130,10 @@ def _number(config: Any, name: str) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
 
-def _shrink_heads(tiny: Any, config: Any, old_head_dim: int) -> None:
+def _shrink_heads(tiny: Any, config: Any) -> None:
     """Shrink heads so that queries share keys in the same ratio, up to 4, and that all heads together are as wide as
     the hidden states only if they were."""
+    old_head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     if kv_heads in (None, 1, heads):
         tiny.num_attention_heads = HEADS
@@ -112,6 +149,24 @@ def _shrink_heads(tiny: Any, config: Any, old_head_dim: int) -> None:
     for name in ("query_pre_attn_scalar", "rotary_dim"):
         if found := getattr(tiny, name, None):
             setattr(tiny, name, max(2, int(found * HEAD_DIM / old_head_dim)))
+
+
+def _shrink_states(tiny: Any) -> None:
+    """Shrink Mamba layers, whose heads together have a multiple of the entries of the hidden states."""
+    width = (_number(tiny, "mamba_expand") or _number(tiny, "expand")) * tiny.hidden_size
+    if not width:
+        return
+    if _number(tiny, "mamba_d_ssm"):
+        tiny.mamba_d_ssm = width
+    for heads, size in _STATE_HEADS:
+        if _number(tiny, heads):
+            setattr(tiny, heads, width // HEAD_DIM)
+            setattr(tiny, size, HEAD_DIM)
+    for name in ("n_groups", "mamba_n_groups"):
+        if found := _number(tiny, name):
+            setattr(tiny, name, min(2, found))
+    if getattr(tiny, "num_attention_heads", None) is None and _number(tiny, "intermediate_size"):
+        tiny.intermediate_size = width  # not of a feed-forward layer
 
 
 def _shrink_widths(tiny: Any) -> None:
@@ -141,10 +196,10 @@ def _shorten(tiny: Any, config: Any) -> None:
     total: int = config.num_hidden_layers
     lists = {name: value for name, value in vars(tiny).items() if isinstance(value, list) and len(value) == total}
     bounds = {name: found for name in _FIRST_LAYERS if (found := _number(tiny, name))}
-    dense: list[int] | None = getattr(tiny, "mlp_only_layers", None)
+    listed = {name: found for name in _LAYER_LISTS if isinstance(found := getattr(tiny, name, None), list | tuple)}
     kinds = [
         (*(repr(value[layer]) for value in lists.values()), *(layer < found for found in bounds.values()),
-         layer in (dense or ()))
+         *(layer in found for found in listed.values()))
         for layer in range(total)
     ]  # fmt: skip
     firsts = sorted({kinds.index(kind) for kind in kinds})
@@ -157,8 +212,8 @@ def _shorten(tiny: Any, config: Any) -> None:
         bounds["max_window_layers"] = windows_begin
     for name, found in bounds.items():
         setattr(tiny, name, sum(layer < found for layer in kept))
-    if dense is not None:
-        tiny.mlp_only_layers = [new for new, layer in enumerate(kept) if layer in dense]
+    for name, value in listed.items():
+        setattr(tiny, name, [new for new, layer in enumerate(kept) if layer in value])
     if _number(tiny, "moe_layer_end_index") > 0:
         tiny.moe_layer_end_index = len(kept) - 1
     tiny.num_hidden_layers = len(kept)
@@ -197,7 +252,7 @@ def make_tiny(config: Any, folder: Path, *, seed: int = 0) -> Path:
                     elif parameter.numel() > 1:
                         parameter.add_(torch.randn_like(parameter), alpha=0.1)  # biases are zero, and norms all alike
                 for name, buffer in model.named_buffers():
-                    if name.endswith("correction_bias"):
+                    if name.endswith(("correction_bias", "expert_bias")):
                         buffer.add_(torch.randn_like(buffer), alpha=0.05)
             model.save_pretrained(folder)
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, IndexError) as error:

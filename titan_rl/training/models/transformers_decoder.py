@@ -33,10 +33,11 @@ from titan_rl.core.errors import ModelError, in_one_line
 from titan_rl.training.attention.attention import Layout
 from titan_rl.training.attention.variants import PLAIN, Variant
 from titan_rl.training.decoder import PREFIX
-from titan_rl.training.models.choice import is_longrope, longest_context
+from titan_rl.training.models.choice import STATEFUL, is_longrope, longest_context
 from titan_rl.training.models.expert_parallel import ExpertsOnRanks, shard_experts
 from titan_rl.training.models.experts import FREE
 from titan_rl.training.models.lora import adapt_layers
+from titan_rl.training.models.recurrent import divide_mixers
 from titan_rl.training.selected_logprobs import capped, selected_logprobs
 from titan_rl.training.settings import AdapterConfig
 
@@ -313,10 +314,11 @@ class TransformersDecoder:
         self._layout = CurrentLayout()
         for module in causal.modules():
             module.current_layout = self._layout
+        divide_mixers(causal, self._layout)
         self.module = _HiddenStates(causal)
         self._causal = causal
         self.vocab_size: int = config.vocab_size
-        heads = config.num_attention_heads
+        heads = getattr(config, "num_attention_heads", None) or 1  # none in a model without attention
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
         self.has_variants = _has_variants(config)
         head_name = next((each for each, module in causal.named_modules() if module is self.head), None)
@@ -442,6 +444,7 @@ def _plug_head(causal: Any, config: Any) -> ScoringHead:
     if not isinstance(layer, nn.Linear):
         raise ModelError(f"{type(causal).__name__} of transformers has no linear output layer; it cannot be trained")
     scale = float(getattr(config, "logit_scale", None) or 1.0)  # Cohere multiplies
+    scale *= float(getattr(config, "lm_head_multiplier", None) or 1.0)  # and Falcon-H1
     scale /= float(getattr(config, "logits_scaling", None) or 1.0)  # Granite divides
     head = ScoringHead(layer, scale=scale, softcap=getattr(config, "final_logit_softcapping", None))
     causal.set_output_embeddings(head)
@@ -450,7 +453,7 @@ def _plug_head(causal: Any, config: Any) -> ScoringHead:
 
 def _has_variants(config: Any) -> bool:
     kinds = getattr(config, "layer_types", None) or ()
-    has_windows = any(kind != "full_attention" for kind in kinds) or (
+    has_windows = any(kind == "hybrid_sliding" or kind not in (*STATEFUL, "full_attention") for kind in kinds) or (
         not kinds and getattr(config, "sliding_window", None) is not None
     )
     return has_windows or bool(getattr(config, "attn_logit_softcapping", None)) or config.model_type == "gpt_oss"

@@ -243,11 +243,15 @@ def sgd(parameters: NamedParameters, spec: OptimizerSpec) -> Optimizer:
 
 def muon(parameters: NamedParameters, spec: OptimizerSpec) -> list[Optimizer]:
     """Muon with the momentum `betas[0]` for the matrices of the layers, and AdamW for the rest: embeddings, the head,
-    norms, and experts, which are stacks of matrices.
+    norms, experts, which are stacks of matrices, and the decays of Mamba's states.
 
     Updates of a matrix are about as large as with AdamW at the same learning rate (arXiv:2502.16982, eq. 4).
     """
-    matrices = [(name, p) for name, p in parameters if _is_of_a_layer(name) and p.ndim == 2]
+    matrices = [
+        (name, p)
+        for name, p in parameters
+        if _is_of_a_layer(name) and p.ndim == 2 and not name.endswith(".A_log")  # which multiplies no vector
+    ]
     names = {name for name, _ in matrices}
     return [
         torch.optim.Muon(

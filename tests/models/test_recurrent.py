@@ -1,0 +1,109 @@
+"""Families whose layers pass a state from token to token: packed sequences do not see each other, and a layer that is
+not divided into documents is found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
+
+import torch
+from models.families import make_family
+from models.steps import make
+
+from titan_rl.core.errors import ModelError
+from titan_rl.training import family_check
+from titan_rl.training.family_check import check_family, draw_sequences, leakage, packing_error
+from titan_rl.training.models import choice, recurrent, transformers_decoder
+from titan_rl.training.parallel import World
+from titan_rl.training.policy import Policy, score
+
+TOLERANCE = 2e-5
+
+
+@pytest.fixture(params=["qwen3_next", "lfm2", "mamba2"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return make_family(request.param, tmp_path / "model")
+
+
+@pytest.fixture
+def lfm2(tmp_path: Path) -> Path:
+    return make_family("lfm2", tmp_path / "model")
+
+
+def policy_of(folder: Path, **settings: Any) -> Policy:
+    return Policy(folder, World(), max_context=128, row_tokens=512, **settings)
+
+
+def test_packed_sequences_have_the_logprobs_and_gradients_of_each_alone(folder: Path) -> None:
+    policy = policy_of(folder)
+    sequences = draw_sequences(40, 17, 64, 33)
+    together = score(policy, World(), sequences, max_context=128)
+    for found, sequence in zip(together, sequences, strict=True):
+        (alone,) = score(policy, World(), [sequence], max_context=128)
+        assert found == pytest.approx(alone, abs=TOLERANCE)
+    assert leakage(policy) < TOLERANCE
+    error, frozen = packing_error(policy)  # of sequences that share a prompt, too
+    assert error < 1e-4
+    assert not frozen
+
+
+def test_flex_attention_divides_the_layers_too(lfm2: Path) -> None:
+    error, _ = packing_error(policy_of(lfm2, attention="flex"))
+    assert error < 1e-4
+
+
+def test_layers_that_are_not_divided_into_documents_are_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers_decoder, "divide_mixers", lambda *_: None)
+    logprobs, leaked, gradients = check_family(folder)
+    assert leaked.difference > 10 * leaked.tolerance
+    assert not logprobs.holds
+    assert not gradients.holds
+
+
+def test_a_family_without_tests_that_leaks_is_refused_before_it_trains(
+    lfm2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(family_check, "PROVED", frozenset[str]())
+    make(lfm2)
+    monkeypatch.setattr(transformers_decoder, "divide_mixers", lambda *_: None)
+    with pytest.raises(ModelError, match=r"model_type 'lfm2', which cannot be trained: a tiny model of it was tried"):
+        make(lfm2)
+
+
+def test_a_module_with_a_state_that_is_not_known_is_refused_by_its_name(
+    lfm2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recurrent, "RECURRENT", {"lfm2": "AnotherName"})
+    with pytest.raises(ModelError, match=r"model\.layers\.0\.conv\.conv of model_type 'lfm2', a Conv1d"):
+        policy_of(lfm2)
+    monkeypatch.setattr(choice, "RECURRENT", dict[str, str]())
+    with pytest.raises(ModelError, match=r"layers of type 'conv' have a recurrent state, and titan_rl does not know"):
+        policy_of(lfm2)
+
+
+def test_values_of_tokens_that_would_not_be_divided_are_refused(lfm2: Path) -> None:
+    mixer: Any = next(
+        module for module in policy_of(lfm2).model.modules() if type(module).__name__ == choice.RECURRENT["lfm2"]
+    )
+    with pytest.raises(ModelError, match="passes attention_mask to Lfm2ShortConv, which the library does not divide"):
+        mixer(torch.zeros(1, 4, 256), attention_mask=torch.ones(1, 4))
+
+
+def test_published_weights_are_scored_with_convolutions_that_are_rounded_too(lfm2: Path) -> None:
+    policy = policy_of(lfm2, dtype="bfloat16")
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            parameter.copy_(parameter.bfloat16() if ".conv.conv." not in name else parameter)
+    sequences = draw_sequences(40)
+    with policy.as_published():
+        (found,) = score(policy, World(), sequences, max_context=128)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    with policy.as_published():
+        (expected,) = score(policy, World(), sequences, max_context=128)
+    assert found == expected
