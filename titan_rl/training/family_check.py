@@ -80,7 +80,7 @@ def rounding_error(folder: Path, sequences: Sequence[Sequence[int]]) -> float:
 
 MOSTLY_ROUNDING = 0.01
 """Gradients are compared relative to at least this part of the model's largest. Smaller ones are sums of larger terms
-that cancel, and are mostly rounding: gates of recurrent layers have gradients of a millionth of the largest."""
+that cancel, and are mostly rounding, as those of keys' biases are, which change no attention."""
 
 
 def tolerances_of(device: torch.device) -> Tolerances:

@@ -24,7 +24,8 @@ CHUNK = 16
 """Tokens of a chunk of a Mamba layer: fewer than a document has, so that a state passes from chunk to chunk."""
 
 INITIALIZER_RANGE = 0.02
-"""Most standard deviation of random weights. With larger ones logits are large, and so is their rounding."""
+"""Most standard deviation of the weights of models with Mamba layers. With their own, five times as large, logits are
+large, and so is their rounding."""
 
 POSITIONS = 2048
 TRAINED_POSITIONS = 512
@@ -100,8 +101,6 @@ def tiny_config(config: Any, **fields: Any) -> Any:
     for name, value in _SIZES.items():
         if _number(tiny, name):
             setattr(tiny, name, value)
-    if (found := getattr(tiny, "initializer_range", None)) is not None:
-        tiny.initializer_range = min(INITIALIZER_RANGE, found)
     if getattr(tiny, "head_dim", HEAD_DIM) is None:
         tiny.head_dim = HEAD_DIM
     _shrink_widths(tiny)
@@ -156,6 +155,7 @@ def _shrink_states(tiny: Any) -> None:
     width = (_number(tiny, "mamba_expand") or _number(tiny, "expand")) * tiny.hidden_size
     if not width:
         return
+    tiny.initializer_range = min(INITIALIZER_RANGE, tiny.initializer_range)
     if _number(tiny, "mamba_d_ssm"):
         tiny.mamba_d_ssm = width
     for heads, size in _STATE_HEADS:
