@@ -165,10 +165,13 @@ async def test_as_many_as_settings_name_stay_whoever_leaves(tmp_path: Path) -> N
         assert len(await worker_hosts(cluster.supervisor, 2)) == 2
 
 
-async def test_groups_outlive_any_number_of_hosts_and_not_of_deaths() -> None:
-    """A worker whose host goes is not to blame for its group."""
-    pool = WorkerPool(max_attempts=2)
-    ends = [True, True, True, False, False]  # whether the host is to blame
+async def play_in_workers_that_die(pool: WorkerPool, excused: Sequence[bool]) -> None:
+    """Play a group in workers each of which dies under it.
+
+    Args:
+        excused: For each, whether its host goes. The last death must end the group.
+    """
+    ends = list(excused)
 
     class Dies:
         def __init__(self) -> None:
@@ -194,3 +197,13 @@ async def test_groups_outlive_any_number_of_hosts_and_not_of_deaths() -> None:
     with pytest.raises(ActorDiedError, match="rollout-worker-0 died: gone"):
         await pool.of("sums").run_group(requests(), {}, **play)
     assert ends == []
+
+
+async def test_groups_outlive_any_number_of_hosts_and_not_of_deaths() -> None:
+    """A worker whose host goes is not to blame for its group."""
+    await play_in_workers_that_die(WorkerPool(max_attempts=2), [True, True, True, False, False])
+
+
+async def test_a_group_outlives_as_many_workers_as_a_run_replaces(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, HostsConfig(max_respawns=5), num_workers=1)
+    await play_in_workers_that_die(cluster.processes.workers, [False] * 6)

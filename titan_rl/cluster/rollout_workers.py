@@ -264,7 +264,8 @@ class WorkerPool:
     """Runs each group in the worker with the fewest rollouts. A group whose worker dies is run again in another.
 
     Args:
-        max_attempts: workers that may die under one group. One whose host goes does not count.
+        max_attempts: workers that may die under one group. One whose host goes does not count. Several that die at
+            the same time may all count, even if only one of them ran the group, so a run allows as many as may die.
         wait_s: how long a group waits for a worker when there is none.
     """
 

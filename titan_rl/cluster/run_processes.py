@@ -83,7 +83,7 @@ class RunProcesses(GeneratorProcesses):
             adapters=adapter_specs(config),
         )
         self.training: TrainerProcesses
-        self.workers = WorkerPool(wait_s=config.hosts.wait_s)
+        self.workers = WorkerPool(max_attempts=config.hosts.max_respawns + 1, wait_s=config.hosts.wait_s)
         self._config_path = files.config
         self._began_with = files.model
         self._service = service
