@@ -164,7 +164,7 @@ async def test_the_adapter_that_was_at_work_at_each_death_is_stopped_alone() -> 
     for at_work in ({"sort", "sum"}, {"sort"}, {"sort", "sum"}):
         routers.note_death(frozenset(at_work))
     assert routers.stop_cause("generator-0 died: was killed by SIGKILL") == "sort"
-    with pytest.raises(ActorDiedError, match="SIGKILL; at each of these deaths generators worked for this adapter"):
+    with pytest.raises(ActorDiedError, match="SIGKILL; 3 times a generator that worked for this adapter has died"):
         await stops["sort"]
     assert not stops["sum"].done()
     assert not routers.by_adapter["sort"].replicas, "none of its requests reaches a generator any more"

@@ -119,11 +119,11 @@ class AdapterRouters:
         if len(self._deaths.suspects) != 1 or not (suspects := self._stoppable(self._deaths.suspects)):
             return None
         (adapter,) = suspects
-        self._deaths = GeneratorDeaths()
+        count, self._deaths = self._deaths.count, GeneratorDeaths()
         self._stopped.add(adapter)
         for replica in (router := self.by_adapter[adapter]).replicas:  # a last request would end another generator
             router.remove_replica(replica.name)
-        error = ActorDiedError(f"{why}; at each of these deaths generators worked for this adapter")
+        error = ActorDiedError(f"{why}; {count} times a generator that worked for this adapter has died")
         self._failures.pop(adapter).set_exception(error)
         return adapter
 

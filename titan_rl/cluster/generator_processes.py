@@ -287,9 +287,9 @@ class GeneratorProcesses(SupervisedProcesses):
         if replaced:
             self._tell(f"{remote.name} died: {remote.reason}; starting another{count}")
             return
-        died = f"{remote.name} died: {remote.reason}{count}; its log is {log}"
-        if routers is None or (adapter := routers.stop_cause(died)) is None:
-            raise ActorDiedError(died)
+        adapter = routers and routers.stop_cause(f"{remote.name} died: {remote.reason}; its log is {log}")
+        if adapter is None:
+            raise ActorDiedError(f"{remote.name} died: {remote.reason}{count}; its log is {log}")
         self._respawns.reset(role)
         self._tell(f"{remote.name} died: {remote.reason}; starting another, without the adapter {adapter}")
 
