@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import titan_rl
-from titan_rl.config.changes import check_unchanged, settings_of
+from titan_rl.config.changes import check_options, check_unchanged, settings_of
 from titan_rl.config.load import dump_config, given_config, load_config
 from titan_rl.config.run import RunConfig
 from titan_rl.core.errors import ConfigError
@@ -82,6 +82,16 @@ def test_a_resumed_run_may_change_the_steps_of_an_adapter_and_not_its_rank(tmp_p
         check_unchanged(changed, made_with, source=tmp_path)
 
 
+def test_a_setting_that_an_adapter_has_from_the_run_is_compared_with_that_when_the_run_goes_on(tmp_path: Path) -> None:
+    dumped = dump_config(load(tmp_path))
+    rank = load(tmp_path).experiments["plain"].training.adapter.rank
+    same = load(tmp_path, dumped, adapters__plain__training__adapter__rank=str(rank))
+    check_options(same, load(tmp_path, dumped))
+    changed = load(tmp_path, dumped, adapters__plain__training__adapter__rank="7")
+    with pytest.raises(ConfigError, match=rf"adapters.plain.training.adapter.rank is 7, and the run has {rank}: these"):
+        check_options(changed, load(tmp_path, dumped))
+
+
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
@@ -119,6 +129,15 @@ def test_a_resumed_run_may_change_the_steps_of_an_adapter_and_not_its_rank(tmp_p
             {"adapters__other__lr": "1e-3"},
             "command line: adapters.other.lr = 0.001 is not a setting; nearest: adapters.other.training.lr$",
         ),
+        (
+            {"adapters__other__rank": "4"},
+            "command line: adapters.other.rank = 4 is not a setting; nearest: adapters.other.training.adapter.rank$",
+        ),
+        (
+            {"adapters__other__generation__adapter_swap": "pinned"},
+            r"other.generation: only settings of \[training\] may differ between adapters; set generation",
+        ),
+        ({"adapters__other__seed": "3"}, "adapters.other.seed: only settings of"),
         (
             {"adapters__other__tasks": "long"},
             r"other.tasks = 'long' must be a list; in brackets: \[\"long\"\]$",

@@ -164,6 +164,28 @@ class Filters(Say):
     def drop_reason(self, group): return group.absent
 
 def broken_loss(tokens, clip): raise ValueError("no loss")
+
+def broken_advantage(rewards): raise ValueError("no advantage")
+"""
+
+ADAPTERS = """
+[model]
+path = "policy"
+[training]
+adapter.rank = 2
+[[tasks]]
+name = "say"
+type = "say_task:Say"
+[[tasks]]
+name = "shows"
+type = "say_task:Shows"
+[[adapters]]
+name = "first"
+tasks = ["say"]
+[[adapters]]
+name = "second"
+tasks = ["say", "shows"]
+training = { TRAINING }
 """
 
 
@@ -250,6 +272,36 @@ def test_a_policy_that_teaches_itself_is_given_its_first_messages(dry_run, task:
     code, told = dry_run(task, "--training.algorithm", "distillation", "--training.teacher", "self")
     assert code == 1
     assert says in told
+
+
+@pytest.fixture
+def dry_run_of_adapters(dry_run, capsys: pytest.CaptureFixture[str]):
+    def run(training: str) -> tuple[int, str]:
+        """Exit code, and what is on standard error.
+
+        Args:
+            training: of the second adapter.
+        """
+        Path("say.toml").write_text(ADAPTERS.replace("TRAINING", training))
+        code = main(["train", "say.toml", "--dry-run"])
+        return code, capsys.readouterr().err
+
+    return run
+
+
+def test_a_task_that_adapters_share_is_played_once(dry_run_of_adapters):
+    code, told = dry_run_of_adapters('advantage = "group_mean"')
+    assert code == 0
+    assert (told.count("say: the first prompt"), told.count("shows: the first prompt")) == (1, 1)
+
+
+def test_a_loss_and_an_advantage_of_one_adapter_are_called_too(dry_run_of_adapters):
+    code, told = dry_run_of_adapters('loss = "say_task:broken_loss"')
+    assert code == 1
+    assert "error: adapters.second: training.loss = 'say_task:broken_loss' on four tokens of two sequences" in told
+    code, told = dry_run_of_adapters('advantage = "say_task:broken_advantage"')
+    assert code == 1
+    assert "no advantage" in told
 
 
 def test_a_loss_of_ones_own_is_called_once(dry_run):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from titan_rl.run import launch
 from titan_rl.run.directory import RunDirectory
 from titan_rl.run.experiments import Experiment, ExperimentMessages
 from titan_rl.run.observability.summary import RunSummary
+from titan_rl.run.session import begin_run
 
 SEVERAL = "examples/alphabet_sort/several.toml"
 
@@ -120,3 +121,26 @@ def test_an_adapter_that_fails_and_loses_its_last_save_names_its_step_and_the_sa
     (run / "adapters" / "grpo" / "checkpoints" / "step-000003").mkdir()
     assert experiment.failed() == "failed at step 3, and the others continue: the disk is gone"
     assert messages.stopped().startswith("stopped; what each adapter has trained is saved; to continue")
+
+
+def test_a_run_whose_adapters_are_all_finished_is_not_resumed_and_one_with_steps_left_is(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load_config(SEVERAL, [("model.path", str(BASE))])
+    begin_run(config, RunDirectory(run))
+    for name, experiment in config.experiments.items():
+        folder = RunDirectory(run / "adapters" / name)
+        folder.write_config(experiment)
+        state = begin_run(experiment, folder).state
+        checkpoint = folder.checkpoints / f"step-{experiment.training.steps:06}"
+        checkpoint.mkdir()
+        replace(state, step=experiment.training.steps).write(checkpoint)
+        folder.export.mkdir()
+    for more in ([], ["--dry-run"]):
+        assert main(["train", "--resume", str(run), *more]) == 1
+        told = capsys.readouterr().err
+        assert f"{run}: all adapters have trained all their steps; give one of them more, for example with " in told
+        assert "--adapters.grpo.training.steps 160" in told
+    damaged = run / "adapters" / "rank_8" / "checkpoints" / "step-000040"
+    assert main(["train", "--resume", str(run), "--dry-run", "--adapters.rank_8.training.steps", "41"]) == 1
+    assert f"{damaged} has no checksums.json" in capsys.readouterr().err

@@ -114,7 +114,7 @@ def _dry_run(config: RunConfig, resume: Path | None, arguments: argparse.Namespa
     else:
         from titan_rl.run.session import check_resumption
 
-        for loss in check_resumption(config, resume).losses:
+        for loss in check_resumption(config, resume):
             tell(f"titan-rl: {loss}")
     say(dump_config(config, with_defaults=verbosity_of(arguments) is Verbosity.VERBOSE))
     tell(f"titan-rl: {describe_transport(config)}")
@@ -182,7 +182,7 @@ def _rehearse(config: RunConfig) -> int:
     Returns:
         exit code: 1 where something is wrong that would fail a run.
     """
-    from titan_rl.run.rehearsal import describe, problem_of_loss, rehearse
+    from titan_rl.run.rehearsal import describe, problems_of_losses, rehearse
 
     try:
         rehearsals = rehearse(config, StderrConsole())
@@ -192,9 +192,9 @@ def _rehearse(config: RunConfig) -> int:
     for rehearsal in rehearsals:
         for line in describe(rehearsal, config.model.max_context):
             tell(line)
-    loss = problem_of_loss(config)
-    if loss is not None:
-        tell(f"error: {loss}")
+    losses = problems_of_losses(config)
+    for problem in losses:
+        tell(f"error: {problem}")
     for name in {source.name for source in config.tasks} - {rehearsal.task for rehearsal in rehearsals}:
         tell(f"{name}: not run: the programs of agents are not started in a dry run")
-    return 1 if loss is not None or any(rehearsal.problems for rehearsal in rehearsals) else 0
+    return 1 if losses or any(rehearsal.problems for rehearsal in rehearsals) else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from pydantic import Field, ValidationError
@@ -17,7 +17,7 @@ from titan_rl.core.errors import ConfigError
 from titan_rl.core.settings import Section
 from titan_rl.rollout.settings import RolloutConfig
 from titan_rl.scheduling.settings import SchedulingConfig
-from titan_rl.training.settings import TrainingConfig
+from titan_rl.training.settings import AdapterConfig, TrainingConfig
 
 
 class AdapterRun(Section):
@@ -53,11 +53,12 @@ class AdapterRun(Section):
                 yield problem
 
 
-def load_adapters(tables: dict[str, Any], origins: Origins) -> None:
+def load_adapters(tables: dict[str, Any], origins: Origins, common: Container[str]) -> None:
     """Make the adapters of `[[adapters]]`, in place.
 
     Args:
         tables: Those of adapters by their names.
+        common: Names of the settings of a run.
 
     Raises:
         ConfigError: A setting is wrong, or options or arguments name an adapter that the files do not have.
@@ -69,7 +70,19 @@ def load_adapters(tables: dict[str, Any], origins: Origins) -> None:
         raise ConfigError(f"{origins.of('adapters')}: adapters = {adapters!r} must be tables, each under [[adapters]]")
     by_name = cast("dict[str, Any]", adapters)
     complete = [name for name, table in by_name.items() if isinstance(table, dict) and "tasks" in table]
+    for name, table in by_name.items():
+        if isinstance(table, dict):
+            _check_own(f"adapters.{name}", cast("dict[str, Any]", table), origins, common)
     tables["adapters"] = [_load_adapter(name, table, complete, origins) for name, table in by_name.items()]
+
+
+def _check_own(prefix: str, table: Mapping[str, Any], origins: Origins, common: Container[str]) -> None:
+    for key in table:
+        if key in common and key not in AdapterRun.model_fields:
+            raise ConfigError(
+                f"{origins.of(f'{prefix}.{key}')}: {prefix}.{key}: only settings of [training] may differ between "
+                f"adapters; set {key} for the whole run"
+            )
 
 
 def _load_adapter(name: str, table: Any, complete: Sequence[str], origins: Origins) -> AdapterRun:
@@ -89,6 +102,7 @@ def _load_adapter(name: str, table: Any, complete: Sequence[str], origins: Origi
         return AdapterRun.model_validate(without_unset(AdapterRun, fields))
     except ValidationError as error:
         beside = [f"training.{field}" for field in TrainingConfig.model_fields]
+        beside += [f"training.adapter.{field}" for field in AdapterConfig.model_fields]
         raise ConfigError(explain(error, AdapterRun, origins, prefix, beside)) from None
 
 

@@ -109,9 +109,9 @@ def check_options(config: RunConfig, earlier: RunConfig) -> None:
     """
     now, before = settings_of(config), settings_of(earlier)
     changed = [
-        f"--{_shown(config, name)} is {_told(now.get(name))}, and the run has {_told(before.get(name))}"
+        f"--{_shown(config, name)} is {_told(_value(now, name))}, and the run has {_told(_value(before, name))}"
         for name in {**before, **now}
-        if _told(now.get(name)) != _told(before.get(name))
+        if _told(_value(now, name)) != _told(_value(before, name))
     ]
     if changed:
         allowed = ", ".join(
@@ -124,10 +124,22 @@ def check_options(config: RunConfig, earlier: RunConfig) -> None:
         )
 
 
+def _value(settings: Mapping[str, Any], key: str) -> Any:
+    """A setting; for one of an adapter that its table leaves out, that of [training]."""
+    if key not in settings and key.startswith("adapters."):
+        key = _own_key(key)
+    return settings.get(key)
+
+
+def _own_key(key: str) -> str:
+    """Name of the run's setting that `adapters.NAME.KEY` replaces."""
+    return ".".join(key.split(".")[2:])
+
+
 def is_resumable(key: str) -> bool:
     """Whether a setting may change when a run is resumed."""
     if key.startswith("adapters."):
-        key = ".".join(key.split(".")[2:])  # an adapter's own setting of [training]
+        key = _own_key(key)
     return key.startswith(RESUMABLE) or any(fnmatchcase(key, name) for name in ("tasks.*.weight", "tasks.*.teacher"))
 
 

@@ -106,7 +106,7 @@ def read_config(
     search_path = SearchPath(tables.get("pythonpath"), origins)
     tasks = load_tasks(tables, origins)
     load_suites(tables, origins)
-    load_adapters(tables, origins)
+    load_adapters(tables, origins, RunConfig.model_fields)
     try:
         config = RunConfig.model_validate(without_unset(RunConfig, {**tables, "tasks": tasks}))
     except ValidationError as error:
@@ -318,7 +318,7 @@ def _changed(config: RunConfig, task: TaskLike | None, changes: Mapping[str, obj
     if of_adapters:
         tables["adapters"] = {each.name: each.model_dump(exclude={"name"}) for each in config.adapters}
         give(tables, of_adapters, origins)
-        load_adapters(tables, origins)
+        load_adapters(tables, origins, RunConfig.model_fields)
     tables["tasks"] = with_settings(config.tasks if task is None else _sources(task), of_tasks, origins)
     for setting, value in changes.items():
         if setting in of_tasks or setting in of_adapters:

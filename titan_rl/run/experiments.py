@@ -49,7 +49,7 @@ from titan_rl.run.observability.sinks import open_sinks
 from titan_rl.run.observability.summary import RunSummary
 from titan_rl.run.observability.watchers import Progressing, background_tasks, warn_of_shortage, warn_of_stalls
 from titan_rl.run.parts import AdapterPlanes, open_adapter_planes
-from titan_rl.run.session import EndMessages, RunSession, begin_run, open_journal
+from titan_rl.run.session import EndMessages, RunSession, begin_run, check_unfinished, open_journal
 from titan_rl.run.stages.validation import MEAN
 from titan_rl.run.status import noted
 from titan_rl.run.trainer_recovery import JournaledSteps, RecoveringTrainer, recovering
@@ -351,6 +351,7 @@ class ExperimentsSession(RunSession[RunSummary]):
             return begin_run(self.config, self.run_dir)
         state = RunState.read(self.run_dir.path)
         check_unchanged(self.config, state.settings, source=self.run_dir.config)
+        check_unfinished(self.config, self.run_dir)
         self.run_dir.become_latest()
         self.run_dir.write_config(self.config)
         return Resumption(None, state)

@@ -120,7 +120,7 @@ def rehearse(config: RunConfig, console: Console) -> list[Rehearsal]:
         DEMONSTRATED_CALL_S.set(min(config.rollout.env_timeout_s, ROLLOUT_LIMIT_S))
         with asyncio.Runner() as runner:
             runner.get_loop().set_default_executor(UsersThreads())  # the end waits for nothing that hangs there
-            return runner.run(_rehearse(config, Path(folder), console))
+            return runner.run(_rehearse_all(config, Path(folder), console))
 
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         try:
@@ -132,13 +132,47 @@ def rehearse(config: RunConfig, console: Console) -> list[Rehearsal]:
             ) from None
 
 
-def problem_of_loss(config: RunConfig) -> str | None:
-    """Call a user's loss once, if torch is installed, and return its problem.
+def problems_of_losses(config: RunConfig) -> list[str]:
+    """Call each loss of the user's once, if torch is installed, and return their problems.
 
     Raises:
         ConfigError: there is no loss of that name.
     """
-    return loss_problem(config.training.loss, ClipRange(*config.training.clip))
+    if not config.adapters:
+        problem = loss_problem(config.training.loss, ClipRange(*config.training.clip))
+        return [] if problem is None else [problem]
+    problems: list[str] = []
+    for name, experiment in config.experiments.items():
+        problem = loss_problem(experiment.training.loss, ClipRange(*experiment.training.clip))
+        if problem is not None:
+            problems.append(f"adapters.{name}: {problem}")
+    return problems
+
+
+def _parts_of(config: RunConfig) -> list[RunConfig]:
+    """Configs whose tasks are played: one for the tasks of all adapters, and one for each advantage of the user's."""
+    parts: dict[str, RunConfig] = {}
+    for experiment in config.experiments.values():
+        advantage = experiment.training.advantage
+        key = advantage if ":" in advantage else ""
+        part = parts.get(key)
+        if part is None:
+            parts[key] = experiment
+            continue
+        tasks = {source.name: source for source in (*part.tasks, *experiment.tasks)}
+        suites = {suite.name: suite for suite in (*part.validation.suites, *experiment.validation.suites)}
+        validation = part.validation.model_copy(update={"suites": tuple(suites.values())})
+        parts[key] = part.model_copy(update={"tasks": tuple(tasks.values()), "validation": validation})
+    return list(parts.values()) or [config]
+
+
+async def _rehearse_all(config: RunConfig, folder: Path, console: Console) -> list[Rehearsal]:
+    parts = _parts_of(config)
+    return [
+        rehearsal
+        for number, part in enumerate(parts)
+        for rehearsal in await _rehearse(part, folder / str(number), console)
+    ]
 
 
 async def _rehearse(config: RunConfig, folder: Path, console: Console) -> list[Rehearsal]:

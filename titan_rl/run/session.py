@@ -31,11 +31,11 @@ from titan_rl.core.console import Console, Verbosity
 from titan_rl.core.errors import CheckpointError, ConfigError, TrainingError
 from titan_rl.core.tracing.spans import recording
 from titan_rl.metrics.sinks.types import MetricSink
-from titan_rl.run.checkpointing import Resumption, Standing, find_standing, is_finished, resume_from_newest
-from titan_rl.run.directory import RunDirectory, check_files
+from titan_rl.run.checkpointing import Resumption, find_standing, is_finished, resume_from_newest
+from titan_rl.run.directory import ADAPTERS, RunDirectory, check_files
 from titan_rl.run.hosts import open_hosts
 from titan_rl.run.journal.run_journal import RunJournal
-from titan_rl.run.journal.state import RunState, list_segments, read_segments
+from titan_rl.run.journal.state import FILE, RunState, list_segments, read_segments
 from titan_rl.run.machine.environment import logging_to, run_environment
 from titan_rl.run.machine.guard import guarded
 from titan_rl.run.machine.requirements import check_room, size_of
@@ -307,8 +307,8 @@ def open_run_dir(
     return run_dir
 
 
-def check_resumption(config: RunConfig, resume: Path, *, supervised: bool = False) -> Standing:
-    """Check that a run can resume with a config, and return its state. The run is left unchanged.
+def check_resumption(config: RunConfig, resume: Path, *, supervised: bool = False) -> list[str]:
+    """Check that a run can resume with a config, and return messages about what it has lost. The run is left unchanged.
 
     Args:
         supervised: See `open_run_dir`.
@@ -318,7 +318,44 @@ def check_resumption(config: RunConfig, resume: Path, *, supervised: bool = Fals
     """
     run_dir = open_run_dir(config, resume, supervised=supervised)
     with run_dir.locked():
-        return find_standing(config, run_dir)
+        if not config.adapters:
+            return find_standing(config, run_dir).losses
+        check_unfinished(config, run_dir)
+        begun = _begun_adapters(config, run_dir)
+        return [
+            f"{each.name}: {loss}"
+            for each, folder in begun
+            if not _is_over(each, folder)
+            for loss in find_standing(each, folder).losses
+        ]
+
+
+def check_unfinished(config: RunConfig, run_dir: RunDirectory) -> None:
+    """Check that one of several adapters of a run has steps left.
+
+    Raises:
+        CheckpointError: all are finished.
+    """
+    begun = _begun_adapters(config, run_dir)
+    if len(begun) == len(config.adapters) and all(_is_over(each, folder) for each, folder in begun):
+        first, _ = begun[0]
+        raise CheckpointError(
+            f"{run_dir.path}: all adapters have trained all their steps; give one of them more, for example with "
+            f"--adapters.{first.name}.training.steps {2 * first.training.steps}"
+        )
+
+
+def _begun_adapters(config: RunConfig, run_dir: RunDirectory) -> list[tuple[RunConfig, RunDirectory]]:
+    folders = {name: run_dir.path / ADAPTERS / name for name in config.experiments}
+    return [
+        (each, RunDirectory(folders[name]))
+        for name, each in config.experiments.items()
+        if (folders[name] / FILE).is_file()
+    ]
+
+
+def _is_over(config: RunConfig, run_dir: RunDirectory) -> bool:
+    return is_finished(config, run_dir, latest(run_dir.checkpoints))
 
 
 class EndMessages:

@@ -322,7 +322,7 @@ def check(config: RunConfig, folder: Path, resume: Path | None = None) -> tuple[
     check_policy(ready)
     losses: Sequence[str] = ()
     if resume is not None:
-        losses = check_resumption(ready, resume, supervised=True).losses
+        losses = check_resumption(ready, resume, supervised=True)
         _check_data(RunDirectory(resume).supervised, digest(found))
     tokens = _token_source(ready.model, found)
     plan, held_out = plan_steps(ready, tokens, len(found))

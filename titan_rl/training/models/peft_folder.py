@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from titan_rl.core.errors import ModelError
 from titan_rl.training.models.peft_settings import (
@@ -21,6 +21,7 @@ from titan_rl.training.models.peft_settings import (
 )
 from titan_rl.training.settings import AdapterConfig
 from titan_rl.training.state.checkpoint import atomic_directory
+from titan_rl.training.state.train_state import write_tensors
 
 
 def write_peft(
@@ -53,9 +54,8 @@ def write_peft(
     }
     with atomic_directory(directory) as temporary:
         (temporary / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        save_file(
-            {f"{PREFIX}{name}": tensor.contiguous().cpu() for name, tensor in tensors.items()}, temporary / WEIGHTS
-        )
+        named = {f"{PREFIX}{name}": tensor for name, tensor in tensors.items()}
+        write_tensors(temporary / WEIGHTS, named, named.items(), {"format": "pt"})
 
 
 def read_peft(folder: Path, settings: AdapterConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
