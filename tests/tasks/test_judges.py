@@ -12,6 +12,7 @@ import httpx
 import pytest
 from byte_tokenizer import VOCAB, byte_tokenizer
 
+from titan_rl.core.console import ConsoleLines
 from titan_rl.core.errors import GenerationError, RequestError, RewardError
 from titan_rl.rollout.chat_env import ChatReply
 from titan_rl.rollout.rewards.reward import FailurePolicy, Reward
@@ -181,8 +182,13 @@ async def test_an_outage_of_five_minutes_drops_no_group():
         if clock() < back_at:
             raise GenerationError("503")
 
-    assert await rewards(group_of("a", "bb"), Judge(ScriptedJudge(length, down), said, float)) == [1.0, 2.0]
+    judge, console = Judge(ScriptedJudge(length, down), said, float), ConsoleLines()
+    Rubric([judge]).show_on(console)
+    assert await rewards(group_of("a", "bb"), judge) == [1.0, 2.0]
     assert 300 <= clock() - back_at + 300 < 345
+    failed, answers = console
+    assert failed.startswith("judge 'judge' fails: 503; requests are repeated for up to 15 min")
+    assert answers.startswith("judge 'judge' answers again, after 3")
 
 
 @pytest.mark.looptime

@@ -127,7 +127,7 @@ async def open_rollouters(
 
     Args:
         folder: of the run.
-        console: shows lines of the tasks.
+        console: shows lines of the tasks, and outages of their judges.
         dry: the tasks start nothing.
     """
     renderer = renderer or make_renderer(config.model, single_turn=is_single_turn(config))
@@ -138,6 +138,7 @@ async def open_rollouters(
             await tasks.enter_async_context(opened(source.task, run))
         rollouters = {source.name: make_rollouter(config, source, renderer) for source in config.sources}
         for rollouter in rollouters.values():
+            rollouter.rubric.show_on(console)
             tasks.push_async_callback(rollouter.rubric.close)
         yield rollouters
 

@@ -20,6 +20,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, cast
 
 from titan_rl.core.calls.plain import plain_json
+from titan_rl.core.console import Console
 from titan_rl.core.errors import RewardError
 from titan_rl.rollout.chat_env import ChatFn
 from titan_rl.rollout.rewards.reward import FailurePolicy, FunctionReward, together
@@ -144,6 +145,10 @@ class Judge(FunctionReward[Any]):
     def take_metrics(self, rollout_id: str) -> dict[str, float]:
         """Metrics of the judging of a rollout, once."""
         return self._metrics.take(rollout_id)
+
+    def show_on(self, console: Console) -> None:
+        """Show outages on a console; by default they are logged."""
+        self._calls.outage.console = console
 
     async def close(self) -> None:
         """Close the connections to the endpoint."""

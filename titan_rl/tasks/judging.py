@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from titan_rl.core.calls.backoff import Backoff
+from titan_rl.core.calls.outage import Outage
 from titan_rl.core.errors import GenerationError, RequestError, RewardError
 
 logger = logging.getLogger(__name__)
@@ -168,6 +169,7 @@ class JudgeCalls:
         self._in_flight = in_flight
         self._spacing_s = 60 / per_minute if per_minute else 0.0
         self.outage_s = outage_s
+        self.outage = Outage(f"judge {name!r}")
         self._next_at = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._places = asyncio.Semaphore(in_flight)
@@ -236,14 +238,17 @@ class JudgeCalls:
             await self._turn()
             try:
                 async with asyncio.timeout(backoff.left_s):
-                    return await ask()
+                    verdict = await ask()
             except RequestError as error:
                 raise RewardError(f"judge {self.name!r} refuses a question: {error}") from error
             except (GenerationError, TimeoutError) as error:
                 cause = str(error) or cause  # the end of the time says nothing of the reason
                 if backoff.is_over:
                     raise RewardError(f"judge {self.name!r} has failed for {self.outage_s:g} s: {cause}") from error
-                logger.warning("judge %r failed: %s; asked again in %g s", self.name, cause, backoff.next_s)
+                self.outage.failed(cause, self.outage_s)
+            else:
+                self.outage.answered()
+                return verdict
             await backoff.pause()
 
     async def _turn(self) -> None:

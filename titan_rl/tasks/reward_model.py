@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_rl.core.calls.threads import in_thread
+from titan_rl.core.console import Console
 from titan_rl.core.errors import GenerationError, RequestError
 from titan_rl.rollout.rewards.reward import FailurePolicy, FunctionReward, together
 from titan_rl.rollout.types import Rollout
@@ -260,6 +261,10 @@ class RewardModel(FunctionReward[Any]):
     def take_metrics(self, rollout_id: str) -> dict[str, float]:
         """Metrics of the judging of a rollout, once."""
         return self._metrics.take(rollout_id)
+
+    def show_on(self, console: Console) -> None:
+        """Show outages on a console; by default they are logged."""
+        self._calls.outage.console = console
 
     async def close(self) -> None:
         """Close the connections of the classifier."""

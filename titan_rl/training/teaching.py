@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from titan_rl.core.calls.backoff import Backoff
+from titan_rl.core.calls.outage import Outage
 from titan_rl.core.console import LOG, Console
 from titan_rl.core.errors import GenerationError, RequestError, TrainingError
 from titan_rl.core.tracing.spans import span
@@ -36,47 +37,11 @@ OUTAGE_S = 1800.0
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
 
-REPORTED_AFTER_S = 5.0
-"""Length of an outage from which on it is reported, so that a few failed requests are not."""
-
 MOST_IN_FLIGHT = 64
 """Requests to one teacher at a time."""
 
 PromptFn = Callable[[Rollout], Sequence[int]]
 """Function from a rollout to the tokens that its teacher reads in the place of its first prompt."""
-
-
-class Outage:
-    """Reports that a teacher fails, and that it answers again.
-
-    Args:
-        name: Of the teacher.
-        limit_s: Longest time for which a request is repeated.
-    """
-
-    def __init__(self, name: str, limit_s: float, console: Console) -> None:
-        self._name = name
-        self._limit_s = limit_s
-        self._console = console
-        self._began: float | None = None  # its first failure since it answered
-        self._is_reported = False
-
-    def failed(self, error: Exception) -> None:
-        now = asyncio.get_running_loop().time()
-        if self._began is None:
-            self._began = now
-        if not self._is_reported and now - self._began >= REPORTED_AFTER_S:
-            self._is_reported = True
-            self._console.warning(
-                f"the teacher {self._name} fails: {error}; requests are repeated for up to {self._limit_s / 60:g} "
-                "min, and finished groups wait for it in their slots"
-            )
-
-    def answered(self) -> None:
-        if self._is_reported and self._began is not None:
-            lasted_s = asyncio.get_running_loop().time() - self._began
-            self._console.warning(f"the teacher {self._name} answers again, after {lasted_s:.0f} s")
-        self._began, self._is_reported = None, False
 
 
 class Teacher:
@@ -111,7 +76,7 @@ class Teacher:
         self._outage_s = outage_s
         self._places = asyncio.Semaphore(MOST_IN_FLIGHT)
         self._console = console
-        self._outage = Outage(name, outage_s, console)
+        self._outage = Outage(f"the teacher {name}", console)
         self._is_length_reported = False
 
     async def score(self, group: RolloutGroup) -> None:
@@ -210,7 +175,7 @@ class Teacher:
             else:
                 self._outage.answered()
                 return scores
-            self._outage.failed(error)
+            self._outage.failed(error, self._outage_s)
             if backoff is None:  # from its first failure on: it may have waited for a place for long
                 backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, limit_s=self._outage_s)
             if backoff.is_over:

@@ -221,7 +221,8 @@ class WeightedReward(Protocol):
     With an attribute `per_rollout = True`, `values` is called for one rollout at a time, possibly before its siblings
     end. An attribute `on_failure` holds the `FailurePolicy` for exceptions of `values`. A judge has a method
     `take_metrics(rollout_id)`, whose metrics are added to the rollout's, with the distance of its value from those of
-    other rewards. A reward with connections has a coroutine method `close()`, awaited after the last rollout.
+    other rewards. A reward with connections has a coroutine method `close()`, awaited after the last rollout. If it has
+    a method `show_on(console)`, a run calls it with the `Console` that shows lines in its terminal.
     """
 
     @property

@@ -26,6 +26,7 @@ from itertools import count
 from typing import Any, Literal, cast, get_args
 
 from titan_rl.core.calls.user_code import describe
+from titan_rl.core.console import Console
 from titan_rl.core.errors import RewardError
 from titan_rl.core.tracing.spans import span
 from titan_rl.rollout.rewards.reward import (
@@ -121,6 +122,12 @@ class Rubric:
         for reward in self.rewards:
             if isinstance(reward, FunctionReward) and reward.timeout_s is not None:
                 reward.timeout_s = min(reward.timeout_s, timeout_s)
+
+    def show_on(self, console: Console) -> None:
+        """Show the outages of judges on a console."""
+        for reward in self.rewards:
+            if (show_on := getattr(reward, "show_on", None)) is not None:
+                show_on(console)
 
     async def close(self) -> None:
         """Close the connections of the rewards, after the last rollout. Idempotent; a later call opens them again.

@@ -1,0 +1,54 @@
+"""Reports of outages: a service that fails, such as a judge or a teacher, and answers again."""
+
+from __future__ import annotations
+
+import asyncio
+
+from titan_rl.core.console import LOG, Console
+
+REPORTED_AFTER_S = 5.0
+"""Length of an outage from which on it is reported, so that a few failed requests are not."""
+
+
+class Outage:
+    """Reports on a console that a service fails, once, and that it answers again.
+
+    Example:
+
+        outage = Outage("the teacher http://10.0.0.1:8000")
+        outage.failed(error, limit_s=1800)  # shown if the first failure was 5 s ago
+        outage.answered()  # shown if the outage was
+
+    Args:
+        service: Its name, which begins the messages.
+        console: Shows them.
+    """
+
+    def __init__(self, service: str, console: Console = LOG) -> None:
+        self.console = console
+        self._service = service
+        self._began: float | None = None  # its first failure since it answered
+        self._is_reported = False
+
+    def failed(self, reason: object, limit_s: float) -> None:
+        """Note that a request has failed.
+
+        Args:
+            limit_s: Time for which it is repeated.
+        """
+        now = asyncio.get_running_loop().time()
+        if self._began is None:
+            self._began = now
+        if not self._is_reported and now - self._began >= REPORTED_AFTER_S:
+            self._is_reported = True
+            self.console.warning(
+                f"{self._service} fails: {reason}; requests are repeated for up to {limit_s / 60:g} min, and finished "
+                "groups wait for it in their slots"
+            )
+
+    def answered(self) -> None:
+        """Note that a request has been answered."""
+        if self._is_reported and self._began is not None:
+            lasted_s = asyncio.get_running_loop().time() - self._began
+            self.console.warning(f"{self._service} answers again, after {lasted_s:.0f} s")
+        self._began, self._is_reported = None, False
