@@ -154,3 +154,43 @@ def test_an_unknown_family_is_named(folder: Path, capsys: pytest.CaptureFixture[
     (folder / "config.json").write_text(json.dumps({**SMALL, "model_type": "unheard"}))
     assert fit(folder, "--gpus", "1", "--memory", "80") == 2
     assert "unheard" in capsys.readouterr().err
+
+
+ADAPTERS = """
+[[adapters]]
+name = "small"
+tasks = ["rows"]
+training.adapter.rank = 1
+
+[[adapters]]
+name = "large"
+tasks = ["rows"]
+training.adapter.rank = 256
+"""
+
+
+def test_several_adapters_share_the_frozen_weights_and_have_optimizer_states_each(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (several := folder / "several.toml").write_text(ADAPTERS)
+    sizes = ("--gpus", "1", "--memory", "80")
+
+    def trainer(*words: str) -> dict[str, int]:
+        return fit_as_json(folder, capsys, *sizes, *words)["gpus"][0]["trainer"]
+
+    small, large = (trainer("--training.adapter.rank", rank) for rank in ("1", "256"))
+    assert main(["fit", EXAMPLE, str(several), "--model.path", str(folder), *sizes, "--json"]) == 0
+    both = json.loads(capsys.readouterr().out)["gpus"][0]["trainer"]
+    assert both["optimizer states"] == small["optimizer states"] + large["optimizer states"]
+    assert large["master weights"] < both["master weights"] < 1.01 * large["master weights"]
+    assert both["gradients"] == large["gradients"], "only the adapter that computes has gradients"
+    assert both["activations"] == large["activations"]
+
+
+def test_only_settings_that_several_adapters_allow_are_suggested(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (several := folder / "several.toml").write_text(ADAPTERS)
+    assert main(["fit", EXAMPLE, str(several), "--model.path", str(folder), "--gpus", "4", "--memory", "2"]) == 1
+    said = capsys.readouterr()
+    assert "parallel = " not in said.out + said.err

@@ -208,8 +208,9 @@ async def test_a_generator_works_for_one_suspect_at_a_time_so_the_cause_is_found
     ]
     routers.note_death(frozenset({"sum"}))
     assert routers.stop_cause("generator-0 died") == "sum"
-    for task in [asking["sum"], *stops.values()]:
+    for task in (tasks := [asking["sum"], *stops.values()]):
         task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
     await routers.close()
 
 

@@ -8,7 +8,7 @@ from formulas, which are here. Peaks on a CPU differ from these figures by at mo
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -40,16 +40,40 @@ class RankMemory:
         host: bytes by component that `training.offload` keeps in the host's memory.
         at_rest: bytes on the device between two steps.
         parameters: of the whole model.
+        frozen: bytes of the weights that an adapter leaves as they are.
     """
 
     device: dict[str, int]
     host: dict[str, int]
     at_rest: int
     parameters: int
+    frozen: int = 0
 
     @property
     def total(self) -> int:
         return sum(self.device.values())
+
+    @staticmethod
+    def of_adapters(ranks: Sequence[RankMemory]) -> RankMemory:
+        """Memory of a rank that trains several adapters in turn: the frozen weights once, the matrices and optimizer
+        states of all adapters, and the rest of the adapter that needs most of it."""
+        device, host = _of_adapters([each.device for each in ranks]), _of_adapters([each.host for each in ranks])
+        shared, frozen = len(ranks) - 1, ranks[0].frozen
+        name = next(name for name in device if name.endswith("weights"))
+        device[name] -= shared * frozen
+        at_rest = sum(each.at_rest for each in ranks) - shared * frozen
+        return RankMemory(device, host, at_rest, ranks[0].parameters, frozen)
+
+
+def _of_adapters(parts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Bytes by component, of components that each adapter has, or that the one that computes has."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {
+        name: (sum if name in ("weights", "master weights", "optimizer states") else max)(
+            part.get(name, 0) for part in parts
+        )
+        for name in names
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +248,8 @@ def rank_memory(
     on_device |= {name: size for name, size in within_passes.items() if size}
     if (beyond := update_bytes(training, numbers.largest) - sum(within_passes.values())) > 0:
         on_device["update of the largest weight"] = beyond
-    return RankMemory(on_device, at_host, at_rest, whole_parameters(hf, chosen.name))
+    frozen = numbers.frozen * compute
+    return RankMemory(on_device, at_host, at_rest, whole_parameters(hf, chosen.name), frozen)
 
 
 def whole_parameters(hf: Mapping[str, Any], implementation: Any) -> int:

@@ -110,7 +110,8 @@ def plan_memory(config: RunConfig, num_gpus: int, limit: int) -> Fit:
         ConfigError: the ranks need more GPUs.
         ModelError: see `rank_memory`.
     """
-    rank = rank_memory(config.model, config.training)
+    ranks = [rank_memory(config.model, each.training) for each in config.experiments.values()]
+    rank = RankMemory.of_adapters(ranks) if ranks else rank_memory(config.model, config.training)
     return _place(config, rank, num_gpus, limit)
 
 
@@ -217,7 +218,7 @@ def _candidates(config: RunConfig, before: Fit) -> Iterator[tuple[str, Any]]:
     for size in (2, 4, 8):
         if size <= num_gpus // training.data_parallel and training.ranks_a_row == 1:
             yield "training.context_parallel", size
-    if not training.adapter.is_on:
+    if not (training.adapter.is_on or config.adapters):
         yield "training.adapter.rank", 16
 
 
@@ -246,6 +247,8 @@ def _try(config: RunConfig, setting: str, value: Any, before: Fit) -> Fit | None
         if changed.training.master_dtype == "bfloat16" and changed.model.dtype != "bfloat16":
             return None
         if "parameters" in changed.training.offload and changed.training.num_ranks == 1:
+            return None
+        if changed.adapters and changed.training.num_ranks > 1:
             return None
         return plan_memory(changed, before.num_gpus, before.limit)
     except (ValidationError, ConfigError, ModelError):
@@ -303,7 +306,7 @@ def _engines_on(gpu: GPUMemory, generation: GenerationConfig) -> int:
 
 def _published(config: RunConfig, rank: RankMemory) -> int:
     """Bytes of a published version. An adapter's is small, and counted as nothing."""
-    return 0 if config.training.adapter.is_on else rank.parameters * BYTES[config.model.dtype]
+    return 0 if config.training.adapter.is_on or config.adapters else rank.parameters * BYTES[config.model.dtype]
 
 
 def _engines(config: RunConfig, parameters: int, count: int, limit: int, *, beside_trainer: bool) -> dict[str, int]:
