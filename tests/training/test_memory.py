@@ -13,7 +13,7 @@ pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
 import torch
 from e2e.tiny_policy import make_tiny_qwen3, on_policy_samples
 from e2e.warm import run_world
-from models.families import FAMILIES, model_type
+from models.families import FAMILIES, make_family, model_type
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -164,6 +164,15 @@ def test_the_layers_keep_what_is_computed(folder: Path, implementation: Any, tok
     source = BuiltFrom(json.dumps(config_of(folder)), implementation)
     computed = measure_passes(source, MicroBatchShape(1, tokens, tokens, gathers_documents=True)).kept
     assert kept(policy, tokens) == pytest.approx(computed, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "mamba2", "mamba"])
+def test_recurrent_layers_keep_what_is_computed_from_shorter_sequences(name: str, tmp_path: Path) -> None:
+    folder = make_family(name, tmp_path / "model")
+    policy = Policy(folder, World(), max_context=1024, row_tokens=1024)
+    source = BuiltFrom(json.dumps(config_of(folder)), "transformers")
+    computed = measure_passes(source, MicroBatchShape(1, 768, 768, gathers_documents=True)).kept
+    assert kept(policy, 768) == pytest.approx(computed, rel=0.05)
 
 
 def test_more_layers_than_are_run_keep_as_much_as_all_of_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import json
 import tempfile
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
@@ -42,6 +42,13 @@ TRACED = 8
 
 CHUNKS = 4
 """Most chunks of logits that are run."""
+
+RECURRENT_CONTEXT = 256
+"""Most tokens of a sequence of recurrent layers that are run, at least a chunk of theirs. They keep as much for each
+token, and transformers' code runs once for each chunk of a sequence."""
+
+TOKEN_BY_TOKEN: Mapping[str, int] = {"falcon_mamba": 32, "jamba": 32, "mamba": 32}
+"""The same for families, by `model_type`, whose code in transformers runs once for each token."""
 
 LAYERS = ("num_hidden_layers", "n_layer")
 """Names of the number of layers in config.json."""
@@ -180,19 +187,20 @@ def _trace(source: BuiltFrom, shape: MicroBatchShape, num_layers: int | None) ->
             _allocate(decoder.module)
             tracker = MemoryTracker((*decoder.module.parameters(), *decoder.module.buffers()))
             stack.enter_context(tracker)
-            return _run(decoder, shape, tracker)
+            most = TOKEN_BY_TOKEN.get(json.loads(source.text)["model_type"], RECURRENT_CONTEXT)
+            return _run(decoder, shape, tracker, ShapeLayout(shape, most))
     except (RuntimeError, NotImplementedError) as error:
         raise ModelError(
             f"the memory of this model cannot be computed from its shapes: {str(error).splitlines()[0]}"
         ) from error
 
 
-def _run(decoder: DecoderModel, shape: MicroBatchShape, tracker: MemoryTracker) -> Passes:
+def _run(decoder: DecoderModel, shape: MicroBatchShape, tracker: MemoryTracker, layout: ShapeLayout) -> Passes:
     dtype = getattr(torch, shape.compute_dtype)
     tokens, ids = shape.tokens, torch.zeros(1, shape.tokens, dtype=torch.long)
     begin = tracker.live
     with torch.autocast("cpu", dtype, enabled=shape.autocasts):
-        hidden_BLD = decoder.hidden(ids, torch.zeros_like(ids), cast(Any, ShapeLayout(shape)))
+        hidden_BLD = decoder.hidden(ids, torch.zeros_like(ids), cast(Any, layout))
         tracker.restart()
         kept = tracker.live - begin
         # All chunks of logits take the same memory, so that a few stand for all.
@@ -281,14 +289,18 @@ class MemoryTracker(TorchDispatchMode):
 
 
 class ShapeLayout:
-    """Layout of a micro-batch of which only the shape is known, filled with documents of equal length."""
+    """Layout of a micro-batch of which only the shape is known, filled with documents of equal length.
+
+    Args:
+        recurrent_context: most tokens of a sequence of recurrent layers.
+    """
 
     share = None
 
-    def __init__(self, shape: MicroBatchShape) -> None:
+    def __init__(self, shape: MicroBatchShape, recurrent_context: int) -> None:
         self._shape = shape
         self._masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = {}
-        context = min(shape.context, shape.tokens)
+        context = min(shape.context, shape.tokens, recurrent_context)
         count, rest = divmod(shape.tokens, context)
         self.sequences = DocumentSequences([Document(context)] * count + [Document(rest)] * bool(rest))
 
