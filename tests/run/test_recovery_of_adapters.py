@@ -13,6 +13,7 @@ from depth import DEEP
 from test_trainer_recovery import STEPS, DyingTrainer, Fate, MortalRig, trained_on, undisturbed
 
 from titan_rl.core.errors import ActorDiedError, TrainingError
+from titan_rl.run.directory import read_jsonl
 from titan_rl.run.trainer_turns import SharedTrainers
 from titan_rl.scheduling.fair_turns import FairTurns
 
@@ -160,6 +161,8 @@ async def test_a_death_between_calls_counts_for_no_adapter(tmp_path: Path) -> No
             "(1 of hosts.max_respawns = 1); starting another trainer"
         )
         assert len(run.rigs[name].weights) == STEPS
+        restarts = [record.get("train/respawns", 0) for record in read_jsonl(tmp_path / name / "metrics.jsonl")]
+        assert max(restarts) == 2, "metrics have those that count for no adapter or for the other one, too"
     (own,) = [text for text in run.fates["deadly"].told if "out of memory" in text]
     assert own.endswith("it was at step 2; starting another trainer (1 of hosts.max_respawns = 1)")
     (others,) = [text for text in run.fates["other"].told if "out of memory" in text]

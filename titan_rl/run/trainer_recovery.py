@@ -88,6 +88,9 @@ NAMED_GROUPS = 4
 class Deaths:
     """Counter of a trainer's deaths, and of deaths within the same step.
 
+    Attributes:
+        num_respawns: Restarts so far, also after deaths that do not count.
+
     Args:
         max_respawns: `hosts.max_respawns`.
     """
@@ -111,6 +114,7 @@ class Deaths:
         Raises:
             ActorDiedError: there were too many deaths.
         """
+        self.num_respawns += 1
         if excused:
             self._step = None
             return f"{why}; starting another trainer"
@@ -124,7 +128,6 @@ class Deaths:
         replaced, count = self._respawns.take(Role.TRAINER)
         if not replaced:
             raise ActorDiedError(f"{why}{count}")
-        self.num_respawns += 1
         return f"{why}; starting another trainer{count}"
 
 
