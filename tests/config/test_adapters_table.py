@@ -82,6 +82,22 @@ def test_a_resumed_run_may_change_the_steps_of_an_adapter_and_not_its_rank(tmp_p
         check_unchanged(changed, made_with, source=tmp_path)
 
 
+def test_several_adapters_can_be_trained_without_validation(tmp_path: Path) -> None:
+    config = load(tmp_path, validation__num_prompts="0", generation__adapter_swap="pinned")
+    for name, experiment in config.experiments.items():
+        assert not experiment.suites
+        assert not experiment.validates_beside_training
+        (folder := tmp_path / name).mkdir()
+        assert load(folder, dump_config(experiment)).training == experiment.training, "what its folder has is valid"
+
+
+def test_a_problem_that_all_adapters_have_is_told_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, validation__num_prompts="0", validation__samples_per_prompt="2")
+    assert str(caught.value).count("validation.samples_per_prompt = 2 has no effect") == 1
+    assert "adapters." not in str(caught.value)
+
+
 def test_a_setting_that_an_adapter_has_from_the_run_is_compared_with_that_when_the_run_goes_on(tmp_path: Path) -> None:
     dumped = dump_config(load(tmp_path))
     rank = load(tmp_path).experiments["plain"].training.adapter.rank

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import copy
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
@@ -94,8 +94,11 @@ class RunConfig(Section):
         ]
         yield from own
         if not own:
-            for name, experiment in self.experiments.items():
-                yield from (f"adapters.{name}: {problem}" for problem in experiment._conflicts())
+            found = {name: list(experiment._conflicts()) for name, experiment in self.experiments.items()}
+            for name, problems in found.items():
+                for problem in problems:
+                    is_common = len(found) > 1 and all(problem in each for each in found.values())
+                    yield problem if is_common else f"adapters.{name}: {problem}"
 
     @property
     def experiments(self) -> dict[str, RunConfig]:
@@ -113,15 +116,19 @@ class RunConfig(Section):
             for source in self.tasks
             if source.name in adapter.tasks
         )
-        suites = self.validation.suites
-        suites = [suite for suite in suites if not isinstance(suite.task, str) or suite.task in adapter.tasks]
+        validation: dict[str, Any] = {}
+        if suites := self.validation.suites:
+            own = [suite for suite in suites if not isinstance(suite.task, str) or suite.task in adapter.tasks]
+            validation["suites"] = tuple(own)
+        if self.validation.num_prompts:  # else it would have no effect
+            validation["beside_training"] = False
         return self.model_copy(
             update={
                 "adapters": (),
                 "name": adapter.name,
                 "tasks": tasks,
                 "training": adapter.settings(self.training),
-                "validation": self.validation.model_copy(update={"suites": tuple(suites), "beside_training": False}),
+                "validation": self.validation.model_copy(update=validation),
             }
         )
 
