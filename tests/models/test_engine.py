@@ -18,6 +18,7 @@ import torch
 from e2e.tiny_policy import on_policy_samples
 from models.families import ADAPTED_TARGETS, ALL, ENGINE_PROBLEMS, ENGINES, WRONG_IN_THE_ENGINE, make_family, model_type
 from models.steps import make
+from transformers import AutoConfig
 
 from titan_rl.core.errors import VerificationError
 from titan_rl.generation.engine import AdapterSpec, EngineSpec, TokenDelta
@@ -25,8 +26,9 @@ from titan_rl.generation.request import EngineRequest
 from titan_rl.generation.vllm_engine import VLLMEngine
 from titan_rl.training.family_check import draw_sequences
 from titan_rl.training.models.choice import ADAPTED
+from titan_rl.training.models.tiny import make_tiny, tiny_config
 from titan_rl.training.publishing import WeightPublisher
-from titan_rl.training.settings import TARGETS
+from titan_rl.training.settings import TARGETS, ModelConfig, TrainingConfig
 from titan_rl.training.trainer import TrainerCore
 from titan_rl.types import SamplingParams
 from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
@@ -34,6 +36,7 @@ from titan_rl.weights.verification import SwapCheck
 
 TOLERANCE = 2e-5
 PROMPT = [5, 6, 7, 8]
+GATED_HEADS = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}  # of the least size that vLLM's kernel has
 
 
 @pytest.mark.check("b")
@@ -101,6 +104,36 @@ def test_an_engine_has_the_trainers_logprobs_after_three_swaps_of_an_adapter(nam
             assert steps(engine, 5), "the requests go on"
     finally:
         engine.close()
+
+
+@pytest.mark.skipif(not ALL, reason="make test-models starts the engines of all families")
+def test_convolutions_that_vllm_packs_in_bfloat16_are_swapped_and_read_back(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    make_tiny(tiny_config(AutoConfig.for_model("qwen3_next"), **GATED_HEADS), folder)
+    model = ModelConfig(path=str(folder), max_context=128, dtype="bfloat16")
+    trainer = TrainerCore(model, TrainingConfig(steps=10, lr=1e-2), seed=0)
+    engines = [bfloat16_engine(folder)]
+    try:
+        engines[0].add(EngineRequest("r", PROMPT, SamplingParams(max_tokens=100, min_tokens=100)))
+        for version in range(1, 3):
+            trainer.step(on_policy_samples(trainer, 40, 33))
+            published = dict(trainer.named_tensors())
+            engines[0].load_state_dict(list(published.items()), version)
+            held = [each for each in engines[0].held_weights() if each.name.endswith("conv1d.weight")]
+            assert held
+            assert all(torch.equal(each.tensor, published[each.name]) for each in held)
+            assert steps(engines[0], 5), "the request goes on"
+        trainer.export_hf(tmp_path / "export")
+        engines.append(bfloat16_engine(tmp_path / "export"))
+        swapped, fresh = (engine.score(draw_sequences(40, 17)) for engine in engines)
+        assert swapped == fresh
+    finally:
+        for engine in engines:
+            engine.close()
+
+
+def bfloat16_engine(folder: Path) -> VLLMEngine:
+    return VLLMEngine(EngineSpec(str(folder), dtype="bfloat16", max_context=128, kv_cache_gib=0.1))
 
 
 @pytest.mark.parametrize("wrong", WRONG_IN_THE_ENGINE)

@@ -222,6 +222,8 @@ def _overrides(model: Path) -> dict[str, Any]:
     hf = json.loads(config.read_text()) if config.exists() else {}  # vLLM says what is missing
     if hf.get("model_type") == "cohere2" and (window := hf.get("sliding_window") or 0) > 1:
         return {"sliding_window": window - 1}  # its layers attend to one token more
+    if hf.get("model_type") == "lfm2":  # published folders have these fields, which transformers does not write
+        return {name: hf["hidden_size"] for name in ("block_dim", "conv_dim") if name not in hf}
     return {}
 
 

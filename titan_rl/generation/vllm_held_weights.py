@@ -107,8 +107,9 @@ def note_packing() -> None:
 
     def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
         weight: torch.Tensor = layer.weight
+        is_matrix = weight.ndim == 2  # the weight of a convolution becomes one when it is packed, in place
         original(layer, remove_weight)
-        if weight.ndim == 2 and not weight.is_meta:
+        if is_matrix and not weight.is_meta:
             # vLLM's parameters, and its default device, would add Python code to each operation.
             with torch._C.DisableTorchFunction():
                 layer.packed_weight = _Packed.of(layer, weight.detach().as_subclass(torch.Tensor), next(_turns))
@@ -141,6 +142,8 @@ def _held(path: str, module: Any, is_tied: bool) -> Iterator[HeldTensor]:
     for name, parameter in module.named_parameters(recurse=False):
         weight = parameter.detach().as_subclass(torch.Tensor)
         own = f"{path}.{name}"
+        if (unpacked := getattr(module, "_cpu_unpacked_conv_weight", None)) is not None and name == "weight":
+            weight, own = unpacked.unsqueeze(1), f"{own} (packed)"  # which vLLM keeps for other kernels
         if is_layer:
             packed: _Packed | None = getattr(module, "packed_weight", None) if name == "weight" else None
             if packed is not None and packed.linear is module.cpu_linear:
