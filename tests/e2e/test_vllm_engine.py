@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+from tqdm.std import TqdmDefaultWriteLock, tqdm
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from titan_rl.core.errors import EngineDeadError, GenerationError, ModelError, RequestError, VerificationError
@@ -237,6 +238,10 @@ def test_seeded_prompts_of_more_tokens_than_a_step_takes_all_start(engine: VLLME
 def test_the_context_bounds_a_completion(engine: VLLMEngine) -> None:
     tokens, _, finish = run(engine, EngineRequest("a", prompt(4, CONTEXT - 3), SamplingParams(max_tokens=50)))
     assert (len(tokens), finish) == (3, FinishReason.LENGTH)
+
+
+def test_a_killed_engine_leaves_no_semaphore_on_the_machine(engine: VLLMEngine) -> None:
+    assert not isinstance(tqdm.get_lock(), TqdmDefaultWriteLock)
 
 
 def test_a_bad_request_is_refused_with_its_numbers(engine: VLLMEngine) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -55,6 +56,7 @@ class VLLMEngine:
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         require("vllm", "cpu")
+        from tqdm import tqdm
         from vllm.platforms import current_platform
         from vllm.v1.engine.core_client import InprocClient
 
@@ -73,6 +75,7 @@ class VLLMEngine:
         self._num_prompt_tokens = self._num_cached_tokens = 0
         arguments = engine_arguments(spec, on_cpu=self._on_cpu)
         gc.freeze()  # vLLM collects garbage five times as it starts, then freezes all: its modules need none of that
+        tqdm.set_lock(threading.RLock())  # its own is a named semaphore, which outlives a process that is killed
         try:
             if self._on_cpu:
                 cache_no_states(arguments)
