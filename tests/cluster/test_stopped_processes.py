@@ -134,6 +134,7 @@ class PromptWorker:
         return RolloutGroup(group_id, None, [Rollout(f"{group_id}/0", group_id, 0, order.sample)])
 
     run_group = None
+    reason = None
 
 
 async def test_the_group_of_a_worker_that_is_stopped_is_played_by_another(tmp_path: Path):
