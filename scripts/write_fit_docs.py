@@ -40,13 +40,14 @@ STATES: Mapping[str, dict[str, Any]] = {
 def page() -> str:
     """Text of the page, with current tables after its mark."""
     text = PAGE.read_text(encoding="utf-8")
-    return "\n".join([text[: text.index(MARK)] + MARK, "", *_trainers(), *_engines(), ""])
+    return "\n".join([text[: text.index(MARK)] + MARK, "", *trainer_rows(MODELS), *_engines(), ""])
 
 
-def _trainers() -> Iterator[str]:
+def trainer_rows(models: Mapping[str, str]) -> Iterator[str]:
+    """Rows of the table of trainers for some of `MODELS`, after those of its head."""
     yield "| model | state | " + " | ".join(f"{count} GPU{'s' * (count > 1)}" for count in GPUS) + " |"
     yield "|---|---|" + "---:|" * len(GPUS)
-    for name, file in MODELS.items():
+    for name, file in models.items():
         for state, given in STATES.items():
             yield f"| {name} | {state} | " + " | ".join(_trainer(file, given, count) for count in GPUS) + " |"
             if state != "float32" and "num_experts" in _config(file):

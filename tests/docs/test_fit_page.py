@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import pytest
+from depth import in_depth
 
 pytest.importorskip("torchtitan", reason="needs the cpu or gpu extra")
 
-from scripts.write_fit_docs import PAGE, page
+from scripts.write_fit_docs import MODELS, PAGE, page, trainer_rows
+
+HOW = "run: .venv/bin/python -m scripts.write_fit_docs"
 
 
+def test_the_rows_of_the_smallest_model_are_current() -> None:
+    lines = PAGE.read_text(encoding="utf-8").split("\n")
+    smallest = next(iter(MODELS))
+    assert [row for row in trainer_rows({smallest: MODELS[smallest]}) if row not in lines] == [], HOW
+
+
+@in_depth
 def test_the_page_of_memory_is_current() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), "run: .venv/bin/python -m scripts.write_fit_docs"
+    assert PAGE.read_text(encoding="utf-8") == page(), HOW

@@ -121,8 +121,7 @@ async def test_keys_zoom_and_move_and_go_from_span_to_span(open_timeline: OpenTi
     assert ((await figures(page))["from"], (await figures(page))["to"]) == (0, 20)
     for key in ("ArrowDown", "n", "n"):
         await page.keyboard.press(key)
-    tip = page.locator(".span-tip")
-    assert (await tip.inner_text()).split("\n")[0] == "forward"
+    await until(page, r"document.querySelector('.span-tip').innerText.split('\n')[0] === 'forward'")
     assert "takes 2 s" in await page.locator(".timeline-chart [role=status]").inner_text()
     await page.keyboard.press("Enter")
     assert ((await figures(page))["from"], (await figures(page))["to"]) == (4, 8)
