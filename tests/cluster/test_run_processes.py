@@ -460,7 +460,7 @@ async def test_deaths_of_generators_past_the_limit_stop_the_adapter_that_causes_
         pulls.pop().cancel()
         await asyncio.sleep(0)
         remote.end("was killed by SIGKILL")
-        await asyncio.wait(pulls)
+        assert [type(failed) for failed in await asyncio.gather(*pulls, return_exceptions=True)] == [GenerationError]
         return remote
 
     count = processes._count_death  # pyright: ignore[reportPrivateUsage]
