@@ -198,6 +198,8 @@ def curve_of(base: Path, name: str, seconds: list[float], policies: dict[int, Pa
 
 
 def run_ours(base: Path, name: str, seed: int, steps: int, staleness: int, folder: Path) -> Curve:
+    from titan_rl.training.export import export_checkpoint  # TRL's process imports this module, too
+
     config = folder / "config.toml"
     task = {"type": "benchmarks.vs_trl:SortLists"} | TASKS[name]["task"]
     settings: dict[str, Any] = {
@@ -219,9 +221,7 @@ def run_ours(base: Path, name: str, seed: int, steps: int, staleness: int, folde
     (folder / "exported").mkdir()
     for step, policy in policies.items():
         checkpoint = run / "checkpoints" / f"step-{step:06}"
-        program = [sys.executable, "-m", "titan_rl.training.export"]
-        arguments = [str(base), str(checkpoint), str(policy), "float32", "auto"]
-        subprocess.run([*program, *arguments], cwd=ROOT, check=True, capture_output=True)
+        export_checkpoint(base, checkpoint, policy, "float32", "auto")
     return curve_of(base, name, seconds, policies, folder)
 
 
