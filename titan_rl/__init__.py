@@ -12,6 +12,7 @@ from importlib import import_module
 
 from titan_rl.core.errors import (
     ActorDiedError,
+    AdaptersFailedError,
     BusyError,
     CheckpointError,
     ConfigError,
@@ -167,6 +168,7 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "ActorDiedError",
+    "AdaptersFailedError",
     "ArgumentsError",
     "Backlog",
     "BusyError",

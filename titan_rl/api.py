@@ -105,6 +105,7 @@ def train(
     Raises:
         ConfigError: a setting is wrong, or parts do not go together.
         KeyboardInterrupt: Ctrl-C stopped the run in order; what is trained is saved.
+        AdaptersFailedError: some of the `[[adapters]]` failed; its `finished` has the summaries of the others.
         TitanRLError: what ended the run.
     """
     from titan_rl.run.launch import run_training

@@ -12,6 +12,7 @@ from titan_rl.core.errors import ModelError
 from titan_rl.generation.gpu_share import (
     CPU_KV_GIB,
     WORK_BYTES,
+    adapter_bytes,
     gpu_share_of,
     kv_bytes_of,
     planned_kv_gib,
@@ -71,3 +72,12 @@ def test_weights_are_counted_in_the_dtype_they_are_served_in(tmp_path: Path) -> 
     save_file({"c": torch.zeros(5)}, tmp_path / "model-2.safetensors", metadata={"format": "pt"})
     assert weight_bytes(tmp_path, "bfloat16") == 2 * 42
     assert weight_bytes(tmp_path, "float32") == 4 * 42
+
+
+def test_a_place_for_an_adapter_is_counted_by_the_matrices_it_changes(tmp_path: Path) -> None:
+    shapes = {"q_proj.weight": (4, 6), "q_proj.bias": (4,), "o_proj.weight": (6, 4), "experts.0.q_proj.weight": (4, 6)}
+    save_file(
+        {f"model.layers.0.{name}": torch.zeros(shape) for name, shape in shapes.items()}, tmp_path / "m.safetensors"
+    )
+    assert adapter_bytes(tmp_path, "bfloat16", ["q_proj"], rank=8) == 2 * 8 * (4 + 6)
+    assert adapter_bytes(tmp_path, "float32", ["q_proj", "o_proj"], rank=8) == 4 * 8 * (4 + 6 + 6 + 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -13,11 +14,14 @@ import titan_rl
 from titan_rl.cli.eval import split
 from titan_rl.cli.main import main
 from titan_rl.config.load import dump_config, load_config
+from titan_rl.core.console import LOG
 from titan_rl.core.errors import TrainingError
 from titan_rl.evaluation.policies.source import find_policy
 from titan_rl.run import launch
 from titan_rl.run.directory import RunDirectory
-from titan_rl.run.experiments import Experiment, ExperimentMessages
+from titan_rl.run.experiments import Experiment, ExperimentMessages, Experiments
+from titan_rl.run.observability.progress import Progress
+from titan_rl.run.observability.sinks import Sinks
 from titan_rl.run.observability.summary import RunSummary
 from titan_rl.run.session import begin_run
 
@@ -121,6 +125,22 @@ def test_an_adapter_that_fails_and_loses_its_last_save_names_its_step_and_the_sa
     (run / "adapters" / "grpo" / "checkpoints" / "step-000003").mkdir()
     assert experiment.failed() == "failed at step 3, and the others continue: the disk is gone"
     assert messages.stopped().startswith("stopped; what each adapter has trained is saved; to continue")
+
+
+async def test_the_error_of_a_run_with_a_failed_adapter_has_the_summaries_of_the_others(run: Path) -> None:
+    config = load_config(SEVERAL, [("model.path", str(BASE))])
+    experiments = [Experiment(name, config.experiments[name], run) for name in ("grpo", "gspo")]
+    finished, damaged = experiments
+    finished.is_over, finished.summary = True, RunSummary(0.1, 0.4, 80, 900, 5.0, run / "adapters" / "grpo")
+    (damaged.run_dir.path / "config.toml").mkdir()  # it cannot be written
+    remote = SimpleNamespace(reason=None)
+    training = SimpleNamespace(trainer=SimpleNamespace(remote=remote))
+    session = SimpleNamespace(run_dir=RunDirectory(run), progress=Progress(2), config=config, sinks=Sinks({}, LOG))
+    planes = SimpleNamespace(training=training, routers=None)
+    with pytest.raises(titan_rl.AdaptersFailedError, match="1 of 2 adapters failed: gspo: ") as caught:
+        await Experiments(*cast(Any, (session, experiments, planes, None))).run()
+    assert caught.value.finished == {"grpo": finished.summary}
+    assert list(caught.value.failed) == ["gspo"]
 
 
 def test_a_run_whose_adapters_are_all_finished_is_not_resumed_and_one_with_steps_left_is(

@@ -18,6 +18,7 @@ TitanRLError
     VerificationError   pulled weights do not reproduce the trainer's logprobs
   TrainingError         the trainer cannot go on (failed step)
     UntrainableError    a batch that no step can be made of (non-finite loss); the weights are as before it
+    AdaptersFailedError  some adapters of a run have failed; it has the results of the others
   CheckpointError       a checkpoint could not be written or read
     DamagedCheckpointError  its bytes are not those that were written
     NoSpaceError        the disk is full
@@ -30,7 +31,7 @@ TitanRLError
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 TYPE_CHECKING = False  # of `typing`, which takes longer to import than this module, like what `install_command` needs
 if TYPE_CHECKING:
@@ -209,6 +210,20 @@ def listed(rollout_ids: Sequence[str]) -> str:
     """`listed(["train-4/0", ..., "train-5/7"])` is "train-4/0, ..., train-4/7 and 8 more"."""
     more = f" and {len(rollout_ids) - NAMED_ROLLOUTS} more" if len(rollout_ids) > NAMED_ROLLOUTS else ""
     return ", ".join(rollout_ids[:NAMED_ROLLOUTS]) + more
+
+
+class AdaptersFailedError(TrainingError):
+    """Some adapters of a run have failed; the others have trained all their steps.
+
+    Attributes:
+        failed: Error of each adapter that has failed, by its name.
+        finished: Summary of each of the others, a `RunSummary`, by its name.
+    """
+
+    def __init__(self, text: str, failed: Mapping[str, Exception], finished: Mapping[str, Any]) -> None:
+        super().__init__(text)
+        self.failed = failed
+        self.finished = finished
 
 
 class CheckpointError(TitanRLError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Collection
 from math import prod
 from pathlib import Path
 
@@ -86,11 +87,30 @@ def planned_kv_gib(kv_cache_gib: float | None) -> float | None:
 
 def weight_bytes(folder: Path, dtype: str) -> int:
     """Bytes of a Hugging Face folder's weights in a dtype, from the headers of its files."""
-    return _ITEMSIZE[dtype] * sum(map(_numel, sorted(folder.glob("*.safetensors"))))
+    return _ITEMSIZE[dtype] * sum(prod(shape) for shape in _shapes(folder).values())
 
 
-def _numel(path: Path) -> int:
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = parse_json(file.read(length))
-    return sum(prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+def adapter_bytes(folder: Path, dtype: str, targets: Collection[str], *, rank: int) -> int:
+    """Bytes of a place for an adapter: rank x (in + out) for each matrix of a Hugging Face folder that it changes.
+
+    Tensor-parallel ranks share a part of them, which is not subtracted.
+
+    Args:
+        targets: Last parts of the names of the changed layers.
+    """
+    changed = [
+        shape
+        for name, shape in _shapes(folder).items()
+        if name.split(".")[-2:-1] in [[target] for target in targets] and len(shape) == 2 and ".experts." not in name
+    ]
+    return _ITEMSIZE[dtype] * rank * sum(map(sum, changed))
+
+
+def _shapes(folder: Path) -> dict[str, list[int]]:
+    shapes: dict[str, list[int]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = parse_json(file.read(length))
+        shapes |= {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
+    return shapes

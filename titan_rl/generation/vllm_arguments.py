@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
 from functools import cache
 from importlib.util import find_spec
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_rl.core.errors import ModelError
-from titan_rl.generation.engine import EngineSpec
-from titan_rl.generation.gpu_share import CPU_KV_GIB, gpu_share_of, kv_bytes_of, weight_bytes
+from titan_rl.generation.engine import AdapterSpec, EngineSpec
+from titan_rl.generation.gpu_share import CPU_KV_GIB, adapter_bytes, gpu_share_of, kv_bytes_of, weight_bytes
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
@@ -114,6 +114,17 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Sizes of a place for an adapter in vLLM."""
 
 
+def adapter_places(adapters: Collection[AdapterSpec]) -> tuple[int, int]:
+    """Number of places for adapters in an engine, and the rank of each. vLLM reserves their memory."""
+    rank = max(each.rank for each in adapters)
+    return sum(each.num_versions for each in adapters), next(allowed for allowed in LORA_RANKS if allowed >= rank)
+
+
+def adapter_targets(adapters: Iterable[AdapterSpec]) -> list[str]:
+    """Layers that the places of an engine have matrices for: those of any adapter."""
+    return list(dict.fromkeys(target for each in adapters for target in each.targets))
+
+
 def prepare_cpu(spec: EngineSpec) -> None:
     """Have vLLM do in this process what it does well on a CPU.
 
@@ -192,13 +203,13 @@ def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> EngineArgs:
         "disable_log_stats": True,
     }
     if adapters := spec.adapters.values():
-        num_places, rank = sum(each.num_versions for each in adapters), max(each.rank for each in adapters)
+        num_places, rank = adapter_places(adapters)
         arguments |= {
             "enable_lora": True,
             "max_loras": num_places,
             "max_cpu_loras": num_places,
-            "max_lora_rank": next(allowed for allowed in LORA_RANKS if allowed >= rank),
-            "lora_target_modules": list(dict.fromkeys(target for each in adapters for target in each.targets)),
+            "max_lora_rank": rank,
+            "lora_target_modules": adapter_targets(adapters),
         }
     options = dict(spec.options)
     options["hf_overrides"] = _overrides(Path(spec.model_path)) | options.get("hf_overrides", {})
@@ -234,7 +245,11 @@ def _gpu_memory(spec: EngineSpec) -> tuple[int, float]:
     if spec.kv_cache_gib is not None and spec.gpu_share is not None:
         return int(spec.kv_cache_gib * 2**30), spec.gpu_share
     free, total = torch.cuda.mem_get_info()
-    weights = weight_bytes(Path(spec.model_path), spec.dtype) // spec.tensor_parallel_size
+    folder = Path(spec.model_path)
+    weights = weight_bytes(folder, spec.dtype) // spec.tensor_parallel_size
+    if adapters := spec.adapters.values():
+        num_places, rank = adapter_places(adapters)
+        weights += num_places * adapter_bytes(folder, spec.dtype, adapter_targets(adapters), rank=rank)
     if spec.kv_cache_gib is not None:
         kv_bytes = int(spec.kv_cache_gib * 2**30)
     else:

@@ -35,7 +35,7 @@ from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.calls.user_code import reason
 from titan_rl.core.calls.watchdog import LoopWatchdog
 from titan_rl.core.console import Verbosity
-from titan_rl.core.errors import TrainingError
+from titan_rl.core.errors import AdaptersFailedError
 from titan_rl.generation.router.router import GeneratorRouter
 from titan_rl.metrics.sinks.types import MetricSink
 from titan_rl.rollout.renderer import Renderer
@@ -254,7 +254,7 @@ class Experiments:
             Summary with those of all experiments.
 
         Raises:
-            TrainingError: Some have failed.
+            AdaptersFailedError: Some have failed.
         """
         async with asyncio.TaskGroup() as running:
             for experiment in self._experiments:
@@ -262,11 +262,12 @@ class Experiments:
                     self._progress.message(f"{experiment.name}: all steps were trained before")
                 else:
                     running.create_task(self._run(experiment), name=experiment.name)
-        failed = [experiment for experiment in self._experiments if experiment.error is not None]
-        if failed:
-            reasons = "; ".join(f"{each.name}: {reason(each.error)}" for each in failed if each.error is not None)
-            raise TrainingError(f"{len(failed)} of {len(self._experiments)} adapters failed: {reasons}")
+        failed = {each.name: each.error for each in self._experiments if each.error is not None}
         finished = {each.name: each.summary for each in self._experiments if each.summary is not None}
+        if failed:
+            reasons = "; ".join(f"{name}: {reason(error)}" for name, error in failed.items())
+            text = f"{len(failed)} of {len(self._experiments)} adapters failed: {reasons}"
+            raise AdaptersFailedError(text, failed, finished)
         return RunSummary.of_adapters(finished, self._run_dir.path, self._run_dir.elapsed_s)
 
     async def _run(self, experiment: Experiment) -> None:
@@ -394,7 +395,7 @@ def run_experiments(
         summary: None where it was stopped.
 
     Raises:
-        TrainingError: Experiments failed.
+        AdaptersFailedError: Experiments failed.
         TitanRLError: The error that ended the run.
     """
     session = ExperimentsSession(

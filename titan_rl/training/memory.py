@@ -252,6 +252,14 @@ def rank_memory(
     return RankMemory(on_device, at_host, at_rest, whole_parameters(hf, chosen.name), frozen)
 
 
+def adapter_parameters(model: ModelConfig, targets: tuple[str, ...]) -> int:
+    """Number of parameters of an adapter of rank 1: in + out of each layer that it changes."""
+    hf = read_hf_config(Path(model.path))
+    chosen = choose_implementation(hf, model.implementation, has_adapter=True)
+    source = BuiltFrom(json.dumps(dict(hf), sort_keys=True), chosen.name, adapter_rank=1, adapter_targets=targets)
+    return count_parameters(source, 1).trained
+
+
 def whole_parameters(hf: Mapping[str, Any], implementation: Any) -> int:
     """Number of parameters of a model."""
     source = BuiltFrom(json.dumps(dict(hf), sort_keys=True), implementation)

@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from titan_rl.cluster.generator_actor import adapter_specs
 from titan_rl.cluster.hosts.placement import choose_transport, place_generators, place_trainer
 from titan_rl.config.model_folder import kv_bytes_per_token
 from titan_rl.config.run import RunConfig
@@ -19,7 +20,8 @@ from titan_rl.config.sections import GenerationConfig
 from titan_rl.core.errors import ConfigError, ModelError
 from titan_rl.core.settings import Section
 from titan_rl.generation.gpu_share import CPU_KV_GIB, GPU_SHARE, WORK_BYTES
-from titan_rl.training.memory import BYTES, RankMemory, rank_memory
+from titan_rl.generation.vllm_arguments import adapter_places, adapter_targets
+from titan_rl.training.memory import BYTES, RankMemory, adapter_parameters, rank_memory
 from titan_rl.weights.types import NUM_KEPT
 
 GIB = 2**30
@@ -315,6 +317,7 @@ def _engines(config: RunConfig, parameters: int, count: int, limit: int, *, besi
         return {}
     generation = config.generation
     weights = ceil(parameters * BYTES[config.model.dtype] / generation.tensor_parallel_size)
+    adapters = _adapters(config)
     token = -(-(kv_bytes_per_token(config.model) or 0) // generation.tensor_parallel_size)
     least = token * config.model.max_context
     if generation.kv_cache_gib is not None:
@@ -323,12 +326,23 @@ def _engines(config: RunConfig, parameters: int, count: int, limit: int, *, besi
         cache = int(CPU_KV_GIB * GIB)
     else:
         share = generation.gpu_share if generation.gpu_share is not None else GPU_SHARE / count
-        cache = int(limit * share) - weights - WORK_BYTES
+        cache = int(limit * share) - weights - adapters - WORK_BYTES
     return {
         "engine weights": count * weights,
+        **({"engine adapters": count * adapters} if adapters else {}),
         "KV cache": count * max(cache, least),
         "engine work space": count * WORK_BYTES,
     }
+
+
+def _adapters(config: RunConfig) -> int:
+    """Bytes that an engine reserves for adapters: at most, because tensor-parallel ranks share a part of them."""
+    adapters = adapter_specs(config).values()
+    if not adapters:
+        return 0
+    num_places, rank = adapter_places(adapters)
+    parameters = adapter_parameters(config.model, tuple(adapter_targets(adapters)))
+    return num_places * rank * parameters * BYTES[config.model.dtype]
 
 
 def _toml(value: Any) -> str:
