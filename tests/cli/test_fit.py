@@ -191,7 +191,7 @@ def test_the_places_that_an_engine_reserves_for_adapters_are_counted(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (several := folder / "several.toml").write_text(ADAPTERS)
-    sizes = ("--gpus", "1", "--memory", "80", "--model.dtype", "bfloat16", "--scheduling.max_staleness", "2")
+    sizes = ("--gpus", "1", "--memory", "80", "--generation.num_generators", "1", "--scheduling.max_staleness", "2")
     of_rank_1 = 4 * sum((256 + 512, 256 + 256, 256 + 256, 512 + 256, 256 + 512, 256 + 512, 512 + 256))  # 4 layers
     one = fit_as_json(folder, capsys, *sizes, "--training.adapter.rank", "12")["gpus"][0]["engines"]
     assert one["engine adapters"] == 16 * of_rank_1 * 2, "vLLM's places have a rank of 1, 8, 16, ..."
