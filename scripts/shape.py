@@ -48,14 +48,14 @@ class Shape:
     """Figures of one package.
 
     Attributes:
-        code_lines: lines with code; blank lines, comments and docstrings do not count.
-        import_lines: code lines that belong to an import statement.
-        callable_parameters: parameters of functions whose annotation mentions `Callable`.
-        openings: docstrings that begin with one of `OPENINGS`, as "file:line first line".
-        settings: keys of `SETTINGS_ROOT`, tables included.
-        longest_function: the number of lines of the longest function, and its place.
-        packages: folders of the first level.
-        arrows: pairs (package or module of the first level, another that it imports).
+        code_lines: Lines with code; blank lines, comments and docstrings do not count.
+        import_lines: Code lines that belong to an import statement.
+        callable_parameters: Parameters of functions whose annotation mentions `Callable`.
+        openings: Docstrings that begin with one of `OPENINGS`, as "file:line first line".
+        settings: Keys of `SETTINGS_ROOT`, tables included.
+        longest_function: The number of lines of the longest function, and its place.
+        packages: Folders of the first level.
+        arrows: Pairs (package or module of the first level, another that it imports).
     """
 
     files: int = 0
@@ -228,7 +228,7 @@ def measure_commit(package: Path, commit: str) -> Shape:
     """Measure `package` at a commit of its repository.
 
     Raises:
-        SystemExit: git does not know the commit, or the commit lacks the package.
+        SystemExit: Git does not know the commit, or the commit lacks the package.
     """
     repository = package.resolve().parent
     with tempfile.TemporaryDirectory() as folder:

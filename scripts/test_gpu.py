@@ -48,9 +48,9 @@ def why_not(modules: Sequence[str], left_s: float, gpus: Sequence[str]) -> str |
     """Reason for skipping a tier, or None.
 
     Args:
-        modules: modules that the tier imports.
-        left_s: remaining time of `--limit`.
-        gpus: names of the GPUs that torch finds.
+        modules: Modules that the tier imports.
+        left_s: Remaining time of `--limit`.
+        gpus: Names of the GPUs that torch finds.
     """
     if not gpus:
         return "torch finds no GPU here"

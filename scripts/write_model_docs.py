@@ -80,7 +80,7 @@ def row(name: str, results: Mapping[str, str]) -> str:
     """Row of a family.
 
     Args:
-        results: by the letters of the checks, in the order of the columns.
+        results: By the letters of the checks, in the order of the columns.
     """
     base, _, variant = name.partition(",")
     implementation = choose_implementation({"model_type": model_type(name), **FAMILIES[name]}).name

@@ -30,10 +30,10 @@ class BanditEnv:
     """A `TokenEnv` whose prompt consists of all earlier states and pulls, and the next state.
 
     Args:
-        states: state of each round, a token.
-        arms: number of arms; token number t pulls arm t modulo `arms`.
-        chances: probability that the right arm pays, and that another arm pays.
-        luck: seed of the draws. With the same pulls the same draws are made, so a rollout can be replayed.
+        states: State of each round, a token.
+        arms: Number of arms; token number t pulls arm t modulo `arms`.
+        chances: Probability that the right arm pays, and that another arm pays.
+        luck: Seed of the draws. With the same pulls the same draws are made, so a rollout can be replayed.
     """
 
     def __init__(self, states: Sequence[int], arms: int, chances: tuple[float, float], luck: str) -> None:

@@ -16,7 +16,7 @@ class Deal:
     """Start of a hand.
 
     Args:
-        opening: actions taken before the first seat is asked.
+        opening: Actions taken before the first seat is asked.
     """
 
     cards: Cards

@@ -95,7 +95,7 @@ def split(given: Sequence[str]) -> tuple[list[str], list[str]]:
     """CONFIG.toml files and policies.
 
     Raises:
-        ConfigError: there is no policy, or no config.
+        ConfigError: There is no policy, or no config.
     """
     num_configs = next((place for place, name in enumerate(given) if not name.endswith(".toml")), len(given))
     configs, policies = list(given[:num_configs]), list(given[num_configs:])

@@ -103,9 +103,9 @@ def _copy(example: str, folder: Path) -> int:
 class Starter:
     """
     Args:
-        folder: to make; the last part of it is the package's name.
-        model: a Hugging Face folder to train; None for a tiny model.
-        level, size: of the tiny model: its tokens, and about how many parameters it has.
+        folder: To make; the last part of it is the package's name.
+        model: A Hugging Face folder to train; None for a tiny model.
+        level, size: Of the tiny model: its tokens, and about how many parameters it has.
     """
 
     folder: Path
@@ -128,10 +128,10 @@ def write_starter(starter: Starter) -> list[Path]:
     """Write the files, all or none of which were there before.
 
     Returns:
-        what was written.
+        What was written.
 
     Raises:
-        ConfigError: the name cannot be one of a package, the folder holds something, there is no such model, or nothing
+        ConfigError: The name cannot be one of a package, the folder holds something, there is no such model, or nothing
             can be written there. Says what would do.
     """
     if starter.size < 1:
@@ -163,7 +163,7 @@ def writing() -> Generator[None]:
 def check_name(name: str) -> None:
     """
     Raises:
-        ConfigError: a package of one's own cannot have it. Says which could be.
+        ConfigError: A package of one's own cannot have it. Says which could be.
     """
     if not (name.isidentifier() and name.isascii()) or keyword.iskeyword(name) or not name.strip("_"):
         letters = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode()  # "cafe" of "café"
@@ -183,7 +183,7 @@ def _is_installed(name: str) -> bool:
 def check_room(folder: Path) -> None:
     """
     Raises:
-        ConfigError: something is there already.
+        ConfigError: Something is there already.
     """
     if folder.is_dir() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty, and nothing is overwritten; name a new folder")
@@ -237,13 +237,13 @@ def copy_example(example: str, folder: Path) -> list[Path]:
     """Write the example as a package of another name.
 
     Args:
-        folder: to make; the last part of it is the package's name, which takes the place of the example's in its files.
+        folder: To make; the last part of it is the package's name, which takes the place of the example's in its files.
 
     Returns:
-        what was written.
+        What was written.
 
     Raises:
-        ConfigError: there is no such example, the name cannot be one of a package, or the folder holds something.
+        ConfigError: There is no such example, the name cannot be one of a package, or the folder holds something.
     """
     names = example_names()
     if example not in names:

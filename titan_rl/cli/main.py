@@ -67,7 +67,7 @@ def _run_command(words: Sequence[str], stopped: list[str]) -> int:
     """Parse the command line and run the command.
 
     Args:
-        stopped: receives the command's own message for being stopped, if it has one.
+        stopped: Receives the command's own message for being stopped, if it has one.
     """
     from titan_rl.core.errors import ConfigError, ModelError, TitanRLError
     from titan_rl.run.terminal.standard_streams import OutputError, replace_closed_streams, tell
@@ -97,7 +97,7 @@ def command_line(command: str | None = None) -> Parser:
     """Parser of the command line.
 
     Args:
-        command: the only one of `COMMANDS` that gets its options, because importing all takes a second. By default all
+        command: The only one of `COMMANDS` that gets its options, because importing all takes a second. By default all
             get them, and their settings are declared, too.
     """
     from importlib import import_module

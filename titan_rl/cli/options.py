@@ -114,7 +114,7 @@ def file_path(text: str) -> str:
     """Argument type of a file, a folder or a URL.
 
     Raises:
-        argparse.ArgumentTypeError: no file can have that name.
+        argparse.ArgumentTypeError: No file can have that name.
     """
     from titan_rl.core.settings import path_problem
 

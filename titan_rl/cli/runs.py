@@ -22,7 +22,7 @@ def find_run(name: str, option: str = "--resume") -> Path:
     """The folder of the run that an option names, as an absolute path.
 
     Raises:
-        ConfigError: it is not the folder of a run, but perhaps of an adapter of one. Names a run nearby, if there is
+        ConfigError: It is not the folder of a run, but perhaps of an adapter of one. Names a run nearby, if there is
             one.
     """
     path = Path(name)
@@ -48,10 +48,10 @@ def load_resumed(run: Path, overrides: Sequence[tuple[str, str]], *, is_sft: boo
     """Load the settings of a resumed run.
 
     Args:
-        run: the folder that `find_run` returned.
+        run: The folder that `find_run` returned.
 
     Raises:
-        ConfigError: a setting is wrong, an option changes one that must not change, or the folder contains links.
+        ConfigError: A setting is wrong, an option changes one that must not change, or the folder contains links.
     """
     load = load_sft_config if is_sft else load_config
     check_files(run)
@@ -67,7 +67,7 @@ def tell_imports(config: Path) -> None:
     """Print which modules the settings of a run import, and from which folders, before they are imported.
 
     Args:
-        config: a run's `config.toml`, whose author decides which code is imported.
+        config: A run's `config.toml`, whose author decides which code is imported.
     """
     found = recorded_modules(config)
     if found:

@@ -71,10 +71,10 @@ def _checked(arguments: argparse.Namespace) -> tuple[RunConfig, Path | None]:
     """Load the settings and check them against this machine.
 
     Returns:
-        config and the folder of the run that it continues.
+        Config and the folder of the run that it continues.
 
     Raises:
-        ConfigError: a setting is wrong, or does not fit the machine.
+        ConfigError: A setting is wrong, or does not fit the machine.
     """
     from titan_rl.cli.runs import find_run, load_resumed
     from titan_rl.config.concurrency import throttles
@@ -145,7 +145,7 @@ def _check_teachers(config: RunConfig) -> None:
     may be started later.
 
     Raises:
-        ConfigError: a tokenizer makes other tokens than the policy's or cannot be loaded, a folder has no model, or a
+        ConfigError: A tokenizer makes other tokens than the policy's or cannot be loaded, a folder has no model, or a
             server does not tokenize.
     """
     names = sorted({config.teacher_of(source) for source in config.tasks} - {"", "self"})
@@ -180,7 +180,7 @@ def _rehearse(config: RunConfig) -> int:
     the user's once.
 
     Returns:
-        exit code: 1 where something is wrong that would fail a run.
+        Exit code: 1 where something is wrong that would fail a run.
     """
     from titan_rl.run.rehearsal import describe, problems_of_losses, rehearse
 

@@ -65,7 +65,7 @@ def _free(listen: str) -> str:
     """The address to listen on, with a port of its own if none is asked for by 0.
 
     Raises:
-        ConfigError: this machine does not have it, or the port is taken; Monarch says nothing of that a user could use.
+        ConfigError: This machine does not have it, or the port is taken; Monarch says nothing of that a user could use.
     """
     try:
         host, port = split_address(listen, least_port=0)

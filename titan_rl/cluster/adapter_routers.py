@@ -131,7 +131,7 @@ class AdapterRouters:
         """Wait until an adapter is stopped. From here on it can be.
 
         Raises:
-            ActorDiedError: it is: generators die of its requests.
+            ActorDiedError: It is: generators die of its requests.
         """
         failure = self._failures[adapter] = asyncio.get_running_loop().create_future()
         try:

@@ -39,11 +39,11 @@ from titan_rl.weights.verification import MAX_MARGIN, ProbeFigures, SwapCheck
 class GeneratorPlan:
     """
     Attributes:
-        seed: of the run.
-        version: of the weights in the model's folder.
-        max_running: most requests one engine advances at a time.
-        sleeps: engines give their memory to a trainer at times.
-        adapters: that the trainer trains and publishes, by name; the only one has the name "".
+        seed: Of the run.
+        version: Of the weights in the model's folder.
+        max_running: Most requests one engine advances at a time.
+        sleeps: Engines give their memory to a trainer at times.
+        adapters: That the trainer trains and publishes, by name; the only one has the name "".
     """
 
     model: ModelConfig
@@ -61,10 +61,10 @@ class GeneratorPlan:
     ) -> GeneratorSettings:
         """
         Args:
-            index: of the generator, from 0.
-            model_path: of the model's folder on its host.
-            neighbours: other generators on its GPUs.
-            beside_trainer: a trainer is on its GPUs, too. What that will take is not known when the engine starts.
+            index: Of the generator, from 0.
+            model_path: Of the model's folder on its host.
+            neighbours: Other generators on its GPUs.
+            beside_trainer: A trainer is on its GPUs, too. What that will take is not known when the engine starts.
         """
         generation = self.generation
         kv_cache_gib = generation.kv_cache_gib

@@ -79,7 +79,7 @@ class StartLosses:
         """Wait for a process that starts on a host. Returns None if the host is lost meanwhile.
 
         Raises:
-            ActorDiedError: it does not start, though its host is there.
+            ActorDiedError: It does not start, though its host is there.
         """
         try:
             return await starting
@@ -92,11 +92,11 @@ class StartLosses:
     def check(self, num_generators: int, least: int) -> None:
         """
         Args:
-            num_generators: that have started.
-            least: as `GenerationConfig.least_generators`.
+            num_generators: That have started.
+            least: As `GenerationConfig.least_generators`.
 
         Raises:
-            ActorDiedError: these are too few, of which some were to be on hosts that are lost.
+            ActorDiedError: These are too few, of which some were to be on hosts that are lost.
         """
         if self._reasons and num_generators < least:
             reasons = "; ".join(self._reasons.values())
@@ -119,10 +119,10 @@ class GeneratorProcesses(SupervisedProcesses):
     `RunProcesses`.
 
     Args:
-        version: of the weights in the model's folder.
-        max_running: most requests one engine advances at a time.
-        sleeps: engines give their memory to a trainer at times.
-        adapters: that the trainer trains and publishes; see `GeneratorPlan`.
+        version: Of the weights in the model's folder.
+        max_running: Most requests one engine advances at a time.
+        sleeps: Engines give their memory to a trainer at times.
+        adapters: That the trainer trains and publishes; see `GeneratorPlan`.
     """
 
     def __init__(
@@ -172,8 +172,8 @@ class GeneratorProcesses(SupervisedProcesses):
         enough.
 
         Raises:
-            ConfigError: there are too few GPUs.
-            ActorDiedError: one did not start in time.
+            ConfigError: There are too few GPUs.
+            ActorDiedError: One did not start in time.
         """
         self.place()
         async with asyncio.TaskGroup() as starting:
@@ -199,8 +199,8 @@ class GeneratorProcesses(SupervisedProcesses):
     ) -> GeneratorRouter:
         """
         Args:
-            replicas: by default the generators that have been started.
-            strategy: by default the one that settings name.
+            replicas: By default the generators that have been started.
+            strategy: By default the one that settings name.
         """
         return GeneratorRouter(
             self.replicas if replicas is None else replicas,
@@ -238,7 +238,7 @@ class GeneratorProcesses(SupervisedProcesses):
         meanwhile.
 
         Raises:
-            ActorDiedError: one died that is not replaced, or one more than its setting allows.
+            ActorDiedError: One died that is not replaced, or one more than its setting allows.
         """
         async with asyncio.TaskGroup() as background:
 
@@ -277,7 +277,7 @@ class GeneratorProcesses(SupervisedProcesses):
         """Count the death of a process. One too many stops the adapter that has caused all of them, if that is known.
 
         Raises:
-            ActorDiedError: it is one more than its setting allows.
+            ActorDiedError: It is one more than its setting allows.
         """
         role, log = remote.process.role, self._files.logs / f"{remote.name}.log"
         routers = router if role is Role.GENERATOR and isinstance(router, AdaptersRouter) else None
@@ -315,7 +315,7 @@ class GeneratorProcesses(SupervisedProcesses):
         """Start processes on a host that has joined: first those that have no place, then new ones.
 
         Returns:
-            the names of those that serve.
+            The names of those that serve.
         """
         lost = sorted(process.index for process in self._lost if process.role is Role.GENERATOR)
         chosen = self._places.join(host, self.hosts[host].gpus, lost)
@@ -422,17 +422,17 @@ async def start_generators(
     """Start the generators of a server, which end with the block.
 
     Args:
-        version: of the policy that is served.
-        max_running: most requests one engine advances at a time.
-        files: what lies beside `logs` is a run's folder to other hosts.
-        console: shows the user which of them die and have been replaced.
-        published: where they find the manifests of what `open_transport` publishes; by default they keep the weights
+        version: Of the policy that is served.
+        max_running: Most requests one engine advances at a time.
+        files: What lies beside `logs` is a run's folder to other hosts.
+        console: Shows the user which of them die and have been replaced.
+        published: Where they find the manifests of what `open_transport` publishes; by default they keep the weights
             that they start with.
-        adapters: of the model, by name; requests that name none are answered by the model itself.
+        adapters: Of the model, by name; requests that name none are answered by the model itself.
 
     Raises:
-        ActorDiedError: one did not start in time, or the worker of a host did not answer.
-        ConfigError: hosts differ from this machine.
+        ActorDiedError: One did not start in time, or the worker of a host did not answer.
+        ConfigError: Hosts differ from this machine.
     """
 
     def make(hosts: Hosts) -> GeneratorProcesses:
@@ -466,8 +466,8 @@ def open_transport(config: HostsConfig, run_id: str, adapter: str = "") -> Gener
     """Open the publishing end of a server's weight transport, which is closed after the block.
 
     Args:
-        run_id: as of the files with which the generators are started.
-        adapter: whose versions are published; by default the whole model's.
+        run_id: As of the files with which the generators are started.
+        adapter: Whose versions are published; by default the whole model's.
     """
     address = own_address(config) if config.elsewhere else LOOPBACK
     # No host has such a name: what is on this one may not share its memory.

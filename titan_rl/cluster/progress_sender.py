@@ -92,7 +92,7 @@ class ProgressSender:
     def check(self) -> None:
         """
         Raises:
-            ActorDiedError: the sender has failed for good, so that this process is to be replaced.
+            ActorDiedError: The sender has failed for good, so that this process is to be replaced.
         """
         if self._failure is not None:
             raise self._failure
@@ -101,7 +101,7 @@ class ProgressSender:
         """Wait until the controller keeps up.
 
         Raises:
-            ActorDiedError: see `check`.
+            ActorDiedError: See `check`.
         """
         await self._sent.wait()
         self.check()
@@ -110,7 +110,7 @@ class ProgressSender:
         """Wait until the controller has all answers so far: for two messages at most, also if more answers come.
 
         Raises:
-            ActorDiedError: see `check`.
+            ActorDiedError: See `check`.
         """
         await asyncio.shield(self._send_all())
         self.check()

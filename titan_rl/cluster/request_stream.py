@@ -191,8 +191,8 @@ class RequestClient:
         ended: Reason why no completion comes any more.
 
     Args:
-        remote: whose end fails every request.
-        send: passes requests on to the generator.
+        remote: Whose end fails every request.
+        send: Passes requests on to the generator.
     """
 
     def __init__(self, remote: RemoteProcess, send: Callable[[list[EngineRequest]], None]) -> None:
@@ -209,8 +209,8 @@ class RequestClient:
         """Generate a completion. A completion after the caller was cancelled is dropped.
 
         Raises:
-            RequestError: this request can never succeed, or its id is in use.
-            GenerationError: the generator failed, its process ended, or `run` has.
+            RequestError: This request can never succeed, or its id is in use.
+            GenerationError: The generator failed, its process ended, or `run` has.
         """
         if request.request_id in self._in_flight:
             raise RequestError(f"request id {request.request_id!r} is in use; ids must be unique")

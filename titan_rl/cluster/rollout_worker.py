@@ -139,7 +139,7 @@ class RolloutWorkerActor(ProcessActor):
         """Open the tasks.
 
         Raises:
-            ConfigError: a task cannot be imported here.
+            ConfigError: A task cannot be imported here.
         """
         from titan_rl.config.build import open_rollouters
         from titan_rl.config.load import load_config
@@ -171,10 +171,10 @@ class RolloutWorkerActor(ProcessActor):
         """Have the shard carry out a message of the router; see `RouterShard.receive_message`.
 
         Returns:
-            its answer, and the running training groups by state.
+            Its answer, and the running training groups by state.
 
         Raises:
-            ActorDiedError: the controller's journal cannot be reached, so that this process is to be replaced.
+            ActorDiedError: The controller's journal cannot be reached, so that this process is to be replaced.
         """
         self._sender.check()
         ended = await self._shard.receive_message(number, message)
@@ -186,7 +186,7 @@ class RolloutWorkerActor(ProcessActor):
         in messages and samples what does not pickle.
 
         Raises:
-            ActorDiedError: see `tell_shard`.
+            ActorDiedError: See `tell_shard`.
         """
         groups = self._held_out if order.index is None else self._training[order.task]
         with groups.one(order.group_size) as playing, self._running(order, playing) as group:

@@ -144,7 +144,7 @@ def record(answers: Answers, finished: Ends) -> Room | None:
     run again in another worker, are dropped. Called on the groups' event loop.
 
     Returns:
-        what waits for the disk; None if nothing was recorded.
+        What waits for the disk; None if nothing was recorded.
     """
     requests = None
     for key, answer in answers:
@@ -194,7 +194,7 @@ class WorkerLink:
             number: Of the message, from 1. One that is sent again has the same.
 
         Returns:
-            whether the disk keeps up, as of the message. Otherwise it is to be sent again.
+            Whether the disk keeps up, as of the message. Otherwise it is to be sent again.
         """
         if number > self._noted:
             self._room = record(answers, finished)
@@ -264,9 +264,9 @@ class WorkerPool:
     """Runs each group in the worker with the fewest rollouts. A group whose worker dies is run again in another.
 
     Args:
-        max_attempts: workers that may die under one group. One whose host goes does not count. Several that die at
+        max_attempts: Workers that may die under one group. One whose host goes does not count. Several that die at
             the same time may all count, even if only one of them ran the group, so a run allows as many as may die.
-        wait_s: how long a group waits for a worker when there is none.
+        wait_s: How long a group waits for a worker when there is none.
     """
 
     def __init__(self, *, max_attempts: int = 3, wait_s: float = 180.0) -> None:
@@ -295,7 +295,7 @@ class WorkerPool:
         """Add a worker that has started, and its shard. It gets groups once there is a router.
 
         Raises:
-            ActorDiedError: it has ended meanwhile.
+            ActorDiedError: It has ended meanwhile.
         """
         if self._router is None:
             self._waiting.append((remote, actor, shard))

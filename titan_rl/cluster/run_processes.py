@@ -49,7 +49,7 @@ class RunProcesses(GeneratorProcesses):
     """Trainer, generators and rollout workers of a run. Each is an actor in its own process. Made by `start_processes`.
 
     Args:
-        trains, generates: whether there is a trainer, and generators.
+        trains, generates: Whether there is a trainer, and generators.
         strategy: Pickled strategy of the router, if it is not the one that settings name.
     """
 
@@ -245,12 +245,12 @@ async def start_processes(
     """Start the processes of a run, which end with the block.
 
     Args:
-        trains, generates: whether there is a trainer, and generators.
-        console: shows the user which processes have died and been replaced.
-        strategy: see `RunProcesses`.
+        trains, generates: Whether there is a trainer, and generators.
+        console: Shows the user which processes have died and been replaced.
+        strategy: See `RunProcesses`.
 
     Raises:
-        ActorDiedError: a process did not start in time.
+        ActorDiedError: A process did not start in time.
     """
 
     def make(hosts: Hosts) -> RunProcesses:

@@ -114,12 +114,12 @@ class Supervisor(Actor):
         """Start a process that holds one actor.
 
         Args:
-            rank: its number among the processes of this id.
-            host: the name of one that is attached; by default this machine.
-            environment: variables of the process, beside those of its host.
+            rank: Its number among the processes of this id.
+            host: The name of one that is attached; by default this machine.
+            environment: Variables of the process, beside those of its host.
 
         Returns:
-            the actor's handle; that of an `AnsweringActor` is an `ActorHandle`.
+            The actor's handle; that of an `AnsweringActor` is an `ActorHandle`.
         """
         name = f"{process_id}-rank{rank}" if rank else process_id
         command = default_bootstrap_cmd().with_env(dict(environment)) if environment else None
@@ -163,10 +163,10 @@ class SupervisedProcesses(HostListener):
     """Spawns processes on the hosts of a run and ends them.
 
     Attributes:
-        hosts: of the run.
+        hosts: Of the run.
 
     Args:
-        start_timeout_s: longest wait for one to start.
+        start_timeout_s: Longest wait for one to start.
     """
 
     def __init__(self, files: ProcessFiles, hosts: Hosts, start_timeout_s: float) -> None:
@@ -186,14 +186,14 @@ class SupervisedProcesses(HostListener):
         """Start a process in each of these places, which live and die together.
 
         Args:
-            arguments: of each actor, behind its `ProcessSpec`.
+            arguments: Of each actor, behind its `ProcessSpec`.
 
         Returns:
-            handles of the actors, which have started, by their ranks.
+            Handles of the actors, which have started, by their ranks.
 
         Raises:
-            ActorDiedError: one did not start in time, or for a reason that is none of titan_rl's.
-            TitanRLError: why one did not start. However that was, the process has ended.
+            ActorDiedError: One did not start in time, or for a reason that is none of titan_rl's.
+            TitanRLError: Why one did not start. However that was, the process has ended.
         """
         remote = RemoteProcess(process, self, self._hang_timeout_s)
         self._places_of[remote.id] = frozenset(place.host for place in places)
@@ -333,11 +333,11 @@ async def started(
     """Open the hosts, and start processes on them, which end with the block.
 
     Args:
-        make: of the hosts on which they are.
+        make: Of the hosts on which they are.
 
     Raises:
-        ActorDiedError: a process did not start in time, or the worker of a host did not answer.
-        ConfigError: hosts differ.
+        ActorDiedError: A process did not start in time, or the worker of a host did not answer.
+        ConfigError: Hosts differ.
     """
     with stderr_into(files.logs / "monarch.log"):  # it greets its user there when it is first used
         supervisor = this_proc().spawn("supervisor", Supervisor)

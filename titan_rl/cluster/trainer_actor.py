@@ -66,7 +66,7 @@ class ModelCheck:
     that `kl_coef` holds the policy to, nor those that an adapter changes.
 
     Raises:
-        ModelError: something else of the model has changed, or the weights are those of a reference.
+        ModelError: Something else of the model has changed, or the weights are those of a reference.
     """
 
     def __init__(self, settings: TrainerSettings, host: str) -> None:
@@ -88,7 +88,7 @@ class ModelCheck:
     def check_weights(self) -> None:
         """
         Raises:
-            ModelError: the weights are neither of a checkpoint nor those that the run began with.
+            ModelError: The weights are neither of a checkpoint nor those that the run began with.
         """
         if self._complaint is not None:
             raise ModelError(self._complaint)
@@ -110,7 +110,7 @@ class TrainerActor(ProcessActor):
         """Run a function in the trainer's thread.
 
         Args:
-            is_work: health checks watch its progress: ranks wait for each other in it, so one that hangs blocks all.
+            is_work: Health checks watch its progress: ranks wait for each other in it, so one that hangs blocks all.
         """
         # Monarch keeps the actor that calls in the context.
         work = partial(self._do, name, partial(function, *args), is_work)
@@ -131,7 +131,7 @@ class TrainerActor(ProcessActor):
         """Load the model.
 
         Raises:
-            ModelError: the model folder cannot be used.
+            ModelError: The model folder cannot be used.
         """
         await self._run("load", self._load)
 

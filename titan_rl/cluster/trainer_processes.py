@@ -48,13 +48,13 @@ class ActorTrainer:
     reached any more may go on writing while others are in their place.
 
     Attributes:
-        is_leaving: its host is to go, and this with it.
+        is_leaving: Its host is to go, and this with it.
 
     Args:
         adapter: The one of several adapters that this trains.
 
     Raises:
-        ActorDiedError: from every call, once a process of the trainer is gone.
+        ActorDiedError: From every call, once a process of the trainer is gone.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class ActorTrainer:
         """Return the version begun last, once each rank has published its shard.
 
         Raises:
-            StateDictError: a rank could not; none of them keeps a part of it.
+            StateDictError: A rank could not; none of them keeps a part of it.
         """
         known = [(self._layouts.digests,)] * len(self._ranks)
         return join(self._layouts.unpack(await self._all("finish_publish", *known)))
@@ -129,8 +129,8 @@ class ActorTrainer:
         """Continue from a checkpoint folder, whose version is returned.
 
         Raises:
-            DamagedCheckpointError: its bytes are not those that were written.
-            CheckpointError: it is of another model.
+            DamagedCheckpointError: Its bytes are not those that were written.
+            CheckpointError: It is of another model.
         """
         return agreed_version(await self._all("load", *[(checkpoint,)] * len(self._ranks)), "from one checkpoint")
 
@@ -143,7 +143,7 @@ class ActorTrainer:
     def _put_in_place(self, path: Path, others: str) -> None:
         """
         Args:
-            others: how the names begin of what nobody will put in place any more.
+            others: How the names begin of what nobody will put in place any more.
         """
         put_in_place(written_by(self._writer, path), path)
         for left in being_written(path.parent, others):
@@ -212,14 +212,14 @@ class TrainerProcesses:
     """The processes of a trainer, one for each of its ranks, and those that take their place.
 
     Attributes:
-        trainer: the newest.
-        adapters: the newest, for each of several adapters; otherwise the same with the name "".
-        before_leaving: has what is trained saved, before the trainer leaves a host.
-        waits_for: what a restart needs that is not there; "" where it lacks nothing.
+        trainer: The newest.
+        adapters: The newest, for each of several adapters; otherwise the same with the name "".
+        before_leaving: Has what is trained saved, before the trainer leaves a host.
+        waits_for: What a restart needs that is not there; "" where it lacks nothing.
 
     Args:
-        places: of the ranks that start next. A `ConfigError` says that the hosts that are there have none.
-        wait_s: how long a restart waits for hosts that have.
+        places: Of the ranks that start next. A `ConfigError` says that the hosts that are there have none.
+        wait_s: How long a restart waits for hosts that have.
     """
 
     trainer: ActorTrainer
@@ -245,8 +245,8 @@ class TrainerProcesses:
         """Start all ranks, and load the model.
 
         Raises:
-            ActorDiedError: they did not start in time.
-            ModelError: the model folder cannot be used.
+            ActorDiedError: They did not start in time.
+            ModelError: The model folder cannot be used.
         """
         return await self._start(self._places())
 
@@ -264,7 +264,7 @@ class TrainerProcesses:
         """Start all ranks again, once the rest of the trainer before is gone, and hosts have places for the ranks.
 
         Raises:
-            NoHostError: none had within `wait_s`.
+            NoHostError: None had within `wait_s`.
         """
         await self._processes.clear(self.trainer.remote, CLEAR_TIMEOUT_S)
         try:
@@ -285,7 +285,7 @@ class TrainerProcesses:
     async def _places_in_time(self, limit_s: float, *, holds_up: bool = False) -> Sequence[ProcessPlace]:
         """
         Args:
-            holds_up: there is no trainer meanwhile.
+            holds_up: There is no trainer meanwhile.
         """
         clock = asyncio.get_running_loop().time
         began, told = clock(), False
@@ -316,7 +316,7 @@ class TrainerAlone(SupervisedProcesses):
     """A trainer that publishes to nobody, on hosts that come and go. Made by `start_trainer`.
 
     Attributes:
-        training: its processes.
+        training: Its processes.
     """
 
     training: TrainerProcesses
@@ -370,8 +370,8 @@ async def start_trainer(config: RunConfig, files: RunFiles, console: Console = L
     """A trainer that publishes to nobody, whose processes end with the block.
 
     Raises:
-        ConfigError: there are GPUs, and too few of them.
-        ActorDiedError: a process did not start within `generation.start_timeout_s`.
+        ConfigError: There are GPUs, and too few of them.
+        ActorDiedError: A process did not start within `generation.start_timeout_s`.
     """
     needs = needs_of(config, files, generates=False)
     make = partial(TrainerAlone, config, files)

@@ -20,11 +20,11 @@ class Keys:
     """The keys of a server. They are compared in constant time, and never shown.
 
     Args:
-        api: any of these opens everything but the admin calls. None at all: it is open.
-        admin: opens the admin calls and nothing else. Without it there are none.
+        api: Any of these opens everything but the admin calls. None at all: it is open.
+        admin: Opens the admin calls and nothing else. Without it there are none.
 
     Raises:
-        ConfigError: a key is empty, not ASCII, or both an admin's and a client's; or `api` is one string.
+        ConfigError: A key is empty, not ASCII, or both an admin's and a client's; or `api` is one string.
     """
 
     def __init__(self, api: Iterable[str] = (), admin: str | None = None) -> None:
@@ -82,8 +82,8 @@ class Admission:
     def __call__(self, path: str, key: bytes | None) -> tuple[str, Caller]:
         """
         Args:
-            path: of the request.
-            key: that came with it.
+            path: Of the request.
+            key: That came with it.
 
         Returns:
             The path to serve, and who asks.

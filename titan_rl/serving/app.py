@@ -36,8 +36,8 @@ class PolicyApp:
     """ASGI application of a served policy, with the state that a server needs to shut it down in order.
 
     Attributes:
-        keys: of clients and of the admin.
-        exchanges: requests in flight.
+        keys: Of clients and of the admin.
+        exchanges: Requests in flight.
     """
 
     def __init__(self, app: ASGIApp, keys: Keys, exchanges: Exchanges) -> None:
@@ -76,20 +76,20 @@ def make_app(
         make_app(request_fn(generate), model="policy", max_context=4096, tokenizer=tokenizer, renderer=renderer)
 
     Args:
-        max_context: limit on the tokens of prompt and completion together.
-        tokenizer: of `transformers` or `tokenizers`, used by no other thread. Without it there are no text
+        max_context: Limit on the tokens of prompt and completion together.
+        tokenizer: Of `transformers` or `tokenizers`, used by no other thread. Without it there are no text
             completions and no chat.
-        renderer: converts messages to tokens. Without it there is no chat.
-        stop_token_ids: stop tokens of the model, which end a completion unless a client asks for `ignore_eos`. Defaults
+        renderer: Converts messages to tokens. Without it there is no chat.
+        stop_token_ids: Stop tokens of the model, which end a completion unless a client asks for `ignore_eos`. Defaults
             to those of the renderer.
-        any_model: answer under any other model name, too, for agents with a hard-coded one.
-        versions: other policies, which answer under their names.
-        wait_until_resumed: awaited before an aborted completion continues.
-        control: target of the admin calls. Without it, or without an admin key, there are none.
-        trouble: returns why the policy cannot answer at present, for `/health`; None while it can.
-        version: returns the policy version that answers new requests, for `/v1/models`.
-        episodes: admits the keys of these episodes, each for its episode alone. Episodes opened later use `renderer`.
-        open_episode: opens an episode for `POST /episodes`. Without it harnesses cannot open any.
+        any_model: Answer under any other model name, too, for agents with a hard-coded one.
+        versions: Other policies, which answer under their names.
+        wait_until_resumed: Awaited before an aborted completion continues.
+        control: Target of the admin calls. Without it, or without an admin key, there are none.
+        trouble: Returns why the policy cannot answer at present, for `/health`; None while it can.
+        version: Returns the policy version that answers new requests, for `/v1/models`.
+        episodes: Admits the keys of these episodes, each for its episode alone. Episodes opened later use `renderer`.
+        open_episode: Opens an episode for `POST /episodes`. Without it harnesses cannot open any.
     """
     limits = limits or ServerLimits()
     keys = keys or Keys()
@@ -119,7 +119,7 @@ class _Parts:
     """Objects that the endpoints of one application share.
 
     Attributes:
-        conversations: remembered for clients; None without a tokenizer and a renderer, as is `turns`.
+        conversations: Remembered for clients; None without a tokenizer and a renderer, as is `turns`.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class _Endpoints:
     """ASGI application of all endpoints. Those that generate have one path each and are found without the router.
 
     Attributes:
-        paths: of all routes.
+        paths: Of all routes.
     """
 
     def __init__(self, generating: Mapping[str, Endpoint], others: Sequence[Route], *, with_keys: bool) -> None:

@@ -31,10 +31,10 @@ class Asking:
     `Retry-After` is asked again after that time, unless that is later than `timeout_s`.
 
     Args:
-        api_key: sent as a bearer token.
-        timeout_s: of one answer, all retries and waits included.
-        connection_attempts: attempts to connect, with growing backoff.
-        busy: status codes that are retried, too, as often as a connection. By default a failing server is reported
+        api_key: Sent as a bearer token.
+        timeout_s: Of one answer, all retries and waits included.
+        connection_attempts: Attempts to connect, with growing backoff.
+        busy: Status codes that are retried, too, as often as a connection. By default a failing server is reported
             at once.
         transport: httpx transport that replaces the network.
     """
@@ -73,8 +73,8 @@ class Asking:
         """An answer with status 200.
 
         Raises:
-            RequestError: the server refuses the request.
-            GenerationError: the server cannot be reached, fails, or is full for too long, or the client is closed.
+            RequestError: The server refuses the request.
+            GenerationError: The server cannot be reached, fails, or is full for too long, or the client is closed.
         """
         ends_at = asyncio.get_running_loop().time() + self._timeout_s
         try:
@@ -163,12 +163,12 @@ class HttpGenerateFn:
             completion = await generate([1, 2, 3], request_id="a", sampling=SamplingParams(max_tokens=8))
 
     Args:
-        url: where the server is; the path of the endpoint is added.
-        model: name of the model; None is the one that is served.
-        api_key: sent as a bearer token.
-        version: the policy version of tokens whose server does not tell, or tells by other names than numbers.
-        timeout_s: of one completion, all retries and waits included.
-        connection_attempts: how often a connection is tried, ever more slowly.
+        url: Where the server is; the path of the endpoint is added.
+        model: Name of the model; None is the one that is served.
+        api_key: Sent as a bearer token.
+        version: The policy version of tokens whose server does not tell, or tells by other names than numbers.
+        timeout_s: Of one completion, all retries and waits included.
+        connection_attempts: How often a connection is tried, ever more slowly.
         transport: httpx transport that replaces the network.
 
     vLLM gives logprobs of the distribution sampled from only when it is started with
@@ -218,9 +218,9 @@ class HttpGenerateFn:
     ) -> Completion:
         """
         Raises:
-            RequestError: the server refuses the request, or it asks for routed experts or top logprobs, which
+            RequestError: The server refuses the request, or it asks for routed experts or top logprobs, which
                 do not come this way.
-            GenerationError: the server cannot be reached, fails, is full for too long, or says what cannot be
+            GenerationError: The server cannot be reached, fails, is full for too long, or says what cannot be
                 understood.
         """
         if sampling.constraint is not None:
@@ -322,7 +322,7 @@ def prompt_scores_of(told: Any, prompt: Sequence[int], top_k: int) -> PromptScor
     """Scores of a prompt from vLLM's form: for each token the logprobs by token id, None for the first.
 
     Raises:
-        ValueError: they are of other tokens, or fewer than `top_k` at a place.
+        ValueError: They are of other tokens, or fewer than `top_k` at a place.
     """
     if not isinstance(told, list) or len(cast("list[Any]", told)) != len(prompt):
         raise ValueError(f"prompt_logprobs are {str(told)[:60]}; each of {len(prompt)} tokens needs an entry")
@@ -363,13 +363,13 @@ class HttpChatFn:
             reply = await chat(messages, request_id="a", sampling=SamplingParams(max_tokens=64))
 
     Args:
-        url: of the server, with or without its "/v1".
-        model: its name on the server.
-        api_key: sent as a bearer token.
-        body: more fields of each request, such as {"reasoning_effort": "low"}; one that is None leaves out what would
+        url: Of the server, with or without its "/v1".
+        model: Its name on the server.
+        api_key: Sent as a bearer token.
+        body: More fields of each request, such as {"reasoning_effort": "low"}; one that is None leaves out what would
             be sent, such as {"temperature": None} for a model that takes none.
-        timeout_s: of one reply, all retries and waits included.
-        connection_attempts: attempts at a connection, or at a busy server.
+        timeout_s: Of one reply, all retries and waits included.
+        connection_attempts: Attempts at a connection, or at a busy server.
         transport: httpx transport that replaces the network.
     """
 
@@ -419,9 +419,9 @@ class HttpChatFn:
     ) -> ChatReply:
         """
         Raises:
-            PromptTooLongError: the server says so.
-            RequestError: the server refuses the request, or withholds the reply.
-            GenerationError: the server cannot be reached, fails, is busy for too long, or says what cannot be
+            PromptTooLongError: The server says so.
+            RequestError: The server refuses the request, or withholds the reply.
+            GenerationError: The server cannot be reached, fails, is busy for too long, or says what cannot be
                 understood.
         """
         headers = {} if session_id is None else {"x-session-id": session_id}

@@ -31,15 +31,15 @@ from titan_rl.types import EXTRA_SAMPLING, Completion, SamplingParams
 class EpisodeLimits:
     """
     Args:
-        time_s: until an episode ends by itself.
-        turns: of one episode; asking for another ends it.
-        requests: of one episode, in flight at once; one more is a `BusyError`.
-        memory_bytes: about what the conversations of one episode may keep; asking for more ends it.
-        episodes: open at once; one more is a `BusyError`.
-        keep_s: how long the key of an ended episode is still known, so that late requests are told how it ended.
+        time_s: Until an episode ends by itself.
+        turns: Of one episode; asking for another ends it.
+        requests: Of one episode, in flight at once; one more is a `BusyError`.
+        memory_bytes: About what the conversations of one episode may keep; asking for more ends it.
+        episodes: Open at once; one more is a `BusyError`.
+        keep_s: How long the key of an ended episode is still known, so that late requests are told how it ended.
 
     Raises:
-        ValueError: names the limit that is not positive.
+        ValueError: Names the limit that is not positive.
     """
 
     time_s: float = 3600.0
@@ -70,7 +70,7 @@ class EpisodeRewards:
     def add_turn(self, answer: Answer) -> None:
         """
         Raises:
-            RequestError: there is a turn of this answer.
+            RequestError: There is a turn of this answer.
         """
         if answer in self._by_answer:
             raise RequestError(f"answer {answer[0]!r} has a choice {answer[1]}; each has an id of its own")
@@ -82,8 +82,8 @@ class EpisodeRewards:
             answer_id: None for the whole.
 
         Raises:
-            LookupError: there is no such answer.
-            ValueError: a reward is no finite number.
+            LookupError: There is no such answer.
+            ValueError: A reward is no finite number.
         """
         for name, value in rewards.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -118,7 +118,7 @@ class EpisodeSampling:
 
     Args:
         own: None is what the agent asks for.
-        episode_id: in the seeds.
+        episode_id: In the seeds.
     """
 
     def __init__(self, own: SamplingParams | None, episode_id: str) -> None:
@@ -187,22 +187,22 @@ class Episode:
         episode.fill_in(rollout)
 
     Args:
-        episode_id: of letters, digits and `._~-`; it is part of the episode's URL.
-        renderer: without one there are no messages.
-        stream: what generates for it; never broken off by an abort. None is the policy of the server.
-        sampling: how its completions are sampled, whatever its agent asks for: see `EpisodeSampling`.
-        session_id: of the router; by default the episode's id.
-        on_end: called once, when it has ended.
+        episode_id: Of letters, digits and `._~-`; it is part of the episode's URL.
+        renderer: Without one there are no messages.
+        stream: What generates for it; never broken off by an abort. None is the policy of the server.
+        sampling: How its completions are sampled, whatever its agent asks for: see `EpisodeSampling`.
+        session_id: Of the router; by default the episode's id.
+        on_end: Called once, when it has ended.
 
     Attributes:
-        key: the secret that identifies its requests. It is in no message and no `repr`.
-        name: unique among episodes and clients.
-        num_prompt_tokens: of the last request, answered or not.
+        key: The secret that identifies its requests. It is in no message and no `repr`.
+        name: Unique among episodes and clients.
+        num_prompt_tokens: Of the last request, answered or not.
         status: None while the episode is open.
-        error: the error that ended it, if one did.
+        error: The error that ended it, if one did.
 
     Raises:
-        ValueError: the id has other characters.
+        ValueError: The id has other characters.
     """
 
     def __init__(
@@ -254,8 +254,8 @@ class Episode:
     ) -> Talk:
         """
         Raises:
-            EpisodeEndedError: it is over.
-            RequestError: the messages cannot be rendered.
+            EpisodeEndedError: It is over.
+            RequestError: The messages cannot be rendered.
         """
         self._require_open()
         return _EpisodeTalk(self, self.tree.prompt(messages, tools, style or Style()))
@@ -269,8 +269,8 @@ class Episode:
         """The block is one request for so many turns, which is cancelled when the episode ends.
 
         Raises:
-            EpisodeEndedError: it is over, or ends meanwhile.
-            RequestError, BusyError: see `check_room`.
+            EpisodeEndedError: It is over, or ends meanwhile.
+            RequestError, BusyError: See `check_room`.
         """
         self.check_room(num_choices)
         scope = asyncio.timeout(None)
@@ -289,9 +289,9 @@ class Episode:
         """Check that a request for so many turns may begin.
 
         Raises:
-            EpisodeEndedError: it is over, or ends with this request, for which its limits have nothing left.
-            RequestError: it asks for more turns than are left.
-            BusyError: as many requests are in flight as its limit allows, or they may take up the turns that are left.
+            EpisodeEndedError: It is over, or ends with this request, for which its limits have nothing left.
+            RequestError: It asks for more turns than are left.
+            BusyError: As many requests are in flight as its limit allows, or they may take up the turns that are left.
         """
         self._require_open()
         left = self._limits.turns - len(self._sampled)
@@ -325,15 +325,15 @@ class Episode:
         """Record a turn. Its completion is copied, and belongs to the rollout.
 
         Args:
-            message: the completion as the client is given it: see `ConversationTree.add`.
-            sampling: what the completion was asked for with.
-            answer: what the client knows it by: the id of the answer, and which of its choices. By default the
+            message: The completion as the client is given it: see `ConversationTree.add`.
+            sampling: What the completion was asked for with.
+            answer: What the client knows it by: the id of the answer, and which of its choices. By default the
                 completion's request id, and the first.
 
         Raises:
-            EpisodeEndedError: the episode is over; the client must not be given this completion.
-            RequestError: there is a turn of this answer.
-            ValueError: a logprob is not finite, or there are more tokens than were asked for.
+            EpisodeEndedError: The episode is over; the client must not be given this completion.
+            RequestError: There is a turn of this answer.
+            ValueError: A logprob is not finite, or there are more tokens than were asked for.
         """
         self._require_open()
         own = replace(completion_of(completion, sampling.max_tokens), top_logprobs=None)  # they were the agent's
@@ -345,13 +345,13 @@ class Episode:
         """Report rewards by name, of the whole episode or of a turn. The last report of a name counts.
 
         Args:
-            answer_id: of the turn, as its client has it; None for the whole.
-            index: which of the answer's choices.
+            answer_id: Of the turn, as its client has it; None for the whole.
+            index: Which of the answer's choices.
 
         Raises:
-            EpisodeEndedError: it is over, and may have been judged.
-            LookupError: it has no such answer.
-            ValueError: a reward is no finite number.
+            EpisodeEndedError: It is over, and may have been judged.
+            LookupError: It has no such answer.
+            ValueError: A reward is no finite number.
         """
         self._require_open()
         self._rewards.report(rewards, answer_id, index)

@@ -30,7 +30,7 @@ class EpisodeStore:
     """The episodes of a server, by their keys.
 
     Args:
-        renderer: of the episodes that are opened.
+        renderer: Of the episodes that are opened.
 
     A key is looked up by a digest that nobody outside can foresee, so that the time it takes tells nothing of other
     keys. It opens one episode and no other.
@@ -67,12 +67,12 @@ class EpisodeStore:
         """A new episode. Whoever opens it ends it, or its time does.
 
         Args:
-            stream, sampling, session_id: see `Episode`.
-            max_turns: by default the store's limit.
+            stream, sampling, session_id: See `Episode`.
+            max_turns: By default the store's limit.
 
         Raises:
-            BusyError: as many are open as the limit allows.
-            ValueError: the id is none.
+            BusyError: As many are open as the limit allows.
+            ValueError: The id is none.
         """
         if self._num_open >= self._limits.episodes:
             raise BusyError(f"{self._num_open} episodes are open, which is the limit")
@@ -132,7 +132,7 @@ class EndBody(Body):
 class Opened:
     """
     Args:
-        sample: what the episode is about, where whoever opens episodes says so.
+        sample: What the episode is about, where whoever opens episodes says so.
     """
 
     episode: Episode
@@ -151,7 +151,7 @@ Raises:
 def episode_url(base_url: str, episode: Episode) -> str:
     """
     Args:
-        base_url: of the server: "http://127.0.0.1:8000".
+        base_url: Of the server: "http://127.0.0.1:8000".
     """
     return f"{base_url.rstrip('/')}{EPISODES}/{episode.id}"
 

@@ -22,7 +22,7 @@ def unbroken(stream: RequestFn, *, wait_until_resumed: Callable[[], Awaitable[ob
     """Wrap `stream` so that its callers get whole completions, and every token in chunks; see `Resume`.
 
     Raises:
-        GenerationError: an answer has other tokens than it had streamed.
+        GenerationError: An answer has other tokens than it had streamed.
     """
     return functools.partial(Resume(wait_until_resumed).whole, stream)
 
@@ -53,9 +53,9 @@ class Ask:
     """Completions of one prompt.
 
     Args:
-        num_choices: how many. With a seed, each has one of its own.
-        stream: what generates them; None is the server's policy.
-        scope: entered while they are generated.
+        num_choices: How many. With a seed, each has one of its own.
+        stream: What generates them; None is the server's policy.
+        scope: Entered while they are generated.
     """
 
     prompt_token_ids: Sequence[int]  # [num_prompt_tokens]
@@ -75,11 +75,11 @@ class Ask:
 class ServedPolicy:
     """
     Args:
-        model: the name clients know it by.
-        stream: never broken off by an abort (`titan_rl.serving.policy.unbroken`).
-        max_context: most tokens of prompt and completion.
-        any_model: any other name is this policy's, too.
-        versions: answer requests under their names.
+        model: The name clients know it by.
+        stream: Never broken off by an abort (`titan_rl.serving.policy.unbroken`).
+        max_context: Most tokens of prompt and completion.
+        any_model: Any other name is this policy's, too.
+        versions: Answer requests under their names.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class ServedPolicy:
 
         Args:
             max_tokens: None is all the room there is.
-            param: the field that the prompt is from.
+            param: The field that the prompt is from.
 
         Raises:
             ApiError: 400, the prompt is empty or fills the context, or two values do not go together.
@@ -146,7 +146,7 @@ class ServedPolicy:
 
         Raises:
             ApiError: 503, an interruption outlasted its limits.
-            TitanRLError: what generation failed with.
+            TitanRLError: What generation failed with.
         """
         self._metrics.prompt_tokens.inc(len(ask.prompt_token_ids))
         unique = f"{ask.request_id}-{uuid.uuid4().hex[:12]}"

@@ -32,13 +32,13 @@ async def serve(app: PolicyApp, *, host: str = "127.0.0.1", port: int = 0) -> As
             print(url)  # http://127.0.0.1:43210
 
     Args:
-        host: an address of this machine. Others than loopback need keys for clients.
+        host: An address of this machine. Others than loopback need keys for clients.
 
     Returns:
         Where it is served.
 
     Raises:
-        ConfigError: the address is not loopback and there are no keys, or it cannot be bound.
+        ConfigError: The address is not loopback and there are no keys, or it cannot be bound.
     """
     listener = listener_of(host, port, app.keys)
     bound = listener.getsockname()[1]
@@ -99,7 +99,7 @@ def listener_of(host: str, port: int, keys: Keys) -> socket.socket:
     """A socket that listens there, for its owner to close.
 
     Raises:
-        ConfigError: the address is not loopback and there are no keys, or it cannot be bound.
+        ConfigError: The address is not loopback and there are no keys, or it cannot be bound.
     """
     if not (names_this_machine(host) or keys.required):
         raise ConfigError(
@@ -167,7 +167,7 @@ class Connection(HttpToolsProtocol):
     after its answer, and output that a client does not read.
 
     Args:
-        limits: of them `head_bytes`, `head_s` and `read_s`.
+        limits: Of them `head_bytes`, `head_s` and `read_s`.
     """
 
     def __init__(self, limits: ServerLimits, **uvicorns: Any) -> None:
@@ -210,7 +210,7 @@ class Connection(HttpToolsProtocol):
     def _keep(self, num_bytes: int) -> None:
         """
         Raises:
-            ValueError: they are too many. It stops the parser, so that nobody answers a request of which there is more.
+            ValueError: They are too many. It stops the parser, so that nobody answers a request of which there is more.
         """
         self._kept_bytes += num_bytes
         if self._kept_bytes > self._limits.head_bytes:

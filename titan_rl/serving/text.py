@@ -27,7 +27,7 @@ class Text:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """
         Args:
-            add_special_tokens: those that the tokenizer begins a text with.
+            add_special_tokens: Those that the tokenizer begins a text with.
         """
         plain = {} if add_special_tokens else {"add_special_tokens": False}
         encoded = self._tokenizer.encode(text, **plain)
@@ -63,11 +63,11 @@ class TextReader:
     """The text of a completion until the first of some strings.
 
     Args:
-        stops: strings that end the text; they are not part of it.
-        before: see `Detokenizer`.
+        stops: Strings that end the text; they are not part of it.
+        before: See `Detokenizer`.
 
     Attributes:
-        stop: the one that was found.
+        stop: The one that was found.
     """
 
     def __init__(self, decode: Decode, stops: Sequence[str] = (), before: Sequence[int] = ()) -> None:

@@ -83,13 +83,13 @@ class SimulatedReplica:
     next request finishes are alike, so they are simulated as one wait, which any event interrupts.
 
     Args:
-        cost: seconds of a step and of a pull.
-        max_running: most requests that advance at a time.
-        kv_tokens: tokens that fit the KV cache. When it is full, the request that joined last is preempted, and its
+        cost: Seconds of a step and of a pull.
+        max_running: Most requests that advance at a time.
+        kv_tokens: Tokens that fit the KV cache. When it is full, the request that joined last is preempted, and its
             tokens are computed again later.
-        places: limits how many waiting requests join; by default as many as there is room for.
-        wake_s: additional seconds of the first pull or resume after a pause in mode "sleep".
-        stream_interval: most steps between two chunks of a streamed request; None streams no chunks, which makes the
+        places: Limits how many waiting requests join; by default as many as there is room for.
+        wake_s: Additional seconds of the first pull or resume after a pause in mode "sleep".
+        stream_interval: Most steps between two chunks of a streamed request; None streams no chunks, which makes the
             waits longer.
     """
 

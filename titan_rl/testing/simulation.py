@@ -37,22 +37,22 @@ class Cluster:
     """Simulated generators and trainer. All times are in seconds.
 
     Args:
-        num_replicas: engines, each with its own batch.
-        cost: of one engine step, as a function of its running requests, their tokens and new prompt tokens; `load` is
+        num_replicas: Engines, each with its own batch.
+        cost: Of one engine step, as a function of its running requests, their tokens and new prompt tokens; `load` is
             the duration of a pull for each engine.
-        max_running: most requests that one engine advances at a time.
-        kv_tokens: tokens that fit the KV cache of one engine.
-        move_below: generators with at most this share of the busiest one's requests take over some of them, see
+        max_running: Most requests that one engine advances at a time.
+        kv_tokens: Tokens that fit the KV cache of one engine.
+        move_below: Generators with at most this share of the busiest one's requests take over some of them, see
             `Moves`.
-        num_lent: engines on the trainer's devices, which generate while it waits for a batch, see `LentEngines`.
-        adapts: run fewer requests if the KV cache is expected to fill up, see `AdaptivePlaces`.
-        train_s: duration of an optimizer step on one batch.
-        logprob_s: duration of recomputing the logprobs of one batch before it is trained on; 0 to use the sampler's.
-        wake_s: time in which an engine gets its memory back after sleep.
-        colocated: generators and trainer share their devices, so nothing is generated while a batch is trained.
+        num_lent: Engines on the trainer's devices, which generate while it waits for a batch, see `LentEngines`.
+        adapts: Run fewer requests if the KV cache is expected to fill up, see `AdaptivePlaces`.
+        train_s: Duration of an optimizer step on one batch.
+        logprob_s: Duration of recomputing the logprobs of one batch before it is trained on; 0 to use the sampler's.
+        wake_s: Time in which an engine gets its memory back after sleep.
+        colocated: Generators and trainer share their devices, so nothing is generated while a batch is trained.
 
     Raises:
-        ConfigError: names the field, the value and what is allowed.
+        ConfigError: Names the field, the value and what is allowed.
     """
 
     num_replicas: int
@@ -90,11 +90,11 @@ class Workload:
     gets the same ones.
 
     Args:
-        draw: tokens of an answer.
-        group_size: answers to a prompt, at least 2, because they are compared.
+        draw: Tokens of an answer.
+        group_size: Answers to a prompt, at least 2, because they are compared.
 
     Raises:
-        ConfigError: names the field, the value and what is allowed.
+        ConfigError: Names the field, the value and what is allowed.
     """
 
     draw: LengthDraw
@@ -116,7 +116,7 @@ def log_normal_with_tail(*, median: float, sigma: float, cap: int, tail: float =
     """97% log-normal lengths, and a `tail` of them between 0.9 and 1.0 of the cap.
 
     Args:
-        sigma: standard deviation of the logarithm.
+        sigma: Standard deviation of the logarithm.
     """
 
     def draw(random: random.Random) -> int:
@@ -223,10 +223,10 @@ def simulate(
     """Run `warmup + num_steps` optimizer steps in virtual time.
 
     Args:
-        strategy: of the router; by default the router's default.
+        strategy: Of the router; by default the router's default.
 
     Raises:
-        ConfigError: the cluster is colocated, but generation would continue while the trainer works; there are no
+        ConfigError: The cluster is colocated, but generation would continue while the trainer works; there are no
             steps; or an answer does not fit the KV cache of an engine.
     """
     for name, value, least in (("num_steps", num_steps, 1), ("warmup", warmup, 0)):

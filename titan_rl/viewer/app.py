@@ -78,8 +78,8 @@ def make_viewer(runs: Runs, *, key: str | None = None, look_s: float = LOOK_S) -
     """The application for some runs.
 
     Args:
-        key: required to open the page: `/?key=...` sets a cookie. None admits every client of this machine.
-        look_s: interval at which files are checked while a client listens to events.
+        key: Required to open the page: `/?key=...` sets a cookie. None admits every client of this machine.
+        look_s: Interval at which files are checked while a client listens to events.
     """
     endpoints = {
         "/api/runs/{run}/summary": _summary,
@@ -294,7 +294,7 @@ def listen(port: int | None) -> socket.socket:
         port: None for `PORT`, or any that is free where it is taken; 0 for any.
 
     Raises:
-        ConfigError: it cannot be listened on.
+        ConfigError: It cannot be listened on.
     """
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
@@ -317,7 +317,7 @@ def run_viewer(app: ViewerApp, listener: socket.socket, ready: Callable[[], None
     """Serve until SIGINT or SIGTERM.
 
     Args:
-        ready: called once answers are given.
+        ready: Called once answers are given.
 
     Returns:
         128 + the number of the signal.

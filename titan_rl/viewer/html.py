@@ -45,8 +45,8 @@ def report_page(data: Mapping[str, Any], title: str) -> bytes:
     """The page as one file that needs no network, in UTF-8.
 
     Args:
-        data: what `EmbeddedSource` in `page/source/embedded.js` answers from; JSON.
-        title: of the document.
+        data: What `EmbeddedSource` in `page/source/embedded.js` answers from; JSON.
+        title: Of the document.
     """
     policy = "default-src 'none'; script-src data: {hash}; style-src data:; img-src data:; base-uri 'none'"
     place = token_hex()  # text would take four bytes for each character, where one of them is an emoji
@@ -58,10 +58,10 @@ def page_file(path: str) -> tuple[bytes, str]:
     """Content and media type of a file of the page.
 
     Args:
-        path: relative to `page/`, as in `curves/tab.js`.
+        path: Relative to `page/`, as in `curves/tab.js`.
 
     Raises:
-        KeyError: there is no such file.
+        KeyError: There is no such file.
     """
     if path not in page_files():
         raise KeyError(path)

@@ -62,7 +62,7 @@ class MetricColumns:
         """The values from step `first` to step `last`.
 
         Args:
-            points: most that there are. Where there are more steps, each point is the mean of as many steps as the
+            points: Most that there are. Where there are more steps, each point is the mean of as many steps as the
                 others, and has the least and the greatest of their values.
 
         Example: three steps with the values 1, 3 and 8 give, with `points=2`,

@@ -36,11 +36,11 @@ def write_report(
     """Write the page of some runs, whatever there is of them, in one step.
 
     Args:
-        most_bytes: about so many of data. What there is no room for is left out, and the page says so.
-        patience_s: for so long a run's rollouts are read; those behind are left out.
+        most_bytes: About so many of data. What there is no room for is left out, and the page says so.
+        patience_s: For so long a run's rollouts are read; those behind are left out.
 
     Raises:
-        OSError: it could not be written.
+        OSError: It could not be written.
     """
     data: dict[str, Any] = {"runs": [], "left_out": [], "of": {}}
     for folder in folders:
@@ -132,7 +132,7 @@ def _spread(phases: Mapping[str, int]) -> Iterator[tuple[str, int]]:
     """The last group of each phase, the first, and then such as halve what lies between; the phases in turn.
 
     Args:
-        phases: how many groups each has.
+        phases: How many groups each has.
     """
     in_turn = zip_longest(*(_halving(count) for count in phases.values()))
     return ((phase, place) for turn in in_turn for phase, place in zip(phases, turn, strict=True) if place is not None)

@@ -26,7 +26,7 @@ class QueryError(ValueError):
     """A parameter is wrong.
 
     Attributes:
-        field: its name.
+        field: Its name.
     """
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
@@ -39,14 +39,14 @@ class RolloutQuery:
     """Rollouts that are as every given filter says, a page of them.
 
     Args:
-        group: the group's whole id.
+        group: The group's whole id.
         dropped: True leaves those of dropped groups alone, False leaves these out.
-        text: part of the error, or of the first or last `rollout_index.KEPT_TEXT` characters of the messages; case does
+        text: Part of the error, or of the first or last `rollout_index.KEPT_TEXT` characters of the messages; case does
             not matter.
-        sort: one of `SORTABLE`; where it says the same of two, their order in the file decides. What lacks the value
+        sort: One of `SORTABLE`; where it says the same of two, their order in the file decides. What lacks the value
             comes last.
-        offset: rows to leave out before the first.
-        limit: most rows, at most `MAX_LIMIT`.
+        offset: Rows to leave out before the first.
+        limit: Most rows, at most `MAX_LIMIT`.
     """
 
     phase: str | None = None
@@ -69,7 +69,7 @@ class RolloutQuery:
         """An empty parameter is as good as none.
 
         Raises:
-            QueryError: one is unknown, or its value is no right one.
+            QueryError: One is unknown, or its value is no right one.
         """
         given = {name: text for name, text in parameters.items() if text}
         kinds = {one.name: cast(str, one.type) for one in fields(cls)}
@@ -95,7 +95,7 @@ class RolloutQuery:
 def number(name: str, text: str) -> float:
     """
     Raises:
-        QueryError: the text is no finite number.
+        QueryError: The text is no finite number.
     """
     try:
         value = float(text)
@@ -109,7 +109,7 @@ def number(name: str, text: str) -> float:
 def whole(name: str, text: str, *, least: int, most: int) -> int:
     """
     Raises:
-        QueryError: the text is no whole number from `least` to `most`.
+        QueryError: The text is no whole number from `least` to `most`.
     """
     if not (text.isascii() and text.isdigit() and len(text) < 20 and least <= int(text) <= most):
         raise QueryError(name, text, f"a whole number from {least} to {most}")
@@ -167,10 +167,10 @@ class RolloutIndex:
     """Rollouts by their places among the readable lines of the file, from 0.
 
     Args:
-        keeps_text: whether texts can be searched, for which up to 2 KB of memory are taken by each.
+        keeps_text: Whether texts can be searched, for which up to 2 KB of memory are taken by each.
 
     Attributes:
-        num_broken: lines that are no transcript, or were too long to be read.
+        num_broken: Lines that are no transcript, or were too long to be read.
     """
 
     def __init__(self, *, keeps_text: bool = True) -> None:

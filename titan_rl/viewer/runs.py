@@ -37,8 +37,8 @@ class RunReader:
     """A run's metrics and rollouts, read as far as they are written. Threads may share one.
 
     Args:
-        folder: of a run, or of an evaluation. `traces` has what its processes did when.
-        searches: whether the text of rollouts can be searched, see `RolloutIndex`.
+        folder: Of a run, or of an evaluation. `traces` has what its processes did when.
+        searches: Whether the text of rollouts can be searched, see `RolloutIndex`.
     """
 
     def __init__(self, folder: Path, *, searches: bool = True) -> None:
@@ -218,10 +218,10 @@ class Runs:
     alike, the path.
 
     Args:
-        given: folders of runs, or folders with such in them.
+        given: Folders of runs, or folders with such in them.
 
     Raises:
-        ConfigError: one of them is no folder.
+        ConfigError: One of them is no folder.
     """
 
     def __init__(self, given: Sequence[Path]) -> None:

@@ -41,10 +41,10 @@ def timeline(
     """The answer to /api/runs/{id}/timeline, without its bottleneck.
 
     Args:
-        first, last: seconds since the run began; by default all of it.
-        width: pixels. Spans narrower than one are joined to a "busy" one, whose args say which share of it they are.
-        seen: seconds between which idle times are counted, where it is not all that is asked for.
-        patience_s: for which the trace is read, see `Traces.read`.
+        first, last: Seconds since the run began; by default all of it.
+        width: Pixels. Spans narrower than one are joined to a "busy" one, whose args say which share of it they are.
+        seen: Seconds between which idle times are counted, where it is not all that is asked for.
+        patience_s: For which the trace is read, see `Traces.read`.
 
     Returns:
         read: share of the trace that has been read, in [0, 1]; from, to;
@@ -204,7 +204,7 @@ class TraceReader:
     """The traces of a run, read as far as they are written. Threads may share one.
 
     Args:
-        folder: of the run.
+        folder: Of the run.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -250,7 +250,7 @@ def chrome_trace(folder: Path) -> Iterator[bytes]:
     """The JSON, in parts.
 
     Args:
-        folder: of a run. One without traces gives a trace without events.
+        folder: Of a run. One without traces gives a trace without events.
     """
     events = _events(Traces(folder / "trace"))
     yield b'{"displayTimeUnit":"ms","traceEvents":['

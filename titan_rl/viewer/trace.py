@@ -136,7 +136,7 @@ class ProcessTrace:
     """Trace of one process: spans by the names of their lanes, and counters by theirs.
 
     Attributes:
-        host: on which it runs, or ran last; "" where the trace does not say.
+        host: On which it runs, or ran last; "" where the trace does not say.
     """
 
     host: str = ""
@@ -221,7 +221,7 @@ class Traces:
         folder: `trace` of the run's folder.
 
     Attributes:
-        share_read: of the bytes of all files, in [0, 1].
+        share_read: Of the bytes of all files, in [0, 1].
     """
 
     def __init__(self, folder: Path, clock: Clock = CLOCK) -> None:
@@ -244,7 +244,7 @@ class Traces:
         """By the names of the processes, in the order in which they are shown.
 
         Args:
-            patience_s: after which the rest is left for the next call, see `share_read`. A part of it is read always.
+            patience_s: After which the rest is left for the next call, see `share_read`. A part of it is read always.
         """
         until = self._clock.now() + patience_s
         read = size = 0

@@ -41,7 +41,7 @@ class Change:
     """Change of a metric between two steps.
 
     Args:
-        error: standard error of the difference; None where that is not known.
+        error: Standard error of the difference; None where that is not known.
     """
 
     metric: str
@@ -114,7 +114,7 @@ def task_lines(columns: MetricColumns, names: Sequence[str]) -> list[dict[str, A
     """A line for each task or suite, of a run that has several.
 
     Args:
-        names: of the run's tasks, in their order.
+        names: Of the run's tasks, in their order.
 
     Returns:
         [{"name", "earned": change or None, "held_out": change or None, "now": mean reward of the last steps, "share" of
@@ -150,7 +150,7 @@ def verdicts(columns: MetricColumns, tasks: Sequence[Mapping[str, Any]]) -> list
     """The first says whether the run learns; the others why it may not, the worst first. Empty without any metric.
 
     Args:
-        tasks: of `task_lines`.
+        tasks: Of `task_lines`.
     """
     learning = _learning(columns)
     if learning is None:
@@ -244,10 +244,10 @@ def _of_tasks(columns: MetricColumns, tasks: Sequence[Mapping[str, Any]], hidden
 class _Reason:
     """
     Args:
-        metrics: that are added up; what is looked at is their mean over the last steps.
-        warn, bad: from where on it is a sign.
-        title: with the figure in it.
-        status: of the rollouts that show it; "" links to the curve, "*" to any rollouts of these steps.
+        metrics: That are added up; what is looked at is their mean over the last steps.
+        warn, bad: From where on it is a sign.
+        title: With the figure in it.
+        status: Of the rollouts that show it; "" links to the curve, "*" to any rollouts of these steps.
     """
 
     metrics: tuple[str, ...]
@@ -353,9 +353,9 @@ IN_A_ROW = 3
 class Sign:
     """
     Args:
-        metric: a share, in [0, 1].
-        least: of it that is a sign.
-        text: for a person: what it means, and what to try.
+        metric: A share, in [0, 1].
+        least: Of it that is a sign.
+        text: For a person: what it means, and what to try.
     """
 
     metric: str
@@ -407,7 +407,7 @@ class WarningSigns:
         """Warnings to print after a step with these metrics.
 
         Args:
-            metrics: of one line of `metrics.jsonl`. Lines without a sign's metric do not count for it.
+            metrics: Of one line of `metrics.jsonl`. Lines without a sign's metric do not count for it.
         """
         told: list[str] = []
         for sign in SIGNS:

@@ -41,9 +41,9 @@ class Piece:
     """New content of a file, after the content that was sent before.
 
     Args:
-        name: of a file below the run's folder.
-        file: inode of the file, because a trace that grows too large is replaced by a shorter one of the same name.
-        begin: bytes before it in that file; 0 if the file was replaced.
+        name: Of a file below the run's folder.
+        file: Inode of the file, because a trace that grows too large is replaced by a shorter one of the same name.
+        begin: Bytes before it in that file; 0 if the file was replaced.
     """
 
     name: str
@@ -69,7 +69,7 @@ def new_pieces(folder: Path, had: Had, most_bytes: int = MOST_BYTES) -> list[Pie
 def _piece_of(path: Path, name: str, had: tuple[int, int], most_bytes: int) -> Piece | None:
     """
     Raises:
-        OSError: the file is gone, or is no regular file.
+        OSError: The file is gone, or is no regular file.
     """
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
@@ -92,9 +92,9 @@ class RunOnHost:
     """The run's folders on a host.
 
     Attributes:
-        run_dir: the run's folder if the host sees it, or a local substitute.
-        scratch: for temporary files.
-        interface: the name of the network interface that has the host's address.
+        run_dir: The run's folder if the host sees it, or a local substitute.
+        scratch: For temporary files.
+        interface: The name of the network interface that has the host's address.
     """
 
     run_dir: Path
@@ -136,8 +136,8 @@ class HostAgent(AnsweringActor):
         """Create the folders of the run on this host.
 
         Args:
-            run_dir: the run's own folder if the host sees it.
-            files: of the run's folder, for the folder in its place.
+            run_dir: The run's own folder if the host sees it.
+            files: Of the run's folder, for the folder in its place.
         """
         assert self._scratch is not None
         assert self._copy is not None
@@ -154,7 +154,7 @@ class HostAgent(AnsweringActor):
         reach the controller.
 
         Returns:
-            the socket where processes answer pings.
+            The socket where processes answer pings.
         """
         assert self._scratch is not None
         path = self._scratch.path / "pulse"
@@ -177,11 +177,11 @@ class HostAgent(AnsweringActor):
         """Append a piece to a file that is copied here.
 
         Args:
-            number: of the folder.
-            name: of the file, below it.
+            number: Of the folder.
+            name: Of the file, below it.
 
         Returns:
-            the folder.
+            The folder.
         """
         assert self._scratch is not None
         folder = self._scratch.path / f"copy-{number}"

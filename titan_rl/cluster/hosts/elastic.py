@@ -60,7 +60,7 @@ class ElasticHosts(HostListener):
     """Joins and drains hosts of a run in progress. A host that does not respond is lost, and may join again.
 
     Args:
-        all_leave: called if all remaining hosts announce that they are about to shut down, so that work cannot move.
+        all_leave: Called if all remaining hosts announce that they are about to shut down, so that work cannot move.
             With None the run waits for other hosts.
     """
 
@@ -93,8 +93,8 @@ class ElasticHosts(HostListener):
         """Have the host of a worker join the run, and start its processes.
 
         Raises:
-            ActorDiedError: no worker answers there, or its processes do not start.
-            ConfigError: it is already in the run, or differs from this machine in something that the run needs.
+            ActorDiedError: No worker answers there, or its processes do not start.
+            ConfigError: It is already in the run, or differs from this machine in something that the run needs.
         """
         if not self._hosts.config.elsewhere:
             raise ConfigError(
@@ -118,7 +118,7 @@ class ElasticHosts(HostListener):
         """Whether the worker at this address has been restarted since the host was drained.
 
         Raises:
-            ActorDiedError: no worker answers there.
+            ActorDiedError: No worker answers there.
         """
         from titan_rl.cluster.hosts.host import worker_id_at
 
@@ -128,7 +128,7 @@ class ElasticHosts(HostListener):
         """Have a host leave the run, once its requests have ended or moved, and its trainer, if any, is saved.
 
         Raises:
-            ConfigError: no host of this name is in the run.
+            ConfigError: No host of this name is in the run.
         """
         record = self.lifecycles.named(name)
         if record is None or not record.is_present:
@@ -180,9 +180,9 @@ class ProvidedHosts:
     """Current hosts of a provider, which is polled.
 
     Args:
-        addresses: of the hosts that the run begins with.
-        current: see `ChangingWorkers.current`.
-        all_leave: see `ElasticHosts`.
+        addresses: Of the hosts that the run begins with.
+        current: See `ChangingWorkers.current`.
+        all_leave: See `ElasticHosts`.
     """
 
     def __init__(
@@ -220,8 +220,8 @@ class _List:
     """Changing list of wanted addresses.
 
     Args:
-        why: reason for draining a host whose address is no longer listed.
-        known: its last content.
+        why: Reason for draining a host whose address is no longer listed.
+        known: Its last content.
     """
 
     source: AddressFile | ProvidedHosts
@@ -237,10 +237,10 @@ class HostReconciler:
     host that is no longer listed is drained.
 
     Args:
-        addresses: in the settings.
-        addresses_file: polled for changes.
-        history: updated at each look.
-        provided: hosts of a provider that come and go.
+        addresses: In the settings.
+        addresses_file: Polled for changes.
+        history: Updated at each look.
+        provided: Hosts of a provider that come and go.
     """
 
     def __init__(
@@ -383,9 +383,9 @@ def hosts_watcher(
     """Background task that reconciles the hosts of a run with the wanted ones until it is cancelled.
 
     Args:
-        files: requests from `titan-rl hosts`, and the run's answers.
-        history: updated with the states of hosts.
-        provided: hosts of a provider that come and go.
+        files: Requests from `titan-rl hosts`, and the run's answers.
+        history: Updated with the states of hosts.
+        provided: Hosts of a provider that come and go.
     """
     elastic = ElasticHosts(processes, provided and provided.all_leave)
     file = Path(config.addresses_file) if config.addresses_file else None

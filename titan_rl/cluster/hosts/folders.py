@@ -86,7 +86,7 @@ NAME = ".hosts"
 class RunToken:
     """
     Attributes:
-        text: of the file, which no other run has.
+        text: Of the file, which no other run has.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -99,7 +99,7 @@ class RunToken:
         """Keep the file in place within the block, and as long as another such block lasts.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: It cannot be written.
         """
         if not self._num_looking:
             self._path.write_text(self.text)
@@ -147,7 +147,7 @@ def code_files(folder: Path) -> list[Path]:
     """Files of a folder that git tracks or would add; without git, all files except hidden ones, environments and runs.
 
     Raises:
-        ConfigError: the folder is too large for code.
+        ConfigError: The folder is too large for code.
     """
     files = _known_to_git(folder)
     if files is None:

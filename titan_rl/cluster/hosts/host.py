@@ -30,19 +30,19 @@ from titan_rl.core.errors import ActorDiedError, ConfigError
 class Host:
     """
     Attributes:
-        name: its hostname, unique in the run.
-        address: by which the other hosts of the run reach it.
-        agent: the handle of its `HostAgent`.
-        gpus: as in CUDA_VISIBLE_DEVICES.
-        key: its name for the `Supervisor`; None is this machine.
-        folders: folders of this machine, and the folder on the host that replaces each where they differ.
-        environment: variables of its processes, in addition to those of its worker.
-        watcher: reports the ends and the health of its processes.
+        name: Its hostname, unique in the run.
+        address: By which the other hosts of the run reach it.
+        agent: The handle of its `HostAgent`.
+        gpus: As in CUDA_VISIBLE_DEVICES.
+        key: Its name for the `Supervisor`; None is this machine.
+        folders: Folders of this machine, and the folder on the host that replaces each where they differ.
+        environment: Variables of its processes, in addition to those of its worker.
+        watcher: Reports the ends and the health of its processes.
         worker: HOST:PORT where its worker listens.
-        worker_id: identity of that worker; a restarted one has another.
-        ping_socket: the socket there where they answer pings; None if there are no health checks.
-        clocks: their offset when it joined; None for this machine.
-        link: makes calls that fail at once when the host is lost.
+        worker_id: Identity of that worker; a restarted one has another.
+        ping_socket: The socket there where they answer pings; None if there are no health checks.
+        clocks: Their offset when it joined; None for this machine.
+        link: Makes calls that fail at once when the host is lost.
     """
 
     name: str
@@ -91,10 +91,10 @@ class WorkerConnection:
 
     Attributes:
         worker: HOST:PORT in the settings.
-        address: of the host.
-        has_begun: the worker has answered.
-        id: of the worker, once it has answered; a restarted one has another.
-        link: makes calls that fail at once when the worker ends, or sends nothing for `silence_s`.
+        address: Of the host.
+        has_begun: The worker has answered.
+        id: Of the worker, once it has answered; a restarted one has another.
+        link: Makes calls that fail at once when the worker ends, or sends nothing for `silence_s`.
     """
 
     def __init__(
@@ -123,8 +123,8 @@ class WorkerConnection:
         """Address at which a Monarch process for this run listens there.
 
         Raises:
-            ActorDiedError: the worker ended, does not answer in time, or is busy with another run.
-            ConfigError: the run has this worker already under another address.
+            ActorDiedError: The worker ended, does not answer in time, or is busy with another run.
+            ConfigError: The run has this worker already under another address.
         """
         try:
             async with self.link.alive(MONARCH_TIMEOUT_S):
@@ -186,13 +186,13 @@ class WorkerConnection:
 async def connect_to_worker(run: str, worker: str, silence_s: float, name: str = "") -> WorkerConnection:
     """
     Args:
-        run: unique id of the run.
+        run: Unique id of the run.
         worker: HOST:PORT.
-        silence_s: longest time without a heartbeat of the worker.
-        name: of the run, for people.
+        silence_s: Longest time without a heartbeat of the worker.
+        name: Of the run, for people.
 
     Raises:
-        ActorDiedError: nobody listens there.
+        ActorDiedError: Nobody listens there.
     """
     address, streams = await _reach(worker)
     return WorkerConnection(run, worker, address, streams, silence_s, name)
@@ -202,7 +202,7 @@ async def worker_id_at(worker: str) -> str:
     """Identity of the worker that listens at HOST:PORT now; see `WorkerConnection.id`.
 
     Raises:
-        ActorDiedError: none does.
+        ActorDiedError: None does.
     """
     _, (reader, writer) = await _reach(worker)
     try:
@@ -219,7 +219,7 @@ async def _reach(worker: str) -> tuple[str, tuple[asyncio.StreamReader, asyncio.
     """Resolve the address of a worker's host, and connect to the worker.
 
     Raises:
-        ActorDiedError: nobody listens there.
+        ActorDiedError: Nobody listens there.
     """
     host, port = split_address(worker)
     try:
@@ -255,7 +255,7 @@ def resolve(host: str) -> str:
     """Resolve a hostname, to its IPv4 address if it has several kinds.
 
     Raises:
-        OSError: it has none.
+        OSError: It has none.
     """
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     *_, address = min(found, key=lambda each: each[0] != socket.AF_INET)
@@ -283,15 +283,15 @@ class JoiningHost:
     heartbeats throughout.
 
     Attributes:
-        key: its name for the supervisor.
-        record: its state and name.
+        key: Its name for the supervisor.
+        record: Its state and name.
         worker: HOST:PORT.
-        facts: set by `look`.
-        clocks: offset from this machine's, set by `look`.
-        host: its handle, set by `become`.
+        facts: Set by `look`.
+        clocks: Offset from this machine's, set by `look`.
+        host: Its handle, set by `become`.
 
     Args:
-        silence_s: longest time without a heartbeat of its worker.
+        silence_s: Longest time without a heartbeat of its worker.
     """
 
     facts: HostFacts
@@ -310,7 +310,7 @@ class JoiningHost:
     async def look(self, question: Question) -> None:
         """
         Raises:
-            ActorDiedError: no worker answers, or its agent does not start.
+            ActorDiedError: No worker answers, or its agent does not start.
         """
         connection = self._connection = await connect_to_worker(
             question.token, self.worker, self._silence_s, question.run_dir.name
@@ -336,7 +336,7 @@ class JoiningHost:
         """Create the folders of the run there.
 
         Raises:
-            ActorDiedError: the host is gone.
+            ActorDiedError: The host is gone.
         """
         host = self.host
         order = run_dir if self.facts.sees_run else None, _settings_in(run_dir), host.address
@@ -349,7 +349,7 @@ class JoiningHost:
         """Copy the model and the code there if it lacks them.
 
         Raises:
-            ActorDiedError: the host is gone.
+            ActorDiedError: The host is gone.
         """
         host, facts = self.host, self.facts
         lacking = [] if facts.model == expected.model else [(question.model, model_files(question.model))]
@@ -370,7 +370,7 @@ class JoiningHost:
         """Start the watchdog there, and close the connection to the worker once the first heartbeat arrived.
 
         Raises:
-            ActorDiedError: the host is gone.
+            ActorDiedError: The host is gone.
         """
         host = self.host
         host.watcher = watcher

@@ -44,8 +44,8 @@ class HostOutput:
     only this output.
 
     Args:
-        run_dir: of the run, on this machine.
-        console: shows the reason once if output cannot be read there or written here.
+        run_dir: Of the run, on this machine.
+        console: Shows the reason once if output cannot be read there or written here.
     """
 
     def __init__(self, host: Host, run_dir: Path, console: Console) -> None:
@@ -119,11 +119,11 @@ class Hosts:
     """Hosts of a run, with their handles and lifecycles. Made by `open_hosts`. Processes use the names of these hosts.
 
     Attributes:
-        lifecycles: states of all hosts that the run has, has had, or tries to have.
-        config: the table [hosts].
+        lifecycles: States of all hosts that the run has, has had, or tries to have.
+        config: The table [hosts].
 
     Args:
-        monitor: watches the hosts that are attached.
+        monitor: Watches the hosts that are attached.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Hosts:
     def __getitem__(self, name: str) -> Host:
         """
         Raises:
-            ActorDiedError: no host of this name is part of the run.
+            ActorDiedError: No host of this name is part of the run.
         """
         record = self.lifecycles.named(name)
         if record is None or not record.is_present or record.host is None:
@@ -183,11 +183,11 @@ class Hosts:
         """Have the hosts of workers join the run. They must match this machine in everything that a run needs.
 
         Args:
-            begins: the run starts with these hosts, without those that are lost meanwhile if the others are enough.
+            begins: The run starts with these hosts, without those that are lost meanwhile if the others are enough.
 
         Raises:
-            ActorDiedError: a worker did not answer, or a host that the run needs was lost.
-            ConfigError: hosts differ; the message names all of them.
+            ActorDiedError: A worker did not answer, or a host that the run needs was lost.
+            ConfigError: Hosts differ; the message names all of them.
         """
         silence_s = self.config.silence_s
         agents = [ProcessId(Role.HOST_AGENT, next(self._numbers)) for _ in workers]
@@ -262,11 +262,11 @@ class Hosts:
     def _check_enough(self, lost: Mapping[str, str], workers: Sequence[str]) -> None:
         """
         Args:
-            lost: reasons by worker.
-            workers: of the hosts with which the run was to start.
+            lost: Reasons by worker.
+            workers: Of the hosts with which the run was to start.
 
         Raises:
-            ActorDiedError: it cannot start without those that were lost.
+            ActorDiedError: It cannot start without those that were lost.
         """
         if not lost:
             return
@@ -361,8 +361,8 @@ async def open_hosts(
     the end of the block.
 
     Raises:
-        ActorDiedError: a worker did not answer.
-        ConfigError: hosts differ from this machine.
+        ActorDiedError: A worker did not answer.
+        ConfigError: Hosts differ from this machine.
     """
     async with contextlib.AsyncExitStack() as opened:
         if not config.elsewhere:

@@ -50,10 +50,10 @@ class HostStatus:
 
     Args:
         name: "" while it is not known yet.
-        address: of its worker: "10.0.0.1:22222".
+        address: Of its worker: "10.0.0.1:22222".
         state: "joining" until its processes are up, then "in the run", "draining", "left" or "gone".
-        reason: why it drains, has left, or is lost.
-        processes: names of its processes.
+        reason: Why it drains, has left, or is lost.
+        processes: Names of its processes.
     """
 
     name: str
@@ -68,19 +68,19 @@ class HostRecord:
     """One host of a run. Only `HostLifecycles` changes its state.
 
     Attributes:
-        address: of its worker; "" for this machine.
-        name: unique in the run; "" before it is known.
-        reason: why it is in its state.
-        host: its handle, a `Host`; None before it has a name and after it has ended.
-        leaving: reason why its worker announces that the host is about to go; "" while it stays.
-        before: name, state and reason before the current attempt to join, if it had left or was lost.
-        worker_id: identity of the worker that it had when it was drained.
-        wanted: the run tries to have it until this is reset.
-        relisted: it was listed since it was last up.
-        away: it was drained on purpose; it joins again only with another worker, or once it is listed again.
-        unwanted: reason why it is to be drained once it is up; "" for none.
-        tried_at: time of the last attempt to join.
-        complaint: reason shown for the last attempt that failed.
+        address: Of its worker; "" for this machine.
+        name: Unique in the run; "" before it is known.
+        reason: Why it is in its state.
+        host: Its handle, a `Host`; None before it has a name and after it has ended.
+        leaving: Reason why its worker announces that the host is about to go; "" while it stays.
+        before: Name, state and reason before the current attempt to join, if it had left or was lost.
+        worker_id: Identity of the worker that it had when it was drained.
+        wanted: The run tries to have it until this is reset.
+        relisted: It was listed since it was last up.
+        away: It was drained on purpose; it joins again only with another worker, or once it is listed again.
+        unwanted: Reason why it is to be drained once it is up; "" for none.
+        tried_at: Time of the last attempt to join.
+        complaint: Reason shown for the last attempt that failed.
     """
 
     address: str
@@ -183,7 +183,7 @@ class HostLifecycles:
         """Return a host to the state before an attempt to join that failed.
 
         Args:
-            lost: reason if its worker had answered and the host was lost then.
+            lost: Reason if its worker had answered and the host was lost then.
         """
         if record.state is not HostState.JOINING:
             return
@@ -198,7 +198,7 @@ class HostLifecycles:
         """Change the state of a host, and tell all listeners.
 
         Raises:
-            ValueError: the change is not allowed.
+            ValueError: The change is not allowed.
         """
         before = record.state
         if state not in TRANSITIONS[before]:
@@ -222,7 +222,7 @@ class HostLifecycles:
         """Status of each host: those in the run, then those joining, and then those that have left or are lost.
 
         Args:
-            processes: names of the processes of each host.
+            processes: Names of the processes of each host.
         """
         present, joining, ended, unnamed = (
             list[HostStatus](),
@@ -262,9 +262,9 @@ class HostHistory:
     """History of hosts, built from successive statuses. It stays empty for a run that has had only one host.
 
     Attributes:
-        states: the last statuses.
-        events: the newest `MOST_EVENTS` events. A host that was lost before it had a name is named by its address.
-        counts: of all hosts that "joined", "left" and were "lost".
+        states: The last statuses.
+        events: The newest `MOST_EVENTS` events. A host that was lost before it had a name is named by its address.
+        counts: Of all hosts that "joined", "left" and were "lost".
     """
 
     def __init__(self, clock: Clock = CLOCK) -> None:
@@ -286,7 +286,7 @@ class HostHistory:
         """Record the current statuses.
 
         Args:
-            silences: the longest time in seconds without a heartbeat of each host since this was last called.
+            silences: The longest time in seconds without a heartbeat of each host since this was last called.
         """
         self.states = states
         for name, seconds in (silences or {}).items():
@@ -312,7 +312,7 @@ class HostHistory:
         """Metrics of the time since this was last called.
 
         Returns:
-            hosts/present, hosts/draining: how many there are now; hosts/joined, hosts/left, hosts/lost: how many did;
+            Hosts/present, hosts/draining: how many there are now; hosts/joined, hosts/left, hosts/lost: how many did;
             hosts/<host>/generators, and hosts/<host>/silence_s where it is on another machine, of each that is there.
             Nothing where there is one host.
         """

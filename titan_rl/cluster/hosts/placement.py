@@ -62,7 +62,7 @@ def place_trainer(training: TrainingConfig, hosts: Sequence[str], gpus: GPUs) ->
     own GPU, because torch's current device is per thread.
 
     Raises:
-        ConfigError: the ranks cannot be shared out evenly, ranks of one tensor would be on several hosts, or a host
+        ConfigError: The ranks cannot be shared out evenly, ranks of one tensor would be on several hosts, or a host
             has fewer GPUs than ranks.
     """
     num_ranks = training.num_ranks
@@ -88,11 +88,11 @@ def place_trainer_again(
     with free GPUs, takes the ranks of a lost one. With too few hosts, each takes more ranks.
 
     Args:
-        gpus: of the hosts that are there.
-        taken: hosts and GPUs that others have.
+        gpus: Of the hosts that are there.
+        taken: Hosts and GPUs that others have.
 
     Raises:
-        ConfigError: the remaining hosts cannot take the ranks.
+        ConfigError: The remaining hosts cannot take the ranks.
     """
     hosts = list(dict.fromkeys(place.host for place in before))
     there = [host for host in hosts if host in gpus]
@@ -121,7 +121,7 @@ def place_generators(
     Example: on one host with GPUs 0 to 3 and a trainer of two ranks, three generators have 2, 3 and 2.
 
     Raises:
-        ConfigError: a generator has more ranks than its host has GPUs.
+        ConfigError: A generator has more ranks than its host has GPUs.
     """
     size = generation.tensor_parallel_size
     taken = {(place.host, gpu) for place in trainer for gpu in place.gpus}
@@ -147,10 +147,10 @@ def place_generator_again(
     """Place a generator whose host is lost on a host that has room. Returns () if there is none.
 
     Args:
-        index: of the generator.
-        generators: places of all.
-        gpus: of the hosts that are there.
-        a_host: generators for which a host without GPUs has room, where it has one at least or no other has.
+        index: Of the generator.
+        generators: Places of all.
+        gpus: Of the hosts that are there.
+        a_host: Generators for which a host without GPUs has room, where it has one at least or no other has.
     """
     size = len(generators[index])
     others = [place for ranks in generators for place in ranks]
@@ -204,9 +204,9 @@ def choose_transport(
     """Choose the transport for `statedict.transport = "auto"`, and give the reason.
 
     Args:
-        trainer, generators: the places of their ranks.
-        gpu_bytes: gives the memory of the smallest GPU, None if unknown. Called only if other criteria do not decide.
-        parameters: of the model; by default counted in its folder.
+        trainer, generators: The places of their ranks.
+        gpu_bytes: Gives the memory of the smallest GPU, None if unknown. Called only if other criteria do not decide.
+        parameters: Of the model; by default counted in its folder.
 
     Example: `("cuda_ipc", "trainer and generators have GPUs of one host, with room for ...")`.
     """
@@ -282,7 +282,7 @@ class GeneratorPlaces:
         """Move a generator whose host is lost. Returns whether a host has room for it.
 
         Args:
-            gpus: of the hosts that are there.
+            gpus: Of the hosts that are there.
         """
         ranks = place_generator_again(index, self._ranks, gpus, self._a_host, trainer)
         self._ranks[index] = ranks or self._ranks[index]
@@ -292,7 +292,7 @@ class GeneratorPlaces:
         """Choose the generators of a host that joins.
 
         Args:
-            without: generators without a place, which are chosen before new ones.
+            without: Generators without a place, which are chosen before new ones.
         """
         generation = self._generation
         room = len(gpus) // generation.tensor_parallel_size if gpus else self._a_host

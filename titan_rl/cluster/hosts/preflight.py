@@ -50,9 +50,9 @@ class ClockDifference:
     """Offset of the clocks of another host from those of this machine.
 
     Attributes:
-        wall_s: how far its wall clock is ahead.
-        steady_ns: how far its steady clock is ahead.
-        within_s: half the round trip: the largest error of either.
+        wall_s: How far its wall clock is ahead.
+        steady_ns: How far its steady clock is ahead.
+        within_s: Half the round trip: the largest error of either.
     """
 
     wall_s: float
@@ -102,11 +102,11 @@ class Question:
     """Request for the facts of a host, with the requirements to look for.
 
     Args:
-        run_dir: the run's folder.
-        token: content of the token file in it; see `RunToken`.
-        model: the model's folder.
-        modules: named in the settings of the run.
-        pythonpath: folders that are searched for modules first.
+        run_dir: The run's folder.
+        token: Content of the token file in it; see `RunToken`.
+        model: The model's folder.
+        modules: Named in the settings of the run.
+        pythonpath: Folders that are searched for modules first.
     """
 
     run_dir: Path
@@ -121,13 +121,13 @@ class HostFacts:
     """Facts of a host.
 
     Attributes:
-        versions: of packages, and of the code of titan_rl, by their names.
-        model: a checksum of the model's config, index, tokenizer and weights (see `model_identity`); None where there
+        versions: Of packages, and of the code of titan_rl, by their names.
+        model: A checksum of the model's config, index, tokenizer and weights (see `model_identity`); None where there
             is no such folder, "" if it has none of these.
-        model_bytes: of its weights.
-        missing: modules that are not found, with the reason.
-        sees_run: whether the run's folder is the same there.
-        memory, shared_memory: bytes that are free.
+        model_bytes: Of its weights.
+        missing: Modules that are not found, with the reason.
+        sees_run: Whether the run's folder is the same there.
+        memory, shared_memory: Bytes that are free.
     """
 
     hostname: str
@@ -230,11 +230,11 @@ class HostNeeds:
     """Requirements of a run on its hosts.
 
     Args:
-        run_dir: the run's folder; what is in `logs` and `trace` below it arrives from every host.
-        model: the model's folder.
-        modules: which settings name, and PYTHONPATH helps to find.
-        train_gpus, generate_gpus: of one host, where hosts have any.
-        trains, generates: whether there is a trainer, and generators.
+        run_dir: The run's folder; what is in `logs` and `trace` below it arrives from every host.
+        model: The model's folder.
+        modules: Which settings name, and PYTHONPATH helps to find.
+        train_gpus, generate_gpus: Of one host, where hosts have any.
+        trains, generates: Whether there is a trainer, and generators.
     """
 
     run_dir: Path
@@ -249,7 +249,7 @@ class HostNeeds:
         """Roles of the hosts with these names. A run in progress may have fewer hosts than the settings name.
 
         Raises:
-            ConfigError: a role needs more hosts than there are.
+            ConfigError: A role needs more hosts than there are.
         """
         if not begins:
             wanted = {name: getattr(config, name) for name in ("train", "generate", "play")}
@@ -275,12 +275,12 @@ def check_hosts(
 ) -> None:
     """
     Args:
-        expected: what the controller's machine has.
-        found: of each host by its name.
-        roles: of the hosts. sync: the model and the modules are copied to hosts that lack them.
+        expected: What the controller's machine has.
+        found: Of each host by its name.
+        roles: Of the hosts. sync: the model and the modules are copied to hosts that lack them.
 
     Raises:
-        ConfigError: a table of all differences.
+        ConfigError: A table of all differences.
     """
     different: list[HostDifference] = []
     for name, facts in found.items():

@@ -36,8 +36,8 @@ Wish = Literal["add", "drain"]
 class HostRequest(msgspec.Struct, frozen=True):
     """
     Args:
-        id: key of its answer.
-        what: address of the worker to add, or name of the host to drain.
+        id: Key of its answer.
+        what: Address of the worker to add, or name of the host to drain.
     """
 
     id: str
@@ -49,8 +49,8 @@ class HostStates(msgspec.Struct):
     """Statuses of the hosts of a run, and answers to requests.
 
     Args:
-        answers: by the ids of requests; "" where all went well.
-        events, counts: see `HostHistory`.
+        answers: By the ids of requests; "" where all went well.
+        events, counts: See `HostHistory`.
     """
 
     hosts: list[HostStatus] = msgspec.field(default_factory=list[HostStatus])
@@ -107,11 +107,11 @@ class HostFiles:
         """Read the current statuses, or the last ones of a run that has ended.
 
         Args:
-            wait_s: longest wait for the processes of a run that still start.
-            waits: called if there is such a wait.
+            wait_s: Longest wait for the processes of a run that still start.
+            waits: Called if there is such a wait.
 
         Raises:
-            ConfigError: its processes are not up yet, or were not when it ended.
+            ConfigError: Its processes are not up yet, or were not when it ended.
         """
         until = time.monotonic() + wait_s
         if wait_s and self._said() is None and self.goes_on:
@@ -135,11 +135,11 @@ class HostFiles:
         """Send a request to the run, and wait until it is done. A run whose processes still start answers after that.
 
         Args:
-            asked: called if the run does not answer immediately. It answers even if nobody waits.
+            asked: Called if the run does not answer immediately. It answers even if nobody waits.
 
         Raises:
-            ConfigError: the run has ended, or refuses with a reason.
-            TitanRLError: it has not answered in time.
+            ConfigError: The run has ended, or refuses with a reason.
+            TitanRLError: It has not answered in time.
         """
         self._check_goes_on()
         request = HostRequest(secrets.token_hex(8), do, what)

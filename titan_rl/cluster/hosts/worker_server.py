@@ -42,9 +42,9 @@ time."""
 class _Guest:
     """
     Args:
-        run: what it calls itself.
-        worker: the address by which it knows this worker.
-        name: what people call it.
+        run: What it calls itself.
+        worker: The address by which it knows this worker.
+        name: What people call it.
     """
 
     run: str
@@ -67,8 +67,8 @@ class WorkerServer:
     does not name a run is told the id alone.
 
     Args:
-        listener: a socket, bound.
-        console: shows the user which run comes and goes.
+        listener: A socket, bound.
+        console: Shows the user which run comes and goes.
     """
 
     def __init__(self, listener: socket.socket, console: Console = LOG) -> None:
@@ -127,8 +127,8 @@ class WorkerServer:
     ) -> None:
         """
         Args:
-            earlier: the same run.
-            others: runs that came before, and are to end first.
+            earlier: The same run.
+            others: Runs that came before, and are to end first.
         """
         says: dict[str, Any] = {"id": self._id, "monarch": ""}
         if others:

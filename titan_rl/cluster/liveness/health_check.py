@@ -33,9 +33,9 @@ class ProcessHealth:
     """Health of one process: the time without a sign of life, in seconds.
 
     Args:
-        silent_s: since it last answered or computed.
-        still_s: since its work last progressed or it computed; None while it has no work.
-        stopped_s: since it was stopped by a signal, such as SIGSTOP.
+        silent_s: Since it last answered or computed.
+        still_s: Since its work last progressed or it computed; None while it has no work.
+        stopped_s: Since it was stopped by a signal, such as SIGSTOP.
     """
 
     silent_s: float = 0.0
@@ -88,8 +88,8 @@ class HealthTracker:
         """Return the health of the process now.
 
         Args:
-            computed: it or a descendant has used a processor or a disk since the last call.
-            stopped: a signal has stopped it, according to the kernel.
+            computed: It or a descendant has used a processor or a disk since the last call.
+            stopped: A signal has stopped it, according to the kernel.
         """
         passed = min(now - self._looked_at, self._longest_look_s)
         self._looked_at = now
@@ -156,7 +156,7 @@ def answer_pings(path: Path, work: WorkProgress) -> None:
     process's life. The process exits once nobody listens there, because it would otherwise be orphaned.
 
     Raises:
-        OSError: nobody listens there.
+        OSError: Nobody listens there.
     """
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(str(path))
@@ -196,10 +196,10 @@ class Watcher(Protocol):
         """Watch a process.
 
         Returns:
-            a handle; None if the kernel cannot report ends, so that only Monarch notices them.
+            A handle; None if the kernel cannot report ends, so that only Monarch notices them.
 
         Raises:
-            ProcessLookupError: there is no such process.
+            ProcessLookupError: There is no such process.
         """
         ...
 
@@ -226,8 +226,8 @@ class HealthChecks:
     it.
 
     Args:
-        path: of the socket; the permissions of its folder decide who may connect.
-        owner: called with the pid of each process that ended, and a description of its end.
+        path: Of the socket; the permissions of its folder decide who may connect.
+        owner: Called with the pid of each process that ended, and a description of its end.
     """
 
     def __init__(self, path: Path, owner: ProcessesOwner | None = None, clock: Clock = CLOCK) -> None:
@@ -340,7 +340,7 @@ class LocalHealthChecks:
     which it is entered; a thread pings them even while that loop is blocked.
 
     Attributes:
-        path: of the socket for `answer_pings`; None if the kernel does not report the ends of processes.
+        path: Of the socket for `answer_pings`; None if the kernel does not report the ends of processes.
     """
 
     def __init__(self) -> None:

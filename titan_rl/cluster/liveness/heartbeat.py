@@ -61,10 +61,10 @@ class Report:
     """State of the processes of one host. Reports are sent several times a second, and are its heartbeat.
 
     Args:
-        number: counts up, and is acknowledged by the answer.
-        ended: description of the end of each ended process by pid, until the controller has acknowledged it.
-        health: of each process without a recent sign of life, by pid.
-        leaving: reason why the host is about to go and is to be drained; empty while it stays.
+        number: Counts up, and is acknowledged by the answer.
+        ended: Description of the end of each ended process by pid, until the controller has acknowledged it.
+        health: Of each process without a recent sign of life, by pid.
+        leaving: Reason why the host is about to go and is to be drained; empty while it stays.
     """
 
     number: int
@@ -79,7 +79,7 @@ class Report:
     def of(message: dict[str, Any]) -> Report:
         """
         Raises:
-            KeyError, TypeError, ValueError: the message is no report.
+            KeyError, TypeError, ValueError: The message is no report.
         """
         return Report(
             int(message["number"]),
@@ -99,7 +99,7 @@ async def receive(reader: StreamReader) -> dict[str, Any]:
     """Receive the next message.
 
     Raises:
-        ConnectionError: the connection has ended, or the line is no message.
+        ConnectionError: The connection has ended, or the line is no message.
     """
     try:
         line = await reader.readline()
@@ -124,9 +124,9 @@ class WatchdogSettings:
     """Settings of the watchdog of a host.
 
     Args:
-        address, port: of the controller's monitor.
-        token: identifies the host, and authorizes it.
-        lease_s: time for which the processes of the host continue without a message from the controller.
+        address, port: Of the controller's monitor.
+        token: Identifies the host, and authorizes it.
+        lease_s: Time for which the processes of the host continue without a message from the controller.
     """
 
     address: str
@@ -140,8 +140,8 @@ class HostWatchdog:
     if it hears nothing from the controller for `lease_s`, because replacements run elsewhere by then.
 
     Args:
-        path: of the socket for `answer_pings` on this host.
-        leaving: file with the reason why the host is about to go, which is there once it is.
+        path: Of the socket for `answer_pings` on this host.
+        leaving: File with the reason why the host is about to go, which is there once it is.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class HostWatchdog:
         """Run until the controller dismisses this host or is lost. The processes that are left are killed.
 
         Returns:
-            the reason; `DISMISSED` if the controller no longer needs this host.
+            The reason; `DISMISSED` if the controller no longer needs this host.
         """
         self._over = asyncio.get_running_loop().create_future()
         async with asyncio.TaskGroup() as tasks:

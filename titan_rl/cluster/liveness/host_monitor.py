@@ -57,10 +57,10 @@ class HostMonitor:
     one. A context manager for the duration of a run.
 
     Args:
-        address: of this machine, at which the other hosts reach it.
-        silence_s: time without a heartbeat after which a host is lost. It cannot come back, because its work has been
+        address: Of this machine, at which the other hosts reach it.
+        silence_s: Time without a heartbeat after which a host is lost. It cannot come back, because its work has been
             replaced.
-        lease_s: see `WatchdogSettings`.
+        lease_s: See `WatchdogSettings`.
     """
 
     def __init__(self, address: str, *, silence_s: float, lease_s: float, clock: Clock = CLOCK) -> None:
@@ -83,7 +83,7 @@ class HostMonitor:
         """Watch a host that is about to send heartbeats. Called in the event loop in which the owner is notified.
 
         Args:
-            owner: notified once if the host does not respond, and once if it announces that it is about to shut down.
+            owner: Notified once if the host does not respond, and once if it announces that it is about to shut down.
         """
         token = secrets.token_hex(16)
         settings = WatchdogSettings(self._address, self._socket.getsockname()[1], token, self._lease_s)
@@ -150,10 +150,10 @@ class RemoteWatcher:
     """`Watcher` of the processes of one other host, in the event loop of the controller. Made by `HostMonitor.expect`.
 
     Attributes:
-        name: of the host.
-        settings: for the watchdog there.
-        reason: why the host is gone; None while it is not.
-        heard: set once a heartbeat of the host has arrived.
+        name: Of the host.
+        settings: For the watchdog there.
+        reason: Why the host is gone; None while it is not.
+        heard: Set once a heartbeat of the host has arrived.
     """
 
     def __init__(

@@ -25,8 +25,8 @@ class TreeUse:
     """CPU and disk use of a process and all its descendants.
 
     Args:
-        cpu_s: processor time so far, by pid.
-        on_disk: one of them waits for a disk.
+        cpu_s: Processor time so far, by pid.
+        on_disk: One of them waits for a disk.
     """
 
     cpu_s: dict[int, float]
@@ -150,10 +150,10 @@ class WatchedProcess:
     process with the same pid.
 
     Args:
-        observer: called in the running event loop.
+        observer: Called in the running event loop.
 
     Raises:
-        ProcessLookupError: there is no such process.
+        ProcessLookupError: There is no such process.
     """
 
     def __init__(self, pid: int, observer: EndObserver) -> None:

@@ -22,13 +22,13 @@ class LoopThread:
     """Context manager that runs a coroutine in a thread of its own until the end of its block.
 
     Attributes:
-        loop: the event loop of the thread, for `call_in`.
+        loop: The event loop of the thread, for `call_in`.
 
     Args:
-        main: awaited in the thread, and cancelled at the end of the block. An error that it raises is logged.
+        main: Awaited in the thread, and cancelled at the end of the block. An error that it raises is logged.
 
     Raises:
-        OSError: on entering, if no event loop can be made, for instance for lack of file descriptors.
+        OSError: On entering, if no event loop can be made, for instance for lack of file descriptors.
     """
 
     def __init__(self, name: str, main: Coroutine[Any, Any, object]) -> None:

@@ -139,7 +139,7 @@ class ActorEndpoint:
         """Return what the actor returns.
 
         Raises:
-            Exception: what the actor raises, or Monarch's error where the actor has stopped.
+            Exception: What the actor raises, or Monarch's error where the actor has stopped.
         """
         return await self._handle._call(self._name, args)
 

@@ -65,13 +65,13 @@ class ProcessSpec:
     """Specification of one process.
 
     Args:
-        name: of its group, unique among those that live.
-        host: the name of the host on which it runs. Processes of one host share memory.
-        address: by which other hosts reach it.
-        logs: folder of its log, there.
-        rank: its number in the group.
-        tracing: what is recorded of it, under the name of its log; None records nothing.
-        ping_socket: the socket there where it answers pings; None where nobody watches.
+        name: Of its group, unique among those that live.
+        host: The name of the host on which it runs. Processes of one host share memory.
+        address: By which other hosts reach it.
+        logs: Folder of its log, there.
+        rank: Its number in the group.
+        tracing: What is recorded of it, under the name of its log; None records nothing.
+        ping_socket: The socket there where it answers pings; None where nobody watches.
     """
 
     name: str
@@ -92,7 +92,7 @@ class ProcessActor(AnsweringActor):
     """The one actor of a process. In a group that lives and dies together each process has one.
 
     Attributes:
-        work: what it is here for, which has to get on.
+        work: What it is here for, which has to get on.
     """
 
     def __init__(self, spec: ProcessSpec) -> None:

@@ -55,17 +55,17 @@ class RemoteProcess:
     reports deaths on this host at once. The first report calls `end`.
 
     Attributes:
-        id: unique, also among processes of the same name that replace each other.
-        has_started: whether its start succeeded.
-        reason: why it ended; None while it lives.
-        ended: set at its end.
-        excused: it ended because its host is drained or lost, and not by a fault of its own.
-        pids: of the watched processes, on their hosts.
+        id: Unique, also among processes of the same name that replace each other.
+        has_started: Whether its start succeeded.
+        reason: Why it ended; None while it lives.
+        ended: Set at its end.
+        excused: It ended because its host is drained or lost, and not by a fault of its own.
+        pids: Of the watched processes, on their hosts.
 
     Args:
-        name: for messages, or the id of a process that has a role in a run.
-        owner: notified of its end.
-        hang_timeout_s: time without a sign of life after which it is ended.
+        name: For messages, or the id of a process that has a role in a run.
+        owner: Notified of its end.
+        hang_timeout_s: Time without a sign of life after which it is ended.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class RemoteProcess:
         """Watch these processes for their end and for hangs. Without a watcher that can report ends, Monarch does.
 
         Args:
-            watcher: of their host; by default the kernel of this host, which reports only ends.
+            watcher: Of their host; by default the kernel of this host, which reports only ends.
         """
         self.pids += tuple(pids)
         for pid in pids:
@@ -119,8 +119,8 @@ class RemoteProcess:
         the process has ended before.
 
         Args:
-            reason: may be the text of an error that begins with the name of the process.
-            excused: its host is drained or lost.
+            reason: May be the text of an error that begins with the name of the process.
+            excused: Its host is drained or lost.
         """
         if self.reason is not None:
             return
@@ -153,7 +153,7 @@ class RemoteProcess:
         """Call an actor's endpoint. Raises the actor's own error instead of Monarch's wrapper of it.
 
         Raises:
-            ActorDiedError: the process ended, or did not answer within `timeout_s` seconds.
+            ActorDiedError: The process ended, or did not answer within `timeout_s` seconds.
         """
         async with self.alive(timeout_s):
             return await endpoint.call_one(*args)
@@ -162,7 +162,7 @@ class RemoteProcess:
         """Call an endpoint of every rank at once, and return the answers.
 
         Raises:
-            ActorDiedError: see `call`.
+            ActorDiedError: See `call`.
         """
         return await asyncio.gather(*[self.call(endpoint, *args, timeout_s=timeout_s) for endpoint in endpoints])
 
@@ -171,7 +171,7 @@ class RemoteProcess:
         """Context manager whose block is interrupted at the end of the process. It is not entered after that.
 
         Raises:
-            ActorDiedError: see `call`.
+            ActorDiedError: See `call`.
         """
         if self.reason is not None:
             raise self._died(self.reason)

@@ -138,11 +138,11 @@ def listen_on(address: str, folder: Path) -> None:
     """Have Monarch in this process listen where other machines reach it, on a port that the system picks.
 
     Args:
-        address: of an interface of this machine.
-        folder: as of `listen_below`, for the sockets between processes of this machine.
+        address: Of an interface of this machine.
+        folder: As of `listen_below`, for the sockets between processes of this machine.
 
     Raises:
-        ConfigError: this process has no such address, or has used Monarch before and listens elsewhere.
+        ConfigError: This process has no such address, or has used Monarch before and listens elsewhere.
     """
     from monarch.actor import enable_transport
 

@@ -18,11 +18,11 @@ def addresses_of(
     address from which this host reaches the first of the others.
 
     Args:
-        said: addresses that are known.
-        fix: of a name that means nothing.
+        said: Addresses that are known.
+        fix: Of a name that means nothing.
 
     Raises:
-        ProviderError: a name means nothing here.
+        ProviderError: A name means nothing here.
     """
     found = {name: (said or {}).get(name) or _resolved(name, fix) for name in names}
     elsewhere = next((address for address in found.values() if not names_this_machine(address)), None)
@@ -36,10 +36,10 @@ def all_addresses_of(name: str, like: str) -> list[str]:
     """Every IP address that a name stands for now, of the kind of another.
 
     Args:
-        like: an IPv4 address, or an IPv6 one.
+        like: An IPv4 address, or an IPv6 one.
 
     Raises:
-        OSError: it stands for none, or that cannot be known now.
+        OSError: It stands for none, or that cannot be known now.
     """
     family = socket.AF_INET6 if ":" in like else socket.AF_INET
     found = socket.getaddrinfo(name, None, family, socket.SOCK_STREAM)

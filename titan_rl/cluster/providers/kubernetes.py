@@ -51,9 +51,9 @@ class Pods:
     """The workers that a run begins with, and those that there are later, which are all pods of a headless service.
 
     Args:
-        service: its name in DNS.
-        addresses: of the pods that the run begins with.
-        find: gives the addresses of a name that are like another.
+        service: Its name in DNS.
+        addresses: Of the pods that the run begins with.
+        find: Gives the addresses of a name that are like another.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ async def found_by(find: Callable[[str], str], names: Sequence[str], wait_s: flo
     """Call `find` for each name, again while it raises OSError, and return the results.
 
     Raises:
-        ProviderError: it does so for too long.
+        ProviderError: It does so for too long.
     """
     found = dict[str, str]()
     try:

@@ -21,13 +21,13 @@ class ProviderKind:
     """Kind of provider. A plain function from `ProviderSpec` to `Workers` is a kind that takes no jobs.
 
     Args:
-        workers: starts a worker a host, gives their addresses as "10.0.0.2:22222", and ends at the block's end what it
+        workers: Starts a worker a host, gives their addresses as "10.0.0.2:22222", and ends at the block's end what it
             started.
-        render: what `titan-rl launch` submits, as text.
-        folder_there: from where hosts mean relative paths that have other files than this machine, the model's for
+        render: What `titan-rl launch` submits, as text.
+        folder_there: From where hosts mean relative paths that have other files than this machine, the model's for
             instance; None where they have the same.
-        ends_with_workers: who tells all workers to end means the run, since no others come in their place.
-        submit: hands that over, and says what became of it; None where nothing takes jobs.
+        ends_with_workers: Who tells all workers to end means the run, since no others come in their place.
+        submit: Hands that over, and says what became of it; None where nothing takes jobs.
     """
 
     workers: Callable[[ProviderSpec], Workers]
@@ -51,7 +51,7 @@ def find_provider(name: str) -> ProviderKind:
     """The kind of provider that `hosts.provider` names.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: There is none of that name.
     """
     found: Any = find_function("hosts.provider", name, BY_NAME)
     return found if isinstance(found, ProviderKind) else ProviderKind(found)

@@ -31,8 +31,8 @@ class Nodes:
     """Nodes of an allocation by name, in Slurm's order.
 
     Attributes:
-        there: all that can run something.
-        going: those of them that are drained, or failing.
+        there: All that can run something.
+        going: Those of them that are drained, or failing.
     """
 
     there: Sequence[str]
@@ -43,7 +43,7 @@ async def nodes_of_this_job() -> list[str]:
     """The nodes that this job began with.
 
     Raises:
-        ConfigError: this is none.
+        ConfigError: This is none.
         ProviderError: Slurm does not say.
     """
     nodes = os.environ.get("SLURM_JOB_NODELIST")
@@ -119,8 +119,8 @@ class AllocatedWorkers:
     one that a smaller allocation is without.
 
     Args:
-        job: its number.
-        kept: of the nodes that it has had so far.
+        job: Its number.
+        kept: Of the nodes that it has had so far.
     """
 
     def __init__(self, job: str, settings: ProviderSettings, kept: KeptWorkers) -> None:

@@ -26,7 +26,7 @@ class ChangingWorkers(Protocol):
         and one that is missing several times in a row is drained.
 
         Raises:
-            Exception: it is not known now. The run goes on with the hosts that it has, and asks again.
+            Exception: It is not known now. The run goes on with the hosts that it has, and asks again.
         """
         ...
 
@@ -36,10 +36,10 @@ class ProviderSpec:
     """Arguments for starting the workers of a run.
 
     Args:
-        settings: what [hosts] says of it.
-        logs: a folder that is there; what a worker says goes into a file of its own there.
-        console: shows lines to the user.
-        wait_s: longest wait for all workers.
+        settings: What [hosts] says of it.
+        logs: A folder that is there; what a worker says goes into a file of its own there.
+        console: Shows lines to the user.
+        wait_s: Longest wait for all workers.
     """
 
     settings: ProviderSettings
@@ -57,13 +57,13 @@ class Submission:
     """A run that a provider is to begin.
 
     Args:
-        name: of the run, letters, digits and `-_.+=`.
-        config: all settings as TOML, files found.
-        tomls: the files as they were given, by name, in their order.
-        overrides: dotted settings and their values, which replace what the files say.
-        run_dir: in which the run makes its folder.
-        folder: the current one.
-        time: tells it from another of its name.
+        name: Of the run, letters, digits and `-_.+=`.
+        config: All settings as TOML, files found.
+        tomls: The files as they were given, by name, in their order.
+        overrides: Dotted settings and their values, which replace what the files say.
+        run_dir: In which the run makes its folder.
+        folder: The current one.
+        time: Tells it from another of its name.
     """
 
     settings: ProviderSettings

@@ -25,10 +25,10 @@ def run_tool(words: Sequence[str], given: str = "") -> str:
     """Run a command, and return its standard output.
 
     Args:
-        given: on its standard input.
+        given: On its standard input.
 
     Raises:
-        ProviderError: it is not there, fails, or does not come back; with what it says.
+        ProviderError: It is not there, fails, or does not come back; with what it says.
     """
     try:
         done = subprocess.run(words, input=given, capture_output=True, text=True, timeout=ANSWER_S)

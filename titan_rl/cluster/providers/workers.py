@@ -32,7 +32,7 @@ def tethered(words: Sequence[str], folder: str | None = None) -> list[str]:
     """The command, told to end when its standard input does: when who started it closes that, or is no more.
 
     Args:
-        folder: to begin in, if it is there.
+        folder: To begin in, if it is there.
     """
     there = "" if folder is None else f"cd {shlex.quote(folder)} 2>/dev/null; "
     return ["sh", "-c", f"{there}{_TETHERED}", "sh", *words]
@@ -42,9 +42,9 @@ class WorkerProcess:
     """A command that is started, and says where its worker listens.
 
     Args:
-        host: for messages.
-        log: a file for all that it says.
-        console: shows the user that the worker does not end when it should.
+        host: For messages.
+        log: A file for all that it says.
+        console: Shows the user that the worker does not end when it should.
     """
 
     def __init__(self, host: str, words: Sequence[str], log: Path, console: Console) -> None:
@@ -73,7 +73,7 @@ class WorkerProcess:
         """Address of the worker, once it listens.
 
         Raises:
-            ProviderError: it has ended instead.
+            ProviderError: It has ended instead.
         """
         return await asyncio.shield(self._address)
 
@@ -134,10 +134,10 @@ class _Kept:
     """State of the worker of one host.
 
     Attributes:
-        tried: set once its worker listens, or has failed.
-        address: where its worker listens now.
-        listens_since: by the event loop's clock; None before it does.
-        problem: why none does; "" before that is known.
+        tried: Set once its worker listens, or has failed.
+        address: Where its worker listens now.
+        listens_since: By the event loop's clock; None before it does.
+        problem: Why none does; "" before that is known.
     """
 
     words: Sequence[str]
@@ -155,9 +155,9 @@ class KeptWorkers:
     other end is a failure, of the worker, of its host or of the way there, and the command is run again after a while.
 
     Args:
-        logs: a folder for what workers say, a file for each host.
-        console: shows the user whose worker ends, and whose listens again.
-        first_wait_s, most_wait_s: from a failure to the next command, which doubles from the one to the other.
+        logs: A folder for what workers say, a file for each host.
+        console: Shows the user whose worker ends, and whose listens again.
+        first_wait_s, most_wait_s: From a failure to the next command, which doubles from the one to the other.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class KeptWorkers:
         latter.
 
         Raises:
-            ProviderError: there is no other.
+            ProviderError: There is no other.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
@@ -283,7 +283,7 @@ async def kept_workers(
     """Run (host, command) of each. All have ended behind the block.
 
     Raises:
-        ProviderError: none listens in time.
+        ProviderError: None listens in time.
     """
     workers = KeptWorkers(logs, console)
     try:

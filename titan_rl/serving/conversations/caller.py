@@ -25,7 +25,7 @@ class Conversation:
     """A tree of turns, and the session in which each of them was sampled.
 
     Args:
-        key: what it is found by.
+        key: What it is found by.
     """
 
     def __init__(self, key: bytes, renderer: Renderer, session_id: str | None) -> None:
@@ -69,7 +69,7 @@ class Conversations:
         """The conversation of these messages, or a new one, which is remembered once it has a turn.
 
         Args:
-            client: its owner. Requests of other clients do not find it.
+            client: Its owner. Requests of other clients do not find it.
         """
         how = (b"opening", _opening(messages, tools)) if session_id is None else (b"session", session_id.encode())
         key = blake2b(b"\0".join((client, *how)), digest_size=16).digest()
@@ -139,9 +139,9 @@ class Talk(Protocol):
         """The request to send to the policy. Called once.
 
         Args:
-            sampling: as the client wants it.
-            request_id: what the client knows the answer by.
-            first_index: of its choices, in an answer that has those of other prompts before them.
+            sampling: As the client wants it.
+            request_id: What the client knows the answer by.
+            first_index: Of its choices, in an answer that has those of other prompts before them.
         """
         ...
 
@@ -149,11 +149,11 @@ class Talk(Protocol):
         """Keep one of the completions, before the client is told that it is whole.
 
         Args:
-            index: among those of this prompt.
-            message: the completion as the client is given it, with all that it may send back.
+            index: Among those of this prompt.
+            message: The completion as the client is given it, with all that it may send back.
 
         Raises:
-            EpisodeEndedError: the client must not be given it.
+            EpisodeEndedError: The client must not be given it.
         """
         ...
 
@@ -162,7 +162,7 @@ class Caller(Protocol):
     """Client or episode on whose behalf requests are answered.
 
     Attributes:
-        name: unique.
+        name: Unique.
     """
 
     name: bytes
@@ -172,7 +172,7 @@ class Caller(Protocol):
     ) -> Talk:
         """
         Raises:
-            RequestError: the messages cannot be rendered.
+            RequestError: The messages cannot be rendered.
         """
         ...
 
@@ -187,8 +187,8 @@ class Client:
     """Client with a key of the server, or any client of a server without keys.
 
     Args:
-        name: unique.
-        conversations: of all clients. Without it messages are refused.
+        name: Unique.
+        conversations: Of all clients. Without it messages are refused.
     """
 
     def __init__(self, name: bytes, conversations: Conversations | None) -> None:

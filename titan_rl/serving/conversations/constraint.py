@@ -40,11 +40,11 @@ class Constraint:
     """Requirement on a reply: a forced tool call, or JSON of a schema.
 
     Args:
-        tools: one of these has to be called. None forces no call.
-        schema: of the JSON that the reply's text has to be, unless it calls a tool; True is any JSON object. None
+        tools: One of these has to be called. None forces no call.
+        schema: Of the JSON that the reply's text has to be, unless it calls a tool; True is any JSON object. None
             leaves the text free.
-        one_call: there is one call and no more.
-        param: the field that asks for it.
+        one_call: There is one call and no more.
+        param: The field that asks for it.
     """
 
     param: str
@@ -81,7 +81,7 @@ class Constraining:
         """The structural tag that holds the completion of a prompt to what is wanted.
 
         Args:
-            offered: tools that the reply may call in the place of its JSON.
+            offered: Tools that the reply may call in the place of its JSON.
 
         Raises:
             ApiError: 400, the model's calls have no form that a grammar can describe.

@@ -37,8 +37,8 @@ _LARGEST_EXACT = 2**53
 class Identity:
     """
     Attributes:
-        digest: equal for messages that differ at most in their reasoning.
-        reasoning: digest of a reply's reasoning; None if it has none.
+        digest: Equal for messages that differ at most in their reasoning.
+        reasoning: Digest of a reply's reasoning; None if it has none.
     """
 
     digest: bytes

@@ -42,7 +42,7 @@ def reply_from(parsed: ParsedResponse, *, end: int | None = None) -> dict[str, A
     """The message a client is given. A call of a tool that is malformed is part of its text, as it was written.
 
     Args:
-        end: where the content ends in a stop string.
+        end: Where the content ends in a stop string.
     """
     message: dict[str, Any] = {"refusal": None, "role": "assistant"}
     if reasoning := (parsed.reasoning_content or "").strip():
@@ -84,8 +84,8 @@ class Delta:
 class Reply:
     """
     Attributes:
-        message: in the form of OpenAI's chat, as a client is given it and will send it back.
-        stop: the string that ended it, where one did.
+        message: In the form of OpenAI's chat, as a client is given it and will send it back.
+        stop: The string that ended it, where one did.
     """
 
     message: dict[str, Any]
@@ -130,9 +130,9 @@ class ReplyForm:
     """Way to read the replies to a prompt.
 
     Args:
-        tools: those offered. Without any, what looks like a call of one is text.
-        one_call: a completion ends with the first call of a tool.
-        stops: strings that end a completion; they are not part of its content.
+        tools: Those offered. Without any, what looks like a call of one is text.
+        one_call: A completion ends with the first call of a tool.
+        stops: Strings that end a completion; they are not part of its content.
     """
 
     renderer: Renderer

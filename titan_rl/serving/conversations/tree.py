@@ -71,10 +71,10 @@ class TurnNode:
     """One completion and where it stands.
 
     Attributes:
-        index: how many turns of the tree were added before it.
-        parent: the turn with whose prompt and completion its prompt begins; None where the prompt was rendered whole.
-        message: what the completion says, as the client was given it.
-        place: where that stands in the conversation.
+        index: How many turns of the tree were added before it.
+        parent: The turn with whose prompt and completion its prompt begins; None where the prompt was rendered whole.
+        message: What the completion says, as the client was given it.
+        place: Where that stands in the conversation.
     """
 
     index: int
@@ -109,7 +109,7 @@ class Prompt:
     """Tokens to generate from, and the place where `ConversationTree.add` records the completion.
 
     Attributes:
-        parent: the turn with whose prompt and completion `token_ids` begin, to the bit; None where all of it was
+        parent: The turn with whose prompt and completion `token_ids` begin, to the bit; None where all of it was
             rendered.
     """
 
@@ -126,8 +126,8 @@ class NewMessage:
     """A message that a tree may keep.
 
     Args:
-        message: nobody else's.
-        num_bytes: about what it takes up in memory.
+        message: Nobody else's.
+        num_bytes: About what it takes up in memory.
     """
 
     identity: Identity
@@ -145,7 +145,7 @@ class Place:
 
     Attributes:
         message: None in the place before the first.
-        turns: those whose reply it is; several, where they say the same.
+        turns: Those whose reply it is; several, where they say the same.
     """
 
     __slots__ = ("before", "message", "next", "turns")
@@ -178,9 +178,9 @@ class Style:
     """Deviations from the usual rendering of a prompt.
 
     Args:
-        renderer: replaces the renderer of the tree.
-        key: tells prompts of this renderer from those of others.
-        begun: of a reply that the client has begun itself; the prompt ends with it.
+        renderer: Replaces the renderer of the tree.
+        key: Tells prompts of this renderer from those of others.
+        begun: Of a reply that the client has begun itself; the prompt ends with it.
     """
 
     renderer: Renderer | None = None
@@ -214,11 +214,11 @@ class ConversationTree:
         more.token_ids[: len(turn.token_ids)] == turn.token_ids             # True
 
     Args:
-        renderer: where its `bridge_to_next_turn` cannot extend a turn, the conversation is rendered whole. Without one
+        renderer: Where its `bridge_to_next_turn` cannot extend a turn, the conversation is rendered whole. Without one
             there are conversations in tokens alone.
 
     Attributes:
-        num_bytes: about what it keeps in memory.
+        num_bytes: About what it keeps in memory.
     """
 
     def __init__(self, renderer: Renderer | None) -> None:
@@ -238,10 +238,10 @@ class ConversationTree:
         """The prompt for the next message. The tree is as before: any number may be asked for, and used or not.
 
         Args:
-            messages: the whole conversation. What is new in it is rendered as it stands here.
+            messages: The whole conversation. What is new in it is rendered as it stands here.
 
         Raises:
-            RequestError: there is no message, or the renderer refuses them.
+            RequestError: There is no message, or the renderer refuses them.
         """
         if not messages:
             raise RequestError("messages is empty; a conversation has at least one")
@@ -264,7 +264,7 @@ class ConversationTree:
         it begins with; see `prompt`.
 
         Args:
-            show: the text of tokens, for the transcript.
+            show: The text of tokens, for the transcript.
         """
         for turn in self._turns[self._num_in_prefixes :]:
             self._prefixes.add(turn.token_ids, turn)
@@ -279,7 +279,7 @@ class ConversationTree:
         """Record what was sampled from a prompt. One prompt may be added to often: siblings.
 
         Args:
-            message: the completion as the client is given it, with all that a client may send back: ids of tool calls.
+            message: The completion as the client is given it, with all that a client may send back: ids of tool calls.
         """
         place = prompt.after or self._roots.setdefault(prompt.root, Place())
         reply = NewMessage.of(identity_of(message), message)

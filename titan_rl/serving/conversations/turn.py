@@ -37,18 +37,18 @@ OnDelta = Callable[[int, Delta], None]
 class TurnAsk:
     """
     Args:
-        caller: whose conversation it is.
-        messages: the whole conversation, in the form of OpenAI's chat.
-        sampling: fields of `SamplingParams`, without the budget and the model's own stop tokens.
+        caller: Whose conversation it is.
+        messages: The whole conversation, in the form of OpenAI's chat.
+        sampling: Fields of `SamplingParams`, without the budget and the model's own stop tokens.
         max_tokens: None is all the room there is.
-        one_call: a reply ends with the first call of a tool.
-        may_call: whether a reply may call tools. Where it may not they are in the prompt all the same, which goes on
+        one_call: A reply ends with the first call of a tool.
+        may_call: Whether a reply may call tools. Where it may not they are in the prompt all the same, which goes on
             from the turns before, and what looks like a call is text.
-        param: the field that the messages are from.
-        constraint: what the replies have to be.
-        template_kwargs: of the chat template.
-        begun: a reply that the client has begun, which the completion goes on with.
-        policy: what generates; by default the server's policy.
+        param: The field that the messages are from.
+        constraint: What the replies have to be.
+        template_kwargs: Of the chat template.
+        begun: A reply that the client has begun, which the completion goes on with.
+        policy: What generates; by default the server's policy.
     """
 
     caller: Caller
@@ -86,7 +86,7 @@ class Turns:
     async def talk(self, asked: TurnAsk) -> Talk:
         """
         Raises:
-            RequestError: the renderer refuses the messages, or the caller's episode is over.
+            RequestError: The renderer refuses the messages, or the caller's episode is over.
         """
         num_characters = sum(_PER_MESSAGE + len(message.get("content") or "") for message in asked.messages)
         return await self._tokenizing(
@@ -97,7 +97,7 @@ class Turns:
     def _style(self, asked: TurnAsk) -> Style:
         """
         Raises:
-            RequestError: the renderer takes no such keywords.
+            RequestError: The renderer takes no such keywords.
         """
         begun = () if asked.begun is None else self.text.encode(asked.begun, add_special_tokens=False)
         if not asked.template_kwargs:
@@ -137,8 +137,8 @@ class Turns:
 class ServedTurn:
     """
     Attributes:
-        id: of the request, for its client.
-        prompt_token_ids: what is generated from; empty before it is.  # [num_prompt_tokens]
+        id: Of the request, for its client.
+        prompt_token_ids: What is generated from; empty before it is.  # [num_prompt_tokens]
     """
 
     def __init__(self, turns: Turns, asked: TurnAsk, request_id: str) -> None:
@@ -155,7 +155,7 @@ class ServedTurn:
             [num_choices]
 
         Raises:
-            RequestError: the renderer refuses the messages, or the caller's episode is over.
+            RequestError: The renderer refuses the messages, or the caller's episode is over.
             ApiError: 400, the conversation fills the context, or two values do not go together.
         """
         asked = self._asked
@@ -199,7 +199,7 @@ class ServedTurn:
         whole.
 
         Raises:
-            EpisodeEndedError: the client must not be given them.
+            EpisodeEndedError: The client must not be given them.
         """
         assert self._talk is not None, "there are no replies before they are generated"
         for index, reply in enumerate(replies):

@@ -34,10 +34,10 @@ class ApiError(Exception):
     """A request that is answered with an error.
 
     Args:
-        status: the HTTP status.
-        message: for the client's eyes: no path, no trace, nothing of this machine.
-        param: the field that is wrong: "messages[0].content".
-        code: for programs: "model_not_found".
+        status: The HTTP status.
+        message: For the client's eyes: no path, no trace, nothing of this machine.
+        param: The field that is wrong: "messages[0].content".
+        code: For programs: "model_not_found".
     """
 
     def __init__(
@@ -115,11 +115,11 @@ def bad_body(error: ValidationError) -> ApiError:
 class Dialect:
     """
     Args:
-        error: the body of an error.
-        event: one server-sent event.
-        stream_error: the event of an error, in a stream that has begun.
-        last: ends a stream.
-        request_id_headers: of each answer, in which clients look for the request's ID.
+        error: The body of an error.
+        event: One server-sent event.
+        stream_error: The event of an error, in a stream that has begun.
+        last: Ends a stream.
+        request_id_headers: Of each answer, in which clients look for the request's ID.
     """
 
     error: Callable[[ApiError], Any]

@@ -20,24 +20,24 @@ from titan_rl.serving.http.errors import OPENAI, ApiError, Dialect, api_error_of
 class ServerLimits:
     """
     Args:
-        head_bytes: of a request, its path, headers and trailers; the connection of one with more is closed.
-        head_s: until a request's headers have arrived; later the connection is closed.
-        body_bytes: of a request; more is a 413.
-        body_s: until a request's body has arrived; later is a 408.
-        num_choices: completions of one request (its `n`, and its prompts); more is a 400.
-        num_places: completions under way at once; a request that finds too few free is a 429 with `Retry-After`.
-        request_s: until a request is answered in full, pauses included; later is a 504. A stream that has begun ends
+        head_bytes: Of a request, its path, headers and trailers; the connection of one with more is closed.
+        head_s: Until a request's headers have arrived; later the connection is closed.
+        body_bytes: Of a request; more is a 413.
+        body_s: Until a request's body has arrived; later is a 408.
+        num_choices: Completions of one request (its `n`, and its prompts); more is a 400.
+        num_places: Completions under way at once; a request that finds too few free is a 429 with `Retry-After`.
+        request_s: Until a request is answered in full, pauses included; later is a 504. A stream that has begun ends
             with the error as its last event.
-        read_s: until a client goes on reading what is sent to it; later it counts as gone.
-        keep_alive_s: between two signs of life of a stream that has nothing to tell.
-        num_conversations: that are remembered, to keep their tokens when they come back as messages.
-        conversation_turns: of each of them; one with more begins anew.
-        conversation_bytes: about what all of them may keep in memory.
-        response_bytes: of responses that are stored, with their conversations, to be gone on from or asked for again;
+        read_s: Until a client goes on reading what is sent to it; later it counts as gone.
+        keep_alive_s: Between two signs of life of a stream that has nothing to tell.
+        num_conversations: That are remembered, to keep their tokens when they come back as messages.
+        conversation_turns: Of each of them; one with more begins anew.
+        conversation_bytes: About what all of them may keep in memory.
+        response_bytes: Of responses that are stored, with their conversations, to be gone on from or asked for again;
             and as much of the conversations of message threads.
 
     Raises:
-        ValueError: names the limit that is not positive.
+        ValueError: Names the limit that is not positive.
     """
 
     head_bytes: int = 64 << 10
@@ -107,7 +107,7 @@ class Events:
     loop.
 
     Args:
-        keep_alive_s: time without an event after which a keep-alive comment is sent.
+        keep_alive_s: Time without an event after which a keep-alive comment is sent.
     """
 
     def __init__(self, keep_alive_s: float) -> None:
@@ -181,7 +181,7 @@ class Exchanges:
         """The block takes so many places, and is cancelled when its client goes away or its time is up.
 
         Raises:
-            ClientGoneError: the client went away.
+            ClientGoneError: The client went away.
             ApiError: 429 there are too few places; 503 the server closes; 504 the time is up.
         """
         if self._closed:
@@ -230,9 +230,9 @@ class Answer:
     """The answer to one request, an ASGI application. All that it does happens within `Exchanges.open`.
 
     Args:
-        work: given None, returns the body. Given an `Emit`, tells it each event of the stream, and returns nothing.
-        num_places: completions that it generates at once.
-        dialect: of its protocol.
+        work: Given None, returns the body. Given an `Emit`, tells it each event of the stream, and returns nothing.
+        num_places: Completions that it generates at once.
+        dialect: Of its protocol.
     """
 
     def __init__(
@@ -304,7 +304,7 @@ class _Response:
     """One response being sent.
 
     Attributes:
-        started: whether its head has been sent.
+        started: Whether its head has been sent.
     """
 
     def __init__(self, send: Send) -> None:

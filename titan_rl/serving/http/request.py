@@ -68,7 +68,7 @@ class BodyReading:
     async def __call__(self, read: Callable[[Request], T], request: Request) -> T:
         """
         Raises:
-            ApiError: what `read` raises.
+            ApiError: What `read` raises.
         """
         if len(request.scope["body"]) <= _SHORT:
             return read(request)
@@ -87,10 +87,10 @@ class RequestMiddleware:
     answer.
 
     Args:
-        admit: given a path and a key, says which path to serve and who asks, or raises an `ApiError`.
-        paths: those that the metrics name.
-        dialects: of paths whose errors are not told in OpenAI's form.
-        keyed: whether clients need a key, which no page of another host has.
+        admit: Given a path and a key, says which path to serve and who asks, or raises an `ApiError`.
+        paths: Those that the metrics name.
+        dialects: Of paths whose errors are not told in OpenAI's form.
+        keyed: Whether clients need a key, which no page of another host has.
     """
 
     def __init__(

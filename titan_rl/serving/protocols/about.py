@@ -35,8 +35,8 @@ def about_routes(
 ) -> list[Route]:
     """
     Args:
-        trouble: returns why the policy cannot answer at present; None while it can.
-        version: returns the policy version that answers new requests, for the model's card.
+        trouble: Returns why the policy cannot answer at present; None while it can.
+        version: Returns the policy version that answers new requests, for the model's card.
     """
     # Of OpenAI's form and of Anthropic's, whose path is the same.
     always: dict[str, object] = {
@@ -162,9 +162,9 @@ _SCHEMAS = "#/components/schemas/{model}"
 class EndpointDescription:
     """
     Args:
-        answers: media types of the answer; empty without content.
-        errors: schema of the errors.
-        also_deletes: whether the path also takes DELETE, which removes what GET returns.
+        answers: Media types of the answer; empty without content.
+        errors: Schema of the errors.
+        also_deletes: Whether the path also takes DELETE, which removes what GET returns.
     """
 
     summary: str
@@ -243,8 +243,8 @@ _KEYS = {
 def openapi(paths: tuple[str, ...], *, with_keys: bool) -> dict[str, Any]:
     """
     Args:
-        paths: all paths of the server. Each has a description.
-        with_keys: whether clients need a key.
+        paths: All paths of the server. Each has a description.
+        with_keys: Whether clients need a key.
     """
     operations = {path: _OPERATIONS[path] for path in paths}
     bodies = {operation.body for operation in operations.values() if operation.body is not None}

@@ -73,7 +73,7 @@ class GenerateBody(Body):
 class TokenEndpoint:
     """
     Args:
-        show: the text of tokens, for transcripts.
+        show: The text of tokens, for transcripts.
     """
 
     def __init__(self, policy: ServedPolicy, exchanges: Exchanges, show: Show, stop_token_ids: Sequence[int]) -> None:

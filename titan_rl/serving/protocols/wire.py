@@ -95,7 +95,7 @@ def forced_in(choice: str | Mapping[str, Any] | None, name_in: Sequence[str]) ->
     """The tool that a `tool_choice` forces.
 
     Args:
-        name_in: keys that lead to the name of a tool: ("function", "name").
+        name_in: Keys that lead to the name of a tool: ("function", "name").
 
     Raises:
         ApiError: 400, it is no choice.
@@ -126,9 +126,9 @@ def constraint_of(
     """The constraint on a reply; None where it is free.
 
     Args:
-        tools: offered, in the form of OpenAI's chat.
-        schema: of the reply's text; True is any JSON object.
-        params: the fields that force a tool, and ask for a schema.
+        tools: Offered, in the form of OpenAI's chat.
+        schema: Of the reply's text; True is any JSON object.
+        params: The fields that force a tool, and ask for a schema.
 
     Raises:
         ApiError: 400, there is no such tool.

@@ -70,7 +70,7 @@ ANTHROPIC = Dialect(_error, named_event, _error, request_id_headers=(b"request-i
 class WholeConversation:
     """
     Args:
-        messages: in the form of OpenAI's chat, as are the tools.
+        messages: In the form of OpenAI's chat, as are the tools.
     """
 
     messages: Sequence[Message]
@@ -228,7 +228,7 @@ class _Work:
     """Answer of one turn, whole or as events.
 
     Args:
-        held: the thread that holds the conversation with its reply; None for a request without a thread.
+        held: The thread that holds the conversation with its reply; None for a request without a thread.
     """
 
     def __init__(self, turn: ServedTurn, model: str, held: HeldThread | None, *, with_token_ids: bool) -> None:

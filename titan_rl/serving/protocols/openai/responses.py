@@ -167,7 +167,7 @@ class OutputItems:
     def take(self, delta: Delta, logprobs: Sequence[dict[str, Any]]) -> None:
         """
         Args:
-            logprobs: of the tokens of this delta. Those of a whole reply are its text's.
+            logprobs: Of the tokens of this delta. Those of a whole reply are its text's.
         """
         self._logprobs += logprobs
         if delta.reasoning:
@@ -184,7 +184,7 @@ class OutputItems:
     def end(self, status: str) -> None:
         """
         Args:
-            status: of the item that is not whole yet: "completed" or "incomplete".
+            status: Of the item that is not whole yet: "completed" or "incomplete".
         """
         if not self.items:
             self._open_message()
