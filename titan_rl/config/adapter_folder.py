@@ -18,11 +18,11 @@ def check_adapter_weights(folder: Path, model: Path, rank: int, where: str, trai
     Args:
         model: Hugging Face folder of the base model, which has been checked.
         rank: of the adapter.
-        where: beginning of error messages, such as the setting that names the folder.
-        trained: settings with which it is trained further; it then needs exactly the layers that these name.
+        where: Beginning of error messages, such as the setting that names the folder.
+        trained: Settings with which it is trained further; it then needs exactly the layers that these name.
 
     Raises:
-        ModelError: the file is missing or damaged, or has other matrices.
+        ModelError: The file is missing or damaged, or has other matrices.
     """
     try:
         header = read_header(folder / WEIGHTS)

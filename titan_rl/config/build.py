@@ -36,10 +36,10 @@ def make_renderer(model: ModelConfig, *, single_turn: bool = False) -> Renderer:
     """Construct the renderer that `model.renderer` names, for the tokenizer of the model's folder.
 
     Args:
-        single_turn: no rollout has a second turn, so that a chat template need not be extended.
+        single_turn: No rollout has a second turn, so that a chat template need not be extended.
 
     Raises:
-        ModelError: the folder has no tokenizer, or no chat template that the built-in renderer can extend.
+        ModelError: The folder has no tokenizer, or no chat template that the built-in renderer can extend.
         ConfigError: there is no such renderer, it refuses the tokenizer, or its result is not a renderer.
     """
     make = find_renderer(model.renderer, single_turn=single_turn)
@@ -100,7 +100,7 @@ def make_rollouter(config: RunConfig, source: TaskSource, renderer: Renderer | N
         renderer: By default the one that `model.renderer` names.
 
     Raises:
-        DataError: the task's `rubric` does not return a rubric.
+        DataError: The task's `rubric` does not return a rubric.
     """
     task = source.task
     renderer = renderer or make_renderer(config.model, single_turn=is_single_turn(config))
@@ -127,8 +127,8 @@ async def open_rollouters(
 
     Args:
         folder: of the run.
-        console: shows lines of the tasks, and outages of their judges.
-        dry: the tasks start nothing.
+        console: Shows lines of the tasks, and outages of their judges.
+        dry: The tasks start nothing.
     """
     renderer = renderer or make_renderer(config.model, single_turn=is_single_turn(config))
     versions = folder.absolute() / VERSIONS  # noqa: ASYNC240  it reads no file
@@ -174,7 +174,7 @@ def find_rubric(source: TaskSource) -> Rubric:
     """Return the rubric of a task.
 
     Raises:
-        DataError: the task's `rubric` does not return one.
+        DataError: The task's `rubric` does not return one.
     """
     with calling("rubric()", source.name):
         rubric: Any = source.task.rubric()

@@ -84,7 +84,7 @@ def check_unchanged(config: RunConfig, made_with: Mapping[str, Any], *, source: 
         source: File of the settings, for the message.
 
     Raises:
-        ConfigError: names each setting that differs, both values and the fix.
+        ConfigError: Names each setting that differs, both values and the fix.
     """
     now = settings_of(config)
     changed = [
@@ -105,7 +105,7 @@ def check_options(config: RunConfig, earlier: RunConfig) -> None:
         earlier: Settings with only the options that `RESUMABLE` allows.
 
     Raises:
-        ConfigError: names each setting that an option changes, both values and the fix.
+        ConfigError: Names each setting that an option changes, both values and the fix.
     """
     now, before = settings_of(config), settings_of(earlier)
     changed = [

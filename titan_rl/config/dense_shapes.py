@@ -48,7 +48,7 @@ def expected_shapes(hf: Mapping[str, Any], max_context: int) -> dict[str, tuple[
 
     Args:
         hf: config.json.
-        max_context: most positions that will be used.
+        max_context: Most positions that will be used.
 
     Example: `{"model.norm.weight": (128,), ...}`.
     """

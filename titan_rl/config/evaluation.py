@@ -50,10 +50,10 @@ def make_eval_config(given: Mapping[str, Any]) -> EvalConfig:
     """Check the settings of an evaluation.
 
     Args:
-        given: values by field name.
+        given: Values by field name.
 
     Raises:
-        ConfigError: names the first wrong setting, its value and what is allowed.
+        ConfigError: Names the first wrong setting, its value and what is allowed.
     """
     try:
         return EvalConfig.model_validate(dict(given))

@@ -16,7 +16,7 @@ def experimental_settings(config: RunConfig, transport: str) -> list[str]:
     """Settings of a run that are experimental, with their values.
 
     Args:
-        transport: the name that `statedict.transport` stands for, where it is "auto".
+        transport: The name that `statedict.transport` stands for, where it is "auto".
 
     Example: `['statedict.transport = "rdma"']`
     """

@@ -174,7 +174,7 @@ def _instead(key: str, root: type[BaseModel], prefix: str, beside: Sequence[str]
     """Advice for an unknown setting.
 
     Args:
-        tables: the unknown name is that of a table.
+        tables: The unknown name is that of a table.
     """
     if retired := advice(_ADAPTER.sub("", key)):
         return retired

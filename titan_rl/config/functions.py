@@ -98,7 +98,7 @@ def check_functions(config: Section, generation: GenerationConfig, routing: Rout
     """Import the functions that settings name as "module:function", and construct the routing strategy.
 
     Raises:
-        ConfigError: a function does not exist or takes other arguments, the strategy cannot be constructed, or the
+        ConfigError: A function does not exist or takes other arguments, the strategy cannot be constructed, or the
             engine does not support a setting. Names the setting, its value, its origin and the fix.
     """
     for key, name, known in _named(config):

@@ -345,7 +345,7 @@ def check_own_machine(config: HostsConfig) -> None:
     """Check the settings that name an address or a file of this machine.
 
     Raises:
-        ConfigError: the address or the file does not exist.
+        ConfigError: The address or the file does not exist.
     """
     if config.listen and config.elsewhere:
         own_address(config)
@@ -460,7 +460,7 @@ class HostsConfig(ProviderSettings):
         """Yield an error for each role that asks for more hosts than there are, if settings determine their number.
 
         Args:
-            launched: the run is a job of its own, which has `count` nodes with Slurm. Otherwise the allocation
+            launched: The run is a job of its own, which has `count` nodes with Slurm. Otherwise the allocation
                 determines their number.
         """
         counts = {
@@ -496,7 +496,7 @@ class Roles:
         Example: of hosts a, b and c, a trains by default, and b and c generate and play.
 
         Raises:
-            ConfigError: a role needs more hosts than there are.
+            ConfigError: A role needs more hosts than there are.
         """
         for problem in config.too_few_of(len(hosts)):
             raise ConfigError(problem)

@@ -71,8 +71,8 @@ def load_config(
         check_files: Also check the model folder and the task's files.
 
     Raises:
-        ConfigError: names each wrong setting, its value, its origin and the allowed values.
-        ModelError: the model folder lacks a file that the run needs.
+        ConfigError: Names each wrong setting, its value, its origin and the allowed values.
+        ModelError: The model folder lacks a file that the run needs.
 
     Example:
         config = load_config("examples/alphabet_sort/cpu.toml", [("training.steps", "5")])
@@ -129,7 +129,7 @@ def _with_teachers(config: RunConfig, origins: Origins, *, check_files: bool) ->
         check_files: Refuse folders that do not exist.
 
     Raises:
-        ConfigError: a folder does not exist.
+        ConfigError: A folder does not exist.
     """
     tasks: list[TaskSource] = []
     for source in config.tasks:
@@ -234,8 +234,8 @@ def given_config(
         check_files: Also check the model folder and the tasks' files.
 
     Raises:
-        ConfigError: a setting is wrong, or other processes could not import a function.
-        ModelError: the model folder lacks a file.
+        ConfigError: A setting is wrong, or other processes could not import a function.
+        ModelError: The model folder lacks a file.
     """
     changes = dict(dotted(overrides or {}))
     for setting, function in functions.items():
@@ -273,7 +273,7 @@ def name_function(setting: str, function: Callable[..., Any]) -> str:
     """The name "module:function" of a function.
 
     Raises:
-        ConfigError: the function cannot be imported by this name.
+        ConfigError: The function cannot be imported by this name.
     """
     name = name_of(function)
     if name is None:
@@ -307,7 +307,7 @@ def _is_of_tasks(setting: str) -> bool:
 def _changed(config: RunConfig, task: TaskLike | None, changes: Mapping[str, object]) -> RunConfig:
     """
     Raises:
-        ConfigError: a setting is wrong.
+        ConfigError: A setting is wrong.
     """
     if task is None and not changes:
         return config
@@ -351,8 +351,8 @@ def load_sft_config(paths: str | Path | Sequence[str | Path], overrides: Sequenc
     `sft.start`, `sft.data` and `sft.out` are absolute, `sft.out` also where it is not set. See `load_config`.
 
     Raises:
-        ConfigError: names each wrong setting, its value, where it came from and what is allowed.
-        ModelError: the folder to start from lacks a file.
+        ConfigError: Names each wrong setting, its value, where it came from and what is allowed.
+        ModelError: The folder to start from lacks a file.
     """
     config, origins = read_config(paths, overrides)
     if config.adapters:

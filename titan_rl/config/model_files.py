@@ -16,7 +16,7 @@ def check_weights(folder: Path) -> None:
     """Check that the weights are all there.
 
     Raises:
-        ModelError: a file is missing, cut off, or no safetensors file.
+        ModelError: A file is missing, cut off, or no safetensors file.
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -106,8 +106,8 @@ def model_identity(folder: Path) -> dict[str, str]:
         nothing where there is no such folder.
 
     Raises:
-        ModelError: a file of weights is damaged.
-        OSError: a file cannot be read.
+        ModelError: A file of weights is damaged.
+        OSError: A file cannot be read.
     """
     if not folder.is_dir():
         return {}

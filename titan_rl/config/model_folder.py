@@ -61,8 +61,8 @@ def check_model_folder(model: ModelConfig, generation: GenerationConfig, places:
         places: where it is looked for.
 
     Raises:
-        ModelError: a file is missing or unreadable, or config.json contradicts itself.
-        ConfigError: the folder, or that of a draft model, does not exist, or a setting does not fit the model.
+        ModelError: A file is missing or unreadable, or config.json contradicts itself.
+        ConfigError: The folder, or that of a draft model, does not exist, or a setting does not fit the model.
     """
     path = model.path
     folder = find_model_folder(path, places)
@@ -167,7 +167,7 @@ def check_chat_template(model: ModelConfig) -> None:
     """Check that the renderer has the template that it needs.
 
     Raises:
-        ModelError: the folder has none.
+        ModelError: The folder has none.
     """
     if model.renderer not in ("auto", "chat_template"):
         return
@@ -186,8 +186,8 @@ def check_training_fit(config: RunConfig) -> None:
     """Check that the trainer's ranks can share the model, whose folder has been checked.
 
     Raises:
-        ConfigError: names the setting, its value and the fix.
-        ModelError: no implementation can train the model.
+        ConfigError: Names the setting, its value and the fix.
+        ModelError: No implementation can train the model.
     """
     architecture = read_json(Path(config.model.path), "config.json")
     kv_heads = architecture.get("num_key_value_heads") or architecture.get("num_attention_heads")
@@ -308,8 +308,8 @@ def check_guesses(guesses: SpeculativeConfig, architecture: Mapping[str, Any]) -
         architecture: config.json of the policy.
 
     Raises:
-        ModelError: a file of the draft model is missing or unreadable.
-        ConfigError: the folder does not exist, or its model cannot draft tokens of the policy.
+        ModelError: A file of the draft model is missing or unreadable.
+        ConfigError: The folder does not exist, or its model cannot draft tokens of the policy.
     """
     if guesses.method == "mtp" and not any(architecture.get(name) for name in MTP_COUNTS):
         raise ConfigError(

@@ -101,7 +101,7 @@ def setting_entry(key: str, field: FieldInfo, function: FunctionName | None = No
     """Description of one field.
 
     Args:
-        function: the annotation of a setting that names a function.
+        function: The annotation of a setting that names a function.
     """
     if field.is_required():
         default = "required"

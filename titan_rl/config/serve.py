@@ -84,13 +84,13 @@ def load_serve_config(toml: Path | None, overrides: Sequence[tuple[str, str]], *
     """Load the settings of a server.
 
     Args:
-        toml: settings of a run or of a server. Tables of a run that a server lacks are ignored.
-        overrides: see `load_config`.
-        policy: the model's folder; by default `model.path` of the file.
+        toml: Settings of a run or of a server. Tables of a run that a server lacks are ignored.
+        overrides: See `load_config`.
+        policy: The model's folder; by default `model.path` of the file.
 
     Raises:
-        ConfigError: names each wrong setting, its value, where it came from and what is allowed.
-        ModelError: the model folder lacks a file.
+        ConfigError: Names each wrong setting, its value, where it came from and what is allowed.
+        ModelError: The model folder lacks a file.
     """
     tables, origins = read_tables(() if toml is None else (toml,), ())
     for name in {*RunConfig.model_fields, "task"} - ServeConfig.model_fields.keys():
@@ -125,7 +125,7 @@ def check_server_settings(given: Mapping[str, str], name: str, origins: Origins)
         name: Of the setting that holds them.
 
     Raises:
-        ConfigError: names each wrong setting, its value and what is allowed.
+        ConfigError: Names each wrong setting, its value and what is allowed.
     """
     tables, of_server = read_tables((), ())
     override(tables, [("model.path", "unknown"), *given.items()], of_server)

@@ -22,10 +22,10 @@ def read_tables(paths: Sequence[Path], overrides: Sequence[tuple[str, str]]) -> 
     merged, those of `[[...]]` by their names; any other value, a list too, is replaced whole.
 
     Args:
-        overrides: dotted settings and their values.
+        overrides: Dotted settings and their values.
 
     Raises:
-        ConfigError: a file cannot be read or is no TOML, or an override is below a setting that is no table.
+        ConfigError: A file cannot be read or is no TOML, or an override is below a setting that is no table.
     """
     tables, origins = Tables(), Origins(tuple(paths))
     for path in paths:
@@ -38,7 +38,7 @@ def override(tables: Tables, overrides: Sequence[tuple[str, str]], origins: Orig
     """Set dotted settings in place, and note where they came from.
 
     Raises:
-        ConfigError: one is below a setting that is no table.
+        ConfigError: One is below a setting that is no table.
     """
     for key, text in overrides:
         _override(tables, key, parse_value(text), f"{COMMAND_LINE}: --{key}")
@@ -49,7 +49,7 @@ def give(tables: Tables, given: Mapping[str, object], origins: Origins) -> None:
     """Override settings with Python values; see `override`.
 
     Raises:
-        ConfigError: one is below a setting that is no table.
+        ConfigError: One is below a setting that is no table.
     """
     for key, value in given.items():
         _override(tables, key, value, f"{ARGUMENTS}: {key}")

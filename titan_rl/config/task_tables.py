@@ -174,7 +174,7 @@ def with_settings(
     """Tasks with some of their settings replaced; the others stay the objects they are.
 
     Args:
-        given: values of Python by their dotted names, "task.words" or "tasks.NAME.weight".
+        given: Values of Python by their dotted names, "task.words" or "tasks.NAME.weight".
 
     Raises:
         ConfigError: as `load_tasks`.
@@ -202,7 +202,7 @@ def load_suites(tables: dict[str, Any], origins: Origins) -> None:
     """Make the suites of `[[validation.suites]]`, in place.
 
     Args:
-        tables: those of suites as `tables_by_name` has them.
+        tables: Those of suites as `tables_by_name` has them.
 
     Raises:
         ConfigError: as `load_tasks`.
@@ -250,7 +250,7 @@ def load_task(table: Any, origins: Origins, prefix: str = "task", beside: Sequen
     """Make a task: import the class that `type` names and validate the other keys as its fields.
 
     Args:
-        prefix: the name of the table.
+        prefix: The name of the table.
         beside: what the table has that is not of the task.
 
     Raises:
@@ -299,7 +299,7 @@ def check_task(task: Task, origins: Origins, prefix: str = "task") -> None:
         prefix: Name of its table.
 
     Raises:
-        ConfigError: the task refuses a setting, or the check failed.
+        ConfigError: The task refuses a setting, or the check failed.
     """
     if not isinstance(task, CheckedTask):
         return

@@ -94,7 +94,7 @@ def tables_by_name(key: str, tables: Any, source: object) -> dict[str, Any]:
 
     Args:
         key: "tasks" or "validation.suites".
-        source: the file, for messages.
+        source: The file, for messages.
 
     Raises:
         ConfigError: `tables` is not a list of tables, one has no name, or two have the same.

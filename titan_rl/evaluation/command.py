@@ -46,11 +46,11 @@ def run_evaluations(
     """Evaluate one policy after the other.
 
     Args:
-        policies: folders and URLs.
-        out: gets a folder for each.
-        progress: shows how far it is.
-        evaluations: gets what is done, also of a policy whose evaluation is stopped or fails.
-        ratings: gets Elo ratings for each task in whose games the policies have played each other.
+        policies: Folders and URLs.
+        out: Gets a folder for each.
+        progress: Shows how far it is.
+        evaluations: Gets what is done, also of a policy whose evaluation is stopped or fails.
+        ratings: Gets Elo ratings for each task in whose games the policies have played each other.
 
     Returns:
         exit code: 0, or 128 + the number of the signal that ended it in order.

@@ -73,7 +73,7 @@ class EvaluationFolder:
             the lines of prompts that are finished. Others are taken out of the file.
 
         Raises:
-            ConfigError: an evaluation that was made otherwise is there.
+            ConfigError: An evaluation that was made otherwise is there.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         settings = self.path / "settings.json"
@@ -91,7 +91,7 @@ class EvaluationFolder:
     def append(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """
         Raises:
-            OSError: the disk is full.
+            OSError: The disk is full.
         """
         for line in lines:
             self._rollouts.append(line)
@@ -123,7 +123,7 @@ class EvaluationRun:
 
     Args:
         folder: that keeps it; prompts that are finished there are not played again. None keeps nothing.
-        progress: shows a person how far it is.
+        progress: Shows a person how far it is.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class EvaluationRun:
         """Play what is not done yet.
 
         Raises:
-            ConfigError: the folder has an evaluation with other settings.
+            ConfigError: The folder has an evaluation with other settings.
             TitanRLError: what ended it.
         """
         opening = open_suites(self._config, self._settings, self._policy, self._place, self._progress)

@@ -84,7 +84,7 @@ async def play_matches(
         in_flight: Most rollouts at a time, but at least one group.
 
     Raises:
-        DataError: no game of a pair had a result.
+        DataError: No game of a pair had a result.
     """
     names = list(policies)
     results: dict[tuple[int, int], list[float]] = {pair: [] for pair in combinations(range(len(names)), 2)}

@@ -25,7 +25,7 @@ class Evaluation:
 
     Attributes:
         policy: what it is, for people: "step 80 of runs/latest".
-        version: the steps that a run has trained it; 0 of a model or an endpoint.
+        version: The steps that a run has trained it; 0 of a model or an endpoint.
         tasks: by the task's name.
         is_complete: False where it was stopped, so that `tasks` has what was done by then.
         folder: that has its transcripts; None where none were kept.
@@ -81,7 +81,7 @@ class Evaluation:
 def read_evaluation(path: str | Path) -> Evaluation:
     """
     Args:
-        path: the folder of an evaluation, or its `results.json`; or the folder given as `out`, which has the folder of
+        path: The folder of an evaluation, or its `results.json`; or the folder given as `out`, which has the folder of
             an evaluation for each policy, if that is one.
 
     Raises:
@@ -117,19 +117,19 @@ class TaskResult:
     """Results of a policy on the held-out prompts of one task.
 
     Attributes:
-        success: the least reward of a sample that counts as right.
+        success: The least reward of a sample that counts as right.
         rewards: of the samples that have one, by prompt, and by seat where there are several. A sample that an
             environment or an endpoint failed, that could not be parsed, or whose rubric failed has none, and is in no
             mean.
-        reward: the mean of `rewards`, with its standard error clustered by prompt.
+        reward: The mean of `rewards`, with its standard error clustered by prompt.
         avg_at: by k, the mean of `averages_at_k` of each prompt and seat, with its standard error clustered by prompt.
         pass_at: by k, that of `passes_at_k`.
-        statuses: samples by `RolloutStatus`, those without a reward included.
-        num_unscored: samples without a reward.
-        num_unparsed: those of them whose answer could not be parsed, which is the policy's doing.
-        breakdown: the mean of each reward of the rubric, unweighted.
-        best_breakdown: those rewards of the sample whose reward is the greatest.
-        completion_tokens: the mean of a sample, where the policy says how many it wrote.
+        statuses: Samples by `RolloutStatus`, those without a reward included.
+        num_unscored: Samples without a reward.
+        num_unparsed: Those of them whose answer could not be parsed, which is the policy's doing.
+        breakdown: The mean of each reward of the rubric, unweighted.
+        best_breakdown: Those rewards of the sample whose reward is the greatest.
+        completion_tokens: The mean of a sample, where the policy says how many it wrote.
         errors: what samples were lost to, and how many to each, the most frequent first.
         measures: what the task says of all groups together, of an evaluation that went from beginning to end.
     """
@@ -219,7 +219,7 @@ def task_result(
 ) -> TaskResult:
     """
     Args:
-        records: transcripts, each with its "prompt" and "prompt_digest".
+        records: Transcripts, each with its "prompt" and "prompt_digest".
     """
     records = list(records)
     rewards: dict[str, list[float]] = {}

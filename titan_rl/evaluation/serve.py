@@ -76,7 +76,7 @@ def run_server(
 
     Args:
         verbosity: of what is shown until it serves.
-        adapters: served beside the policy, by the names of their models.
+        adapters: Served beside the policy, by the names of their models.
 
     Returns:
         exit code: 128 + the number of the signal that ended it in order.

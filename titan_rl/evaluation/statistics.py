@@ -59,7 +59,7 @@ class Difference:
     """Difference of the second of two evaluations from the first.
 
     Attributes:
-        num_paired: prompts that both have, on which alone they are compared. 0 where they have none in common: then all
+        num_paired: Prompts that both have, on which alone they are compared. 0 where they have none in common: then all
             prompts of each are compared, as independent of each other.
     """
 
@@ -111,7 +111,7 @@ def passes_at_k(rewards: Rewards, k: int, success: float) -> dict[Any, list[floa
     """pass@k of those that have at least `k` samples: one value each.
 
     Args:
-        success: the least reward of a sample that is right.
+        success: The least reward of a sample that is right.
     """
     return {
         key: [pass_at_k(len(group), sum(reward >= success for reward in group), k)]

@@ -42,10 +42,10 @@ class Suite:
 
     Args:
         name: of the task, or of what a run's validation calls it.
-        prompts: samples of the task, in their order.
-        runner: plays and scores a group of rollouts of one prompt.
+        prompts: Samples of the task, in their order.
+        runner: Plays and scores a group of rollouts of one prompt.
         group_ids: how the ids of groups begin. A rollout is sampled by its id, so that the same ids give the same.
-        measure: figures of all groups together, where the task has some.
+        measure: Figures of all groups together, where the task has some.
     """
 
     name: str
@@ -71,10 +71,10 @@ async def play_suites(
 
     Args:
         version: of the policy, for the lines.
-        in_flight: rollouts at once, but for one prompt at least.
-        max_lost: prompts in a row, or all of them, of which no sample says anything of the policy.
-        done: lines of prompts that an earlier evaluation has finished: `finished_lines`.
-        on_prompt: called with the group and the lines of each prompt that is done.
+        in_flight: Rollouts at once, but for one prompt at least.
+        max_lost: Prompts in a row, or all of them, of which no sample says anything of the policy.
+        done: Lines of prompts that an earlier evaluation has finished: `finished_lines`.
+        on_prompt: Called with the group and the lines of each prompt that is done.
 
     Raises:
         RewardError, GenerationError: so many prompts in a row were lost, to a reward or to faults of environment and
@@ -189,8 +189,8 @@ async def open_suites(
         folder: for what the tasks write.
 
     Raises:
-        ConfigError: a task that is asked for is not there, or greedy samples of one prompt would all be the same.
-        DataError: a task's held-out samples cannot be had.
+        ConfigError: A task that is asked for is not there, or greedy samples of one prompt would all be the same.
+        DataError: A task's held-out samples cannot be had.
     """
     renderer = policy.renderer or NoTokens()
     async with contextlib.AsyncExitStack() as tasks:
@@ -212,7 +212,7 @@ def chosen_suites(config: RunConfig, settings: EvalConfig) -> list[ResolvedSuite
     """Select the suites that settings ask for.
 
     Raises:
-        ConfigError: a task that is asked for is not there.
+        ConfigError: A task that is asked for is not there.
     """
     suites = {suite.name: suite for suite in config.suites or _of_all_tasks(config)}
     if settings.tasks is None:

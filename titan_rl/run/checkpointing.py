@@ -47,11 +47,11 @@ def complete(root: Path, version: int, run_state: Mapping[str, Any]) -> None:
     either.
 
     Args:
-        root: the folder of checkpoints.
+        root: The folder of checkpoints.
         run_state: as the trainer was given it.
 
     Raises:
-        NoSpaceError: the disk is full.
+        NoSpaceError: The disk is full.
         CheckpointError: it could not be written for another reason.
     """
     folder = _folder(root, version)
@@ -288,7 +288,7 @@ class Resumption:
         """Check the version that the trainer reports after it has loaded the checkpoint.
 
         Raises:
-            CheckpointError: the checkpoint has the run's state of another version.
+            CheckpointError: The checkpoint has the run's state of another version.
         """
         if version != self.state.step:
             raise CheckpointError(
@@ -322,8 +322,8 @@ def find_standing(config: RunConfig, run_dir: RunDirectory) -> Standing:
     """Find the newest whole checkpoint, and check that the run can resume from it. The run is left unchanged.
 
     Raises:
-        ConfigError: a setting that weights and rollouts come from has changed since.
-        CheckpointError: the run is finished, its state cannot be read or is of other tasks, all its checkpoints are
+        ConfigError: A setting that weights and rollouts come from has changed since.
+        CheckpointError: The run is finished, its state cannot be read or is of other tasks, all its checkpoints are
             damaged, its journal is of another run, or `model.path` holds another model than the run began with.
     """
     checkpoint, damaged = newest_whole(run_dir.checkpoints)
@@ -369,7 +369,7 @@ def _check_model(config: RunConfig, state: RunState, checkpoint: Path | None) ->
         messages for the user. Changed weights are no error if the weights of the checkpoint are enough.
 
     Raises:
-        CheckpointError: a part of the model that the run needs has changed.
+        CheckpointError: A part of the model that the run needs has changed.
     """
     path = config.model.path
     if not (changed := changed_parts(Path(path), state.model)):
@@ -433,7 +433,7 @@ def newest_whole(root: Path) -> tuple[Path | None, dict[Path, str]]:
 def _check_step(checkpoint: Path) -> None:
     """
     Raises:
-        DamagedCheckpointError: the folder is named after another step than it holds.
+        DamagedCheckpointError: The folder is named after another step than it holds.
         CheckpointError: its step cannot be read.
     """
     step = RunState.read(checkpoint).step

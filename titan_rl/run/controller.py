@@ -149,7 +149,7 @@ class Controller(TrainingLoop):
         """Validate, train, validate again. A checkpoint is written on every way out that leaves a trained model.
 
         Raises:
-            TitanRLError: the error that ended the run.
+            TitanRLError: The error that ended the run.
         """
         with self._progress.working("loading the first weights into the generators"):
             await self._sync.begin()

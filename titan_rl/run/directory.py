@@ -183,7 +183,7 @@ class RunDirectory:
         """Hold the run's lock for the length of the block, so that no other process runs it.
 
         Raises:
-            CheckpointError: another process runs it, or the lock cannot be opened.
+            CheckpointError: Another process runs it, or the lock cannot be opened.
         """
         lock = self.path / "lock"
         try:
@@ -262,7 +262,7 @@ class RunDirectory:
         """Append one record, with `elapsed_s` as `time_s`. NaN and infinities become null.
 
         Raises:
-            OSError: the record could not be written.
+            OSError: The record could not be written.
         """
         self._lines[self.metrics].append({"step": step, "time_s": round(self.elapsed_s, 3), **metrics})
 
@@ -270,7 +270,7 @@ class RunDirectory:
         """Append one transcript.
 
         Raises:
-            OSError: the transcript could not be written.
+            OSError: The transcript could not be written.
         """
         self._lines[self.rollouts].append(record)
 
@@ -317,7 +317,7 @@ def check_files(folder: Path | os.DirEntry[str], *, below: bool = False) -> None
         below: Whether this is a folder in a run's folder.
 
     Raises:
-        ConfigError: an entry is something else. The message names the first one and the fix.
+        ConfigError: An entry is something else. The message names the first one and the fix.
     """
     try:
         entries = list(os.scandir(folder))

@@ -57,8 +57,8 @@ async def workers_started(
         signals: Stop the run once all workers are told to end, if the provider's workers end with their job.
 
     Raises:
-        ConfigError: the settings name no provider, or one that gives no workers.
-        TitanRLError: the provider failed.
+        ConfigError: The settings name no provider, or one that gives no workers.
+        TitanRLError: The provider failed.
     """
     hosts = config.hosts
     if hosts.provider is None:
@@ -135,7 +135,7 @@ def _addresses_of(name: str, started: object) -> tuple[str, ...]:
     """Addresses of a provider's workers, in the form of `hosts.addresses`.
 
     Raises:
-        ConfigError: a value is not an address of a worker, or there are none.
+        ConfigError: A value is not an address of a worker, or there are none.
     """
     if isinstance(started, str) or not isinstance(started, Iterable):
         raise ConfigError(f"hosts.provider {name} gave {_a(started)}; have it yield a list of addresses, HOST:PORT")
@@ -173,7 +173,7 @@ def use_monarch(hosts: HostsConfig, console: Console) -> None:
     Monarch writes to the terminal when it is first used, so call this while no display is drawn.
 
     Raises:
-        ConfigError: this machine lacks the address that `hosts` names.
+        ConfigError: This machine lacks the address that `hosts` names.
     """
     from titan_rl.cluster.processes.sockets import listen_below, listen_on
 
@@ -201,7 +201,7 @@ async def open_hosts(
 
     Args:
         module: Module that starts the processes. Its import takes seconds.
-        logs, signals: see `workers_started`.
+        logs, signals: See `workers_started`.
         console: Shows a warning if Monarch's address is open to other machines. Defaults to standard error.
     """
     async with workers_started(config, logs, verbosity, signals) as workers:

@@ -91,7 +91,7 @@ class JsonLines:
     def append(self, record: Mapping[str, Any]) -> None:
         """
         Raises:
-            OSError: the record could not be written. The file is restored, since a partial line would spoil the next
+            OSError: The record could not be written. The file is restored, since a partial line would spoil the next
                 one, too.
         """
         line = (json_line(record) + "\n").encode()

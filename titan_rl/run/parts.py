@@ -80,7 +80,7 @@ class Parts:
 
         Raises:
             ConfigError: they do not fit the settings, or lack a method.
-            MissingExtraError: a package that the run's processes need is not installed.
+            MissingExtraError: A package that the run's processes need is not installed.
         """
         if config.adapters and (given := self._given()):
             raise ConfigError(
@@ -142,7 +142,7 @@ def open_planes(
     given trainer.
 
     Raises:
-        ActorDiedError: a process did not start in time.
+        ActorDiedError: A process did not start in time.
     """
     opening = _with_processes if parts.needs_processes else _in_this_process
     return opening(config, parts, run_dir, console)
@@ -209,8 +209,8 @@ class AdapterPlanes:
     """Running generation and training of a run with several adapters.
 
     Args:
-        watch: see `Planes`.
-        waits_for: see `Planes`.
+        watch: See `Planes`.
+        waits_for: See `Planes`.
     """
 
     routers: AdapterRouters
@@ -235,7 +235,7 @@ async def open_adapter_planes(
     """Start the processes of a run with several adapters, which end with the block.
 
     Raises:
-        ActorDiedError: a process did not start in time.
+        ActorDiedError: A process did not start in time.
     """
     from titan_rl.cluster.adapter_routers import AdapterRouters
     from titan_rl.cluster.run_processes import start_processes

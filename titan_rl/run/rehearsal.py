@@ -107,13 +107,13 @@ def rehearse(config: RunConfig, console: Console) -> list[Rehearsal]:
     started.
 
     Args:
-        console: shows which call blocks the event loop.
+        console: Shows which call blocks the event loop.
 
     Raises:
-        ConfigError, ModelError: the renderer cannot be made.
-        DataError: a sample cannot be made, or the rehearsal takes longer than `LIMIT_S`.
-        RewardError: the advantage function failed, or a reward whose failure policy ends the run.
-        MissingExtraError: the package that reads tokenizers is not installed.
+        ConfigError, ModelError: The renderer cannot be made.
+        DataError: A sample cannot be made, or the rehearsal takes longer than `LIMIT_S`.
+        RewardError: The advantage function failed, or a reward whose failure policy ends the run.
+        MissingExtraError: The package that reads tokenizers is not installed.
     """
 
     def play() -> list[Rehearsal]:

@@ -290,7 +290,7 @@ def open_run_dir(
         supervised: Whether this is a run of `titan-rl sft`.
 
     Raises:
-        ConfigError: the folder cannot be made or written to, has a run of the other kind, or is on a disk without room
+        ConfigError: The folder cannot be made or written to, has a run of the other kind, or is on a disk without room
             for the run.
     """
     if resume is None:
@@ -334,7 +334,7 @@ def check_unfinished(config: RunConfig, run_dir: RunDirectory) -> None:
     """Check that one of several adapters of a run has steps left.
 
     Raises:
-        CheckpointError: all are finished.
+        CheckpointError: All are finished.
     """
     begun = _begun_adapters(config, run_dir)
     if len(begun) == len(config.adapters) and all(_is_over(each, folder) for each, folder in begun):

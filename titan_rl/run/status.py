@@ -58,7 +58,7 @@ def noted(folder: Path, *, begins: bool) -> Generator[Outcome]:
     """Keep a run's `status.json`: running within the block, then its outcome. A full disk does not end the run.
 
     Args:
-        begins: the run is not resumed.
+        begins: The run is not resumed.
     """
     if begins:
         status = RunStatus("running", time.time(), seen_from=seen_from())

@@ -54,8 +54,8 @@ async def open_teachers(
         router: Generators of the policy, which teaches itself.
 
     Raises:
-        ConfigError: a teacher has other tokens than the policy, or cannot be asked about them.
-        GenerationError: a folder cannot be served.
+        ConfigError: A teacher has other tokens than the policy, or cannot be asked about them.
+        GenerationError: A folder cannot be served.
     """
     named = {source.name: name for source in config.tasks if (name := config.teacher_of(source))}
     async with AsyncExitStack() as resources:
@@ -175,7 +175,7 @@ class TokenCheck:
     def of_policy(cls, folder: str) -> TokenCheck:
         """
         Raises:
-            MissingExtraError: the package that reads tokenizers is not installed.
+            MissingExtraError: The package that reads tokenizers is not installed.
         """
         return cls(load_tokenizer(folder))
 
@@ -192,7 +192,7 @@ class TokenCheck:
     def compare(self, name: str, theirs: Sequence[int]) -> None:
         """
         Raises:
-            ConfigError: the teacher `name` makes other tokens of `text`; with the first difference.
+            ConfigError: The teacher `name` makes other tokens of `text`; with the first difference.
         """
         own, theirs = self._own, list(theirs)
         if theirs == own:
@@ -221,8 +221,8 @@ async def check_tokens(
         transport: httpx transport for tests.
 
     Raises:
-        ConfigError: the tokens differ, or the server does not say which tokens it makes.
-        GenerationError: the server cannot be reached.
+        ConfigError: The tokens differ, or the server does not say which tokens it makes.
+        GenerationError: The server cannot be reached.
     """
     endpoint = f"{served.url.rstrip('/').removesuffix('/v1')}/tokenize"
     headers = {"authorization": f"Bearer {served.api_key}"} if served.api_key else {}

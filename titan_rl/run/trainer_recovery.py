@@ -56,7 +56,7 @@ class TrainedSteps(Protocol):
             checkpoint: None is the model as loaded.
 
         Raises:
-            CheckpointError: the samples of a step are lost.
+            CheckpointError: The samples of a step are lost.
         """
         ...
 
@@ -299,7 +299,7 @@ class RecoveringTrainer:
         """Call a method of the trainer, repeated on its successor if it dies.
 
         Raises:
-            ActorDiedError: the trainer died, and is not restarted.
+            ActorDiedError: The trainer died, and is not restarted.
         """
         while True:
             while not self._is_up:
@@ -408,7 +408,7 @@ async def recovering(trainer: RecoveringTrainer) -> AsyncGenerator[RecoveringTra
     """Restart a trainer when it dies, for the length of the block, which fails if that fails.
 
     Raises:
-        TitanRLError: see `RecoveringTrainer.watch`.
+        TitanRLError: See `RecoveringTrainer.watch`.
     """
     async with asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(trainer.watch(), name="trainer")

@@ -102,7 +102,7 @@ class SharedWork:
         """Reason of their death as it is shown to an experiment.
 
         Raises:
-            TrainingError: no experiment has caused it, and there were too many of these.
+            TrainingError: No experiment has caused it, and there were too many of these.
         """
         if self.remote.excused or self.cause == name:
             return why
@@ -178,7 +178,7 @@ class TurnTrainer:
         """See `ActorTrainer.ended`.
 
         Raises:
-            TrainingError: see `SharedWork.death`.
+            TrainingError: See `SharedWork.death`.
         """
         return self._work.death(await self._trainer.ended(), self._name)
 

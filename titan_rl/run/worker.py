@@ -83,7 +83,7 @@ def run_worker(listen: str, console: Console, drain_s: float) -> None:
 
     Raises:
         ValueError: `listen` is not an address.
-        OSError: this machine has no such address, or the port is taken.
+        OSError: This machine has no such address, or the port is taken.
     """
     host, port = split_address(listen)
     address = join_address(host, port)
@@ -126,7 +126,7 @@ def listen_on(host: str, port: int) -> socket.socket:
     """Open a socket that accepts connections.
 
     Raises:
-        OSError: this machine has no such address, or the port is taken.
+        OSError: This machine has no such address, or the port is taken.
     """
     return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 

@@ -22,7 +22,7 @@ class AdapterTrainers:
         seed, num_threads: of each trainer; see `TrainerCore`.
 
     Raises:
-        ModelError, ConfigError: see `TrainerCore`.
+        ModelError, ConfigError: See `TrainerCore`.
 
     Example:
 

@@ -10,8 +10,8 @@ class Comparison:
     """Largest difference between two computations, and the largest that rounding explains.
 
     Attributes:
-        name: short name, such as "logprobs".
-        subject: the two computations, as in "A against B".
+        name: Short name, such as "logprobs".
+        subject: The two computations, as in "A against B".
         unit: "nats", or "relative" for a difference relative to the largest entry.
 
     Example: `Comparison("logprobs", "the trainer's against transformers'", 1.2e-6, 2e-5, "nats")`

@@ -125,7 +125,7 @@ class Critic:
             value over that of the targets; absent where all targets are the same.
 
         Raises:
-            TrainingError: the samples have no rewards.
+            TrainingError: The samples have no rewards.
         """
         with span("values", "trainer"), torch.no_grad():
             judged = [[self._judge(batch) for batch in minibatch.batches] for minibatch in minibatches]
@@ -181,14 +181,14 @@ class Critic:
         time.
 
         Args:
-            minibatch: one that `judge` returned, for the first time.
-            lr: present learning rate of the policy, to which that of the critic is proportional.
+            minibatch: One that `judge` returned, for the first time.
+            lr: Present learning rate of the policy, to which that of the critic is proportional.
 
         Returns:
             The loss before the first step.
 
         Raises:
-            UntrainableError: loss or gradient is not finite; raised on all ranks. If that is so in the first step,
+            UntrainableError: Loss or gradient is not finite; raised on all ranks. If that is so in the first step,
                 nothing has changed.
         """
         judged = [self._judged.pop(id(batch)) for batch in minibatch.batches]  # each once: frees them after its update

@@ -42,12 +42,12 @@ class DecoderModel(Protocol):
     """Decoder of a policy, whose parameters have no memory before `allocate`.
 
     Attributes:
-        module: holds all parameters. FSDP, optimizers and checkpoints use it.
-        head_dim: entries of a query head.
-        is_tied: whether the output layer shares the embedding's weights.
-        has_variants: whether some attention differs from plain causal attention; see `Variant`.
-        optional_names: tensors of the folder that are ignored.
-        optional_patterns: regular expressions of further such names.
+        module: Holds all parameters. FSDP, optimizers and checkpoints use it.
+        head_dim: Entries of a query head.
+        is_tied: Whether the output layer shares the embedding's weights.
+        has_variants: Whether some attention differs from plain causal attention; see `Variant`.
+        optional_names: Tensors of the folder that are ignored.
+        optional_patterns: Regular expressions of further such names.
     """
 
     module: Any
@@ -118,8 +118,8 @@ class DecoderModel(Protocol):
         """Shard the parameters with FSDP2, layer by layer.
 
         Args:
-            dtype: dtype in which parameters are gathered.
-            same_experts: mesh of the ranks with the same experts, if experts are divided.
+            dtype: Dtype in which parameters are gathered.
+            same_experts: Mesh of the ranks with the same experts, if experts are divided.
         """
         ...
 

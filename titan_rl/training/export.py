@@ -49,14 +49,14 @@ def export_checkpoint(
     merged into the weights of its base as the run has trained with them: the sum is rounded once, to `dtype`.
 
     Args:
-        source: the folder of the model that was trained.
+        source: The folder of the model that was trained.
         renderer: with which it was trained; the chat template is fitted to it.
         as_adapter: Write the adapter alone instead, in PEFT's format.
 
     Raises:
         DamagedCheckpointError: its bytes are not those that were written.
         CheckpointError: it is of another model, or the folder could not be written, or reads back differently.
-        ModelError: the folder of the model lacks a file.
+        ModelError: The folder of the model lacks a file.
     """
     verify(checkpoint)
     files = TensorFiles([checkpoint / name for name in read_checksums(checkpoint) if name.endswith(SUFFIX)])
@@ -94,13 +94,13 @@ def merge_peft(source: Path, adapter: Path, directory: Path, dtype: DType = "flo
     once, to `dtype`.
 
     Args:
-        source: the folder of the base model.
-        adapter: the folder in PEFT's format.
-        renderer: the chat template is fitted to it.
+        source: The folder of the base model.
+        adapter: The folder in PEFT's format.
+        renderer: The chat template is fitted to it.
 
     Raises:
-        ModelError: a folder lacks a file, or the adapter is not of this model or not of a supported kind.
-        CheckpointError: the folder could not be written, or reads back differently.
+        ModelError: A folder lacks a file, or the adapter is not of this model or not of a supported kind.
+        CheckpointError: The folder could not be written, or reads back differently.
     """
     settings = peft_settings(adapter)
     policy = Policy(  # computes nothing
@@ -174,15 +174,15 @@ def export_hf(
     """Write `named_tensors`, one at a time, with the config, tokenizer and chat template of `source`, all or nothing.
 
     Args:
-        layout: see `write_tensors`.
+        layout: See `write_tensors`.
         named_tensors: Hugging Face names and tensors.
-        source: the folder of the original model. All its files without weights are copied, except for `MADE_BY_SFT`:
+        source: The folder of the original model. All its files without weights are copied, except for `MADE_BY_SFT`:
             `titan-rl sft` must not replace the exported folder.
-        dtype: recorded in config.json, so that readers load the weights unchanged: "float32".
-        chat_template: replaces that of `source`.
+        dtype: Recorded in config.json, so that readers load the weights unchanged: "float32".
+        chat_template: Replaces that of `source`.
 
     Raises:
-        NoSpaceError: the disk is full.
+        NoSpaceError: The disk is full.
         CheckpointError: it could not be written; `directory` is unchanged.
     """
     with atomic_directory(directory) as temporary:

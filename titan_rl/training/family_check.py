@@ -65,7 +65,7 @@ def logprob_tolerance(folder: Path, sequences: Sequence[Sequence[int]], least: f
     than in others, such as those that scale embeddings or logits.
 
     Args:
-        least: tolerance of most families.
+        least: Tolerance of most families.
     """
     return min(max(least, ROUNDINGS * rounding_error(folder, sequences)), MOST_ROUNDING * least)
 
@@ -148,7 +148,7 @@ def require_proved(folder: Path, implementation: Implementation) -> None:
     """Check a tiny model of a family that the library's tests do not have, which takes a second or two.
 
     Raises:
-        ModelError: the family cannot be trained.
+        ModelError: The family cannot be trained.
     """
     hf = read_hf_config(folder)
     if choose_implementation(hf, implementation).name == "torchtitan" or hf["model_type"] in PROVED:

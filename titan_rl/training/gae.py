@@ -35,7 +35,7 @@ def gae(
     """Advantages of the actions of one rollout; see the module.  # [num_actions]
 
     Args:
-        rewards: after each action.
+        rewards: After each action.
         values: of the state before each action.
         last_value: of the state after the last action: 0 if the rollout has ended.
 
@@ -75,8 +75,8 @@ def estimate(
     Args:
         values_N: of the state before each token.
         last_values_S: of the state after each sequence; 0 where its rollout has ended.
-        sequences_N: number of each token's sequence, ascending.
-        turns_N: number of each token's turn in its sequence, ascending.
+        sequences_N: Number of each token's sequence, ascending.
+        turns_N: Number of each token's turn in its sequence, ascending.
     """
     tokens = np.arange(len(rewards_N))
     is_first_N = np.ones(len(rewards_N), bool)

@@ -82,11 +82,11 @@ class GradientPass:
         """Run all micro-batches of a minibatch, and sum over the ranks.
 
         Args:
-            proximal: result of `proximal_logprobs`.
+            proximal: Result of `proximal_logprobs`.
             version: of the weights.
 
         Raises:
-            UntrainableError: no token can be trained on, or loss or gradient is not finite; raised on all ranks.
+            UntrainableError: No token can be trained on, or loss or gradient is not finite; raised on all ranks.
         """
         self._taught_share = self._count_taught(minibatch)
         by_batch = self._accumulate(minibatch.batches, proximal, version)
@@ -101,8 +101,8 @@ class GradientPass:
         """Compute only the loss, without gradients. All ranks call this at the same time.
 
         Raises:
-            UntrainableError: no token counts.
-            TrainingError: the loss is not finite.
+            UntrainableError: No token counts.
+            TrainingError: The loss is not finite.
         """
         self._taught_share = self._count_taught(minibatch)
         by_batch = [self._forward(batch, None, version)[1] for batch in minibatch.batches]

@@ -36,11 +36,11 @@ class RankMemory:
     """Peak memory of a rank.
 
     Attributes:
-        device: bytes by component in the GPU's memory, or in that of the process on a CPU.
-        host: bytes by component that `training.offload` keeps in the host's memory.
-        at_rest: bytes on the device between two steps.
+        device: Bytes by component in the GPU's memory, or in that of the process on a CPU.
+        host: Bytes by component that `training.offload` keeps in the host's memory.
+        at_rest: Bytes on the device between two steps.
         parameters: of the whole model.
-        frozen: bytes of the weights that an adapter leaves as they are.
+        frozen: Bytes of the weights that an adapter leaves as they are.
     """
 
     device: dict[str, int]
@@ -87,7 +87,7 @@ class Numbers:
         whole: of all parts with equal matrices: of all ranks but tensor-parallel ones.
         layer: of the largest layer, whole.
         embedding: of the embedding, whole.
-        is_tied: whether it is the output layer, too.
+        is_tied: Whether it is the output layer, too.
         cast: of trained parameters that a forward pass under autocast converts, without the output layer.
         largest: of its part of the largest parameter.
     """
@@ -112,7 +112,7 @@ class Declared:
     """A parameter of a model.
 
     Attributes:
-        block: index of its layer; -1 outside the layers.
+        block: Index of its layer; -1 outside the layers.
     """
 
     shape: tuple[int, ...]
@@ -136,7 +136,7 @@ def count_parameters(source: BuiltFrom, shards: int) -> Numbers:
     """Count the parameters of a model as its code declares them.
 
     Args:
-        shards: ranks that share each parameter by FSDP.
+        shards: Ranks that share each parameter by FSDP.
     """
     parameters, embedding, is_tied = _declared(source)
     layers: dict[int, int] = {}
@@ -270,7 +270,7 @@ def _split(hf: Mapping[str, Any], ranks: int) -> dict[str, Any]:
     """config.json of the model that one tensor-parallel rank computes.
 
     Raises:
-        ModelError: a dimension is not divisible.
+        ModelError: A dimension is not divisible.
     """
     if ranks == 1:
         return dict(hf)

@@ -84,7 +84,7 @@ class Objective:
 
         Args:
             version: of the weights at the start of the update.
-            proximal_logprobs_N: under those weights; by default `logprobs_N`.
+            proximal_logprobs_N: Under those weights; by default `logprobs_N`.
             reference_logprobs_N: of the reference model, if there is one.
             taught_logprobs_NK: of the policy for the teacher's likeliest tokens, with gradient, if there is a teacher.
             taught_share: The denominator of the whole batch over its number of scored tokens.
@@ -194,17 +194,17 @@ def token_metrics(stats: TokenStats, version: int, world: World | None = None) -
 
     Returns:
         ratio_mean, ratio_max: of policy to behaviour probability.
-        clip_fraction: share of tokens whose ratio was bounded.
-        entropy: mean, in nats, of the distribution each token was drawn from.
-        approx_kl: mean of ratio - 1 - log(ratio), the k3 estimate (Schulman, 2020) of KL(behaviour || policy).
-        reference_kl: mean estimate of the KL to the reference model; 0 without one.
-        teacher_kl: mean divergence from the teacher over its likeliest tokens. Absent if there is none.
-        staleness_mean, staleness_max: optimizer steps between the weights that sampled a token and `version`.
-        num_tokens: tokens that count.
-        num_nonfinite_tokens: tokens left out because one of their logprobs is not finite.
+        clip_fraction: Share of tokens whose ratio was bounded.
+        entropy: Mean, in nats, of the distribution each token was drawn from.
+        approx_kl: Mean of ratio - 1 - log(ratio), the k3 estimate (Schulman, 2020) of KL(behaviour || policy).
+        reference_kl: Mean estimate of the KL to the reference model; 0 without one.
+        teacher_kl: Mean divergence from the teacher over its likeliest tokens. Absent if there is none.
+        staleness_mean, staleness_max: Optimizer steps between the weights that sampled a token and `version`.
+        num_tokens: Tokens that count.
+        num_nonfinite_tokens: Tokens left out because one of their logprobs is not finite.
         correction_weight_mean, correction_weight_max: of the off-policy correction, masked tokens included as 0.
-        correction_masked_fraction: share of tokens that it masks.
-        on_policy_logprob_diff_mean, on_policy_logprob_diff_max: absolute difference between the trainer's and the
+        correction_masked_fraction: Share of tokens that it masks.
+        on_policy_logprob_diff_mean, on_policy_logprob_diff_max: Absolute difference between the trainer's and the
             generator's logprob of the same token under the same weights. Only samples whose tokens all have this
             version count: later tokens of other samples were sampled with keys and values of older weights. Absent if
             there is none.

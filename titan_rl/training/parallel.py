@@ -55,7 +55,7 @@ class World:
         """Join the other ranks by torch.distributed's environment variables. A single rank needs none.
 
         Raises:
-            TrainingError: the number of processes is another one.
+            TrainingError: The number of processes is another one.
         """
         size = data_parallel * context_parallel * tensor_parallel
         found = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
@@ -172,7 +172,7 @@ def parallelize(
 
     Args:
         dtype: in which the ranks gather parameters and compute. Parameters are kept and gradients summed in float32.
-        offload_parameters: keep parameters and gradients in the host's memory, and gather those of a layer on the
+        offload_parameters: Keep parameters and gradients in the host's memory, and gather those of a layer on the
             device only for its computation. Allocate the parameters on the CPU afterwards. Needs several ranks: a
             single one gathers nothing.
     """
@@ -273,7 +273,7 @@ def _compile_blocks(model: DecoderModel) -> None:
     recompile them for every batch. torchtitan's `apply_compile` does not support that.
 
     Raises:
-        ConfigError: this machine lacks the compiler that torch needs on a CPU.
+        ConfigError: This machine lacks the compiler that torch needs on a CPU.
     """
     if local_device().type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
         raise ConfigError(

@@ -74,7 +74,7 @@ class BuiltFrom:
         """The decoder, of fewer layers if their number is given.
 
         Raises:
-            ModelError: the config lacks a dimension, or the library does not know the family.
+            ModelError: The config lacks a dimension, or the library does not know the family.
         """
         hf = _with_one_rope(json.loads(self.text))
         if num_layers is not None:
@@ -121,10 +121,10 @@ class MicroBatchShape:
     """A micro-batch, and how it is computed.
 
     Args:
-        context: tokens of one document, at most.
-        ranks_a_row: context-parallel ranks that share the tokens.
-        gathers_documents: attention gathers documents into batches; otherwise it is one kernel over all rows.
-        autocasts: convert weights in each layer, as a single rank does.
+        context: Tokens of one document, at most.
+        ranks_a_row: Context-parallel ranks that share the tokens.
+        gathers_documents: Attention gathers documents into batches; otherwise it is one kernel over all rows.
+        autocasts: Convert weights in each layer, as a single rank does.
     """
 
     rows: int
@@ -147,9 +147,9 @@ class Passes:
     """Bytes of one micro-batch, besides parameters and their gradients.
 
     Attributes:
-        kept: kept by the layers for the backward pass.
-        head: most that the output layer needs in addition, with the gradient of its weights.
-        layer: most that the backward pass of the layers needs in addition.
+        kept: Kept by the layers for the backward pass.
+        head: Most that the output layer needs in addition, with the gradient of its weights.
+        layer: Most that the backward pass of the layers needs in addition.
     """
 
     kept: int
@@ -161,7 +161,7 @@ def measure_passes(source: BuiltFrom, shape: MicroBatchShape) -> Passes:
     """Bytes of a forward and a backward pass.
 
     Raises:
-        ModelError: see `BuiltFrom.build`; also if the model's code needs values, which shapes do not have.
+        ModelError: See `BuiltFrom.build`; also if the model's code needs values, which shapes do not have.
     """
     hf = json.loads(source.text)
     size = next((hf[name] for name in LAYERS if name in hf), TRACED)
@@ -247,11 +247,11 @@ class MemoryTracker(TorchDispatchMode):
     """Counts the bytes of tensors that are made in its block and are still alive.
 
     Args:
-        uncounted: tensors that do not count.
+        uncounted: Tensors that do not count.
 
     Attributes:
-        live: bytes now.
-        peak: most bytes since `restart`.
+        live: Bytes now.
+        peak: Most bytes since `restart`.
     """
 
     def __init__(self, uncounted: Iterable[torch.Tensor]) -> None:
@@ -292,7 +292,7 @@ class ShapeLayout:
     """Layout of a micro-batch of which only the shape is known, filled with documents of equal length.
 
     Args:
-        recurrent_context: most tokens of a sequence of recurrent layers.
+        recurrent_context: Most tokens of a sequence of recurrent layers.
     """
 
     share = None

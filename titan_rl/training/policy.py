@@ -45,10 +45,10 @@ def choose_attention(attention: Attention, device_type: str, head_dim: int, *, h
     """Resolve `training.attention` on a device to "document" or "flex".
 
     Args:
-        has_variants: whether the model has sliding windows, caps on scores or sinks, which flex does not have.
+        has_variants: Whether the model has sliding windows, caps on scores or sinks, which flex does not have.
 
     Raises:
-        ConfigError: flex is asked for and cannot compute the model.
+        ConfigError: Flex is asked for and cannot compute the model.
     """
     if attention == "flex" and has_variants:
         raise ConfigError(
@@ -68,23 +68,23 @@ class Policy:
     method at the same time.
 
     Args:
-        max_context: most tokens of a sequence.
+        max_context: Most tokens of a sequence.
         master_dtype: of the trained weights and their gradients between passes.
         base_dtype: of weights that an adapter leaves frozen; by default `dtype`.
         adapter: Settings of an adapter, with which nothing else is trained.
         seed: of the adapter's first values.
-        row_tokens: most tokens of a row.
-        offload_activations: keep tensors for the backward pass on the host. This pays if they are few: with full
+        row_tokens: Most tokens of a row.
+        offload_activations: Keep tensors for the backward pass on the host. This pays if they are few: with full
             checkpointing, one hidden state for each layer.
-        offload_weights: keep the weights of a model that is not trained on the host between passes.
-        offload_parameters: see `parallelize`.
-        implementation: see `choose_implementation`.
+        offload_weights: Keep the weights of a model that is not trained on the host between passes.
+        offload_parameters: See `parallelize`.
+        implementation: See `choose_implementation`.
         has_head: False leaves the output layer unused, and frozen, for a model of which only `states` are used.
         base: Policy of the same folder with another adapter, whose frozen weights this one uses. In a world of one
             rank.
 
     Raises:
-        ModelError: the folder lacks a file, or its config and weights do not fit together.
+        ModelError: The folder lacks a file, or its config and weights do not fit together.
     """
 
     def __init__(
@@ -373,7 +373,7 @@ class _Rounded:
     """Hooks that round the weights of a module for the time of a forward pass, its own or that of a module around it.
 
     Args:
-        part: the module with the weights.
+        part: The module with the weights.
     """
 
     def __init__(self, part: nn.Module, dtype: torch.dtype) -> None:
@@ -408,7 +408,7 @@ class HostWeights:
     """Keeps the weights of a model that is not trained on the host, and frees their memory on the device.
 
     Args:
-        by_layer: move them to the device one layer at a time. With several ranks each moves its part for the whole
+        by_layer: Move them to the device one layer at a time. With several ranks each moves its part for the whole
             pass, because FSDP gathers the layers from it in streams of its own.
     """
 

@@ -93,7 +93,7 @@ class Trainer(Protocol):
         """Wait until the checkpoint begun last is on disk.
 
         Raises:
-            NoSpaceError: the disk is full.
+            NoSpaceError: The disk is full.
             CheckpointError: it could not be written for another reason.
         """
         ...

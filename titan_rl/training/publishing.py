@@ -61,8 +61,8 @@ class WeightPublisher:
 
     Args:
         transport: of this rank.
-        num_probes: sequences by which readers check a version. The default is that of `ProbeDefaults`.
-        tolerance: largest mean logprob difference of a sequence. The default is that of `ProbeDefaults`.
+        num_probes: Sequences by which readers check a version. The default is that of `ProbeDefaults`.
+        tolerance: Largest mean logprob difference of a sequence. The default is that of `ProbeDefaults`.
         seed: of the sequences.
 
     Example:

@@ -47,13 +47,13 @@ def selected_logprobs(
     The entropy is a metric and carries no gradient.
 
     Args:
-        targets_N: one token for each place, or several: [N, J].
-        weight_VD: weights of the output layer, or this rank's rows of them.
+        targets_N: One token for each place, or several: [N, J].
+        weight_VD: Weights of the output layer, or this rank's rows of them.
         bias_V: of the output layer.
-        softcap: logits x become softcap * tanh(x / softcap), before the temperature.
-        shard: position of these rows. The ranks of its mesh call this together, with the same tokens, and all get the
+        softcap: Logits x become softcap * tanh(x / softcap), before the temperature.
+        shard: Position of these rows. The ranks of its mesh call this together, with the same tokens, and all get the
             results.
-        chunk_logits: most logits of a chunk.
+        chunk_logits: Most logits of a chunk.
 
     Returns:
         logprobs in the shape of the targets, and entropies, in nats.  # [N] or [N, J], [N]

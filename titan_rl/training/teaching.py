@@ -85,7 +85,7 @@ class Teacher:
         Sets the rollouts' metrics `teacher_seconds` and `teacher_kl`.
 
         Raises:
-            TrainingError: the teacher refuses a request, or has failed for `outage_s`.
+            TrainingError: The teacher refuses a request, or has failed for `outage_s`.
         """
         if group.failure is not None or group.is_aborted:
             return

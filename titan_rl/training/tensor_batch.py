@@ -42,7 +42,7 @@ class Minibatch:
 
         Args:
             alone: there is no other rank, so micro-batches without a trained token are left out.
-            lay_out: see `make_tensor_batch`.
+            lay_out: See `make_tensor_batch`.
         """
         batches = [make_tensor_batch(rows or [[PLACEHOLDER]], device, lay_out) for rows in plan.micro_batches]
         idle = [not rows for rows in plan.micro_batches]

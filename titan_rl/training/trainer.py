@@ -54,7 +54,7 @@ class Readers:
             Seconds waited; exactly 0 if there was no read.
 
         Raises:
-            TrainingError: a read does not end in time.
+            TrainingError: A read does not end in time.
         """
         if not self._reads:
             return 0.0
@@ -80,7 +80,7 @@ class TrainerCore:
         base: Trainer of another adapter of the same model, whose frozen weights this one uses; see `AdapterTrainers`.
 
     Raises:
-        ModelError: the folder lacks a file, or its config and weights do not fit together.
+        ModelError: The folder lacks a file, or its config and weights do not fit together.
         ConfigError: there is no such `training.loss` or `training.optimizer`, or settings contradict each other.
 
     Example:
@@ -192,7 +192,7 @@ class TrainerCore:
                 in the result. The version increases by one even if every minibatch is skipped.
 
         Raises:
-            UntrainableError: a minibatch has no token to train on, a token id is outside the vocabulary, or loss or
+            UntrainableError: A minibatch has no token to train on, a token id is outside the vocabulary, or loss or
                 gradient is not finite. Weights, optimizer state and version are those before that minibatch.
         """
         return self.train(plan_step(samples, self._training, self._costs)[self._world.data_rank], skip=skip)
@@ -201,10 +201,10 @@ class TrainerCore:
         """Run this rank's share of a step: the plan of `plan_step` for its data-parallel rank.
 
         Args:
-            skip: see `step`; the same on all ranks.
+            skip: See `step`; the same on all ranks.
 
         Raises:
-            UntrainableError: see `step`; raised on all ranks.
+            UntrainableError: See `step`; raised on all ranks.
         """
         minibatches, refused = self._minibatches(plan)
         if refused and not skip:
@@ -272,8 +272,8 @@ class TrainerCore:
             [num_sequences][len(sequence) - 1]
 
         Raises:
-            TrainingError: a token id is outside the vocabulary.
-            ValueError: a sequence is longer than model.max_context.
+            TrainingError: A token id is outside the vocabulary.
+            ValueError: A sequence is longer than model.max_context.
         """
         return score(self._policy, self._world, sequences, max_context=self.max_context)
 
@@ -331,10 +331,10 @@ class TrainerCore:
         """Begin a `save`, and return once everything is copied; the next step may then begin.
 
         Args:
-            files: further files of the folder: name -> text.
+            files: Further files of the folder: name -> text.
 
         Raises:
-            CheckpointError: a step failed after some of its minibatches, so these weights have no version.
+            CheckpointError: A step failed after some of its minibatches, so these weights have no version.
         """
         if self._is_between_versions:
             raise CheckpointError(
@@ -355,7 +355,7 @@ class TrainerCore:
         """Wait until the folder begun last is whole. Other threads may call this.
 
         Raises:
-            NoSpaceError: the disk is full.
+            NoSpaceError: The disk is full.
             CheckpointError: it could not be written for another reason.
         """
         self._writer.finish()
@@ -484,8 +484,8 @@ def _make_policy(
     """Build the policy, the reference model if it is not trained, or the trunk of a critic if it has no head.
 
     Raises:
-        ConfigError: the weights cannot be kept in `training.master_dtype`, or a single rank cannot offload parameters.
-        ModelError: see `Policy`.
+        ConfigError: The weights cannot be kept in `training.master_dtype`, or a single rank cannot offload parameters.
+        ModelError: See `Policy`.
     """
     if training.master_dtype == "bfloat16" and model.dtype != "bfloat16":
         raise ConfigError(
@@ -538,7 +538,7 @@ def learning_rate(step: int, training: TrainingConfig) -> float:
     is constant. Steps past the end keep the last step's rate.
 
     Args:
-        step: counted from 0.
+        step: Counted from 0.
 
     Example: lr 1.0, 2 warm-up steps, linear to 0.0 over 6 steps gives 0.5, 1.0, 0.75, 0.5, 0.25, 0.0.
     """

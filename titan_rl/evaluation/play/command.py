@@ -47,9 +47,9 @@ class Scene:
 
     Args:
         task: its name; None for the first.
-        first: place of the first sample.
-        count: samples.
-        held_out: the samples are those of validation.
+        first: Place of the first sample.
+        count: Samples.
+        held_out: The samples are those of validation.
     """
 
     task: str | None = None
@@ -72,10 +72,10 @@ async def play(
     """
     Args:
         policy: that is watched: a folder or a URL, as for `titan-rl eval`. None: a person types.
-        say: takes what is shown.
-        console: shows lines about the command.
+        say: Takes what is shown.
+        console: Shows lines about the command.
         lines: what the person types.
-        is_terminal: the person is to be asked.
+        is_terminal: The person is to be asked.
 
     Raises:
         ConfigError: there is no such task, sample or policy.

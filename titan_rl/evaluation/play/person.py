@@ -46,13 +46,13 @@ class Person:
     logprobs are 0: a person is sure. `chat` is a `ChatFn`, for a task whose model is not there yet.
 
     Args:
-        encode: the tokens of a text.
-        console: shows lines about the commands.
-        is_terminal: ask for what is to be typed.
+        encode: The tokens of a text.
+        console: Shows lines about the commands.
+        is_terminal: Ask for what is to be typed.
 
     Attributes:
-        tools: gives those of the environment that is played.
-        has_quit: the person wants no more; what is played ends as aborted.
+        tools: Gives those of the environment that is played.
+        has_quit: The person wants no more; what is played ends as aborted.
     """
 
     def __init__(

@@ -32,8 +32,8 @@ Say = Callable[[str], object]
 class Screen:
     """
     Args:
-        say: takes the text, a line or more at a time.
-        decode: the text of tokens, special ones included; None where no tokenizer is known.
+        say: Takes the text, a line or more at a time.
+        decode: The text of tokens, special ones included; None where no tokenizer is known.
     """
 
     def __init__(self, say: Say, decode: Callable[[Sequence[int]], str] | None = None) -> None:
@@ -105,7 +105,7 @@ def shown_end(rollout: Rollout, told: Failure | None = None) -> str:
     """Summary of how a rollout ended and of its reward.
 
     Args:
-        told: the group's failure, which is shown once for all of its rollouts and not again with each.
+        told: The group's failure, which is shown once for all of its rollouts and not again with each.
     """
     reward = "no reward" if rollout.reward is None else f"reward {rollout.reward:.4g}"
     parts = ", ".join(f"{name} {value:.4g}" for name, value in rollout.reward_breakdown.items())

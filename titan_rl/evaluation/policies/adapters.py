@@ -42,8 +42,8 @@ def find_adapters(config: ServeConfig, source: PolicySource) -> dict[str, Policy
     """Find `server.adapters`, and check that the model can be served with them.
 
     Raises:
-        ConfigError: a folder has no adapter, it is of another model, or settings exclude adapters.
-        ModelError: a folder in PEFT's format is damaged, or of another model.
+        ConfigError: A folder has no adapter, it is of another model, or settings exclude adapters.
+        ModelError: A folder in PEFT's format is damaged, or of another model.
     """
     adapters, server, generation = config.server.adapters, config.server, config.generation
     if not adapters:
@@ -91,7 +91,7 @@ class ReadAdapter:
 
     Attributes:
         folder: in PEFT's format.
-        version: optimizer steps that it was trained; 1 for a folder in PEFT's format, which does not tell.
+        version: Optimizer steps that it was trained; 1 for a folder in PEFT's format, which does not tell.
     """
 
     folder: Path
@@ -105,7 +105,7 @@ async def read_adapters(
     """Write the checkpoints among the adapters as folders in PEFT's format, one after the other.
 
     Raises:
-        CheckpointError: a checkpoint cannot be read, or has no adapter.
+        CheckpointError: A checkpoint cannot be read, or has no adapter.
     """
     read: dict[str, ReadAdapter] = {}
     for name, source in sources.items():
@@ -135,7 +135,7 @@ class ServedAdapters:
         """Publish all adapters, and load them into the generators.
 
         Raises:
-            StateDictError: not every generator could load and verify one.
+            StateDictError: Not every generator could load and verify one.
         """
         for name, adapter in self._adapters.items():
             publish = partial(publish_adapter, transports[name], adapter.folder, model.dtype, adapter.version)

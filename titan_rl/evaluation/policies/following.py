@@ -48,7 +48,7 @@ class CheckpointPublisher:
     what they have loaded.
 
     Args:
-        model: the settings of the run's model.
+        model: The settings of the run's model.
         transport: to the generators. Whoever gives it closes it.
         published: where the generators find manifests.
         log: what reading a checkpoint writes.
@@ -86,7 +86,7 @@ def publish_folder(transport: StateDictTransport, folder: Path, dtype: DType, ve
 
     Raises:
         StateDictError: there is no room for them.
-        ModelError: a file is missing or damaged.
+        ModelError: A file is missing or damaged.
     """
     import torch
     from safetensors import safe_open
@@ -113,11 +113,11 @@ class RunFollower:
         version: that the generators are at.
 
     Args:
-        run: the run's folder, in which somebody may be training or not.
+        run: The run's folder, in which somebody may be training or not.
         name: of the run, for people.
         version: that the generators begin with.
         every_s: between looks at the folder.
-        console: shows the user what is served, and what cannot be.
+        console: Shows the user what is served, and what cannot be.
     """
 
     def __init__(

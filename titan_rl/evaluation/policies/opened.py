@@ -53,10 +53,10 @@ class OpenedPolicy:
 
     Args:
         name: for people: "step 80 of runs/latest".
-        version: the steps that a run has trained it.
-        generate: answers in tokens; of a policy of messages it refuses.
+        version: The steps that a run has trained it.
+        generate: Answers in tokens; of a policy of messages it refuses.
         renderer: of its tokens; None of a policy of messages.
-        chat: answers in messages; None of a policy of tokens.
+        chat: Answers in messages; None of a policy of tokens.
         finish_session: is told when a rollout has ended.
     """
 
@@ -103,7 +103,7 @@ class OpenedPolicies:
     generators, into which the weights of the next one are loaded.
 
     Args:
-        console: shows what is started, and a warning if other machines can reach it.
+        console: Shows what is started, and a warning if other machines can reach it.
     """
 
     def __init__(self, config: RunConfig, settings: EvalConfig, files: SessionFiles, console: Console) -> None:
@@ -132,7 +132,7 @@ class OpenedPolicies:
         Raises:
             ConfigError: there is no such policy.
             CheckpointError: its checkpoint cannot be read.
-            ActorDiedError: no generator could be started.
+            ActorDiedError: No generator could be started.
         """
         if is_url(given):
             await self._close()
@@ -158,7 +158,7 @@ class OpenedPolicies:
         the last one load the weights of each in turn.
 
         Raises:
-            ConfigError: the policies are endpoints, or have several architectures.
+            ConfigError: The policies are endpoints, or have several architectures.
         """
         generators = self._generators
         architectures = [architecture_of(model) for model in self._models.values()]

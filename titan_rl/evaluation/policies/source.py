@@ -35,7 +35,7 @@ class PolicySource:
         checkpoint: of a run, whose weights take the place of the model's own; or an adapter in PEFT's format, which is
             merged into them.
         version: of the policy: the steps that a run has trained it.
-        run: the folder of the run whose newest policy it is, which may get newer ones; links followed.
+        run: The folder of the run whose newest policy it is, which may get newer ones; links followed.
     """
 
     name: str
@@ -198,7 +198,7 @@ async def export_policy(
 
     Raises:
         ConfigError: there is no such checkpoint, or something is at `out`.
-        CheckpointError: the checkpoint is damaged, or the folder cannot be written.
+        CheckpointError: The checkpoint is damaged, or the folder cannot be written.
     """
     require_modules("torch", "torchtitan", "transformers")
     source = _saved(given)

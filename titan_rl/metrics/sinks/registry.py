@@ -25,7 +25,7 @@ class WandbSink:
     """Weights & Biases run whose files lie in the run's folder. A resumed run continues the same W&B run.
 
     Raises:
-        MissingExtraError: wandb is not installed.
+        MissingExtraError: Wandb is not installed.
     """
 
     def __init__(self, spec: SinkSpec) -> None:
@@ -55,7 +55,7 @@ class TensorBoardSink:
     """TensorBoard events under `tensorboard/` of the run's folder. Steps that are run again replace the earlier events.
 
     Raises:
-        MissingExtraError: tensorboard is not installed.
+        MissingExtraError: Tensorboard is not installed.
     """
 
     def __init__(self, spec: SinkSpec) -> None:
@@ -83,7 +83,7 @@ class TrackioSink:
     """trackio run, on this machine or in a Hugging Face Space. A resumed run continues the same trackio run.
 
     Raises:
-        MissingExtraError: trackio is not installed.
+        MissingExtraError: Trackio is not installed.
     """
 
     def __init__(self, spec: SinkSpec) -> None:
@@ -122,8 +122,8 @@ class PrometheusSink:
     reason. titan_rl_step and titan_rl_record_timestamp_seconds are added, the latter for an alarm when records stop.
 
     Raises:
-        MissingExtraError: prometheus-client is not installed.
-        OSError: the port is taken, or the address is none of this machine.
+        MissingExtraError: Prometheus-client is not installed.
+        OSError: The port is taken, or the address is none of this machine.
     """
 
     def __init__(self, spec: SinkSpec) -> None:
@@ -196,7 +196,7 @@ class SinkKind:
         """Import the required modules.
 
         Raises:
-            MissingExtraError: a module is not installed.
+            MissingExtraError: A module is not installed.
         """
         for module in self.modules:
             require(module, self.extra)

@@ -133,7 +133,7 @@ class LogWriter:
         stall_s: Longest time in which the disk may take nothing.
 
     Raises:
-        CheckpointError: a write has failed. Every later call raises it, with the cause.
+        CheckpointError: A write has failed. Every later call raises it, with the cause.
     """
 
     def __init__(self, path: Path, *, max_pending_bytes: int = 1 << 28, stall_s: float = 60.0) -> None:
@@ -164,7 +164,7 @@ class LogWriter:
         """Wait while more than `max_pending_bytes` wait for the disk.
 
         Raises:
-            CheckpointError: the disk has taken nothing for `stall_s`.
+            CheckpointError: The disk has taken nothing for `stall_s`.
         """
         while True:
             self._raise_failure()
@@ -189,7 +189,7 @@ class LogWriter:
         """Block until everything queued is on the disk, and safe from a loss of power.
 
         Raises:
-            NoSpaceError: the disk is full.
+            NoSpaceError: The disk is full.
             CheckpointError: it has taken nothing for `stall_s`, or the interpreter ends and has stopped the thread.
         """
         self._raise_failure()

@@ -71,7 +71,7 @@ class StoredTurn(msgspec.Struct, array_like=True, frozen=True):
 class StoredRollout(msgspec.Struct, array_like=True, frozen=True):
     """
     Args:
-        rollout: without its turns.
+        rollout: Without its turns.
     """
 
     rollout: Rollout

@@ -71,7 +71,7 @@ class RunJournal:
         segment_bytes: Size at which a segment is continued in another file.
 
     Raises:
-        CheckpointError: the journal is of another run than the checkpoint, a record has another format, a segment is
+        CheckpointError: The journal is of another run than the checkpoint, a record has another format, a segment is
             not a file, or the folder is not one. After a failure of the disk, every call raises this.
         NoSpaceError: there is no room for the folder.
     """
@@ -199,7 +199,7 @@ class RunJournal:
             the data position of the checkpoint.
 
         Raises:
-            CheckpointError: the disk failed, or has taken nothing for a long time.
+            CheckpointError: The disk failed, or has taken nothing for a long time.
         """
         state = self.state
         state.settle_trained(version)
@@ -232,7 +232,7 @@ class RunJournal:
             position: Position of a checkpoint that is kept, of the first version.
 
         Raises:
-            CheckpointError: the groups of a step are damaged or lost; see also `read_segments`.
+            CheckpointError: The groups of a step are damaged or lost; see also `read_segments`.
         """
         await in_thread(self._writer.drain)
         return await in_thread(self._read_batches, position, version)

@@ -92,7 +92,7 @@ class RunState:
     def read(cls, folder: Path) -> RunState:
         """
         Raises:
-            CheckpointError: the file is missing, or has another format.
+            CheckpointError: The file is missing, or has another format.
         """
         path = folder / FILE
         try:
@@ -146,7 +146,7 @@ def list_segments(folder: Path) -> list[Path]:
     """List the segments in a folder, oldest first. Other files are ignored.
 
     Raises:
-        CheckpointError: the folder exists and cannot be read.
+        CheckpointError: The folder exists and cannot be read.
     """
     try:
         names = os.listdir(folder)

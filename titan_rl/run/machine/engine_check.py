@@ -37,9 +37,9 @@ def check_engine(folder: Path, implementation: Implementation = "auto") -> Itera
     afterwards.
 
     Raises:
-        ModelError: trainer or engine cannot load the model.
-        GenerationError: the engine stops, or a swap changes too little.
-        Exception: raised by the engine.
+        ModelError: Trainer or engine cannot load the model.
+        GenerationError: The engine stops, or a swap changes too little.
+        Exception: Raised by the engine.
     """
     policy = tiny_policy(folder, implementation)
     sequences = draw_sequences(40, 17)
@@ -107,7 +107,7 @@ def _difference(found: Sequence[Sequence[float]], expected: Sequence[Sequence[fl
 def _steps(engine: Engine, count: int) -> list[TokenDelta]:
     """
     Raises:
-        GenerationError: a step gives no tokens, or a request ends, though none is finished.
+        GenerationError: A step gives no tokens, or a request ends, though none is finished.
     """
     found: list[TokenDelta] = []
     for _ in range(count):

@@ -56,7 +56,7 @@ def run_environment(pythonpath: Sequence[str] = ()) -> Generator[None]:
     temporary files that is removed with the run.
 
     Args:
-        pythonpath: folders in which the children find modules, before those of the user's own PYTHONPATH.
+        pythonpath: Folders in which the children find modules, before those of the user's own PYTHONPATH.
     """
     clean_up_after_dead_runs(scratch_root())
     kept = process_scratch()

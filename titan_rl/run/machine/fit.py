@@ -37,11 +37,11 @@ class GPUMemory:
     """Memory of GPUs that hold the same.
 
     Attributes:
-        gpus: their numbers.
-        trainer: bytes by component of the trainer's rank.
-        engines: bytes by component of the generators' ranks.
-        lends: the engines have only what the trainer does not hold between two steps, while it does not train.
-        at_rest: bytes of the trainer between two steps.
+        gpus: Their numbers.
+        trainer: Bytes by component of the trainer's rank.
+        engines: Bytes by component of the generators' ranks.
+        lends: The engines have only what the trainer does not hold between two steps, while it does not train.
+        at_rest: Bytes of the trainer between two steps.
     """
 
     gpus: tuple[int, ...]
@@ -61,8 +61,8 @@ class Saving:
     """A setting that saves memory.
 
     Attributes:
-        bytes: saved on the GPU that has most.
-        fits: whether it is enough.
+        bytes: Saved on the GPU that has most.
+        fits: Whether it is enough.
     """
 
     setting: str
@@ -80,8 +80,8 @@ class Fit:
 
     Attributes:
         parameters: of the model.
-        host: bytes by component in the host's memory, of all ranks.
-        limit: bytes of a GPU.
+        host: Bytes by component in the host's memory, of all ranks.
+        limit: Bytes of a GPU.
     """
 
     parameters: int
@@ -106,11 +106,11 @@ def plan_memory(config: RunConfig, num_gpus: int, limit: int) -> Fit:
     """Compute the memory of each GPU.
 
     Args:
-        limit: bytes of a GPU.
+        limit: Bytes of a GPU.
 
     Raises:
-        ConfigError: the ranks need more GPUs.
-        ModelError: see `rank_memory`.
+        ConfigError: The ranks need more GPUs.
+        ModelError: See `rank_memory`.
     """
     ranks = [rank_memory(config.model, each.training) for each in config.experiments.values()]
     rank = RankMemory.of_adapters(ranks) if ranks else rank_memory(config.model, config.training)

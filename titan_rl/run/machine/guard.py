@@ -61,7 +61,7 @@ def keep_clean(root: Path, name: str) -> subprocess.Popen[bytes] | None:
     after cleaning up itself. None if the system lacks process descriptors.
 
     Args:
-        name: told to whoever lists processes.
+        name: Told to whoever lists processes.
     """
     return _start(subprocess.DEVNULL, root, name, "") if HAS_DESCRIPTORS else None
 

@@ -39,7 +39,7 @@ class CheckedModel:
 
     Attributes:
         model_type: of config.json.
-        implementation: the one that trains it with `model.implementation = "auto"`; None if none does.
+        implementation: The one that trains it with `model.implementation = "auto"`; None if none does.
         reason: for the implementation, or why there is none.
     """
 
@@ -55,7 +55,7 @@ class ModelOutcome:
 
     Attributes:
         comparison: None if there is a problem.
-        problem: reason in one line.
+        problem: Reason in one line.
     """
 
     part: Part
@@ -102,7 +102,7 @@ def check_model(model: CheckedModel, *, limit_s: float = LIMIT_S) -> Iterator[Mo
     """Run all checks, the parts at the same time.
 
     Args:
-        limit_s: time limit of each part.
+        limit_s: Time limit of each part.
     """
     with tempfile.TemporaryDirectory(prefix="titan-rl-doctor-", ignore_cleanup_errors=True) as temporary:
         running = {part: _Process(part, model.folder, Path(temporary), limit_s) for part in PARTS}
@@ -194,7 +194,7 @@ def in_a_line(error: Exception, tiny: Path) -> str:
     """Reason of a failed check.
 
     Args:
-        tiny: folder of the tiny model, which is not the user's.
+        tiny: Folder of the tiny model, which is not the user's.
     """
     at = ""
     if not str(error):  # an assertion, such as those of vLLM's models, is known by its place only

@@ -120,7 +120,7 @@ def require_modules(*modules: str) -> None:
     """Check that modules are installed.
 
     Raises:
-        MissingExtraError: a module is missing.
+        MissingExtraError: A module is missing.
     """
     for module in modules:
         if find_spec(module) is None:
@@ -131,7 +131,7 @@ def check_needs(config: RunConfig) -> None:
     """Check that this machine has what the settings need. Other hosts are checked when their workers answer.
 
     Raises:
-        ConfigError: the ranks of trainer and generators cannot be placed, or a setting needs a GPU or a package that
+        ConfigError: The ranks of trainer and generators cannot be placed, or a setting needs a GPU or a package that
             this machine lacks. The message names the setting and the fix.
     """
     if config.hosts.elsewhere:
@@ -169,7 +169,7 @@ def describe_implementation(config: RunConfig) -> str:
     Example: `model.implementation is transformers: torchtitan's models here have no model_type 'qwen2', only ...`
 
     Raises:
-        ModelError: the model cannot be trained.
+        ModelError: The model cannot be trained.
     """
     hf = read_json(Path(config.model.path), "config.json")
     chosen = choose_implementation(
@@ -195,7 +195,7 @@ def check_policy(config: RunConfig) -> None:
 
     Raises:
         ModelError: config.json does not describe a model that can be built, or the folder has other weights.
-        ConfigError: an adapter does not fit the model.
+        ConfigError: An adapter does not fit the model.
     """
     model, adapter = config.model, config.training.adapter
     if find_spec("torchtitan") is None or (not adapter.is_on and is_known_to_fit(model)):
@@ -222,7 +222,7 @@ def describe_chat(config: RunConfig) -> list[str]:
     is not installed.
 
     Raises:
-        ModelError: the chat template cannot be extended turn by turn, and a rollout may have several turns.
+        ModelError: The chat template cannot be extended turn by turn, and a rollout may have several turns.
         ConfigError: there is no such renderer, or it refuses the tokenizer.
     """
     try:

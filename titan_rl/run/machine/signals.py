@@ -33,7 +33,7 @@ class StopSignals:
     A SIGINT that is ignored when the program starts, as shells arrange for background commands, stays ignored.
 
     Attributes:
-        code: exit code: 0, or 128 + the number of the signal that ended the program in order.
+        code: Exit code: 0, or 128 + the number of the signal that ended the program in order.
 
     Args:
         stopping: Message after the first signal. An attribute, which a program may change.
@@ -150,8 +150,8 @@ def run_to_its_end(program: Coroutine[Any, Any, T]) -> T:
     then cancels the program.
 
     Raises:
-        SystemExit, KeyboardInterrupt: the first of them, once the program has ended.
-        BaseException: the error of the program.
+        SystemExit, KeyboardInterrupt: The first of them, once the program has ended.
+        BaseException: The error of the program.
     """
     if asyncio._get_running_loop() is not None:
         return _in_thread(program)

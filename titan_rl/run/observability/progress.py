@@ -71,7 +71,7 @@ class Operations:
     """Running operations of a command; several may run at a time, in several threads.
 
     Args:
-        console: shows lines about long operations, where there is no live display.
+        console: Shows lines about long operations, where there is no live display.
     """
 
     def __init__(self, console: Console, clock: Clock) -> None:

@@ -95,8 +95,8 @@ class RolloutLog:
 
     Args:
         run_dir: Has the file. Errors of writing it are reported, and end nothing.
-        groups_per_step: groups of a step and phase that are written in full.
-        tokens: makes what is written of tokens; None writes none.
+        groups_per_step: Groups of a step and phase that are written in full.
+        tokens: Makes what is written of tokens; None writes none.
     """
 
     def __init__(

@@ -120,7 +120,7 @@ class BackgroundSink:
         """Pass on the remaining records, and close the sink.
 
         Raises:
-            TimeoutError: the sink has not taken everything within the time limit.
+            TimeoutError: The sink has not taken everything within the time limit.
         """
         self._waiting.put(None)
         self._thread.join(self._close_timeout_s)
@@ -196,7 +196,7 @@ def open_sinks(
 
     Raises:
         ConfigError: there is no sink of a name.
-        MissingExtraError: a package that a sink needs is not installed.
+        MissingExtraError: A package that a sink needs is not installed.
     """
     kinds = {name: find_sink(name) for name in settings.sinks}
     for kind in kinds.values():

@@ -38,7 +38,7 @@ def task_demonstrations(
         limits: Time limits of a call into an environment, and of a demonstration.
 
     Raises:
-        ConfigError: a task has no demonstrations.
+        ConfigError: A task has no demonstrations.
         DataError: `demonstrations` of a task raised, returned something else, or returned nothing for too long.
     """
     limits = limits or RolloutConfig()
@@ -103,7 +103,7 @@ def read_chats(file: Path, count: int) -> list[Found]:
     with `"tools": [...]` where tools are offered.
 
     Raises:
-        DataError: a line is wrong. The message names file, line and field.
+        DataError: A line is wrong. The message names file, line and field.
     """
     found: list[Found] = []
     try:
@@ -242,7 +242,7 @@ class TokenSource:
     def samples(self, numbers: Sequence[int]) -> list[TrainingSample]:
         """
         Raises:
-            DataError: a demonstration cannot be rendered, or all are too long.
+            DataError: A demonstration cannot be rendered, or all are too long.
         """
         encoded = [(number, self._encoded(number)) for number in numbers]
         self.too_long |= {number for number, tokens in encoded if len(tokens.token_ids) > self._max_context}

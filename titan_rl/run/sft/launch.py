@@ -123,8 +123,8 @@ def find_demonstrations(config: RunConfig) -> list[Found]:
     """Find the demonstrations that the settings name.
 
     Raises:
-        ConfigError: the task has no demonstrations.
-        DataError: a demonstration cannot be used. The message names its place.
+        ConfigError: The task has no demonstrations.
+        DataError: A demonstration cannot be used. The message names its place.
     """
     sft = config.sft
     if not sft.data:
@@ -149,8 +149,8 @@ def make_start(folder: Path, model: ModelConfig, found: Sequence[Found], config:
     """Make a tiny model that has words for the demonstrations, as the renderer shows them.
 
     Raises:
-        ConfigError: no model has that size.
-        DataError: a demonstration cannot be rendered.
+        ConfigError: No model has that size.
+        DataError: A demonstration cannot be rendered.
     """
     max_context = max(LONGEST_CONTEXT, model.max_context)
     tiny = config.sft.tiny_model
@@ -189,7 +189,7 @@ def plan_steps(config: RunConfig, tokens: TokenSource, count: int) -> tuple[list
         count: Number of demonstrations.
 
     Raises:
-        DataError: a demonstration cannot be rendered, and `sft.batch_tokens` needs its length.
+        DataError: A demonstration cannot be rendered, and `sft.batch_tokens` needs its length.
     """
     sft = config.sft
     learned, held_out = hold_out(count, sft.held_out, config.seed)
@@ -293,8 +293,8 @@ def prepared(config: RunConfig, found: list[Found], folder: Path) -> RunConfig:
         folder: Folder in which a tiny model is made if settings name none.
 
     Raises:
-        ConfigError: settings do not fit the model.
-        DataError: a demonstration cannot be rendered, or there are too few.
+        ConfigError: Settings do not fit the model.
+        DataError: A demonstration cannot be rendered, or there are too few.
     """
     start = Path(config.sft.start or folder / "start")
     model = config.model.model_copy(update={"path": str(start)})
@@ -315,7 +315,7 @@ def check(config: RunConfig, folder: Path, resume: Path | None = None) -> tuple[
         settings of the run, with `sft.start` as given, and a description of the demonstrations.
 
     Raises:
-        TitanRLError: the run would not begin.
+        TitanRLError: The run would not begin.
     """
     found = find_demonstrations(config)
     ready = prepared(config, found, folder)

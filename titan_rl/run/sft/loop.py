@@ -57,7 +57,7 @@ def install(config: RunConfig, export: Path, run: Path, before: float | None, af
         the folder.
 
     Raises:
-        NoSpaceError: the disk is full.
+        NoSpaceError: The disk is full.
         CheckpointError: it could not be written; the folder is unchanged.
     """
     out = Path(config.sft.out)

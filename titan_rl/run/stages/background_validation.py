@@ -91,7 +91,7 @@ class BackgroundValidation:
         lose the validation if the run is killed.
 
         Raises:
-            TrainingError: the validation has failed.
+            TrainingError: The validation has failed.
         """
         if self._task is None or self._version is None or version <= self._version:
             return

@@ -69,7 +69,7 @@ class EvaluatedVersion:
     def check(self) -> None:
         """
         Raises:
-            TrainingError: another version produced some of the tokens.
+            TrainingError: Another version produced some of the tokens.
         """
         if self._others:
             found = ", ".join(f"{count} of version {version}" for version, count in sorted(self._others.items()))

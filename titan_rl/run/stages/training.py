@@ -105,7 +105,7 @@ class SkippedSteps:
     def check(self) -> None:
         """
         Raises:
-            TrainingError: more than `limit` steps were skipped. The message names the rollouts.
+            TrainingError: More than `limit` steps were skipped. The message names the rollouts.
         """
         if self.count > self._limit:
             raise TrainingError(
@@ -147,8 +147,8 @@ class WeightSync:
             publish_s, pull_s, and the worst of each generator's measurements.
 
         Raises:
-            TrainingError: the trainer published another version.
-            StateDictError: the version cannot be published, or no generator can load it.
+            TrainingError: The trainer published another version.
+            StateDictError: The version cannot be published, or no generator can load it.
         """
         with span("sync", "sync", lane="sync", version=version):
             with span("publish", "sync", version=version) as publishing:

@@ -73,8 +73,8 @@ class Validation:
             the mean over the suites of the mean reward of their scored rollouts. None if validation is off.
 
         Raises:
-            RewardError: a reward failed on all groups, or on `scheduling.max_failed_groups` in a row.
-            TrainingError: no rollout of a suite has a reward.
+            RewardError: A reward failed on all groups, or on `scheduling.max_failed_groups` in a row.
+            TrainingError: No rollout of a suite has a reward.
         """
         return await self._run(version, self._suites)
 
@@ -184,7 +184,7 @@ class LostInARow:
     def count(self, group: RolloutGroup) -> None:
         """
         Raises:
-            RewardError: the limit is reached.
+            RewardError: The limit is reached.
         """
         self._count = 0 if group.failure is None else self._count + 1
         if group.failure is not None and self._count == self._most:

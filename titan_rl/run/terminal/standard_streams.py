@@ -29,7 +29,7 @@ def say(text: str) -> None:
     """Write what a command was asked for to standard output, to the last byte, without control characters.
 
     Raises:
-        OutputError: not all of it could be written.
+        OutputError: Not all of it could be written.
     """
     WAITING.erase()
     try:

@@ -71,7 +71,7 @@ class LiveLines(Live):
     A terminal that becomes narrower breaks the lines on it into more rows than were drawn; all of them are replaced.
 
     Args:
-        vanish: nothing is left of them at the end.
+        vanish: Nothing is left of them at the end.
     """
 
     def __init__(self, console: Console, display: Display, *, vanish: bool = False) -> None:

@@ -91,7 +91,7 @@ class Algorithm:
         """The settings of `[training]` that the algorithm stands for.
 
         Raises:
-            ConfigError: a function is not one of a module, so that other processes could not import it.
+            ConfigError: A function is not one of a module, so that other processes could not import it.
         """
         made: dict[str, Any] = {
             "loss": _named("loss", self.loss, LOSSES),

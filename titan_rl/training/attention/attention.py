@@ -52,9 +52,9 @@ class ContextRanks:
         each receives the gradient of its own entries.
 
         Args:
-            own_M: this rank's entries, with any further dimensions.
-            at_M: indices of the entries in the result.
-            size: length of the result.
+            own_M: This rank's entries, with any further dimensions.
+            at_M: Indices of the entries in the result.
+            size: Length of the result.
         """
         return _SpreadEntries.apply(own_M, at_M, size, self)
 
@@ -104,7 +104,7 @@ def share_tokens(
     """Share the tokens of a batch among ranks.
 
     Args:
-        multiple_of: chunks have a multiple of this many tokens.
+        multiple_of: Chunks have a multiple of this many tokens.
     """
     size = -(-num_tokens // (2 * ranks.size * multiple_of)) * multiple_of
     last = 2 * ranks.size - 1
@@ -233,9 +233,9 @@ class Mask:
     """Additive attention mask. All layers share one tensor for each window, which is kept for the backward pass.
 
     Args:
-        allowed: pairs of tokens of a document, in causal order.  # bool [D or 1, 1, Q, K]
-        queries_DQ: positions of the queries in their documents.  # int64 [D or 1, Q]
-        keys_DK: positions of the keys.
+        allowed: Pairs of tokens of a document, in causal order.  # bool [D or 1, 1, Q, K]
+        queries_DQ: Positions of the queries in their documents.  # int64 [D or 1, Q]
+        keys_DK: Positions of the keys.
     """
 
     def __init__(self, allowed: torch.Tensor, queries_DQ: torch.Tensor, keys_DK: torch.Tensor) -> None:
@@ -336,7 +336,7 @@ def layout_documents(
 
     Args:
         documents: in token order; together they cover every token of the batch, padding included.
-        ranks: share the tokens; None if this rank has all.
+        ranks: Share the tokens; None if this rank has all.
     """
     num_tokens = sum(document.length for document in documents)
     share = share_tokens(num_tokens, ranks, device=device) if ranks is not None else None

@@ -46,8 +46,8 @@ class DocumentSequences:
         """Compute a causal layer in each sequence from its own beginning.
 
         Args:
-            layer: computes outputs of [num_sequences, W, C'] for inputs of [num_sequences, W, C], several times.
-            x_BLC: inputs of all tokens of the packed rows.
+            layer: Computes outputs of [num_sequences, W, C'] for inputs of [num_sequences, W, C], several times.
+            x_BLC: Inputs of all tokens of the packed rows.
 
         Returns:
             The outputs of all tokens, [B, L, C'].

@@ -54,7 +54,7 @@ class BlockLayout:
         """Attend within documents.  # [B, L, N, H]
 
         Raises:
-            ConfigError: the attention is not plain.
+            ConfigError: The attention is not plain.
         """
         if variant is not PLAIN:
             raise ConfigError(
@@ -89,7 +89,7 @@ def layout_blocks(
 
     Args:
         documents: in token order; together they cover every token of the batch, padding included.
-        ranks: share the tokens; None if this rank has all.
+        ranks: Share the tokens; None if this rank has all.
     """
     num_tokens = sum(document.length for document in documents)
     share, sequences = None, DocumentSequences(documents, device)
@@ -139,8 +139,8 @@ def _attends(
     """Make the function that decides whether a query attends to a key, by their positions.
 
     Args:
-        queries_Q: tokens of the queries.
-        keys_K: tokens of the keys.
+        queries_Q: Tokens of the queries.
+        keys_K: Tokens of the keys.
     """
     lengths = torch.tensor([document.length for document in documents])
 

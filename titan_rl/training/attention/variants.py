@@ -13,8 +13,8 @@ class Variant:
     """Differences from plain causal attention.
 
     Attributes:
-        window: a token attends to this many tokens at most, itself included.
-        softcap: scores x become softcap * tanh(x / softcap) (arXiv:2408.00118, section 2).
+        window: A token attends to this many tokens at most, itself included.
+        softcap: Scores x become softcap * tanh(x / softcap) (arXiv:2408.00118, section 2).
         sinks_N: for each head, the score of a token that has no value, which takes a part of the attention
             (arXiv:2309.17453, section 3).
     """
@@ -43,7 +43,7 @@ def attend_by_scores(
     """Compute attention from the scores of all pairs of tokens, in at least float32.
 
     Args:
-        mask: added to the scores, which limits them to the variant's window.  # [D or 1, 1, Q, K]
+        mask: Added to the scores, which limits them to the variant's window.  # [D or 1, 1, Q, K]
         scale: of the scores; by default the inverse root of the size of a head.
 
     Returns:

@@ -52,7 +52,7 @@ def encode(renderer: Renderer, demonstration: Demonstration) -> DemonstrationTok
     Messages after the last answer are left out.
 
     Raises:
-        DataError: the conversation does not begin with a prompt, the assistant says nothing in it or speaks twice in a
+        DataError: The conversation does not begin with a prompt, the assistant says nothing in it or speaks twice in a
             row, or the renderer cannot render it so.
     """
     messages = renderable(demonstration.messages)

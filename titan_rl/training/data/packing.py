@@ -126,8 +126,8 @@ def pack(families: Sequence[Family], row_tokens: int, *, multiple_of: int = 1) -
     """Pack families into as few rows as best-fit decreasing needs. The same input gives the same rows.
 
     Args:
-        row_tokens: the most tokens in one row.
-        multiple_of: number of ranks that share the rows. If there are enough samples, each rank gets equally many
+        row_tokens: The most tokens in one row.
+        multiple_of: Number of ranks that share the rows. If there are enough samples, each rank gets equally many
             rows, which are then shorter, so that no rank idles. The longest rows come first then.
     """
     assert all(family.num_tokens for family in families), "a family has no tokens"

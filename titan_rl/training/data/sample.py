@@ -14,9 +14,9 @@ class SampleRewards:
     """Rewards of a sample's tokens, from which a critic computes advantages.
 
     Args:
-        rewards: after each token.
-        turns: number of the completion that each token belongs to; -1 outside completions.
-        is_truncated: whether rewards would have followed the last token, so that the value of the last state stands for
+        rewards: After each token.
+        turns: Number of the completion that each token belongs to; -1 outside completions.
+        is_truncated: Whether rewards would have followed the last token, so that the value of the last state stands for
             them.
     """
 

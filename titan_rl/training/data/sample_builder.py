@@ -55,9 +55,9 @@ def build_samples(
     Args:
         temperature: of turns without `Turn.sampling`. The others have their own temperature there, which may differ
             between turns: the loss scores each token at the temperature at which it was sampled.
-        oldest_version: tokens of earlier versions are context and are not trained. A sample with only such tokens is
+        oldest_version: Tokens of earlier versions are context and are not trained. A sample with only such tokens is
             left out.
-        constrained: treatment of tokens that were sampled under a constraint which excluded other tokens, that is,
+        constrained: Treatment of tokens that were sampled under a constraint which excluded other tokens, that is,
             with `Completion.allowed_logprobs` below 0. The behaviour logprob of such a token is always that of the
             policy without the constraint, so that ratios compare like with like.
 
@@ -80,7 +80,7 @@ def build_samples(
         loss_mask = [False, False, True, True, False, True, True]
 
     Raises:
-        ValueError: names the rollout and the setting. The loss cannot account for the sampling of a turn: it was at
+        ValueError: Names the rollout and the setting. The loss cannot account for the sampling of a turn: it was at
             temperature 0, so there is no behaviour distribution, or tokens were excluded by `top_p`, `top_k`, `min_p`
             or `min_tokens`, or changed by penalties or biases. Or the turn was sampled under a constraint, but has no
             `allowed_logprobs`. Or neither the turn nor `temperature` gives a temperature, or they differ. Or a

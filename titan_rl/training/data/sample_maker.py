@@ -50,7 +50,7 @@ class SampleMaker:
         """State of the advantages that depend on earlier batches, by task, as JSON values.
 
         Raises:
-            RewardError: the state of an advantage cannot be written as JSON.
+            RewardError: The state of an advantage cannot be written as JSON.
         """
         return _json_copy(self._states)
 
@@ -61,7 +61,7 @@ class SampleMaker:
             version: Policy version that the batch is trained from.
 
         Raises:
-            RewardError: an advantage failed.
+            RewardError: An advantage failed.
         """
         groups = list(groups)
         for task, advantage in self._advantages.items():

@@ -57,7 +57,7 @@ class Costs:
     """Cost of rows in a forward and backward pass. The unit is one token in everything but attention.
 
     Args:
-        pair: cost of a query and a key in attention.
+        pair: Cost of a query and a key in attention.
     """
 
     pair: float = PAIR_COST
@@ -96,7 +96,7 @@ def pair_cost(hf: Mapping[str, Any]) -> float:
         hf: config.json. Of a mixture, the parameters of the experts of one token count.
 
     Raises:
-        KeyError: a dimension is missing.
+        KeyError: A dimension is missing.
     """
     width, layers, heads = hf["hidden_size"], hf["num_hidden_layers"], hf["num_attention_heads"]
     head_dim = hf.get("head_dim") or width // heads

@@ -85,9 +85,9 @@ class Architecture:
     """One `model_type` of config.json.
 
     Args:
-        build: makes torchtitan's model config from the dimensions and config.json.
+        build: Makes torchtitan's model config from the dimensions and config.json.
         adapter: torchtitan's translation of parameter names.
-        plan_sharding: sets the tensor-parallel sharding in a model config.
+        plan_sharding: Sets the tensor-parallel sharding in a model config.
     """
 
     build: Callable[[Dimensions, Mapping[str, Any]], Any]
@@ -116,7 +116,7 @@ class Dimensions:
         """Read the dimensions of a config.json.
 
         Raises:
-            ModelError: a field is missing, or the model has fewer positions than `max_context`.
+            ModelError: A field is missing, or the model has fewer positions than `max_context`.
         """
         if (missing := next((name for name in REQUIRED if name not in hf), None)) is not None:
             raise ModelError(f"config.json lacks {missing!r}")
@@ -210,7 +210,7 @@ def rope_scaling(rope: Mapping[str, Any], supported: tuple[str, ...]) -> dict[st
     """Arguments of `HalvesRoPE.Config` and `PairsRoPE.Config` for `rope_parameters` of config.json.
 
     Raises:
-        ModelError: the type is not supported, or a value is missing.
+        ModelError: The type is not supported, or a value is missing.
 
     Example: factor 4 over 32,768 positions, `{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings":
     32768}`, scales attention by (0.1 ln 4 + 1)^2.

@@ -151,10 +151,10 @@ def choose_implementation(
 
     Args:
         hf: config.json of the model.
-        has_adapter: whether an adapter is trained, which of transformers' families only those in `ADAPTED` have.
+        has_adapter: Whether an adapter is trained, which of transformers' families only those in `ADAPTED` have.
 
     Raises:
-        ModelError: no implementation, or not the one that is asked for, can train the model, or config.json
+        ModelError: No implementation, or not the one that is asked for, can train the model, or config.json
             contradicts itself.
 
     Example: Qwen2.5, whose model_type is "qwen2", is trained with transformers, and Qwen3 with torchtitan.
@@ -203,7 +203,7 @@ def check_numbers(hf: Mapping[str, Any]) -> None:
     """Check the numbers in config.json: sizes of heads, layers, experts and vocabulary, and bases of rotary embeddings.
 
     Raises:
-        ModelError: a size is no number of at least 1, or does not fit another; a base is not above 0; or a value is not
+        ModelError: A size is no number of at least 1, or does not fit another; a base is not above 0; or a value is not
             a number.
     """
     for name, value in dotted(hf):

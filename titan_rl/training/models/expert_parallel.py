@@ -41,9 +41,9 @@ class ExpertsOnRanks:
     transformers' code on its own experts, with one expert for each token.
 
     Args:
-        experts: the block, whose parameters have one matrix for each expert in their first dimension and no memory yet.
-        top_k: experts of a token.
-        mesh: the ranks.
+        experts: The block, whose parameters have one matrix for each expert in their first dimension and no memory yet.
+        top_k: Experts of a token.
+        mesh: The ranks.
     """
 
     def __init__(self, experts: Any, top_k: int, mesh: Any) -> None:
@@ -83,7 +83,7 @@ def shard_experts(experts: nn.Module, mesh: Any, **options: Any) -> None:
         options: of `fully_shard`.
 
     Raises:
-        ModelError: no dimension is divisible.
+        ModelError: No dimension is divisible.
     """
 
     def placement(parameter: nn.Parameter) -> Shard:

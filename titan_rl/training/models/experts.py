@@ -36,7 +36,7 @@ class Experts(GroupedExperts):
         """Apply the experts.
 
         Args:
-            x_RD: routed tokens, sorted by expert.
+            x_RD: Routed tokens, sorted by expert.
         """
         w1_EFD, w2_EDF, w3_EFD = (
             weight.to_local() if isinstance(weight, DTensor) else weight
@@ -54,8 +54,8 @@ def grouped_linear(x_RI: torch.Tensor, weight_EOI: torch.Tensor, num_tokens_E: t
     of the whole stack for each of them, which is quadratic in the number of experts.
 
     Args:
-        x_RI: sorted by expert.
-        num_tokens_E: rows of each expert.
+        x_RI: Sorted by expert.
+        num_tokens_E: Rows of each expert.
 
     Returns:
         Rows in the same order.  # [R, O]

@@ -61,15 +61,15 @@ class HFModel:
     It has no memory before `load`, so that it can be sharded first.
 
     Args:
-        max_context: most positions that will be used, which sizes the rotary caches.
+        max_context: Most positions that will be used, which sizes the rotary caches.
         dtype: of the trained parameters. Buffers, such as rotary caches, are float32.
         adapter: Settings of an adapter, with which nothing else is trained.
         base_dtype: of the parameters that an adapter leaves frozen.
         seed: of the adapter's first values.
-        implementation: see `choose_implementation`.
+        implementation: See `choose_implementation`.
 
     Raises:
-        ModelError: the folder lacks a file, is of a model that cannot be trained, or its config and weights do not fit
+        ModelError: The folder lacks a file, is of a model that cannot be trained, or its config and weights do not fit
             together.
     """
 
@@ -128,7 +128,7 @@ class HFModel:
             on_host: Keep the parameters in the host's memory.
 
         Raises:
-            ModelError: a file cannot be read.
+            ModelError: A file cannot be read.
         """
         self.decoder.allocate(device, on_host=on_host)
         for parameter, tensor in self._base():
@@ -285,12 +285,12 @@ class HFWeights:
     """Weight files of a Hugging Face folder, whose names and shapes are compared before any weight is read.
 
     Args:
-        expected: shapes by name, as config.json describes them.
-        optional: names of tensors that are ignored if the folder has them, besides rotary frequencies.
-        patterns: regular expressions of further such names.
+        expected: Shapes by name, as config.json describes them.
+        optional: Names of tensors that are ignored if the folder has them, besides rotary frequencies.
+        patterns: Regular expressions of further such names.
 
     Raises:
-        ModelError: the folder has no weights, or other ones.
+        ModelError: The folder has no weights, or other ones.
     """
 
     def __init__(
@@ -329,7 +329,7 @@ class HFWeights:
         The file is mapped only meanwhile, because mapped pages count as this process's memory.
 
         Raises:
-            ModelError: the file cannot be read.
+            ModelError: The file cannot be read.
         """
         start = position.start if position else (0,) * target.dim()
         box = tuple(slice(first, first + size) for first, size in zip(start, target.shape, strict=True))
@@ -340,7 +340,7 @@ class HFWeights:
         """Read a whole tensor.
 
         Raises:
-            ModelError: the file cannot be read.
+            ModelError: The file cannot be read.
         """
         with _opened(self._files[name]) as tensors:
             return tensors.get_tensor(name).clone()

@@ -50,7 +50,7 @@ def with_adapter(config: Any, adapter: AdapterConfig) -> Any:
     """Convert a torchtitan model config: the targets get adapters, and everything else is frozen.
 
     Raises:
-        ModelError: the model has no layer of a target's name.
+        ModelError: The model has no layer of a target's name.
     """
     names = {name.rpartition(".")[2] for name, part, *_ in config.traverse(Module.Config, recurse=True)
              if isinstance(part, Linear.Config)}  # fmt: skip
@@ -101,10 +101,10 @@ def adapt_layers(model: nn.Module, blocks: nn.Module, adapter: AdapterConfig) ->
     In a mixture of experts, layers beside the experts (their router, shared experts) stay as they are.
 
     Args:
-        model: contains the blocks.
+        model: Contains the blocks.
 
     Raises:
-        ModelError: the blocks have no layer of a target's name, or by default, layers of other names.
+        ModelError: The blocks have no layer of a target's name, or by default, layers of other names.
     """
     mixtures = [f"{path}." for path, module in blocks.named_modules() if hasattr(module, "experts")]
     layers = {
@@ -208,7 +208,7 @@ class Adapter:
         torchtitan initialize it, and B with zeros. They are the same for any number of ranks.
 
         Raises:
-            ModelError: see `read_peft`.
+            ModelError: See `read_peft`.
         """
         start = None
         if self.settings.start is not None:

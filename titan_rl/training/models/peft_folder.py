@@ -31,11 +31,11 @@ def write_peft(
 
     Args:
         tensors: by their Hugging Face names without PEFT's prefix.
-        base: folder of the model that the adapter changes.
-        targets: last parts of the names of the changed layers.
+        base: Folder of the model that the adapter changes.
+        targets: Last parts of the names of the changed layers.
 
     Raises:
-        NoSpaceError: the disk is full.
+        NoSpaceError: The disk is full.
         CheckpointError: it could not be written; `directory` is unchanged.
     """
     config = {
@@ -65,7 +65,7 @@ def read_peft(folder: Path, settings: AdapterConfig, shapes: Mapping[str, tuple[
         shapes: of the matrices that the model needs.
 
     Raises:
-        ModelError: the folder lacks a file, is of another kind of adapter, rank, alpha or layers, or has values that
+        ModelError: The folder lacks a file, is of another kind of adapter, rank, alpha or layers, or has values that
             are not finite.
     """
     where = f"training.adapter.start = {str(folder)!r}"

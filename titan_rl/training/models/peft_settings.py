@@ -24,7 +24,7 @@ def read_adapter_config(folder: Path, where: str) -> dict[str, Any]:
     """Read adapter_config.json.
 
     Args:
-        where: beginning of error messages, such as the setting that names the folder.
+        where: Beginning of error messages, such as the setting that names the folder.
 
     Raises:
         ModelError: there is no such file, it is not JSON, or it describes a kind of adapter that is not supported.
@@ -47,7 +47,7 @@ def peft_settings(folder: Path, where: str | None = None) -> AdapterConfig:
     """Settings of the adapter in a folder in PEFT's format, which start from that folder.
 
     Args:
-        where: see `read_adapter_config`; by default the folder.
+        where: See `read_adapter_config`; by default the folder.
 
     Raises:
         ModelError: it has no readable adapter_config.json, or is of a kind of adapter that is not supported.

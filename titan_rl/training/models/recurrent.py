@@ -43,7 +43,7 @@ class RecurrentMixer:
 
     Args:
         mixer: of transformers; computes outputs from `hidden_states` of [num_sequences, length, hidden_size].
-        layouts: give the documents of each batch.
+        layouts: Give the documents of each batch.
     """
 
     def __init__(self, mixer: Any, layouts: LayoutSource) -> None:
@@ -75,7 +75,7 @@ def divide_mixers(causal: Any, layouts: LayoutSource) -> None:
     """Make all mixers of a model compute each document from its own beginning.
 
     Raises:
-        ModelError: a module has a sign of a recurrent state, and is not known as a mixer of the family.
+        ModelError: A module has a sign of a recurrent state, and is not known as a mixer of the family.
     """
     family = causal.config.model_type
     modules: Mapping[str, nn.Module] = dict(causal.named_modules())

@@ -92,7 +92,7 @@ def tiny_config(config: Any, **fields: Any) -> Any:
     multipliers, and the routing of experts.
 
     Args:
-        fields: further values.
+        fields: Further values.
 
     Example: 28 query heads and 4 key-value heads, 7 for each, become 8 and 2, 4 for each, since 4 are enough to show
     that they share keys. Layer types of 5 sliding windows and 1 full attention, repeated, become 6 layers.
@@ -263,7 +263,7 @@ def make_tiny(config: Any, folder: Path, *, seed: int = 0) -> Path:
 def _require_tiny(config: Any) -> None:
     """
     Raises:
-        ModelError: a model of this config has more than `MOST_PARAMETERS`.
+        ModelError: A model of this config has more than `MOST_PARAMETERS`.
     """
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager")

@@ -47,9 +47,9 @@ class TorchtitanDecoder:
 
     Args:
         hf: config.json.
-        max_context: most positions that will be used, which sizes the rotary caches.
+        max_context: Most positions that will be used, which sizes the rotary caches.
         dtype: of the trained parameters. Buffers, such as rotary caches, are float32.
-        splits_matrices: prepare the sharding of tensor parallelism.
+        splits_matrices: Prepare the sharding of tensor parallelism.
         adapter: Settings of an adapter, with which nothing else is trained.
         base_dtype: of the parameters that an adapter leaves frozen.
 

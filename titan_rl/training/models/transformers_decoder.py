@@ -90,13 +90,13 @@ def attend(
         query: [B, N, L, H]
         key: [B, M, L, H]
         attention_mask: None: the layout has the mask.
-        s_aux: sinks of the heads.
+        s_aux: Sinks of the heads.
 
     Returns:
         [B, L, N, H], and no weights.
 
     Raises:
-        ModelError: the model asks for something that the library's attention does not have.
+        ModelError: The model asks for something that the library's attention does not have.
     """
     unknown = [name for name, given in others.items() if given is not None and name not in _WITHOUT_EFFECT]
     if dropout:
@@ -127,8 +127,8 @@ class ScoringHead(nn.Module):
 
     Args:
         layer: transformers' output layer, whose parameters it takes.
-        scale: logits are multiplied with it.
-        softcap: see `selected_logprobs`.
+        scale: Logits are multiplied with it.
+        softcap: See `selected_logprobs`.
     """
 
     def __init__(self, layer: nn.Linear, *, scale: float = 1.0, softcap: float | None = None) -> None:
@@ -201,7 +201,7 @@ class Routing:
         """Forward pass of the block, with the experts that are given.
 
         Raises:
-            ModelError: the router does not choose the best experts of a token by `topk`, so it cannot be given others.
+            ModelError: The router does not choose the best experts of a token by `topk`, so it cannot be given others.
         """
         if self.replayed_BLK is None:
             return self._forward(*args, **kwargs)
@@ -220,7 +220,7 @@ class TransformersAdapter:
     the experts one by one, for instance.
 
     Args:
-        tied: name of the output layer's weight, if it is the embedding.
+        tied: Name of the output layer's weight, if it is the embedding.
     """
 
     def __init__(self, causal: Any, tied: str | None) -> None:
@@ -275,7 +275,7 @@ class TransformersDecoder:
 
     Args:
         folder: has config.json.
-        max_context: most positions that will be used.
+        max_context: Most positions that will be used.
         dtype: of the trained parameters. Buffers, such as rotary frequencies, are float32.
         adapter: Settings of an adapter, with which nothing else is trained.
         base_dtype: of the parameters that an adapter leaves frozen.

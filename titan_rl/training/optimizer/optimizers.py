@@ -51,7 +51,7 @@ class CompactAdam(Optimizer):
 
     Args:
         state_dtype: of the moments. With "int8" those of vectors, such as the weights of norms, are float32.
-        offload: keep the moments in the host's memory.
+        offload: Keep the moments in the host's memory.
         device: of the computation. Parameters on another device are moved there and back, one at a time. By default
             that of each parameter.
     """
@@ -275,7 +275,7 @@ class Optimizers:
     """The optimizers of one model, stepped together.
 
     Args:
-        name: value of `training.optimizer`.
+        name: Value of `training.optimizer`.
 
     Raises:
         ConfigError: there is no such `training.optimizer`, it does not return optimizers, or they do not have every

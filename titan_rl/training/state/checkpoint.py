@@ -36,8 +36,8 @@ def atomic_directory(path: Path) -> Iterator[Path]:
     An existing folder at `path` stays valid until then. Leftovers of a killed writer are removed.
 
     Raises:
-        NoSpaceError: the disk is full.
-        CheckpointError: anything else in the block or the move failed; see its cause. Interrupts pass unchanged.
+        NoSpaceError: The disk is full.
+        CheckpointError: Anything else in the block or the move failed; see its cause. Interrupts pass unchanged.
     """
     temporary = temporary_of(path)
     try:
@@ -58,7 +58,7 @@ def put_in_place(written: Path, path: Path) -> None:
     """Rename a finished folder to `path` next to it. An existing folder there stays valid until then.
 
     Raises:
-        NoSpaceError: the disk is full.
+        NoSpaceError: The disk is full.
         CheckpointError: it could not be renamed; `path` is unchanged.
     """
     replaced = path.with_name(f".{path.name}.old.tmp")
@@ -130,7 +130,7 @@ def keep_last(root: Path, count: int) -> None:
     """Delete all but the newest `count` checkpoints. Errors of deletion are ignored.
 
     Raises:
-        ValueError: count is below 1.
+        ValueError: Count is below 1.
     """
     if count < 1:
         raise ValueError(f"count is {count}; at least the newest checkpoint is kept")
@@ -228,7 +228,7 @@ def write_checksums_of(folder: Path) -> None:
     """Read every file of a folder, flush it to disk, and write the list of checksums, atomically.
 
     Raises:
-        OSError: a file cannot be read, or the list cannot be written.
+        OSError: A file cannot be read, or the list cannot be written.
     """
     found: dict[str, FileChecksum] = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
@@ -245,7 +245,7 @@ def read_checksums(folder: Path) -> dict[str, FileChecksum]:
     """Read the checksums of a folder, by file name.
 
     Raises:
-        DamagedCheckpointError: the list is missing or damaged.
+        DamagedCheckpointError: The list is missing or damaged.
     """
     path = folder / CHECKSUMS
     try:
@@ -264,7 +264,7 @@ def verify(folder: Path, *, share: int = 0, of: int = 1) -> None:
     """Read every file of a checkpoint and compare it with its checksum.
 
     Args:
-        share: number of the share to read, of `of` equal shares of the files; by default all files.
+        share: Number of the share to read, of `of` equal shares of the files; by default all files.
 
     Raises:
         DamagedCheckpointError: with the first file that is missing, cannot be read, or is not what was written.

@@ -80,14 +80,14 @@ def write_tensors(
     """Write a safetensors file of tensors on any device, copying one tensor at a time.
 
     Args:
-        layout: their dtypes and shapes, also as tensors without memory.
+        layout: Their dtypes and shapes, also as tensors without memory.
         tensors: in the order of the layout.
-        progress: counts the written bytes.
+        progress: Counts the written bytes.
 
     Raises:
-        OSError: the disk is full, or cannot be written.
-        TypeError: the format does not support the dtype of a tensor.
-        ValueError: the tensors are not those of the layout.
+        OSError: The disk is full, or cannot be written.
+        TypeError: The format does not support the dtype of a tensor.
+        ValueError: The tensors are not those of the layout.
     """
     header: dict[str, Any] = {}
     position = 0
@@ -124,7 +124,7 @@ class TensorFiles:
     """The tensors of several files, each joined from its slices.
 
     Raises:
-        DamagedCheckpointError: a file was not written by `write_slices`, or is damaged.
+        DamagedCheckpointError: A file was not written by `write_slices`, or is damaged.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -156,7 +156,7 @@ class TensorFiles:
         """Fill slices in place. The files may slice the tensors in another way.
 
         Raises:
-            ValueError: a tensor has another shape or dtype than the wanted one, or is incomplete.
+            ValueError: A tensor has another shape or dtype than the wanted one, or is incomplete.
         """
         by_path: dict[Path, list[tuple[str, StoredSlice]]] = {}
         for name, target in wanted.items():
@@ -252,12 +252,12 @@ class TrainStateWriter:
         errors `finish` raises.
 
         Args:
-            files: further files of the folder: name -> text.
+            files: Further files of the folder: name -> text.
             adapter: whose parameters alone are trained; recorded for `adapter_of`.
-            others: further modules, by name, which an export leaves out.
+            others: Further modules, by name, which an export leaves out.
 
         Raises:
-            CheckpointError: the previous write makes no progress. Or an optimizer's state has a value that a checkpoint
+            CheckpointError: The previous write makes no progress. Or an optimizer's state has a value that a checkpoint
                 cannot hold.
         """
         self._wait()
@@ -279,7 +279,7 @@ class TrainStateWriter:
         """Wait until the folder is complete.
 
         Raises:
-            NoSpaceError: the disk is full; an existing folder is unchanged.
+            NoSpaceError: The disk is full; an existing folder is unchanged.
             CheckpointError: it could not be written, or the write makes no progress.
         """
         self._wait()
@@ -339,7 +339,7 @@ def adapter_of(directory: Path) -> AdapterConfig | None:
     """Settings of the adapter that a checkpoint holds; None if it holds all weights.
 
     Raises:
-        DamagedCheckpointError: the checkpoint cannot be read.
+        DamagedCheckpointError: The checkpoint cannot be read.
     """
     try:
         described = parse_json((directory / STATE).read_text()).get(ADAPTER)
@@ -361,7 +361,7 @@ def load_train_state(
 
     Args:
         adapter: whose parameters alone are trained.
-        others: further modules, by name; see `TrainStateWriter.begin`.
+        others: Further modules, by name; see `TrainStateWriter.begin`.
 
     Returns:
         The version.
@@ -460,7 +460,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, torch.
     """Tensors and plain values of nested mappings and lists, by path.
 
     Raises:
-        TypeError: a value is neither, so a checkpoint cannot hold it.
+        TypeError: A value is neither, so a checkpoint cannot hold it.
 
     Example:
         flatten({"optimizer": {"param_groups": [{"lr": 0.1, "betas": (0.9, 0.99)}]}})
@@ -488,7 +488,7 @@ def fill(tree: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
     tuples.
 
     Raises:
-        KeyError: a value is missing.
+        KeyError: A value is missing.
     """
     if isinstance(tree, torch.Tensor):
         return tree

@@ -37,16 +37,16 @@ def make_tiny_model(
             message by message. Used only for `level = "word"`.
         level: "byte": a token for each UTF-8 byte. "word": also a token for each word of the texts, and for each longer
             phrase that about a tenth of them contain; any other text falls back to bytes.
-        parameters: approximate number of parameters.
-        max_context: most tokens of a conversation.
+        parameters: Approximate number of parameters.
+        max_context: Most tokens of a conversation.
         seed: of the weights.
 
     Returns:
         Shape of the model.
 
     Raises:
-        ValueError: the vocabulary alone needs more parameters.
-        MissingExtraError: the libraries that write such folders are not installed.
+        ValueError: The vocabulary alone needs more parameters.
+        MissingExtraError: The libraries that write such folders are not installed.
 
     Example:
 
@@ -183,7 +183,7 @@ def fitting_shape(parameters: int, vocab_size: int) -> Shape:
     Example: 900,000 parameters and 402 tokens are 4 layers of width 128.
 
     Raises:
-        ValueError: the smallest shape has more than twice as many.
+        ValueError: The smallest shape has more than twice as many.
     """
     shapes = [
         Shape(vocab_size, width, layers)

@@ -34,7 +34,7 @@ def build_tokenizer(texts: Iterable[str], level: Level) -> Tokenizer:
     """Build a tokenizer.
 
     Args:
-        texts: searched for words and phrases if `level` is "word".
+        texts: Searched for words and phrases if `level` is "word".
     """
     phrases, words = _words_and_phrases(texts) if level == "word" else ([], [])
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -95,7 +95,7 @@ def fixed_phrases(pieces: Sequence[Sequence[Piece]], num_texts: int) -> list[Pie
 
     Args:
         pieces: of each part of a text: words, and single characters of anything else.
-        num_texts: number of texts.
+        num_texts: Number of texts.
 
     Example: of "What is 3 + 4?", "What is 2 + 9?" and more of their kind, "What is " is one.
     """
