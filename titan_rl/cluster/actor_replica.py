@@ -1,4 +1,4 @@
-"""A generator actor as the router sees it."""
+"""A generator actor as the router uses it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from titan_rl.weights.types import PublishedWeights
 class ActorReplica:
     """The `StreamingReplica` of one `GeneratorActor`.
 
-    It finds manifests in `published`, and notes there what a pull measured. It serves from `connect` to `disconnect`.
+    It finds manifests in `published` and records the measurements of each pull there. It serves requests between
+    `connect` and `disconnect`.
     """
 
     def __init__(self, remote: RemoteProcess, actor: Any, published: PublishedWeights) -> None:
@@ -34,13 +35,13 @@ class ActorReplica:
         self._receiving: asyncio.Task[None] | None = None
         self._actor = actor
         self._published = published
-        self._known_layouts: dict[str, frozenset[str]] = {}  # by adapter: digests of those that the actor was told
+        self._known_layouts: dict[str, frozenset[str]] = {}  # by adapter: digests of the layouts that the actor has
         self.gauges: GaugeSummary | None = None
-        self._calls: Counter[str] = Counter()  # requests and pulls, by adapter; those at the end of the process stay
+        self._calls: Counter[str] = Counter()  # requests and pulls by adapter; final once the process has ended
 
     @property
     def at_work(self) -> frozenset[str]:
-        """Adapters that have requests or pulls under way, or had when the process ended."""
+        """Adapters that have requests or pulls in flight, or had some when the process ended."""
         return frozenset(adapter for adapter, count in self._calls.items() if count)
 
     @contextlib.contextmanager
@@ -63,12 +64,12 @@ class ActorReplica:
             self._actor.forget.broadcast(process_id)
 
     async def connect(self) -> None:
-        """Have the actor send its completions here."""
+        """Have the actor send its completions to this replica."""
         await self._call(self._actor.reply_to, CONTROLLER, self._client.port)
         self._receiving = asyncio.ensure_future(self._client.run())
 
     def disconnect(self) -> None:
-        """Requests that have no completion yet fail."""
+        """Stop receiving completions. Requests without a completion fail."""
         if self._receiving is not None:
             self._receiving.cancel()
 
@@ -93,9 +94,9 @@ class ActorReplica:
         """Pull a version of one of several adapters.
 
         Args:
-            published: Manifests of the adapter's versions, which is told of the pull's measurements.
+            published: Manifests of the adapter's versions. The pull's measurements are recorded there.
         """
-        # Of a pull that fails nobody knows how far it came.
+        # After a failed pull it is unknown which layouts the actor has.
         packed = pack(published.manifest_of(version), self._known_layouts.pop(adapter, frozenset()))
         named = (adapter,) if adapter else ()
         with self._working_for(adapter):
@@ -126,25 +127,25 @@ class ActorReplica:
 
 
 class PullListener(Protocol):
-    """Receiver of the pulls of one adapter, during which an engine generates for none."""
+    """Observer of the pulls of one adapter. An engine generates for no adapter during a pull."""
 
     def pulled(self, name: str) -> None:
-        """The replica of that name has pulled a version, or failed to."""
+        """Handle the end of a pull by the replica with this name, successful or not."""
         ...
 
 
 class AdapterReplica:
-    """An `ActorReplica` for the router of one of several adapters: a `StreamingReplica`, too.
+    """Replica for the router of one of several adapters: a `StreamingReplica` over a shared `ActorReplica`.
 
-    The requests of all adapters meet in one engine, where their ids begin with the adapter's name.
+    The requests of all adapters run in one engine, where their ids begin with the adapter's name.
 
     Attributes:
-        shared: Replica of the generator, which the routers of other adapters use, too.
-        adapter: "" is the model itself.
+        shared: Replica of the generator. The routers of other adapters use it, too.
+        adapter: Name of the adapter; "" is the model itself.
 
     Args:
         published: Manifests of the adapter's versions.
-        listener: Told of the adapter's pulls.
+        listener: Notified after each pull of the adapter.
     """
 
     def __init__(
@@ -187,7 +188,7 @@ class AdapterReplica:
         await self.shared.abort([self._shared_id(request_id) for request_id in request_ids])
 
     async def close(self) -> None:
-        """Do nothing: other adapters use the generator, too."""
+        """Do nothing, because other adapters use the generator, too."""
 
     def _shared_id(self, request_id: str) -> str:
         return f"{self.adapter}:{request_id}"

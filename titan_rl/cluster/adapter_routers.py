@@ -15,7 +15,7 @@ from titan_rl.weights.types import PublishedWeights
 ALONE_AFTER = 2
 """Deaths of generators after which replacements work for one suspected adapter at a time."""
 JOIN_S, ALONE_S = 1.0, 30.0
-"""Time in which such a generator gets requests of one adapter, and the longest time to finish them."""
+"""Time in which such a replacement gets requests of one adapter, and the longest time to finish them, in seconds."""
 
 
 class GeneratorDeaths:
@@ -37,28 +37,28 @@ class GeneratorDeaths:
         """Count a death.
 
         Args:
-            at_work: Adapters that had requests or pulls under way in the generator.
+            at_work: Adapters that had requests or pulls in flight in the generator.
         """
         self.suspects = self.suspects & at_work if self.count else at_work
         self.count += 1
 
 
 class AdapterRouters:
-    """A router for each adapter, over replicas that all of them share: the `AdaptersRouter` of the processes.
+    """A router for each adapter, over replicas that all adapters share. Implements `AdaptersRouter`.
 
-    A router balances the requests of its own adapter, and has the adapter's version.
+    A router balances the requests of its own adapter and tracks the adapter's version.
 
-    If generators die again and again, the cause may be one adapter. It is known if that one alone has had work in the
-    generator at each of the deaths. Usually all adapters have, so after `ALONE_AFTER` deaths a replacement works for
-    one of the suspected adapters at a time first.
+    If generators die repeatedly, one adapter may be the cause. It is identified if it is the only adapter that had work
+    in the generator at each of the deaths. Usually all adapters have work, so after `ALONE_AFTER` deaths a replacement
+    first works for one of the suspected adapters at a time.
 
     Attributes:
         published: Manifests of each adapter's versions.
-        by_adapter: Open routers.
+        by_adapter: Routers that are open, by the name of the adapter.
 
     Args:
-        processes: They have started.
-        console: Shows the user what deaths of generators lead to.
+        processes: Generators that have started.
+        console: Shows the user the consequences of repeated deaths.
     """
 
     def __init__(self, processes: GeneratorProcesses, adapters: Iterable[str], console: Console = LOG) -> None:
@@ -71,7 +71,7 @@ class AdapterRouters:
             for name, published in self.published.items()
         }
         self._deaths = GeneratorDeaths()
-        self._failures: dict[str, asyncio.Future[None]] = {}  # of adapters that can be stopped
+        self._failures: dict[str, asyncio.Future[None]] = {}  # by adapter, for adapters that can be stopped
         self._stopped: set[str] = set()
 
     def has_replica(self, name: str) -> bool:
@@ -85,7 +85,7 @@ class AdapterRouters:
         await asyncio.gather(*(router.retire_replica(name, finish_s) for router in self._with_replica(name)))
 
     async def add_replica(self, replica: ActorReplica) -> bool:
-        """Add a replica to all routers. Returns whether it serves all adapters."""
+        """Add a replica to all routers. Returns whether it serves all open adapters."""
         if self._deaths.count >= ALONE_AFTER and len(suspects := sorted(self._stoppable(self._deaths.suspects))) > 1:
             others = await self._join_all(replica, self.by_adapter.keys() - suspects)
             return await self._work_alone(replica, suspects) and await self._join_all(replica, suspects) and others
@@ -96,7 +96,7 @@ class AdapterRouters:
         return all(await asyncio.gather(*(self._join(each, self.by_adapter[each], replica) for each in open_ones)))
 
     async def _work_alone(self, replica: ActorReplica, suspects: Sequence[str]) -> bool:
-        """Have a replica work for one adapter after the other. Returns whether it has survived that."""
+        """Have a replica work for one adapter after another. Returns whether it has survived."""
         self._console.warning(
             f"{self._deaths.count} deaths of generators may be caused by one of the adapters {', '.join(suspects)}: "
             f"{replica.name} works for one of them at a time first"
@@ -128,10 +128,10 @@ class AdapterRouters:
         return adapter
 
     async def stopped(self, adapter: str) -> None:
-        """Wait until an adapter is stopped. From here on it can be.
+        """Wait until an adapter is stopped. An adapter can be stopped only while this waits.
 
         Raises:
-            ActorDiedError: It is: generators die of its requests.
+            ActorDiedError: The adapter is stopped, because generators die from its requests.
         """
         failure = self._failures[adapter] = asyncio.get_running_loop().create_future()
         try:
@@ -151,7 +151,7 @@ class AdapterRouters:
             return True  # the adapter has ended meanwhile, and needs no replica
 
     def pulled(self, name: str) -> None:
-        """Note a pull of one adapter, for which the requests of the others have waited."""
+        """Note a pull of one adapter, during which the requests of the others waited."""
         for router in self.by_adapter.values():
             router.hear_from(name)
 
@@ -160,12 +160,12 @@ class AdapterRouters:
         return next((why for router in self.by_adapter.values() if (why := router.trouble()) is not None), None)
 
     async def close_router(self, adapter: str) -> None:
-        """Close the router of an adapter. The generators go on."""
+        """Close the router of an adapter. The generators continue."""
         if (router := self.by_adapter.pop(adapter, None)) is not None:
             await router.close()
 
     async def close(self) -> None:
-        """Close all routers and generators."""
+        """Close all routers. The generators continue."""
         await asyncio.gather(*(self.close_router(adapter) for adapter in list(self.by_adapter)))
 
     def _with_replica(self, name: str) -> list[GeneratorRouter]:

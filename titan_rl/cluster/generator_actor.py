@@ -1,4 +1,4 @@
-"""Generator process: an engine loop in a process of its own, or in one per rank if the model is split."""
+"""Generator process: an engine loop in its own process, or in one process per rank if the model is split."""
 
 from __future__ import annotations
 
@@ -37,13 +37,14 @@ from titan_rl.weights.verification import MAX_MARGIN, ProbeFigures, SwapCheck
 
 @dataclass(frozen=True, slots=True)
 class GeneratorPlan:
-    """
+    """Settings that all generators of a run share.
+
     Attributes:
-        seed: Of the run.
-        version: Of the weights in the model's folder.
-        max_running: Most requests one engine advances at a time.
-        sleeps: Engines give their memory to a trainer at times.
-        adapters: That the trainer trains and publishes, by name; the only one has the name "".
+        seed: Seed of the run. Each generator adds its index.
+        version: Version of the weights in the model's folder.
+        max_running: Maximum number of requests that one engine advances at a time.
+        sleeps: Whether engines lend their memory to a trainer at times.
+        adapters: Adapters that the trainer trains and publishes, by name; a single one has the name "".
     """
 
     model: ModelConfig
@@ -59,12 +60,13 @@ class GeneratorPlan:
     def settings_of(
         self, index: int, model_path: str, *, neighbours: int = 0, beside_trainer: bool = False
     ) -> GeneratorSettings:
-        """
+        """Make the settings of one generator.
+
         Args:
-            index: Of the generator, from 0.
-            model_path: Of the model's folder on its host.
-            neighbours: Other generators on its GPUs.
-            beside_trainer: A trainer is on its GPUs, too. What that will take is not known when the engine starts.
+            index: Index of the generator, from 0.
+            model_path: Path of the model's folder on the generator's host.
+            neighbours: Number of other generators on the same GPUs.
+            beside_trainer: Whether a trainer uses the same GPUs. Its memory use is unknown when the engine starts.
         """
         generation = self.generation
         kv_cache_gib = generation.kv_cache_gib
@@ -78,7 +80,7 @@ class GeneratorPlan:
             adapts=generation.max_running == "auto",
             kv_cache_gib=kv_cache_gib,
             gpu_neighbours=neighbours,
-            seed=(self.seed + index) % 2**32,  # equal ones would draw equal tokens for siblings on two generators
+            seed=(self.seed + index) % 2**32,  # equal seeds would draw equal tokens for siblings on two generators
             routed_experts=generation.return_routed_experts,
             gpu_share=generation.gpu_share,
             prefix_cache=bool(generation.prefix_cache),
@@ -93,7 +95,7 @@ class GeneratorPlan:
 
 
 def adapter_specs(config: RunConfig) -> dict[str, AdapterSpec]:
-    """The adapters of a run for its engines, by name; empty if all weights are trained."""
+    """Return the adapters of a run for its engines, by name; empty if all weights are trained."""
     num_versions = 1
     if config.generation.adapter_swap == "pinned":
         num_versions = config.scheduling.max_staleness + 2 + config.validates_beside_training
@@ -137,17 +139,17 @@ class AdapterPulls:
         return self._open()
 
     def items(self, manifest: Manifest) -> Items:
-        """Reads and verifies every byte before the first pair: not for the event loop."""
+        """Read and verify every byte before yielding the first pair. Blocks, so do not call it on the event loop."""
         return self.transport.pull(manifest)
 
     def verify(self, manifest: Manifest, policy: LoadedPolicy) -> ProbeFigures:
-        """Compare the engine with what the trainer measured."""
+        """Compare the engine's logprobs with those that the trainer measured."""
         return self._swaps.verify(manifest.probes, policy.score, manifest.tolerance, version=manifest.version)
 
 
 class GeneratorActor(ProcessActor):
     """Actor of a generator: generates, and pulls weights between two engine steps. With several ranks only the first is
-    called, and the others follow the decisions of its loop."""
+    called; the others follow the decisions of its loop."""
 
     def __init__(self, spec: ProcessSpec, settings: GeneratorSettings) -> None:
         super().__init__(spec)
@@ -175,7 +177,8 @@ class GeneratorActor(ProcessActor):
 
     @concurrent_endpoint
     async def start(self) -> None:
-        """Called on every rank. Returns once the engine can serve, on ranks that follow at once."""
+        """Start the engine. Called on every rank. The first rank returns once the engine can serve, the others at
+        once."""
         if self._spec.rank == 0:
             await self._loop.start()
             settle_heap()
@@ -187,14 +190,14 @@ class GeneratorActor(ProcessActor):
             rank = EngineRank(self._make_engine, GlooRanks(), self._kv_policy, self.work.in_progress)
             follow_leader(rank, self._open)
         except BaseException:
-            # The first rank waits for this one inside a collective: only the end of the process tells it.
+            # The first rank waits for this one inside a collective, and only the end of the process interrupts that.
             logger.exception("rank %d cannot go on", self._spec.rank)
             os._exit(1)
 
     @concurrent_endpoint
     async def reply_to(self, caller: str, port: Port[list[Packed]], replaced: Sequence[str] = ()) -> None:
-        """Send the completions of a caller's requests to its port, and before each a chunk every
-        `generation.stream_interval` tokens. The requests of callers that it replaces end."""
+        """Send the completions of a caller's requests to its port, preceded by a chunk every
+        `generation.stream_interval` tokens. The requests of the callers in `replaced` end."""
         self._callers.add(caller, port, replaced)
 
     @concurrent_endpoint
@@ -214,14 +217,14 @@ class GeneratorActor(ProcessActor):
         """Load a published version and check it against the trainer's logprobs of the manifest's probes.
 
         Args:
-            adapter: One of several adapters.
+            adapter: Name of the adapter, if the run has several.
 
         Returns:
-            The version that is loaded then, this or a newer one.
-            load_s, readback_s, verify_s, stall_s (how long the engine did not step), probe_diff and unverified_share;
-            probe_margin and probe_missed from the second on, in which a version is compared with the one before; and
-            what the transport measured.
-            What the engine said of itself since the pull before.
+            Three values. The first is the version that is loaded afterwards, this or a newer one.
+            The second holds the measurements: load_s, readback_s, verify_s and stall_s (how long the engine did not
+            step) in seconds, probe_diff and unverified_share; from the second pull on also probe_margin and
+            probe_missed, which compare the version with the previous one; and the transport's own measurements.
+            The third is the summary of the engine's gauges since the previous pull.
         """
         pulls = self._pulls_of(adapter)
         (manifest,) = pulls.layouts.unpack([packed])
@@ -246,7 +249,7 @@ class GeneratorActor(ProcessActor):
             "stall_s": result.stall_s,
             "probe_diff": max((each.diff for each in probes), default=0.0),
         }
-        if probes:  # else another pull has loaded this version, and tells of it
+        if probes:  # else another pull has loaded this version, and reports the share
             figures["unverified_share"] = self._unverified_share(result, probes[-1])
         if probes and not math.isnan(probes[-1].margin):
             figures |= {"probe_margin": probes[-1].margin, "probe_missed": probes[-1].missed}
@@ -255,8 +258,8 @@ class GeneratorActor(ProcessActor):
         return result.version, figures, result.gauges
 
     def _unverified_share(self, result: PullResult, probes: ProbeFigures) -> float:
-        """Share of the weights that no check has verified: 0 if all were read back, or if the probes could tell this
-        version from the one before."""
+        """Share of the weights that no check has verified: 0 if all were read back, or if the probes could distinguish
+        this version from the previous one."""
         share = 1.0 if result.readback is None else result.readback.unread_share
         if share and not probes.margin <= MAX_MARGIN:
             why = "the engine cannot be read back" if result.readback is None else describe(result.readback)
@@ -299,8 +302,8 @@ class GeneratorActor(ProcessActor):
 
 
 def _checksums_of(manifest: Manifest) -> dict[str, TensorChecksum]:
-    """Checksums of a published version. Imported here because the module imports torch, which the controller does
-    without."""
+    """Checksums of a published version. The import is local because the module imports torch, which the controller
+    never does."""
     from titan_rl.weights.verification import published_checksums
 
     return published_checksums(manifest)

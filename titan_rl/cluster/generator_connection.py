@@ -1,4 +1,4 @@
-"""A rollout worker's streams to a generator actor, which a `ReplicaConnection` opens."""
+"""Streams of a rollout worker to a generator actor. A `ReplicaConnection` opens them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from titan_rl.types import Completion
 
 
 class GeneratorStream:
-    """A `ReplicaStream` to a `GeneratorActor`, without the controller. Requests that were sent before it breaks, and
-    are not answered, fail.
+    """A `ReplicaStream` to a `GeneratorActor`, without the controller. When it breaks, the requests that were sent
+    through it and are unanswered fail.
 
-    The controller alone knows when the generator's process ends: its router then removes the replica.
+    Only the controller learns when the generator's process ends: its router then removes the replica.
 
     Args:
-        actor: The actor's handle, used by this stream alone.
-        caller: Unique name of this stream, see `caller_of`.
+        actor: Handle of the actor. No other stream uses it.
+        caller: Unique name of this stream; see `caller_of`.
     """
 
     def __init__(self, name: str, actor: Any, caller: str) -> None:
@@ -36,10 +36,10 @@ class GeneratorStream:
         return self._remote.reason or self._client.ended
 
     async def connect(self, replaced: Sequence[str]) -> None:
-        """Have the actor send answers here.
+        """Have the actor send its answers to this stream.
 
         Args:
-            replaced: Callers whose requests end.
+            replaced: Callers whose requests the actor ends.
         """
         await self._call(self._actor.reply_to, self.caller, self._client.port, tuple(replaced))
         self._receiving = asyncio.ensure_future(self._client.run())
@@ -79,8 +79,8 @@ class GeneratorStreams:
     """A `StreamOpener` of streams to a generator.
 
     Args:
-        actor: Address of the replica: its actor's handle. Each stream has another one, because a handle whose actor
-            could not be reached once stays without answers.
+        actor: Address of the replica: the handle of its actor. Each stream uses a new handle, because one whose actor
+            was once unreachable gets no more answers.
         next_caller: Returns a unique name for each stream.
     """
 

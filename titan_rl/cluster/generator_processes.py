@@ -59,17 +59,17 @@ class AdaptersRouter(ReplicaRouter, Protocol):
         ...
 
     def stop_cause(self, why: str) -> str | None:
-        """Stop the adapter that has caused all deaths so far, and return its name; None if it is not known.
+        """Stop the adapter that has caused all deaths so far, and return its name. Returns None if the cause is
+        unknown.
 
         Args:
-            why: Reason for the adapter.
+            why: Reason for the stop, which the adapter's error gives.
         """
         ...
 
 
 class StartLosses:
-    """Losses of hosts while processes start: their processes are given up for now, and the run starts without them if
-    the rest is enough."""
+    """Hosts that are lost while processes start. The run starts without their processes if enough generators remain."""
 
     def __init__(self, hosts: Hosts) -> None:
         self._hosts = hosts
@@ -79,7 +79,7 @@ class StartLosses:
         """Wait for a process that starts on a host. Returns None if the host is lost meanwhile.
 
         Raises:
-            ActorDiedError: It does not start, though its host is there.
+            ActorDiedError: The process does not start, although its host is present.
         """
         try:
             return await starting
@@ -90,13 +90,14 @@ class StartLosses:
             return None
 
     def check(self, num_generators: int, least: int) -> None:
-        """
+        """Check that enough generators have started, and report the lost hosts.
+
         Args:
-            num_generators: That have started.
-            least: As `GenerationConfig.least_generators`.
+            num_generators: Number of generators that have started.
+            least: Minimum number; see `GenerationConfig.least_generators`.
 
         Raises:
-            ActorDiedError: These are too few, of which some were to be on hosts that are lost.
+            ActorDiedError: Hosts are lost, and too few generators have started.
         """
         if self._reasons and num_generators < least:
             reasons = "; ".join(self._reasons.values())
@@ -111,18 +112,18 @@ class StartLosses:
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.2
-"""Interval for checking whether a host is still there while it ends the rest of a process."""
+"""Interval for checking whether a host is still present while it ends the rest of a process, in seconds."""
 
 
 class GeneratorProcesses(SupervisedProcesses):
-    """Generators of a run or a server, each an actor in a process of its own. Made by `start_generators`, or as part of
+    """Generators of a run or a server. Each is an actor in its own process. Made by `start_generators`, or as part of
     `RunProcesses`.
 
     Args:
-        version: Of the weights in the model's folder.
-        max_running: Most requests one engine advances at a time.
-        sleeps: Engines give their memory to a trainer at times.
-        adapters: That the trainer trains and publishes; see `GeneratorPlan`.
+        version: Version of the weights in the model's folder.
+        max_running: Maximum number of requests that one engine advances at a time.
+        sleeps: Whether engines lend their memory to a trainer at times.
+        adapters: Adapters that the trainer trains and publishes; see `GeneratorPlan`.
     """
 
     def __init__(
@@ -168,12 +169,12 @@ class GeneratorProcesses(SupervisedProcesses):
         self._places.begin(generate, self.hosts.gpus)
 
     async def start(self) -> None:
-        """Start all processes together. Those on a host that is lost meanwhile are left to `watch`, if the rest is
-        enough.
+        """Start all processes together. If a host is lost meanwhile and enough generators remain, `watch` replaces the
+        processes of that host.
 
         Raises:
             ConfigError: There are too few GPUs.
-            ActorDiedError: One did not start in time.
+            ActorDiedError: A process did not start in time.
         """
         self.place()
         async with asyncio.TaskGroup() as starting:
@@ -197,10 +198,11 @@ class GeneratorProcesses(SupervisedProcesses):
     def make_router(
         self, replicas: Sequence[Replica] | None = None, strategy: Strategy | None = None
     ) -> GeneratorRouter:
-        """
+        """Make a router of requests.
+
         Args:
-            replicas: By default the generators that have been started.
-            strategy: By default the one that settings name.
+            replicas: Replicas of the router. Defaults to the generators that have been started.
+            strategy: Routing strategy. Defaults to the one in the settings.
         """
         return GeneratorRouter(
             self.replicas if replicas is None else replicas,
@@ -210,7 +212,7 @@ class GeneratorProcesses(SupervisedProcesses):
         )
 
     def waits_for(self, router: ReplicaRouter) -> str:
-        """State of the generators that do not serve, with the settings that limit how long rollouts wait."""
+        """Describe the generators that do not serve, with the settings that limit how long rollouts wait."""
         names = {remote.name for remote in self._remotes.values() if remote.process.role is Role.GENERATOR}
         starting = sorted(name for name in names if not router.has_replica(name))
         lost = ", ".join(sorted(str(process) for process in self._lost if process.role is Role.GENERATOR))
@@ -221,8 +223,8 @@ class GeneratorProcesses(SupervisedProcesses):
         return "; ".join([*parts, f"rollouts wait as long as hosts.wait_s = {self.hosts.config.wait_s:g}"])
 
     def on_replica_failed(self, replica: Replica, error: Exception) -> None:
-        """Handle the failure of a replica in the router: a dead or hanging engine does not recover, even if its process
-        lives."""
+        """Handle the failure of a replica in the router. A dead or hanging engine does not recover, so its process is
+        ended even if it lives."""
         whose = ""
         if isinstance(replica, AdapterReplica):
             replica, whose = replica.shared, f" for the adapter {replica.adapter}" if replica.adapter else ""
@@ -234,11 +236,11 @@ class GeneratorProcesses(SupervisedProcesses):
             self._tell(f"{replica.name} is out of service{whose} until it has the current weights: {reason(error)}")
 
     async def watch(self, router: ReplicaRouter) -> None:
-        """Replace processes that die, until cancelled. The router has the requests of a dead generator go on elsewhere
-        meanwhile.
+        """Replace processes that die, until cancelled. Meanwhile the router continues the requests of a dead generator
+        on others.
 
         Raises:
-            ActorDiedError: One died that is not replaced, or one more than its setting allows.
+            ActorDiedError: A process died that is not replaced, or more processes died than the setting allows.
         """
         async with asyncio.TaskGroup() as background:
 
@@ -257,11 +259,11 @@ class GeneratorProcesses(SupervisedProcesses):
                 background.create_task(self._bring_back(remote, router, background))
 
     async def _bring_back(self, gone: RemoteProcess, router: ReplicaRouter, background: asyncio.TaskGroup) -> None:
-        """Start a process in the place of one that ended, or on another host if its host is gone."""
+        """Start a process in place of one that ended, or on another host if its host is gone."""
         process, clock = gone.process, asyncio.get_running_loop().time
         began, host = clock(), self._host_of(process)
         clearing = background.create_task(self.clear(gone))
-        while not clearing.done() and self.hosts.takes(host):  # one that is gone does not answer
+        while not clearing.done() and self.hosts.takes(host):  # a host that is gone does not answer
             await asyncio.wait([clearing], timeout=LOOK_S)
         if not self._place(process):
             self._lost.add(process)
@@ -269,15 +271,16 @@ class GeneratorProcesses(SupervisedProcesses):
             return
         if self._host_of(process) != host:
             self._tell(f"{process} is gone: {gone.reason}; starting another on {self._host_of(process)}")
-        with contextlib.suppress(TitanRLError):  # it ended in turn, and its end is queued
+        with contextlib.suppress(TitanRLError):  # the new process ended in turn, and its end is queued
             if await self._restart(process, router):
                 self._tell(f"{process} is there again after {clock() - began:.0f} s")
 
     def _count_death(self, remote: RemoteProcess, router: ReplicaRouter) -> None:
-        """Count the death of a process. One too many stops the adapter that has caused all of them, if that is known.
+        """Count the death of a process. If there are more deaths than allowed and all have the same adapter as their
+        cause, that adapter is stopped.
 
         Raises:
-            ActorDiedError: It is one more than its setting allows.
+            ActorDiedError: More processes died than the setting allows, and no adapter is known to be the cause.
         """
         role, log = remote.process.role, self._files.logs / f"{remote.name}.log"
         routers = router if role is Role.GENERATOR and isinstance(router, AdaptersRouter) else None
@@ -294,7 +297,7 @@ class GeneratorProcesses(SupervisedProcesses):
         self._tell(f"{remote.name} died: {remote.reason}; starting another, without the adapter {adapter}")
 
     def _forget(self, remote: RemoteProcess, router: ReplicaRouter) -> None:
-        if router.has_replica(remote.name):  # else it died while it started
+        if router.has_replica(remote.name):  # else it died while starting
             router.remove_replica(remote.name)
 
     def _host_of(self, process: ProcessId) -> str:
@@ -315,7 +318,7 @@ class GeneratorProcesses(SupervisedProcesses):
         """Start processes on a host that has joined: first those that have no place, then new ones.
 
         Returns:
-            The names of those that serve.
+            Names of the processes that serve.
         """
         lost = sorted(process.index for process in self._lost if process.role is Role.GENERATOR)
         chosen = self._places.join(host, self.hosts[host].gpus, lost)
@@ -325,7 +328,7 @@ class GeneratorProcesses(SupervisedProcesses):
         return [str(process) for process, serves in zip(processes, serve, strict=True) if serves]
 
     async def _bring(self, process: ProcessId, host: str, router: ReplicaRouter) -> bool:
-        """Start one process on a host that has joined. A failure leaves the run as it was without the host."""
+        """Start one process on a host that has joined. If that fails, the run continues without it."""
         if host not in self.hosts.names:
             self._lost.add(process)
             return False
@@ -339,11 +342,11 @@ class GeneratorProcesses(SupervisedProcesses):
             self._joining.discard(process)
 
     def _others_of(self, host: str) -> Sequence[ProcessId]:
-        """Processes other than generators for a host that has joined, with their places set."""
+        """Choose processes other than generators for a host that has joined, and set their places."""
         return ()
 
     async def leave(self, host: str, router: ReplicaRouter, why: str) -> None:
-        """End the processes on a host once they have finished their work, or after `hosts.drain_s`."""
+        """End the processes on a host once they have finished their work, or after `hosts.drain_s` seconds."""
         limit_s = self.hosts.config.drain_s
         await self._leave(host, why, lambda remote: self._finish(remote, router, limit_s))
 
@@ -385,7 +388,7 @@ class GeneratorProcesses(SupervisedProcesses):
 
 @dataclass(frozen=True, slots=True)
 class RoutedProcesses:
-    """Generators, and the processes beside them, with the router of their requests: the `HostedProcesses` of a run."""
+    """Generators and the other processes of a run, with the router of their requests. Implements `HostedProcesses`."""
 
     processes: GeneratorProcesses
     router: ReplicaRouter
@@ -405,7 +408,7 @@ class RoutedProcesses:
 
 
 STATEDICT = StateDictConfig()
-"""Weight transport of a server, which has no settings for it."""
+"""Settings of the weight transport of a server, which cannot be configured."""
 
 
 @contextlib.asynccontextmanager
@@ -419,20 +422,20 @@ async def start_generators(
     published: PublishedWeights | None = None,
     adapters: Mapping[str, AdapterSpec] | None = None,
 ) -> AsyncGenerator[GeneratorProcesses]:
-    """Start the generators of a server, which end with the block.
+    """Context manager: start the generators of a server. They end with the block.
 
     Args:
-        version: Of the policy that is served.
-        max_running: Most requests one engine advances at a time.
-        files: What lies beside `logs` is a run's folder to other hosts.
-        console: Shows the user which of them die and have been replaced.
-        published: Where they find the manifests of what `open_transport` publishes; by default they keep the weights
+        version: Version of the policy that is served.
+        max_running: Maximum number of requests that one engine advances at a time.
+        files: Folder of the logs. Its parent serves as the run's folder for other hosts.
+        console: Shows the user which generators have died and been replaced.
+        published: Manifests of the versions that `open_transport` publishes. By default the generators keep the weights
             that they start with.
-        adapters: Of the model, by name; requests that name none are answered by the model itself.
+        adapters: Adapters of the model, by name. Requests that name none are answered by the model itself.
 
     Raises:
-        ActorDiedError: One did not start in time, or the worker of a host did not answer.
-        ConfigError: Hosts differ from this machine.
+        ActorDiedError: A generator did not start in time, or the worker of a host did not answer.
+        ConfigError: A host differs from this machine.
     """
 
     def make(hosts: Hosts) -> GeneratorProcesses:
@@ -463,14 +466,14 @@ async def start_generators(
 
 @contextlib.contextmanager
 def open_transport(config: HostsConfig, run_id: str, adapter: str = "") -> Generator[StateDictTransport]:
-    """Open the publishing end of a server's weight transport, which is closed after the block.
+    """Context manager: open the publishing end of a server's weight transport. It is closed after the block.
 
     Args:
-        run_id: As of the files with which the generators are started.
-        adapter: Whose versions are published; by default the whole model's.
+        run_id: The `run_id` of the files with which the generators are started.
+        adapter: Adapter whose versions are published. By default those of the whole model are.
     """
     address = own_address(config) if config.elsewhere else LOOPBACK
-    # No host has such a name: what is on this one may not share its memory.
+    # No host has this name, because even generators on this machine may not share this process's memory.
     process = ProcessSpec("server", "titan-rl serve", address, Path())
     transport = transport_of(process, policy_run_id(run_id, adapter), STATEDICT)
     try:

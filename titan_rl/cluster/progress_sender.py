@@ -19,57 +19,58 @@ from titan_rl.rollout.types import Rollout
 logger = logging.getLogger(__name__)
 
 SEND_EVERY_S = 0.1
-"""Least time between two messages with answers. What is recorded in it is lost if the process dies."""
+"""Minimum time between two messages with answers, in seconds. Answers recorded in between are lost if the process
+dies."""
 
 ROOM_S = 20.0
-"""Longest time that the controller waits for its disk before it answers a message."""
+"""Longest time that the controller waits for its disk before it answers a message, in seconds."""
 
 MOST_UNSENT = 1 << 20
-"""Tokens that wait for the controller's disk; then no further request is made."""
+"""Maximum number of tokens that wait for the controller's disk. While there are more, no request is made."""
 
 RETRY_S = 0.25
 LONGEST_RETRY_S = 4.0
-"""First and longest pause before a message is sent again."""
+"""First and longest pause before a message is sent again, in seconds."""
 
 GIVE_UP_S = 30.0
-"""Time for the attempts at one message that fail."""
+"""Time after which repeated failures to send a message are final, in seconds."""
 
 ANSWER_S = ROOM_S + 10.0
-"""Longest wait for the answer to a message. A controller that waits for its disk says so after `ROOM_S`, and is asked
-again for as long as that takes."""
+"""Longest wait for the answer to a message, in seconds. A controller that waits for its disk says so after `ROOM_S`,
+and the message is then sent again until the disk has caught up."""
 
 
 class ProgressSender:
-    """Sends answers to the controller's journal, and the ends of rollouts, one message at a time: a message costs more
-    than its content.
+    """Sends answers and the ends of rollouts to the controller's journal, one message at a time. They are collected
+    because a message costs more than its content.
 
-    A message that fails is sent again under the same number, by which the controller recognizes one that it has. After
-    `GIVE_UP_S` of failures the sender has failed for good, and with it the worker: its process is replaced, and its
-    groups run again elsewhere.
+    A message that fails is sent again under the same number, so the controller recognizes a message that it has already
+    received. After `GIVE_UP_S` of failures the sender has failed permanently, and so has the worker: its process is
+    replaced, and its groups run again elsewhere.
 
     Args:
         service: The controller's `GroupService`.
-        worker: Unique name of the process, for the service.
+        worker: Unique name of this process for the service.
     """
 
     def __init__(self, service: Any, worker: str) -> None:
         self._service = service
         self._worker = worker
-        self._number = 0  # of messages so far
+        self._number = 0  # of the last message
         self._answers: list[tuple[str, RecordedAnswer]] = []
         self._finished: list[tuple[str, Rollout]] = []
         self._num_tokens = 0
-        self._sent = asyncio.Event()  # set while few tokens wait
+        self._sent = asyncio.Event()  # set unless too many tokens wait
         self._sent.set()
         self._sending: asyncio.Task[None] | None = None
-        self._turn = asyncio.Lock()  # of one message after the other
+        self._turn = asyncio.Lock()  # messages are sent one after another
         self._failure: ActorDiedError | None = None
 
     def add_answer(self, key: str, answer: RecordedAnswer) -> None:
         """Send an answer of a group soon.
 
         Args:
-            key: Of the group.
+            key: Key of the group.
         """
         self._answers.append((key, answer))
         self._num_tokens += len(answer.completion.token_ids)
@@ -83,16 +84,17 @@ class ProgressSender:
         self._send_soon()
 
     def drop(self, key: str) -> None:
-        """Drop what is unsent of a group that has finished: the group itself has it all."""
+        """Drop the unsent answers of a group that has finished, because the finished group contains them."""
         dropped = [entry for entry in self._answers if entry[0] == key]
         self._answers = [entry for entry in self._answers if entry[0] != key]
         self._finished = [entry for entry in self._finished if entry[0] != key]
         self._make_room(dropped)
 
     def check(self) -> None:
-        """
+        """Check that the sender works.
+
         Raises:
-            ActorDiedError: The sender has failed for good, so that this process is to be replaced.
+            ActorDiedError: The sender has failed permanently, so this process must be replaced.
         """
         if self._failure is not None:
             raise self._failure
@@ -107,7 +109,7 @@ class ProgressSender:
         self.check()
 
     async def flush(self) -> None:
-        """Wait until the controller has all answers so far: for two messages at most, also if more answers come.
+        """Wait until the controller has all answers so far. Takes at most two messages, even if more answers come.
 
         Raises:
             ActorDiedError: See `check`.
@@ -129,7 +131,7 @@ class ProgressSender:
             self._sending = None
 
     async def _send_all(self) -> None:
-        """Send what is unsent, behind a message that is under way."""
+        """Send everything that is unsent, after a message that is in flight."""
         async with self._turn:
             answers, self._answers = self._answers, []
             finished, self._finished = self._finished, []
@@ -159,7 +161,7 @@ class ProgressSender:
             await backoff.pause()
 
     def _fail(self, error: Exception) -> None:
-        """Let everything that waits for the controller fail: the process is of no use any more."""
+        """Fail everything that waits for the controller, because the process is useless from now on."""
         self._failure = ActorDiedError(
             f"its answers could not be sent to the controller's journal for {GIVE_UP_S:g} s: {summary(error)}"
         )
@@ -167,7 +169,7 @@ class ProgressSender:
         self._sent.set()
 
     def _make_room(self, answers: Sequence[tuple[str, RecordedAnswer]]) -> None:
-        """Note that answers no longer wait."""
+        """Note that these answers no longer wait."""
         self._num_tokens -= sum(len(answer.completion.token_ids) for _, answer in answers)
         if self._num_tokens <= MOST_UNSENT:
             self._sent.set()

@@ -13,7 +13,7 @@ from titan_rl.generation.loop.engine_loop import EngineLoop
 from titan_rl.generation.request import EngineRequest
 
 CONTROLLER = "controller"
-"""Caller of the controller's own router."""
+"""Caller name of the controller's own router."""
 
 
 def caller_of(process_id: str, number: int) -> str:
@@ -22,30 +22,30 @@ def caller_of(process_id: str, number: int) -> str:
 
 
 def caller_process(caller: str) -> str:
-    """Process of a connection; the inverse of `caller_of`."""
+    """Name of the process that opened a connection; the inverse of `caller_of`."""
     return caller.partition("#")[0]
 
 
 class RequestCallers:
-    """Runs the requests of all callers in one engine loop. Request ids are unique among those of all callers."""
+    """Runs the requests of all callers in one engine loop. Request ids are unique across callers."""
 
     def __init__(self, loop: EngineLoop) -> None:
         self._loop = loop
         self._servers: dict[str, RequestServer] = {}  # by caller
-        self._requests: dict[asyncio.Task[None], str] = {}  # with their callers
+        self._requests: dict[asyncio.Task[None], str] = {}  # the caller of each request
 
     def add(self, caller: str, port: Port[list[Packed]], replaced: Sequence[str] = ()) -> None:
         """Send the answers of a caller's requests to its port.
 
         Args:
-            caller: Unique among all that the generator has ever had.
-            replaced: Callers in whose place this one is, whose requests end without an answer.
+            caller: Name that the generator has never seen before.
+            replaced: Callers that this one replaces. Their requests end without an answer.
         """
         self._end(set(replaced))
         self._servers[caller] = RequestServer(port)
 
     def start(self, caller: str, requests: Sequence[EngineRequest]) -> None:
-        """Start requests without waiting for them. Those of a caller that is forgotten are dropped: nobody waits for
+        """Start requests without waiting for them. Requests of a forgotten caller are dropped, because nobody waits for
         their answers."""
         if (server := self._servers.get(caller)) is None:
             return

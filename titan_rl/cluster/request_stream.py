@@ -1,9 +1,9 @@
 """Request stream between a caller and a generator: batching of messages, and their packing into plain tuples. Callers
 are the controller and the rollout workers.
 
-Messages of one turn of the event loop travel together, because a message costs more than its content. A generator
-pickles dozens of
-completions between two engine steps; tuples and arrays' bytes take a fraction of the time of dataclasses and enums."""
+Messages of one iteration of the event loop travel together, because a message costs more than its content. A generator
+pickles dozens of completions between two engine steps; tuples and the bytes of arrays take a fraction of the time of
+dataclasses and enums."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from titan_rl.types import Completion, FinishReason, TokenChunk, VersionSpan
 
 @dataclass(frozen=True, slots=True)
 class RequestFailed:
-    """A request ended without a completion."""
+    """Failure of a request: it ended without a completion."""
 
     request_id: str
-    error: TitanRLError  # which pickles
+    error: TitanRLError  # can be pickled
 
 
 FromGenerator = TokenChunk | Completion | RequestFailed
-"""Any number of chunks of a request, and then how it ended."""
+"""Message about a request: any number of chunks, and then its completion or failure."""
 
 Packed = tuple[Any, ...]
 
 
 def pack(message: FromGenerator) -> Packed:
-    """A tuple of builtin values, but for an error, routed experts and scores of prompts."""
+    """Pack a message into a tuple of builtin values. Errors, routed experts and prompt scores stay objects."""
     match message:
         case TokenChunk():
             return (
@@ -115,7 +115,7 @@ def _pack_spans(spans: Sequence[VersionSpan]) -> tuple[tuple[int, int], ...]:
     return tuple([(span.version, span.num_tokens) for span in spans])
 
 
-@lru_cache(maxsize=1024)  # most chunks of a version have as many tokens
+@lru_cache(maxsize=1024)  # most chunks of a version have the same number of tokens
 def _unpack_spans(spans: tuple[tuple[int, int], ...]) -> tuple[VersionSpan, ...]:
     return tuple([VersionSpan(version, num_tokens) for version, num_tokens in spans])
 
@@ -126,11 +126,11 @@ T = TypeVar("T")
 
 
 UNSENDABLE = (TypeError, AttributeError, pickle.PicklingError)
-"""Errors of sending that are due to what is sent, and not to the connection."""
+"""Errors of sending that are caused by the message, not by the connection."""
 
 
 class SendBuffer(Generic[T]):
-    """Buffer of the messages of one turn of the event loop, sent together at its end."""
+    """Buffer of the messages of one iteration of the event loop, which are sent together at its end."""
 
     def __init__(self, send: Callable[[list[T]], None]) -> None:
         self._send = send
@@ -159,7 +159,7 @@ class RequestServer:
         self._is_closed = True
 
     def send(self, message: FromGenerator) -> None:
-        """Send a chunk of a request or, as its last message, its completion."""
+        """Send a chunk of a request or its completion, which is its last message."""
         self._buffer.add(message)
 
     def fail(self, request_id: str, error: Exception) -> None:
@@ -173,13 +173,13 @@ class RequestServer:
         try:
             self._port.send([pack(message) for message in messages])
         except Exception as error:
-            if len(messages) > 1:  # it may be the fault of one
+            if len(messages) > 1:  # one of them may be the cause
                 for message in messages:
                     self._send([message])
                 return
             request_id = messages[0].request_id
             logger.exception("what came of request %r could not be sent", request_id)
-            # else its caller would wait for a completion that has been sent
+            # Otherwise its caller would wait for a completion that is never sent.
             problem = GenerationError(f"its answer could not be sent: {error!r}")
             self._port.send([pack(RequestFailed(request_id, problem))])
 
@@ -188,10 +188,10 @@ class RequestClient:
     """Sends requests from one caller, and receives their completions while `run` runs.
 
     Attributes:
-        ended: Reason why no completion comes any more.
+        ended: Reason why no more completions come; None until `run` ends.
 
     Args:
-        remote: Whose end fails every request.
+        remote: Process of the generator. Its end fails every request.
         send: Passes requests on to the generator.
     """
 
@@ -206,11 +206,11 @@ class RequestClient:
         self.ended: str | None = None
 
     async def generate(self, request: EngineRequest, on_chunk: OnChunk | None = None) -> Completion:
-        """Generate a completion. A completion after the caller was cancelled is dropped.
+        """Generate a completion. If the caller is cancelled, a later completion is dropped.
 
         Raises:
             RequestError: This request can never succeed, or its id is in use.
-            GenerationError: The generator failed, its process ended, or `run` has.
+            GenerationError: The generator failed, its process ended, or `run` has ended.
         """
         if request.request_id in self._in_flight:
             raise RequestError(f"request id {request.request_id!r} is in use; ids must be unique")
@@ -225,7 +225,7 @@ class RequestClient:
             del self._in_flight[request.request_id]
 
     async def run(self) -> None:
-        """Receive what the generator sends, until it ends or this is cancelled."""
+        """Receive the generator's messages until its process ends or this is cancelled."""
         reason = f"nobody listens to {self._remote.name} any more"
         try:
             while True:
@@ -262,7 +262,7 @@ class RequestClient:
         try:
             self._pass_on(wanted)
         except Exception as error:
-            if len(wanted) > 1:  # it may be the fault of one
+            if len(wanted) > 1:  # one of them may be the cause
                 for request in wanted:
                     self._send([request])
                 return

@@ -1,5 +1,5 @@
 """Process of a rollout worker: it runs groups, and sends their requests to the generators through its own shard of the
-router. Environments, parsing and scoring hold Python's lock, and each process has its own."""
+router. Environments, parsing and scoring hold Python's global interpreter lock, so each worker has its own process."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from titan_rl.types import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class RolloutWorkerSettings:
-    """Settings of a worker process. The task is imported there, by its name in the resolved settings.
+    """Settings of a worker process, which imports the tasks named in the resolved settings.
 
     Attributes:
-        config_path, model_path: On the worker's host.
-        shard: Name of the worker's shard of the router, which no other process has ever had.
-        strategy: Pickled strategy of the router, if it is not the one that settings name.
+        config_path, model_path: Paths on the worker's host.
+        shard: Name of the worker's shard of the router. No other process has ever had it.
+        strategy: Pickled strategy of the router, if it is not the one in the settings.
     """
 
     config_path: Path
@@ -60,10 +60,10 @@ class GroupOrder:
 
     Attributes:
         key: Unique name of this run of the group.
-        sample: One of the task, or a `Matched` of it.
+        sample: Sample of the task, or a `Matched` with one.
         index: Position in the training data; None for a validation group.
-        known: Answers that the group got before, if it runs again.
-        version: That its requests name; see `GroupRequests`.
+        known: Answers that the group received before, if it runs again.
+        version: Version that the group's requests name; see `GroupRequests`.
     """
 
     key: str
@@ -78,7 +78,7 @@ class GroupOrder:
 
 
 CANCEL_S = 1.0
-"""Longest time until the requests of a cancelled group have ended."""
+"""Longest wait for the requests of a cancelled group to end, in seconds."""
 
 
 class _Group:
@@ -130,8 +130,8 @@ class RolloutWorkerActor(ProcessActor):
         super().__init__(spec)
         self._settings = settings
         self._service = ActorHandle(service)
-        self._numbers = count()  # of streams to generators
-        self._groups: dict[str, _Group] = {}  # by key, as the next
+        self._numbers = count()  # of the streams to generators
+        self._groups: dict[str, _Group] = {}  # by key, like the tasks
         self._tasks: dict[str, asyncio.Task[RolloutGroup]] = {}
 
     @concurrent_endpoint
@@ -144,7 +144,7 @@ class RolloutWorkerActor(ProcessActor):
         from titan_rl.config.build import open_rollouters
         from titan_rl.config.load import load_config
 
-        asyncio.get_running_loop().set_default_executor(UsersThreads())  # the process ends without what hangs there
+        asyncio.get_running_loop().set_default_executor(UsersThreads())  # the process ends without waiting for threads
         console = _ControllerConsole(self._spec.name, self._service)
         config_path = self._settings.config_path
         config = load_config(config_path, [("model.path", str(self._settings.model_path))], check_files=False)
@@ -160,21 +160,21 @@ class RolloutWorkerActor(ProcessActor):
         self._max_context = config.model.max_context
         self._training = {source.name: RunningGroups(self._shard.finish_session) for source in config.sources}
         self._held_out = RunningGroups(self._shard.finish_session)
-        # Both for as long as the process lives.
+        # Both stay open for the lifetime of the process.
         self._opened = open_rollouters(config, config_path.parent, console)
         self._rollouters = await self._opened.__aenter__()
         self._watchdog = LoopWatchdog(console)
-        self._watchdog.__enter__()  # after the imports
+        self._watchdog.__enter__()  # after the imports, which block the loop
 
     @concurrent_endpoint
     async def tell_shard(self, number: int, message: ToShard) -> tuple[Ended, Counter[str]]:
         """Have the shard carry out a message of the router; see `RouterShard.receive_message`.
 
         Returns:
-            Its answer, and the running training groups by state.
+            The shard's answer, and the number of running training groups by state.
 
         Raises:
-            ActorDiedError: The controller's journal cannot be reached, so that this process is to be replaced.
+            ActorDiedError: The controller's journal cannot be reached, so this process must be replaced.
         """
         self._sender.check()
         ended = await self._shard.receive_message(number, message)
@@ -183,7 +183,7 @@ class RolloutWorkerActor(ProcessActor):
     @concurrent_endpoint
     async def run_group(self, order: GroupOrder) -> RolloutGroup:
         """Run a group; see `Rollouter.run_group`. Returns plain data without the sample, because environments may keep
-        in messages and samples what does not pickle.
+        objects in messages and samples that cannot be pickled.
 
         Raises:
             ActorDiedError: See `tell_shard`.
@@ -208,9 +208,9 @@ class RolloutWorkerActor(ProcessActor):
             try:
                 finished = await running
             except Exception:
-                self._sender.check()  # then that is why
+                self._sender.check()  # raises if the journal was the cause
                 raise
-            self._sender.check()  # else requests may have failed for want of the journal
+            self._sender.check()  # otherwise requests may have failed because the journal was unreachable
             self._sender.drop(order.key)
             return replace(finished, sample=None, rollouts=[portable(rollout) for rollout in finished.rollouts])
 
@@ -225,7 +225,7 @@ class RolloutWorkerActor(ProcessActor):
 
     @concurrent_endpoint
     async def cancel(self, key: str) -> None:
-        """Close the environments of a group, and send its answers. One that has ended is no error."""
+        """Close the environments of a group, and send its answers. Does nothing for a group that has ended."""
         if (task := self._tasks.get(key)) is None:
             return
         group = self._groups[key]
@@ -237,8 +237,8 @@ class RolloutWorkerActor(ProcessActor):
 
     @concurrent_endpoint
     async def suspend(self, key: str) -> None:
-        """Hold back new requests of a group, and end those in flight with the tokens that they have. One that has ended
-        is no error."""
+        """Hold back new requests of a group, and end those in flight with the tokens generated so far. Does nothing for
+        a group that has ended."""
         if (group := self._groups.get(key)) is not None:
             group.suspension.suspend()
             await group.suspension.abort_in_flight()
@@ -276,12 +276,12 @@ class RolloutWorkerActor(ProcessActor):
 
 
 class _ControllerConsole(Console):
-    """Console of a worker, whose lines are shown by the controller's."""
+    """Console of a worker. The controller's console shows its lines."""
 
     def __init__(self, worker: str, service: Any) -> None:
         self._worker = worker
         self._service = service
-        self._in_actor = contextvars.copy_context().run  # other threads send for this actor
+        self._in_actor = contextvars.copy_context().run  # lets other threads send in the context of this actor
 
     def message(self, text: str) -> None:
         self.warning(text)
