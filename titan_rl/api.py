@@ -1,7 +1,8 @@
 """`titan_rl.train` and `titan_rl.evaluate`: runs and evaluations from Python, with every part replaceable.
 
-They block, also in a notebook, whose event loop goes on waiting: the program runs in a thread then. What belongs to an
-event loop of yours, such as an engine loop that you have started, is evaluated with `await evaluate_async(...)` in it.
+Both block until they are done. In a notebook, whose event loop is already running, they run in a thread. To evaluate an
+object that belongs to your own event loop, such as an engine loop that you started, call `await evaluate_async(...)`
+there.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def train(
     name: str | None = None,
     resume: str | Path | None = None,
 ) -> RunSummary:
-    """Run a config to its end, as `titan-rl train` does. Whatever is given takes the place of what the settings name.
+    """Run a config to its end, as `titan-rl train` does. Each given argument replaces what the settings name.
 
     Example:
 
@@ -81,32 +82,33 @@ def train(
         summary.reward_before, summary.reward_after, summary.rewards, summary.run_dir
 
     Args:
-        config: a TOML file, several of them, or a `RunConfig`.
-        overrides: settings by their dotted names, those of tasks too: "task.largest", "tasks.sums.weight".
-        task: an object, or several as `TaskSource`s with their shares.
-        loss, advantage, optimizer, engine, transport: functions of a module, or their names, as settings name them.
-        renderer: of the environments in this process; `rollout.num_workers` is 0 then.
-        strategy: how a request finds its replica; made for this run alone.
-        filters: which groups are not trained on.
-        trainer: in the place of the trainer's processes. It is not closed.
-        generate: in the place of the generators: a function that knows nothing of weights.
-        replicas: in the place of the generators, with weights of their own; they are closed at the end.
-        published: where `replicas` find the manifests of what the trainer publishes.
-        sinks: take the metrics of every step, too.
-        name: of the run's folder, behind the time.
-        resume: the folder of an earlier run with this config, which goes on.
+        config: TOML file, several TOML files, or a `RunConfig`.
+        overrides: Settings by their dotted names, including those of tasks: "task.largest", "tasks.sums.weight".
+        task: Task object, or several as `TaskSource`s with their shares.
+        loss, advantage, optimizer, engine, transport: Function of a module, or its name as in settings.
+        renderer: Renderer of the environments. They run in this process, so `rollout.num_workers` must be 0.
+        strategy: Routing strategy, which chooses the replica of each request. It must not be shared between runs.
+        filters: Group filters, which select the groups that are not trained on.
+        trainer: Trainer to use instead of the trainer's processes. It is not closed.
+        generate: Function to use instead of the generators. It does not load published weights.
+        replicas: Replicas to use instead of the generators. They load the published weights themselves, and are closed
+            at the end of the run.
+        published: Receives the manifests of the versions that the trainer publishes, for `replicas`.
+        sinks: Additional sinks for the metrics of every step, by the names that messages use.
+        name: Name of the run's folder, appended to the start time.
+        resume: Folder of an earlier run with this config, which is continued.
 
-    With `[[adapters]]` the summary has those of the adapters: `summary.adapters["sort"].reward_after`. Their run takes
-    no `renderer`, `strategy`, `filters`, `trainer`, `generate`, `replicas` and `sinks`.
+    With `[[adapters]]`, the summary contains a summary for each adapter: `summary.adapters["sort"].reward_after`. Such
+    a run accepts no `renderer`, `strategy`, `filters`, `trainer`, `generate`, `replicas` or `sinks`.
 
-    With both `trainer` and `generate` or `replicas` nothing runs in other processes, and neither torch nor Monarch need
-    be installed.
+    If `trainer` and either `generate` or `replicas` are given, nothing runs in other processes, and neither torch nor
+    Monarch has to be installed.
 
     Raises:
-        ConfigError: a setting is wrong, or parts do not go together.
-        KeyboardInterrupt: Ctrl-C stopped the run in order; what is trained is saved.
+        ConfigError: a setting is wrong, or the given parts do not fit together.
+        KeyboardInterrupt: Ctrl-C stopped the run in order; its progress is saved.
         AdaptersFailedError: some of the `[[adapters]]` failed; its `finished` has the summaries of the others.
-        TitanRLError: what ended the run.
+        TitanRLError: the run failed.
     """
     from titan_rl.run.launch import run_training
 
@@ -162,19 +164,19 @@ def evaluate(
         print(titan_rl.table([before, after]))
 
     Args:
-        config: a TOML file, several of them, or a `RunConfig`.
-        policy: a run's folder, a checkpoint's, a model's, the URL of an endpoint, or a function: a `GenerateFn`, or a
-            `ChatFn`, which is one with a parameter `messages`.
-        task: in the place of those of the config.
-        renderer: of a `GenerateFn`; by default that of the config's model.
-        overrides: settings by their dotted names, those of tasks too.
-        out: a folder that keeps transcripts and results, and in which one that was stopped goes on.
-        options: those of `EvalConfig`: num_prompts, samples, temperature, max_tokens, top_p, tasks, success, in_flight,
-            and of endpoints model, api, key_env, body.
+        config: TOML file, several TOML files, or a `RunConfig`.
+        policy: Folder of a run, a checkpoint or a model, the URL of an endpoint, or a function. A function with a
+            parameter `messages` is a `ChatFn`, any other a `GenerateFn`.
+        task: Task that replaces those of the config.
+        renderer: Renderer for a `GenerateFn`; by default that of the config's model.
+        overrides: Settings by their dotted names, including those of tasks.
+        out: Folder for transcripts and results. An evaluation that was stopped continues in the same folder.
+        options: Fields of `EvalConfig`: num_prompts, samples, temperature, max_tokens, top_p, tasks, success,
+            in_flight, and for endpoints model, api, key_env, body.
 
     Raises:
         ConfigError: a setting or an option is wrong, or there is no such policy.
-        TitanRLError: what ended it.
+        TitanRLError: the evaluation failed.
     """
     return run_to_its_end(
         evaluate_async(config, policy, task=task, renderer=renderer, overrides=overrides, out=out, **options)

@@ -19,10 +19,11 @@ from titan_rl.core.pickling import quick_pickle
 
 
 def require_member(owner: object, field_name: str, kind: type[StrEnum]) -> None:
-    """A string that looks like a member would pass for it in `==` and not in `is`.
+    """Check that a dataclass field is a member of an enum. A plain string would be equal to the member, but not
+    identical.
 
     Raises:
-        ValueError: the field's value is no member of `kind`.
+        ValueError: the field's value is not a member of `kind`.
     """
     value = getattr(owner, field_name)
     if not isinstance(value, kind):
@@ -34,10 +35,11 @@ def require_member(owner: object, field_name: str, kind: type[StrEnum]) -> None:
 
 
 def keep_integer(owner: object, field_name: str, least: float, most: float, allowed: str) -> None:
-    """Check an integer field of a frozen dataclass, and keep it as an `int`: NumPy's integers do not encode.
+    """Check an integer field of a frozen dataclass, and convert it to an `int`: NumPy's integers cannot be encoded.
 
     Raises:
-        ValueError: the field's value is no integer, or not between `least` and `most`.
+        ValueError: the field's value is not an integer, or not between `least` and `most`. The message says that it
+            must be `allowed`.
     """
     given = getattr(owner, field_name)
     value = given if type(given) is int else _integer_or_none(given)
@@ -48,10 +50,11 @@ def keep_integer(owner: object, field_name: str, least: float, most: float, allo
 
 
 def keep_float(owner: object, field_name: str, least: float, most: float, allowed: str) -> None:
-    """Check a number field of a frozen dataclass, and keep it as a `float`.
+    """Check a number field of a frozen dataclass, and convert it to a `float`.
 
     Raises:
-        ValueError: the field's value is no number, or not between `least` and `most`.
+        ValueError: the field's value is not a number, or not between `least` and `most`. The message says that it must
+            be `allowed`.
     """
     given = getattr(owner, field_name)
     value = given if type(given) is float else float_or_none(given)
@@ -62,7 +65,7 @@ def keep_float(owner: object, field_name: str, least: float, most: float, allowe
 
 
 def float_or_none(value: Any) -> float | None:
-    """`value` as a `float`; None where it is no number. Text is none, also where `float` would read it."""
+    """`value` as a `float`; None if it is not a number. Text is not a number, even if `float` could parse it."""
     if isinstance(value, str | bytes | bytearray) or not isinstance(value, SupportsFloat):
         return None
     try:
@@ -78,19 +81,19 @@ def _integer_or_none(value: Any) -> int | None:
         return None
 
 
-_MAX_INT = 2**63 - 1  # what journals and engines have a word for
+_MAX_INT = 2**63 - 1  # largest integer that journals and engines can store
 _MAX_FLOAT = sys.float_info.max
 _LEAST_FLOAT = math.ulp(0.0)
 MOST_TOP_LOGPROBS = 20
-"""Of one token. What the clients of OpenAI may ask for, and vLLM gives."""
+"""Largest number of alternatives per token. It is the limit of OpenAI's API and of vLLM."""
 
 
 class FinishReason(StrEnum):
-    """Why a completion ended."""
+    """Reason why a completion ended."""
 
     STOP = "stop"  # a stop token; it is the completion's last token
     LENGTH = "length"  # the token budget or the context is used up
-    TOOL_CALLS = "tool_calls"  # of a reply that a server parsed: it stopped, and calls tools
+    TOOL_CALLS = "tool_calls"  # only in a reply that a server parsed: it stopped, and calls tools
     ABORT = "abort"  # interrupted; the tokens so far are valid
 
 
@@ -100,31 +103,33 @@ class SamplingParams:
     """Sampling parameters of one completion. Never mutated: `dataclasses.replace` makes a changed copy.
 
     Args:
-        max_tokens: most tokens to generate, at least 1.
-        temperature: 0 is greedy; behaviour logprobs are those of the distribution at this temperature.
-        top_p: nucleus mass in (0, 1].
-        top_k: -1 keeps every token.
-        min_p: least probability relative to the most likely token, in [0, 1].
-        min_tokens: stop tokens are not sampled before this many tokens.
-        seed: makes the draw reproducible for the same prompt and weights.
-        stop_token_ids: tokens that end the completion; the stop token is part of it.
-        return_routed_experts: ask a mixture-of-experts model for the experts each token took.
-        top_logprobs: ask for so many of the likeliest tokens at each position, at most 20. What is sampled is the same.
-        prompt_logprobs: ask for the logprobs of the prompt's own tokens, with so many of the likeliest tokens at each
-            position, at most 20; None asks for none. Teachers score with it.
-        presence_penalty: subtracted from the logits of tokens that the completion has already, in [-2, 2].
-        frequency_penalty: subtracted from a token's logit for each time that the completion has it, in [-2, 2].
-        repetition_penalty: divides the positive logits, and multiplies the negative ones, of tokens that prompt or
-            completion have already. 1 changes nothing.
-        logit_bias: (token, value) pairs, or a mapping; each value in [-100, 100] is added to its token's logit.
-        constraint: the texts that may be sampled, as JSON in the form of a structural tag of xgrammar, which vLLM
-            reads, too: `{"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {...}}}`. Tokens
-            that lead to no such text are not sampled: the completion is one of them, or cut off at its budget.
-        num_continued: this many tokens at the end of the prompt are the completion's own, from an attempt that was
-            interrupted. A constraint goes on behind them. Only `after` sets it.
+        max_tokens: Largest number of tokens to generate, at least 1.
+        temperature: Sampling temperature; 0 is greedy. Behaviour logprobs are those of the distribution at this
+            temperature.
+        top_p: Nucleus mass in (0, 1].
+        top_k: Number of likeliest tokens to sample from; -1 keeps every token.
+        min_p: Least probability relative to the most likely token, in [0, 1].
+        min_tokens: Number of tokens before which no stop token is sampled.
+        seed: Seed that makes the draw reproducible for the same prompt and weights.
+        stop_token_ids: Tokens that end the completion. The stop token is part of the completion.
+        return_routed_experts: Whether a mixture-of-experts model returns the experts of each token.
+        top_logprobs: Number of likeliest tokens to return at each position, at most 20. The sampled tokens stay the
+            same.
+        prompt_logprobs: Number of likeliest tokens to return at each position of the prompt, at most 20, besides the
+            logprobs of the prompt's own tokens. None returns no scores of the prompt. Teachers score with it.
+        presence_penalty: Subtracted from the logits of tokens that the completion already has, in [-2, 2].
+        frequency_penalty: Subtracted from a token's logit for each occurrence in the completion, in [-2, 2].
+        repetition_penalty: Divides the positive logits and multiplies the negative logits of tokens that the prompt or
+            the completion already has. 1 changes nothing.
+        logit_bias: (token, value) pairs, or a mapping. Each value, in [-100, 100], is added to its token's logit.
+        constraint: Set of texts that may be sampled, as the JSON of an xgrammar structural tag, which vLLM also reads:
+            `{"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {...}}}`. Tokens that cannot
+            lead to an allowed text are not sampled, so the completion is an allowed text unless its budget cuts it off.
+        num_continued: Number of tokens at the end of the prompt that belong to the completion: an earlier attempt
+            generated them before it was interrupted. A constraint continues after them. Only `after` sets it.
 
     Raises:
-        ValueError: names the field, the value and what is allowed.
+        ValueError: a value is not allowed. The message names the field, the value and what is allowed.
     """
 
     max_tokens: int
@@ -211,8 +216,8 @@ class SamplingParams:
 
     @property
     def shaping(self) -> dict[str, Any]:
-        """The parameters that make the distribution sampled from another than the policy's at this temperature, with
-        their values. A constraint is one of them.
+        """The parameters that make the sampling distribution differ from the policy's at this temperature, with their
+        values. They include a constraint.
 
         Example: `SamplingParams(64, temperature=0.7, top_p=0.9).shaping` is `{"top_p": 0.9}`.
         """
@@ -220,7 +225,7 @@ class SamplingParams:
         return {name: value for name, default in unshaped if (value := getattr(self, name)) != default}
 
     def within(self, room: int) -> SamplingParams:
-        """The same with a budget of `room` tokens at most, which is at least 1.
+        """Return the same parameters with a budget of at most `room` tokens; `room` is at least 1.
 
         Example: `SamplingParams(max_tokens=64, min_tokens=8)` within 6 is `SamplingParams(max_tokens=6, min_tokens=6)`.
         """
@@ -229,7 +234,7 @@ class SamplingParams:
         return replace(self, max_tokens=room, min_tokens=min(self.min_tokens, room))
 
     def after(self, num_tokens: int) -> SamplingParams:
-        """Return the parameters for the rest of a completion that already has this many tokens.
+        """Return the parameters for the rest of a completion that already has `num_tokens` tokens.
 
         A seed becomes another one, since repeating it would repeat its draws.
 
@@ -246,28 +251,30 @@ class SamplingParams:
 
     @property
     def _looks_back(self) -> bool:
-        """Whether what is sampled next depends on where in its context the completion began."""
+        """Whether the next sample depends on the position in the context at which the completion began."""
         return self.constraint is not None or bool(self.presence_penalty or self.frequency_penalty)
 
 
 EXTRA_SAMPLING = frozenset(("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "constraint"))
-"""Fields of `SamplingParams` that an engine honours only if it says so: see `titan_rl.generation.engine.Engine`."""
+"""Fields of `SamplingParams` that an engine honours only if it says so; see `titan_rl.generation.engine.Engine`."""
 
 _SHAPING = EXTRA_SAMPLING | {"top_p", "top_k", "min_p", "min_tokens"}
 
 
 TopLogprobs = Sequence[Sequence[tuple[int, float]]]
-"""The likeliest tokens at each position of a completion, the likeliest first, each with its logprob under the
-distribution that the token there was sampled from; none that this leaves out.  # [num_tokens, at most top_logprobs]"""
+"""The likeliest tokens at each position of a completion, the likeliest first, as (token id, logprob). The logprobs are
+those of the distribution that the token was sampled from; tokens that cannot be sampled from it are omitted.
+# [num_tokens, at most top_logprobs]"""
 
 
 @quick_pickle
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """`num_tokens` consecutive tokens that policy version `version` produced. Any integers, which it keeps as `int`.
+    """`num_tokens` consecutive tokens that policy version `version` produced. Integers of other types, such as NumPy's,
+    are converted to `int`.
 
     Raises:
-        ValueError: one of them is no integer, or negative.
+        ValueError: a field is not an integer, or negative.
     """
 
     version: int
@@ -280,17 +287,20 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """Logprobs of a prompt's tokens after the first, at temperature 1, and of the likeliest tokens in their places.
+    """Logprobs of a prompt's tokens after the first, at temperature 1, and of the likeliest tokens at their positions.
 
     Example: the prompt [7, 8, 5] with `prompt_logprobs = 1`, where 5 is the likeliest token after [7, 8]:
 
         PromptScores([-2.0, -0.1], top_k=1, top_ids=[9, 5], top_logprobs=[-0.5, -0.1])
 
     Args:
-        top_ids: the likeliest tokens of each place, the likeliest first, all places behind each other.
+        logprobs: Logprobs of the prompt's own tokens.
+        top_k: Number of likeliest tokens at each position.
+        top_ids: Likeliest tokens at each position, the likeliest first; the positions are concatenated.
+        top_logprobs: Logprobs of `top_ids`.
 
     Raises:
-        ValueError: a place has other than `top_k` of them.
+        ValueError: a position does not have exactly `top_k` of the likeliest tokens.
     """
 
     logprobs: Sequence[float]  # [num_prompt_tokens - 1]
@@ -306,9 +316,9 @@ class PromptScores:
             )
 
     def between(self, start: int, stop: int) -> PromptScores:
-        """The scores of the tokens [start, stop) of the prompt; `start` is at least 1.
+        """Return the scores of the tokens [start, stop) of the prompt; `start` is at least 1.
 
-        Example: of a prompt of 3 tokens `between(2, 3)` are those of the last.
+        Example: for a prompt of 3 tokens, `between(2, 3)` are the scores of the last token.
         """
         first, last = start - 1, stop - 1
         at = slice(first * self.top_k, last * self.top_k)
@@ -316,7 +326,7 @@ class PromptScores:
 
 
 def _plain(value: Any) -> Any:
-    """Sequences and arrays as lists, which say of themselves in one word whether they are equal."""
+    """Convert sequences and arrays to lists, whose `==` returns a single boolean."""
     if hasattr(value, "tolist"):
         return value.tolist()
     return [_plain(each) for each in cast("Sequence[Any]", value)] if isinstance(value, list | tuple) else value
@@ -327,15 +337,15 @@ def _plain(value: Any) -> Any:
 class Completion:
     """The tokens generated for one request, each with its behaviour logprob and policy version.
 
-    `len(token_ids) == len(logprobs) == sum(span.num_tokens for span in version_spans)`. Who makes one gives whatever
-    sequences it has; those that come from an engine, and those of a `Rollout`, are packed: see `titan_rl.core.arrays`.
-    `logprobs` are those of the distribution sampled from. Where a constraint left tokens out, `allowed_logprobs` has at
-    each position the log of the probability that the policy gives to all the tokens that were allowed, at the same
-    temperature: a token's own logprob under the policy without the constraint is the sum of the two, and 0 says that
-    nothing was left out.
+    `len(token_ids) == len(logprobs) == sum(span.num_tokens for span in version_spans)`. The fields may be any
+    sequences. In completions of an engine and of a `Rollout` they are packed arrays, see `titan_rl.core.arrays`.
+    `logprobs` are those of the distribution that was sampled from. If a constraint excluded tokens, `allowed_logprobs`
+    has at each position the log of the total probability of the allowed tokens under the policy, at the same
+    temperature. The sum of both is the token's logprob under the policy without the constraint; an allowed logprob of 0
+    means that no token was excluded.
 
-    Completions of the same numbers are equal, in lists, tuples or arrays. For JSON `list(completion.token_ids)`, or of
-    what is packed and of NumPy's `tolist()`, gives a list.
+    Completions with equal numbers are equal, whether these are in lists, tuples or arrays. To write JSON, convert
+    sequences with `list(completion.token_ids)`, or packed and NumPy arrays with `tolist()`.
 
     Example: five tokens, the last two sampled after weights 7 replaced weights 6:
 
@@ -343,8 +353,8 @@ class Completion:
                    (VersionSpan(6, 3), VersionSpan(7, 2)))
 
     Raises:
-        ValueError: the lengths disagree, a metric is no number, or `request_id`, `finish_reason`, `version_spans`,
-            `metrics` or `ended` are of another type.
+        ValueError: the lengths disagree, a metric is not a number, or `request_id`, `finish_reason`, `version_spans`,
+            `metrics` or `ended` has the wrong type.
     """
 
     request_id: str
@@ -354,15 +364,15 @@ class Completion:
     version_spans: Sequence[VersionSpan]
     routed_experts: Any = None  # [num_tokens, num_layers, top_k] of the forward that produced each token, or None
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-    ended: FinishReason | None = None  # of one that says ABORT: how it ended by itself, if it did before it heard
-    top_logprobs: TopLogprobs | None = None  # [num_tokens, ...] where they were asked for
+    ended: FinishReason | None = None  # with ABORT: the request's own end, if it ended before the abort reached it
+    top_logprobs: TopLogprobs | None = None  # [num_tokens, ...] if requested
     allowed_logprobs: Sequence[float] | None = None  # [num_tokens] under a constraint, or None
-    prompt_scores: PromptScores | None = None  # where `prompt_logprobs` were asked for
+    prompt_scores: PromptScores | None = None  # if `prompt_logprobs` were requested
 
     def __post_init__(self) -> None:
         if not isinstance(self.request_id, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"Completion.request_id is {self.request_id!r}; it must be that of its request, a string")
-        if type(self.request_id) is not str:  # of NumPy
+        if type(self.request_id) is not str:  # a string of NumPy
             object.__setattr__(self, "request_id", str.__str__(self.request_id))
         require_member(self, "finish_reason", FinishReason)
         if self.ended is not None:
@@ -382,7 +392,7 @@ class Completion:
 
 
 def _keep_metrics(completion: Completion) -> None:
-    """Keep metrics as they are where all are floats by name, and a dictionary of floats in the place of others."""
+    """Check the metrics. A mapping of names to floats is kept; any other is replaced by a dictionary of floats."""
     metrics: Any = completion.metrics
     if not isinstance(metrics, Mapping):
         raise ValueError(f"Completion.metrics is {metrics!r}; it must map names to numbers")
@@ -399,8 +409,8 @@ def _keep_metrics(completion: Completion) -> None:
 @quick_pickle
 @dataclass(frozen=True, slots=True)
 class TokenChunk:
-    """The tokens that a request has gained since its last chunk, streamed ahead of its completion. One without tokens
-    says that the engine steps.
+    """The tokens that a request has gained since its last chunk, streamed before its completion. A chunk without tokens
+    says that the engine is stepping.
 
     Raises:
         ValueError: the lengths disagree.
@@ -419,10 +429,10 @@ class TokenChunk:
 
 
 def require_aligned(tokens: TokenChunk | Completion) -> None:
-    """
+    """Check that every token has exactly one logprob, one version, and one row of each further field that is not None.
+
     Raises:
-        ValueError: `version_spans` are of another type, a token lacks its logprob, version or one of the further rows,
-            or there are more of these.
+        ValueError: the lengths disagree, or `version_spans` has the wrong type.
     """
     spans = tokens.version_spans
     if not all(isinstance(span, VersionSpan) for span in spans):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -450,9 +460,10 @@ class GenerateFn(Protocol):
     test, or a wrapper around any of them. Calls run concurrently; each resolves with a completion or raises.
 
     Args:
-        prompt_token_ids: the whole context, unchanged tokens of earlier turns included.
-        request_id: unique for one call.
-        session_id: stable over the turns of one rollout, so that a router can keep its KV cache warm.
+        prompt_token_ids: Whole context, including the unchanged tokens of earlier turns.
+        request_id: Identifier that is unique to this call.
+        session_id: Identifier that is the same for all turns of a rollout, so that a router can reuse its KV cache.
+        sampling: Sampling parameters.
 
     Raises:
         titan_rl.core.errors.RequestError: this request can never succeed (too long, bad parameters).

@@ -96,7 +96,7 @@ class NumberArray(Sequence[N]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._is_window:
-            return NumberArray, (self._values, self._start, self._stop)  # what shares an array shares it there, too
+            return NumberArray, (self._values, self._start, self._stop)  # windows share their array after unpickling
         return NumberArray, (self._values,)
 
     @property
@@ -126,15 +126,15 @@ class NumberArray(Sequence[N]):
         return self._view().min().item()
 
     def most(self) -> N:
-        """Largest number.
+        """The largest number.
 
         Raises:
-            ValueError: there are none.
+            ValueError: the sequence is empty.
         """
         return self._view().max().item()
 
     def is_finite(self) -> bool:
-        """Whether none of them is NaN or infinite."""
+        """Whether no number is NaN or infinite."""
         import numpy as np
 
         return bool(np.isfinite(self._view()).all())
@@ -189,7 +189,7 @@ def array_from_bytes(typecode: str, data: bytes) -> NumberArray[Any]:
     """The array whose bytes `tobytes` returned.
 
     Raises:
-        ValueError: these are not the bytes of whole numbers.
+        ValueError: the number of bytes is not a multiple of the size of a number.
     """
     return NumberArray(array(typecode, data))
 
@@ -209,7 +209,7 @@ def common_length(one: NumberArray[N], other: NumberArray[N]) -> int:
     low, high = 0, min(len(one), len(other))
     if one[:high].tobytes() == other[:high].tobytes():
         return high
-    while low < high:  # they agree up to low, and not up to high + 1
+    while low < high:  # the arrays agree up to low, and not up to high + 1
         middle = (low + high + 1) // 2
         if one[low:middle].tobytes() == other[low:middle].tobytes():
             low = middle
@@ -276,7 +276,7 @@ FREE_ROW = 2**16 - 1
 class ExpertRows(Sequence["list[list[int]] | None"]):
     """Immutable rows of routed experts of each token, two bytes each; a row is None if the router chooses freely.
 
-    Example: of two tokens, two layers, and one expert in each: `expert_rows([[[3], [1]], [[0], [1]]])`.
+    Example: two tokens, two layers, and one expert in each layer: `expert_rows([[[3], [1]], [[0], [1]]])`.
     """
 
     __slots__ = ("_values", "num_layers", "top_k")

@@ -1,4 +1,4 @@
-"""Clocks: the time as an object, so that a test can run in virtual time (`titan_rl.testing.clock.ManualClock`)."""
+"""Clock objects, so that a test can run in virtual time (`titan_rl.testing.clock.ManualClock`)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Clock:
         return time.monotonic()
 
     def now_ns(self) -> int:
-        """The same in nanoseconds."""
+        """`now` in nanoseconds."""
         return time.monotonic_ns()
 
     def wall(self) -> float:
-        """Seconds since 1970, which may step."""
+        """Seconds since 1970, which jump when the system's time is set."""
         return time.time()
 
 

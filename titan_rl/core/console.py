@@ -1,4 +1,4 @@
-"""Console: lines for the user of a command, and how many of them there are."""
+"""Console: lines for the user of a command, and their verbosity."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Verbosity(IntEnum):
 
 
 class Console:
-    """Lines for the user of a command. Any thread may write them. This class writes them to the log, and its subclasses
-    to a screen."""
+    """Output for the user of a command. All methods are thread-safe. This class writes the lines to the log, and its
+    subclasses to a screen."""
 
     def message(self, text: str) -> None:
         """Show a line, unless the command is quiet."""

@@ -7,25 +7,25 @@ TitanRLError
   DataError             a dataset or environment gave something unusable
   RewardError           a reward or advantage function failed or gave a non-finite value
   RequestError          one generation request can never succeed; it fails alone
-    EpisodeEndedError   the episode it belongs to is over
-  BusyError             a limit on what is open at once is reached; later there may be room
+    EpisodeEndedError   the request's episode is over
+  BusyError             a limit on concurrent work is reached; a later attempt may succeed
   GenerationError       generation infrastructure failed; another replica may succeed
     EngineDeadError     the engine loop has ended; later calls fail at once
     EngineStalledError  nothing has come from the engine for too long
-    NoReplicaError      no replica serves
+    NoReplicaError      no replica is serving
   StateDictError        weights could not be published or pulled
-    UnavailableWeightsError  nothing of a version could be had, and nothing was changed
+    UnavailableWeightsError  a version is not available, and nothing was changed
     VerificationError   pulled weights do not reproduce the trainer's logprobs
-  TrainingError         the trainer cannot go on (failed step)
-    UntrainableError    a batch that no step can be made of (non-finite loss); the weights are as before it
-    AdaptersFailedError  some adapters of a run have failed; it has the results of the others
+  TrainingError         the trainer cannot continue (failed step)
+    UntrainableError    a batch cannot be trained on (non-finite loss); the weights are unchanged
+    AdaptersFailedError  some adapters of a run have failed; the error has the results of the others
   CheckpointError       a checkpoint could not be written or read
-    DamagedCheckpointError  its bytes are not those that were written
+    DamagedCheckpointError  a checkpoint's bytes differ from those that were written
     NoSpaceError        the disk is full
   ActorDiedError        an actor's process is gone or does not answer
-  NoHostError           no host is there for what the run cannot go on without
-  ProviderError         hosts could not be had from a provider
-  StrayCancellationError  something awaited was cancelled by nobody who waits for it
+  NoHostError           the run lacks a host without which it cannot continue
+  ProviderError         a provider could not supply hosts
+  StrayCancellationError  awaited code was cancelled, although no waiter requested it
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Mapping, Sequence
 
-TYPE_CHECKING = False  # of `typing`, which takes longer to import than this module, like what `install_command` needs
+TYPE_CHECKING = False  # importing `typing`, or what `install_command` needs, takes longer than this whole module
 if TYPE_CHECKING:
     from typing import Any
 
@@ -47,7 +47,7 @@ class ConfigError(TitanRLError, ValueError):
 
 
 class MissingExtraError(TitanRLError, ImportError):
-    """An optional dependency is not installed. The message names the extra that brings it."""
+    """An optional dependency is not installed. The message names the extra that installs it."""
 
     def __init__(self, module: str, extra: str) -> None:
         super().__init__(f"{module} is not installed; run: {install_command(extra)}", name=module)
@@ -55,7 +55,7 @@ class MissingExtraError(TitanRLError, ImportError):
 
 
 def in_one_line(error: Exception, most: int = 300) -> str:
-    """Message of an error of another library, without line breaks, at most so many characters of it.
+    """Message of an error of another library, on one line and cut to at most `most` characters.
 
     A message that may be a mere name, such as that of a `KeyError`, is preceded by the type of the error.
     """
@@ -70,7 +70,8 @@ def install_command(extra: str, options: str = "") -> str:
     repository, or a package index.
 
     Args:
-        options: of `pip install`, such as "--force-reinstall".
+        extra: Name of the extra, such as "cpu".
+        options: Options of `pip install`, such as "--force-reinstall".
     """
     import json
     from importlib.metadata import PackageNotFoundError, distribution
@@ -104,11 +105,11 @@ class RewardError(TitanRLError):
     """A reward or advantage function raised, took too long, or gave something that is not a finite number.
 
     Args:
-        text: what failed, on what, and how.
-        where: the line of the user's code, which the message ends with.
+        text: Message: the function that failed, its input, and the failure.
+        where: Line of the user's code, which is appended to the message.
 
     Attributes:
-        ends_run: whether it is more than its group that is lost.
+        ends_run: Whether the error ends the run. Otherwise only its group is lost.
     """
 
     ends_run = True
@@ -131,7 +132,7 @@ class UnsupportedSamplingError(RequestError):
     """The engine does not honour a field of the request's `SamplingParams`.
 
     Attributes:
-        parameter: the field.
+        parameter: Name of the field.
     """
 
     def __init__(self, message: str, parameter: str) -> None:
@@ -147,7 +148,7 @@ class EpisodeEndedError(RequestError):
 
 
 class BusyError(TitanRLError):
-    """A limit on what is open at once is reached. The same call may succeed later; the message names the limit."""
+    """A limit on concurrent work is reached. The same call may succeed later; the message names the limit."""
 
 
 class GenerationError(TitanRLError):
@@ -171,7 +172,8 @@ class StateDictError(TitanRLError):
 
 
 class UnavailableWeightsError(StateDictError):
-    """A version is not available, or no longer. Nothing of it was loaded: the generators keep serving their version."""
+    """A version is not available, or no longer. None of its weights were loaded, and the generators keep serving the
+    version that they have."""
 
 
 class VerificationError(StateDictError):
@@ -188,12 +190,12 @@ NAMED_ROLLOUTS = 8
 
 class UntrainableError(TrainingError):
     """No optimizer step can be made of a minibatch: its loss or gradient is not finite, none of its tokens counts, or
-    one of its samples does not fit the model. The weights are as before it, and another batch may be trained.
+    one of its samples does not fit the model. The weights are unchanged, and another batch may be trained.
 
     Args:
-        reason: what is wrong with it.
-        rollout_ids: of the minibatch, on all ranks.
-        at_fault: those among them that are known to cause it; empty where that is not known.
+        reason: Reason why the minibatch cannot be trained.
+        rollout_ids: Rollouts of the minibatch, on all ranks.
+        at_fault: Rollouts that are known to cause the error; empty if they are not known.
     """
 
     def __init__(self, reason: str, rollout_ids: Sequence[str] = (), at_fault: Sequence[str] = ()) -> None:
@@ -207,7 +209,7 @@ class UntrainableError(TrainingError):
 
 
 def listed(rollout_ids: Sequence[str]) -> str:
-    """`listed(["train-4/0", ..., "train-5/7"])` is "train-4/0, ..., train-4/7 and 8 more"."""
+    """List rollouts for a message: `listed(["train-4/0", ..., "train-5/7"])` is "train-4/0, ..., train-4/7 and 8 more"."""
     more = f" and {len(rollout_ids) - NAMED_ROLLOUTS} more" if len(rollout_ids) > NAMED_ROLLOUTS else ""
     return ", ".join(rollout_ids[:NAMED_ROLLOUTS]) + more
 
@@ -247,7 +249,7 @@ class ActorDiedError(TitanRLError):
     """An actor's process is gone, or did not answer within its time limit.
 
     Args:
-        excused: its host is gone or is to go, which says nothing of the process.
+        excused: Whether the host is gone or is being removed, so that the process itself is not to blame.
     """
 
     def __init__(self, text: str, *, excused: bool = False) -> None:
@@ -256,12 +258,13 @@ class ActorDiedError(TitanRLError):
 
 
 class NoHostError(TitanRLError):
-    """No host came in time for what the run cannot go on without. It can be gone on with once there is one."""
+    """No host became available in time for a part that the run cannot continue without. The run can be resumed once
+    there is one."""
 
 
 class ProviderError(TitanRLError):
-    """A provider could not start its workers, or would not take a job. The message quotes what it said."""
+    """A provider could not start its workers, or refused a job. The message quotes the provider's output."""
 
 
 class StrayCancellationError(TitanRLError):
-    """Something that was awaited had been cancelled, and the task that awaited it had not."""
+    """Awaited code was cancelled, although the task that awaited it was not."""

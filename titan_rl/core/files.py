@@ -24,7 +24,7 @@ def open_file(path: Path) -> BinaryIO:
     """Open a regular file for reading.
 
     Raises:
-        OSError: it cannot be opened, is a link, or is not a regular file.
+        OSError: the file cannot be opened, is a link, or is not a regular file.
     """
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     try:
@@ -49,7 +49,7 @@ def file_status(path: Path) -> os.stat_result:
     """Status of a regular file.
 
     Raises:
-        OSError: it does not exist, is a link, or is not a regular file.
+        OSError: the file does not exist, is a link, or is not a regular file.
     """
     return _check(path, path.lstat())
 
@@ -68,7 +68,7 @@ def read_json(text: bytes) -> dict[str, Any] | None:
     try:
         found = _STRICT.decode(text)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        try:  # msgspec takes neither a NaN nor half of a surrogate pair
+        try:  # msgspec accepts neither NaN nor half of a surrogate pair
             found = plain_json(json.loads(text))
         except (ValueError, RecursionError):
             return None
@@ -90,7 +90,7 @@ def strict_json(line: bytes) -> bytes:
     """Convert a line of Python's JSON to strict JSON. Strict lines are returned unchanged.
 
     Raises:
-        ValueError: it is not JSON.
+        ValueError: the line is not JSON.
     """
     try:
         _STRICT.decode(line)
@@ -132,7 +132,7 @@ class Chunk:
 
     @property
     def lines(self) -> Iterator[tuple[int, bytes]]:
-        """(offset, line without its end)."""
+        """The complete lines, as (offset in the file, line without its end)."""
         start = 0
         while (end := self.data.find(b"\n", start)) >= 0:
             yield self.start + start, self.data[start:end]
@@ -145,16 +145,17 @@ class Tail:
     A resumed run replaces the file by one without the steps that it repeats; the file is then read from its beginning.
 
     Args:
-        most: Most bytes of a line. Longer lines are skipped, and are never in memory.
+        path: The file, which need not exist yet.
+        most: Largest number of bytes in a line. Longer lines are skipped, and are never in memory.
     """
 
     def __init__(self, path: Path, most: int = MAX_LINE_BYTES) -> None:
         self._path = path
         self._most = most
-        self._offset = 0  # where the next line begins
-        self._looked = 0  # no line ends from the offset up to here
+        self._offset = 0  # start of the next line
+        self._looked = 0  # end of the bytes that were read; no line ends between the offset and here
         self._inode = 0
-        self._mark = b""  # the last bytes before that
+        self._mark = b""  # the last bytes before `_looked`
 
     def has_changed(self) -> bool:
         """Whether `read` would return anything new. Costs a query of the file's status."""
@@ -168,7 +169,7 @@ class Tail:
         """The next lines.
 
         Args:
-            at_most: Bytes to read. A longer line is returned by the call that reads its end.
+            at_most: Number of bytes to read. A longer line is returned by the call that reads its end.
         """
         try:
             file = open_file(self._path)

@@ -27,7 +27,7 @@ def quick_pickle(cls: type[T]) -> type[T]:
     names = [field.name for field in fields(cls)]  # pyright: ignore[reportArgumentType]
     assert len(names) > 1, f"{cls.__name__} has too few fields to gain anything"
     read = attrgetter(*names)
-    write: list[Callable[[Any, Any], None]] = [cls.__dict__[name].__set__ for name in names]  # past the frozen class
+    write: list[Callable[[Any, Any], None]] = [cls.__dict__[name].__set__ for name in names]  # bypasses the freezing
 
     def get_state(self: Any) -> list[Any]:
         return list(read(self))

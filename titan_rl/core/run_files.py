@@ -153,8 +153,10 @@ class HostEvent(msgspec.Struct, frozen=True):
     """Change of a host's state.
 
     Args:
-        at: seconds since 1970.
+        at: Time of the change, in seconds since 1970.
+        host: Name of the host.
         what: "joined", "drains", "left" or "lost".
+        why: Reason of the change, for a person.
     """
 
     at: float
@@ -208,9 +210,9 @@ def read_hosts(folder: Path) -> dict[str, Any] | None:
 
 
 def work_of(processes: Sequence[str]) -> str:
-    """Describe the work that processes with these names do.
+    """Describe the work of processes with these names.
 
-    Example: of trainer, generator-0 and generator-3 it is "trainer, 2 generators".
+    Example: trainer, generator-0 and generator-3 are described as "trainer, 2 generators".
     """
     kinds = Counter(re.sub(r"-\d+$", "", name).replace("-", " ") for name in sorted(processes, key=_place))
     return ", ".join(kind if count == 1 else f"{count} {kind}s" for kind, count in kinds.items())

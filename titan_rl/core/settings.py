@@ -42,7 +42,8 @@ def matching(pattern: str, message: str) -> AfterValidator:
     """Annotation of text that has to match a regular expression as a whole.
 
     Args:
-        message: Continues the error: "must be ...".
+        pattern: Regular expression.
+        message: End of the error message: "must be ...".
     """
 
     def check(text: str) -> str:
@@ -57,7 +58,7 @@ def one_of(message: str) -> WrapValidator:
     """Annotation of a setting of several types, whose errors are replaced by one.
 
     Args:
-        message: Continues the error: "must be ...".
+        message: End of the error message: "must be ...".
     """
 
     def check(value: Any, inner: ValidatorFunctionWrapHandler) -> Any:
@@ -71,11 +72,12 @@ def one_of(message: str) -> WrapValidator:
 
 @dataclass(frozen=True, slots=True)
 class FunctionName:
-    """Annotation of a setting that names a function: of the library by its name, or the user's as "module:function".
+    """Annotation of a setting that names a function: a built-in one by its name, or the user's as "module:function".
 
     Validation imports nothing; `load_config` then imports the user's function.
 
     Args:
+        names: Names of the built-in functions.
         arguments: Positional arguments of the function. `load_config` refuses a function that does not take them, or is
             async. Empty if they are not known.
         may_be_class: A class is accepted, too, because the function constructs an object.
@@ -108,7 +110,8 @@ class TakesEffect:
 
     Args:
         setting: Dotted name of the other setting, or of a property of its table.
-        one_of: Values with an effect; of a list, one item is enough.
+        one_of: Values of the other setting with which this one has an effect; if it is a list, one matching item is
+            enough.
         none_of: Values without an effect; all others have one.
         up_to: The setting has an effect up to the value of the other setting.
         without: Description of the failed condition, if the other's value does not explain it, such as
@@ -126,10 +129,11 @@ class TakesEffect:
     fix: str = ""
 
     def holds(self, value: Any, other: Any) -> bool:
-        """
+        """Whether the condition holds.
+
         Args:
-            value: of the setting that this is declared for.
-            other: of the other setting.
+            value: Value of the setting whose annotation declares the condition.
+            other: Value of the other setting.
         """
         if self.up_to:
             return value is None or value <= other
@@ -187,7 +191,7 @@ that was found, or the given one if there is none: opening it then fails."""
 
 
 def dotted(settings: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Settings by their dotted names, those in tables too.
+    """Settings by their dotted names, including those in tables.
 
     >>> dict(dotted({"seed": 1, "training": {"steps": 3}}))
     {'seed': 1, 'training.steps': 3}

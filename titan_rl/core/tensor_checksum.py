@@ -1,7 +1,7 @@
-"""Checksums of tensors that add up over slices. torch is imported when one is computed.
+"""Checksums of tensors that add up over slices. torch is imported when a checksum is computed.
 
-A tensor that is cut into boxes, in whatever way, has the sum of its boxes' checksums: those that trainer ranks publish
-and those that engine ranks hold need not be cut alike.
+The checksum of a tensor is the sum of the checksums of its boxes, in whatever way it is cut into boxes. So the slices
+that trainer ranks publish may differ from those that engine ranks hold.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     import torch
 
 MASK = (1 << 64) - 1
-CHUNK_WORDS = {"cpu": 1 << 16, "cuda": 1 << 24}  # at a time: what fits a cache, or is little beside the weights
-CHUNK_BYTES = 1 << 16  # of a row at a time: products of as many signed bytes add up to less than 2**31
+CHUNK_WORDS = {"cpu": 1 << 16, "cuda": 1 << 24}  # words per chunk: fits a cache, or is small beside the weights
+CHUNK_BYTES = 1 << 16  # bytes of a row per chunk: their products sum to less than 2**31
 LOW_SIGNS = 0x00808080  # sign bits of a word's lower bytes
 
 
 @dataclass(frozen=True, slots=True)
 class TensorChecksum:
-    """A whole tensor's checksum, with what else two tensors have to share to be equal."""
+    """Checksum of a whole tensor, with its dtype and shape, which equal tensors share, too."""
 
     dtype: str  # torch's name without the prefix: "bfloat16"
     shape: tuple[int, ...]
@@ -31,17 +31,17 @@ class TensorChecksum:
 
 
 def box_checksum(box: torch.Tensor, start: Sequence[int] = ()) -> int:
-    """Checksum of a box of a tensor: its bits in words of 32, each times a factor of its place, modulo 2**64.
+    """Checksum of a box of a tensor: the sum of its 32-bit words, each times a factor of its position, modulo 2**64.
 
-    The value of a word is the sum of its bytes, each signed, times 2**0, 2**8, 2**16 and 2**24, because processors
-    multiply signed bytes several times as fast as 64-bit numbers. Its factor is the product of one 64-bit number for
-    its place along each dimension. Whatever changes in a single word is found, and so is an element that moves. Of
-    other changes, including whole versions, layers or ranks that take each other's place, about one in 2**32 would not
-    be found, if the numbers were drawn for it.
+    The value of a word is the sum of its signed bytes times 2**0, 2**8, 2**16 and 2**24, because processors multiply
+    signed bytes several times as fast as 64-bit numbers. The factor of a word is the product of one 64-bit number for
+    its position along each dimension. Every change within a single word is detected, and so is an element that moves.
+    About one in 2**32 of all other changes would go undetected if the factors were random, including swapped versions,
+    layers or ranks.
 
     Args:
-        box: on any device, of any dtype.
-        start: its first element's place in the whole tensor; by default it is the whole, or begins where that does.
+        box: Tensor on any device, of any dtype.
+        start: Position of the box's first element in the whole tensor; by default the origin.
 
     Example: `box_checksum(whole) == (box_checksum(whole[:2]) + box_checksum(whole[2:], (2, 0))) % 2**64`
     """
@@ -49,7 +49,7 @@ def box_checksum(box: torch.Tensor, start: Sequence[int] = ()) -> int:
 
 
 def box_sum(box: torch.Tensor, start: Sequence[int] = ()) -> torch.Tensor:
-    """`box_checksum` on the box's device, where the device is not to be waited for.  # [], int64"""
+    """`box_checksum` as a tensor on the box's device, without waiting for the device.  # [], int64"""
     import torch
 
     if not box.numel():
@@ -65,11 +65,11 @@ def box_sum(box: torch.Tensor, start: Sequence[int] = ()) -> torch.Tensor:
 
 
 def row_sums(box: torch.Tensor, start: int = 0) -> torch.Tensor:
-    """Sums along the last dimension of a box, which the factors of the other dimensions have yet to multiply.
+    """Sums along the last dimension of a box, still without the factors of the other dimensions.
 
     Args:
         box: [..., N]
-        start: Its first element's place along the last dimension.
+        start: Position of the box's first element along the last dimension.
 
     Returns:
         [...], int64
@@ -87,11 +87,11 @@ def weighted_sum(sums: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
 
     if sums.device.type == "cpu":
         return torch.matmul(sums, by)
-    return (sums * by).sum(-1)  # it multiplies no matrices of integers
+    return (sums * by).sum(-1)  # GPUs do not multiply integer matrices
 
 
 def checksums_of(sums: Sequence[torch.Tensor]) -> list[int]:
-    """The numbers of several `box_sum`s, with one wait for each device."""
+    """Convert several `box_sum`s to checksums, with one wait for each device."""
     import torch
 
     found = [0] * len(sums)
@@ -103,8 +103,8 @@ def checksums_of(sums: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _words(box: torch.Tensor, start: int) -> tuple[torch.Tensor, int]:
-    """The last dimension in words of 32 bits, and the place of the first one. A word that the box has in part is filled
-    with zeros, so that its parts add up to it."""
+    """The last dimension as 32-bit words, and the position of the first word. A word that the box contains only in part
+    is filled with zeros, so that the parts in several boxes add up to the whole word."""
     import torch
 
     size = box.element_size()
@@ -154,7 +154,7 @@ def _byte_dot(words: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(1)
 def _multiplies_bytes() -> bool:
-    """Whether oneDNN multiplies signed bytes with vector instructions: elsewhere torch does so one by one."""
+    """Whether oneDNN multiplies signed bytes with vector instructions; otherwise torch multiplies them one by one."""
     import torch
 
     return torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability().startswith("AVX")
@@ -169,8 +169,8 @@ def _shifts() -> torch.Tensor:
 
 @lru_cache(256)
 def _byte_factors(dim: int, start: int, count: int) -> torch.Tensor:
-    """Signed bytes of `factors`, arranged so that their products with the signed bytes of words are the digits of the
-    product, to the base of 256: byte i of a word contributes to digit i and those above.  # [8, 4 * count], int8"""
+    """Signed bytes of `factors`, arranged so that their products with the signed bytes of words are the base-256 digits
+    of the product: byte i of a word contributes to digit i and to all higher ones.  # [8, 4 * count], int8"""
     import torch
 
     shifted = factors(dim, start, count, torch.device("cpu")) + _signed(0x8080808080808080)
@@ -183,7 +183,7 @@ def _byte_factors(dim: int, start: int, count: int) -> torch.Tensor:
 
 @lru_cache(256)
 def factors(dim: int, start: int, count: int, device: torch.device) -> torch.Tensor:
-    """Odd numbers of 64 bits, one for each place along a dimension; along the last one for each word.  # [count]"""
+    """Odd 64-bit numbers, one for each position along a dimension, or for each word along the last.  # [count]"""
     import torch
 
     places = torch.arange(start + 1, start + 1 + count, dtype=torch.int64, device=device)
@@ -203,7 +203,7 @@ def _signed(value: int) -> int:
 
 
 def is_exact_in(held: torch.dtype, published: torch.dtype) -> bool:
-    """A value of the published dtype is kept by the held one, and converts back to the same bits."""
+    """Whether every value of the published dtype survives a conversion to the held dtype and back bit for bit."""
     import torch
 
     if held == published:
@@ -215,10 +215,11 @@ def is_exact_in(held: torch.dtype, published: torch.dtype) -> bool:
 
 
 def covers(boxes: Sequence[tuple[Sequence[int], Sequence[int]]], shape: Sequence[int]) -> bool:
-    """Boxes that do not overlap make up a tensor of this shape.
+    """Whether boxes that do not overlap make up a whole tensor of this shape.
 
     Args:
-        boxes: (start, shape) of each.
+        boxes: (start, shape) of each box.
+        shape: Shape of the tensor.
     """
     inside = all(
         at >= 0 and at + size <= whole

@@ -151,7 +151,7 @@ async def bounded(
     """Await `work` for at most `timeout_s` seconds; see `BoundedCall`.
 
     Raises:
-        Exception: what `BoundedCall.result` raises.
+        Exception: see `BoundedCall.result`.
     """
     late = "" if timeout_s is None else f"it took longer than {timeout_s:g} s"
     call = BoundedCall(work, what, cleanup_s=cleanup_s, error_type=error_type, late=late)
@@ -177,7 +177,8 @@ async def limited(seconds: float, what: str) -> AsyncGenerator[None]:
     """Like `asyncio.timeout`, with an error message that names the operation and the limit.
 
     Args:
-        what: "the pull of version 7".
+        seconds: Time limit of the block.
+        what: Name of the operation for the message, such as "the pull of version 7".
 
     Raises:
         OutOfTimeError: the block took longer.

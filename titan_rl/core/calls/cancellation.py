@@ -44,7 +44,7 @@ def stray_cancellation_fails(what: str) -> Generator[None]:
             ...
 
     Args:
-        what: begins the message: "closing the environment was cancelled, although nobody requested it".
+        what: Beginning of the message: "closing the environment was cancelled, although nobody requested it".
 
     Raises:
         StrayCancellationError: what was awaited was cancelled, and this task was not.
@@ -78,7 +78,7 @@ def passes(error: BaseException, task: asyncio.Task[Any] | None) -> bool:
     """Whether an error must pass through handlers of user errors: Ctrl-C, or the closing of an abandoned coroutine.
 
     Args:
-        task: the task in which the handler's coroutine runs.
+        task: Task in which the handler's coroutine runs.
     """
     if isinstance(error, GeneratorExit):
         try:

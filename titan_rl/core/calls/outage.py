@@ -7,7 +7,7 @@ import asyncio
 from titan_rl.core.console import LOG, Console
 
 REPORTED_AFTER_S = 5.0
-"""Length of an outage from which on it is reported, so that a few failed requests are not."""
+"""Least duration of an outage that is reported, so that a few failed requests are not."""
 
 
 class Outage:
@@ -17,11 +17,11 @@ class Outage:
 
         outage = Outage("the teacher http://10.0.0.1:8000")
         outage.failed(error, limit_s=1800)  # shown if the first failure was 5 s ago
-        outage.answered()  # shown if the outage was
+        outage.answered()  # shown if the outage was shown
 
     Args:
-        service: Its name, which begins the messages.
-        console: Shows them.
+        service: Name of the service, which begins the messages.
+        console: Shows the messages.
     """
 
     def __init__(self, service: str, console: Console = LOG) -> None:
@@ -34,7 +34,8 @@ class Outage:
         """Note that a request has failed.
 
         Args:
-            limit_s: Time for which it is repeated.
+            reason: Reason of the failure, for the message.
+            limit_s: Time for which the request is repeated.
         """
         now = asyncio.get_running_loop().time()
         if self._began is None:

@@ -21,7 +21,7 @@ def parse_json(text: str | bytes) -> Any:
     """The value of a JSON text.
 
     Raises:
-        json.JSONDecodeError: it is not JSON, is nested too deeply, or has a number that is too long.
+        json.JSONDecodeError: the text is not JSON, is nested too deeply, or has a number that is too long.
         UnicodeDecodeError: the bytes are not UTF-8.
     """
     try:
@@ -38,7 +38,7 @@ def parse_json_as(data: bytes, kind: type[T]) -> T:
     """The value of a JSON text, as `kind`.
 
     Raises:
-        msgspec.MsgspecError: it is not JSON, or not a value of this type.
+        msgspec.MsgspecError: the text is not JSON, or not a value of this type.
     """
     try:
         return msgspec.json.decode(data, type=kind)
@@ -50,7 +50,8 @@ def parse_toml(text: str) -> dict[str, Any]:
     """The table of a TOML text, which may begin with a byte order mark.
 
     Raises:
-        tomllib.TOMLDecodeError: it is not TOML, is nested more than 100 levels deep, or has a number that is too long.
+        tomllib.TOMLDecodeError: the text is not TOML, is nested more than 100 levels deep, or has a number that is too
+            long.
     """
     try:
         table = tomllib.loads(text.removeprefix("\ufeff"))
@@ -120,5 +121,5 @@ def is_http_url(text: str) -> bool:
     try:
         parts = urlsplit(text)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of a port above 65535, or that is no number
+    except ValueError:  # the port is above 65535, or not a number
         return False

@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 
-ROUNDING_S = 1e-6  # by which timers may come early
+ROUNDING_S = 1e-6  # timers may fire earlier by this much
 
 _current: ContextVar[Stopwatch | None] = ContextVar("titan_rl_stopwatch", default=None)
 
@@ -48,15 +48,15 @@ class Stopwatch:
         self._loop = asyncio.get_running_loop()
         self.limit_s = limit_s
         self._used_s = 0.0
-        self._since: float | None = None  # when it was last set going; None while it stands
+        self._since: float | None = None  # last start of counting; None while nothing is counted
         self._waiting_since: float | None = None
         self._starts = 0
         self._num_pauses = 0
-        self._num_waits = 0  # the pauses of these in which it is known that the request waits
-        self._timer: asyncio.TimerHandle | None = None  # comes early where time stood still, and is set again
+        self._num_waits = 0  # pauses in which the request is known to wait
+        self._timer: asyncio.TimerHandle | None = None  # after pauses it fires too early, and is set again
         self._at_limit: list[Callable[[], object]] = []
         self._enders: list[Callable[[], object]] = []
-        self._has_told = False  # some of them
+        self._has_told = False  # whether `end_requests` has called an ender
 
     @property
     def used_s(self) -> float:
@@ -64,7 +64,7 @@ class Stopwatch:
 
     @property
     def left_s(self) -> float:
-        """Negative once more is used than the limit."""
+        """Seconds left until the limit; negative after it."""
         return self.limit_s - self.used_s
 
     @property
@@ -82,7 +82,7 @@ class Stopwatch:
 
     @contextmanager
     def running(self, at_limit: Callable[[], object] | None = None) -> Generator[None]:
-        """Context between `start` and `stop`. Several may overlap.
+        """Context between `start` and `stop`. Several contexts may overlap.
 
         Args:
             at_limit: Called once if the limit is reached within the block.
@@ -98,7 +98,7 @@ class Stopwatch:
             self.stop()
 
     def pause(self, *, waits: bool = True) -> StopwatchPause:
-        """Stop counting until the pause is ended. Several may overlap.
+        """Stop counting until the pause is ended. Several pauses may overlap.
 
         Args:
             waits: Whether the request is known to wait.
@@ -128,7 +128,12 @@ class Stopwatch:
         return self._has_told
 
     def change(self, by: int, *, waits: bool) -> None:
-        """Count one pause more or less."""
+        """Add `by` to the number of pauses.
+
+        Args:
+            by: 1 for a new pause, -1 for an ended one.
+            waits: Whether the request is known to wait in it.
+        """
         self._num_pauses += by
         self._num_waits += by * waits
         self._count()
@@ -249,7 +254,7 @@ def moving_with_tokens(is_told: bool = True) -> Generator[Callable[[bool], None]
     reports the difference. Later silence counts for `SILENCE_S`, because a running engine sends messages more often.
 
     Args:
-        is_told: There are such messages. Without them all time counts.
+        is_told: Whether the request has such messages. Without them all time counts.
     """
     if (watch := current()) is None or not is_told:
         yield lambda has_tokens: None
@@ -266,7 +271,8 @@ class RequestSigns:
     """Starts and pauses a stopwatch by the messages of one streamed request.
 
     Args:
-        first: ended by the first tokens.
+        watch: Stopwatch of the request's rollout.
+        first: Pause that the first tokens end.
     """
 
     def __init__(self, watch: Stopwatch, first: StopwatchPause) -> None:
@@ -274,8 +280,8 @@ class RequestSigns:
         self._watch = watch
         self._first = first  # until the first tokens
         self._silence: StopwatchPause | None = None
-        self._silent_at: float | None = None  # if nothing comes by then; None until the first tokens
-        self._timer: asyncio.TimerHandle | None = None  # looks whether something came meanwhile
+        self._silent_at: float | None = None  # silence begins then without a message; None until the first tokens
+        self._timer: asyncio.TimerHandle | None = None  # checks whether a message has come
         self._ended = False
 
     def came(self, has_tokens: bool) -> None:

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 async def in_thread(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Like `asyncio.to_thread`, in a new thread: a user's function that hangs in asyncio's threads cannot delay it.
+    """Like `asyncio.to_thread`, but in a new thread: functions that hang in asyncio's threads cannot delay it.
 
     Raises:
         RuntimeError: see `DaemonThreads.run`.
@@ -45,7 +45,7 @@ def call_within(
         advice: End of the error message.
 
     Raises:
-        OutOfTimeError: no progress within the limit. Names the current line of the user's code.
+        OutOfTimeError: there was no progress within the limit. Names the current line of the user's code.
     """
     outcome: Future[T] = Future()
     context = contextvars.copy_context()
@@ -115,7 +115,7 @@ class UsersThreads(ThreadPoolExecutor):
             except RuntimeError:  # the system has no more threads
                 self._waiting.pop()
                 raise
-            self._running += 1  # under the lock, so that the thread cannot end before
+            self._running += 1  # under the lock, so that the thread cannot end before it is counted
         return future
 
     def _work(self) -> None:
@@ -153,7 +153,7 @@ class DaemonThreads:
         self._size = size
         self._name = name
         self._lock = threading.Lock()
-        self._threads = 0  # that may take another job
+        self._threads = 0  # number of threads that may take another job
         self._queue: deque[_Job] = deque()
 
     async def run(self, fn: Callable[[], T], timeout_s: float | None = None) -> T:
@@ -162,12 +162,13 @@ class DaemonThreads:
         A cancellation leaves the function running; its thread is busy until it returns or exceeds its time limit.
 
         Args:
-            timeout_s: Counted from the start of the function.
+            fn: Function to call.
+            timeout_s: Time limit, counted from the start of the function.
 
         Raises:
-            OutOfTimeError: it took longer than `timeout_s`. Names the current line of the user's code.
-            RuntimeError: it raised an exception that asyncio cannot propagate, such as StopIteration or SystemExit,
-                which is the cause.
+            OutOfTimeError: the function took longer than `timeout_s`. Names the current line of the user's code.
+            RuntimeError: the function raised an exception that asyncio cannot propagate, such as StopIteration or
+                SystemExit, which is the cause.
         """
         job = _Job(fn, timeout_s, self)
         with self._lock:
@@ -184,7 +185,7 @@ class DaemonThreads:
 
     def _start(self, job: _Job) -> None:
         threading.Thread(target=self._work, args=(job,), name=f"{self._name}-thread", daemon=True).start()
-        self._threads += 1  # under the lock, so that the thread cannot be done before
+        self._threads += 1  # under the lock, so that the thread cannot end before it is counted
 
     def _work(self, job: _Job | None) -> None:
         while job is not None:
@@ -230,7 +231,7 @@ class _Job:
         self.outcome: asyncio.Future[tuple[Any, BaseException | None]] = self._loop.create_future()
 
     def run(self) -> None:
-        """In a thread."""
+        """Call the function in a thread of the pool."""
         self._thread_id = threading.get_ident()
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._began)

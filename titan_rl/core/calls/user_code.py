@@ -36,12 +36,13 @@ class Failure:
     """
 
     error: str  # "KeyError: 'answer'"
-    where: str | None  # the innermost line of the user's code, "env.py:17 in step"; None where there is none
+    where: str | None  # innermost line of the user's code, "env.py:17 in step"; None if no line was found
     traceback: str
 
     @classmethod
     def of(cls, error: BaseException, text: str | None = None) -> Failure:
-        """
+        """Record an exception.
+
         Args:
             text: Replaces the exception's own type and text.
         """
@@ -59,7 +60,7 @@ class Failure:
 
 
 def describe(error: BaseException) -> str:
-    """Type, text and place: `KeyError: 'answer' (env.py:17 in step)`."""
+    """Type, text and place of an exception: `KeyError: 'answer' (env.py:17 in step)`."""
     place = where(error)
     return summary(error) + (f" ({place})" if place else "")
 
@@ -73,7 +74,8 @@ def is_async(function: object) -> bool:
 
 
 def summary(error: BaseException) -> str:
-    """Type and text, `KeyError: 'answer'`; only the type if the text is empty. Handles errors whose `str` raises."""
+    """Type and text of an exception, `KeyError: 'answer'`; only the type if the text is empty. Handles errors whose
+    `str` raises."""
     kind = type(error).__name__
     try:
         text = terminal_text(str(error))
@@ -92,8 +94,8 @@ def reason(error: BaseException) -> str:
 def where(error: BaseException) -> str | None:
     """The innermost line of user code in an exception's traceback, as `env.py:17 in step`.
 
-    User code is neither in titan_rl nor in an installed package. If the traceback has none, as that of a time limit,
-    those of the exception's causes are searched.
+    User code is neither in titan_rl nor in an installed package. If the traceback contains no user code, as after a
+    time limit, the tracebacks of the exception's causes are searched.
 
     The path is relative to the current directory if it lies below it.
     """
@@ -128,12 +130,12 @@ def task_place(task: asyncio.Task[Any]) -> str | None:
 
 
 def _first(owner: Any, *names: str) -> Any:
-    """The first of these attributes that it has."""
+    """The first of the named attributes that is not None; None if all are."""
     return next((found for name in names if (found := getattr(owner, name, None)) is not None), None)
 
 
 def with_cause(error: ErrorT, cause: BaseException | None) -> ErrorT:
-    """`error` as `raise error from cause` would have it."""
+    """`error` with its cause set, as by `raise error from cause`."""
     error.__cause__ = cause
     return error
 
@@ -162,7 +164,7 @@ _STOOD_AT = "_titan_rl_stood_at"
 def place_of(function: Callable[..., object]) -> str | None:
     """Place of a function's definition, as `env.py:17 in step`; None for one that is not written in Python.
 
-    For an error that no line of it can be found for: it hung.
+    It locates errors that have no line of user code, such as a function that hangs.
     """
     while isinstance(function, functools.partial):
         function = function.func
@@ -174,7 +176,7 @@ def place_of(function: Callable[..., object]) -> str | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The exception, then what caused it."""
+    """The exception, followed by its causes."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:

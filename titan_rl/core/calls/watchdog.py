@@ -18,7 +18,7 @@ from titan_rl.core.console import Console
 logger = logging.getLogger(__name__)
 
 BLOCKED_AFTER_S = 5.0
-_TICKS = 10  # looks in that time
+_TICKS = 10  # checks during `blocked_after_s`
 
 _ADVICE = {
     "environment": "Await instead, or let environments run in threads: rollout.env_in_thread = true",
@@ -54,7 +54,8 @@ class LoopWatchdog:
         the event loop has stood still for 5 s: envs.py:17 in step blocks it. ...
 
     Args:
-        console: shows each message, which is logged besides. It is used from the watching thread.
+        console: Shows each message, which is also logged. It is called from the watching thread.
+        blocked_after_s: Seconds after which a blocked loop is first reported.
     """
 
     def __init__(self, console: Console | None = None, blocked_after_s: float = BLOCKED_AFTER_S) -> None:
@@ -96,7 +97,7 @@ class LoopWatchdog:
     def _wait_for_turn(self, tick: float) -> None:
         began, ticks, told_at = time.monotonic(), 0, 0
         while not self._turned.wait(tick):
-            if self._ended.is_set():  # the loop's thread waits for this one
+            if self._ended.is_set():  # the loop's thread is in `__exit__`, and waits for this thread
                 return
             ticks += 1  # not seconds: a process that was stopped has not been blocked
             if ticks >= max(_TICKS, 2 * told_at):
@@ -140,7 +141,7 @@ def _advice(callback: list[traceback.FrameSummary]) -> str:
 
 
 def _callback(frame: FrameType) -> list[traceback.FrameSummary]:
-    """The frames of what the event loop has called, outermost first."""
+    """The frames of the callback that the event loop is running, outermost first."""
     frames = traceback.extract_stack(frame)
     starts = [i for i, one in enumerate(frames) if one.name == "_run" and one.filename == asyncio.events.__file__]
     return frames[starts[-1] + 1 :] if starts else frames

@@ -1,4 +1,4 @@
-"""Recorder of one process's trace events, which a thread of its own writes in batches."""
+"""Recorder of one process's trace events, which a separate thread writes in batches."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from zlib import crc32
 from titan_rl.core.console import Console
 
 FINE = b'{"cat":"fine'
-"""Prefix of lines of spans within a rollout: there are many, and the oldest are dropped first."""
+"""Prefix of the lines of spans within a rollout. There are many, and the oldest of them are dropped first."""
 NAMES = b'{"ph":"M"'
-"""Prefix of lines that name a process or a lane: they are kept."""
+"""Prefix of lines that name a process or a lane. They are never dropped."""
 
 
 class TraceFile:
-    """Lines of JSON, whole ones alone.
+    """File of JSON lines, which contains complete lines only.
 
     Args:
-        most_bytes: of the file. Where it grows beyond, the older half of the fine spans is left out, and of the others
-            only as much as has to be.
+        path: Path of the file.
+        most_bytes: Largest size of the file. A larger file is shrunk to three quarters of this size. Fine spans keep at
+            most half of that, and the oldest spans of each kind are dropped first.
     """
 
     def __init__(self, path: Path, most_bytes: int) -> None:
@@ -39,9 +40,10 @@ class TraceFile:
         self._file: BinaryIO | None = None
 
     def append(self, lines: Iterable[bytes]) -> None:
-        """
+        """Append lines to the file.
+
         Raises:
-            OSError: they could not be written. The file is as it was before.
+            OSError: the lines could not be written. The file is unchanged.
         """
         data = b"".join(lines)
         file = self._open()
@@ -64,7 +66,7 @@ class TraceFile:
         return self._file
 
     def _end_last_line(self, file: BinaryIO) -> None:
-        """A killed process may have left a part of a line."""
+        """End a partial line, which a killed process may have left."""
         if size := os.fstat(file.fileno()).st_size:
             with self._path.open("rb") as old:
                 old.seek(size - 1)
@@ -72,10 +74,10 @@ class TraceFile:
                     file.write(b"\n")
 
     def _shrink(self) -> None:
-        """Replace the file, in one step, by one that is at most three quarters of the size allowed.
+        """Replace the file atomically by one of at most three quarters of the allowed size.
 
-        The lines are read one by one: a list of them all takes several times the file's size in memory, which stays
-        fragmented for as long as the process lives.
+        The lines are read one by one: a list of all lines would take several times the file's size in memory, which
+        would stay fragmented for the lifetime of the process.
         """
         self.close()
         sizes = {FINE: 0, NAMES: 0, b"": 0}
@@ -97,12 +99,12 @@ class TraceFile:
 
 
 def _kind(line: bytes) -> bytes:
-    """The prefix by which a line is kept or left out."""
+    """The prefix that determines whether a line is kept or dropped."""
     return next((prefix for prefix in (FINE, NAMES) if line.startswith(prefix)), b"")
 
 
 class LaneNumbers:
-    """Numbers from 1 on for each pool, those given back first and the smallest of them."""
+    """Numbers from 1 on for each pool. The smallest number that was given back is reused first."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -129,26 +131,27 @@ PART_S = 2.0
 GOES_ON = "goes_on"
 """Key in the args of a part of a span that another part follows."""
 ONE_CLOCK_S = 60.0
-"""A container may have a monotonic clock of its own. What the time of day is set by is less, or seen all the same."""
+"""Difference of the clocks' offsets from which on two processes are taken to have different monotonic clocks, as a
+container may have. Corrections of the time of day are usually smaller."""
 MOST_WAITING = 200_000
-"""Events that are not written yet; where the disk is that slow, the oldest are lost."""
+"""Largest number of events that wait to be written. If the disk is too slow, the oldest are lost."""
 MOST_BEGINNINGS = 10_000
-"""Beginnings of lines that are remembered."""
+"""Largest number of encoded beginnings of lines in the cache."""
 
 _ENDED = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
 class Tracing:
-    """Trace settings that the processes of a run share. It pickles.
+    """Trace settings that the processes of a run share. They can be pickled.
 
     Args:
-        folder: of the files, one a process.
-        most_bytes: of a file.
-        boot: of the machine whose monotonic clock `offset_ns` belongs to.
-        offset_ns: from that clock to the time since 1970.
-        there_ns: the same from the monotonic clock of another host, where processes of that record; None where it was
-            not compared with this one's.
+        folder: Folder of the trace files, one for each process.
+        most_bytes: Largest size of a file.
+        boot: Boot id of the machine to whose monotonic clock `offset_ns` belongs.
+        offset_ns: Difference between the time since 1970 and the monotonic clock of that machine, in nanoseconds.
+        there_ns: Difference between the time since 1970 and the monotonic clock of another host, for the processes that
+            record there. None if that clock was not compared with this machine's.
     """
 
     folder: str
@@ -159,12 +162,12 @@ class Tracing:
 
     @classmethod
     def begin(cls, folder: Path, most_bytes: int) -> Tracing:
-        """Settings for the process that starts the others. All on its machine share one clock, which never steps."""
+        """Settings for the process that starts the others. All processes of a machine share its monotonic clock."""
         return cls(str(folder), most_bytes, _boot(), _offset_ns())
 
     def on_host(self, ahead_ns: int) -> Tracing:
-        """The same for a host whose monotonic clock is so far ahead of this one's: what happens there is recorded by
-        the time that it is here."""
+        """The same settings for a host whose monotonic clock is `ahead_ns` ahead of this machine's. Its events are
+        recorded in this machine's time."""
         return replace(self, there_ns=self.offset_ns - ahead_ns)
 
 
@@ -172,8 +175,8 @@ class OpenSpan(Protocol):
     """A span that has not ended.
 
     Attributes:
-        written_ns: up to when it is written.
-        within: the span around it.
+        written_ns: Time up to which the span is written, by `time.monotonic_ns`.
+        within: Surrounding span.
     """
 
     name: str
@@ -187,7 +190,7 @@ class OpenSpan(Protocol):
 
 
 class OpenLane(Protocol):
-    """A lane that somebody has."""
+    """A lane that is in use."""
 
     name: str
 
@@ -198,12 +201,13 @@ class OpenLane(Protocol):
 
 
 class TraceRecorder:
-    """The events of one process, of any of its threads.
+    """Recorder of the events of all threads of one process.
 
     Args:
-        process: its name, and that of its file.
-        host: on which it runs; by default the name of this machine.
-        console: shows why the trace ends early, which is logged besides. It never ends the run.
+        tracing: Trace settings of the run.
+        process: Name of the process and of its file.
+        console: Shows why the trace ends early, which is also logged. A failure to write never ends the run.
+        host: Host of the process; by default the name of this machine.
     """
 
     def __init__(self, tracing: Tracing, process: str, console: Console | None = None, host: str = "") -> None:
@@ -231,7 +235,7 @@ class TraceRecorder:
         self._thread.start()
 
     def take_lane(self, pool: str) -> str:
-        """A lane that nobody else has: the pool's name, with a number from the second on, the smallest that is free."""
+        """Take a free lane. Its name is that of the pool, followed by the smallest free number if the number is not 1."""
         number = self._lanes.take(pool)
         lane = pool if number == 1 else f"{pool} {number}"
         if lane not in self._named:
@@ -240,7 +244,7 @@ class TraceRecorder:
         return lane
 
     def watch(self, lane: OpenLane) -> None:
-        """Write what is open there for long in parts, until the lane is given back."""
+        """Write long spans of this lane in parts while they are open, until the lane is given back."""
         self._open[lane.name] = lane
 
     def give_back(self, lane: str, pool: str) -> None:
@@ -248,7 +252,7 @@ class TraceRecorder:
         self._lanes.give_back(pool, 1 if lane == pool else int(lane.removeprefix(pool)))
 
     def end(self, span: OpenSpan, lane: str, end_ns: int) -> None:
-        """Record the end of a span, by `time.monotonic_ns`."""
+        """Record a span that ends at `end_ns`, by `time.monotonic_ns`."""
         with self._ending:
             end_ns = max(end_ns, span.written_ns)
             self._add("f" if span.fine else "X", span.name, lane, span.written_ns, end_ns, span.args, span.kind)
@@ -260,7 +264,7 @@ class TraceRecorder:
         self._add("C", name, "", now, now, values, kind)
 
     def flush(self) -> None:
-        """Write what there is. Any thread may call this."""
+        """Write all waiting events. Thread-safe."""
         with self._writing:
             events: list[bytes] = []
             while self._events:
@@ -278,7 +282,7 @@ class TraceRecorder:
                     self._console.message(reason)
 
     def close(self) -> None:
-        """Write the rest, and of what is open what there is."""
+        """Write the remaining events and the parts of open spans so far, and close the file."""
         self._ended.set()
         self._thread.join(10.0)
         self.add_parts(0.0)
@@ -296,7 +300,7 @@ class TraceRecorder:
 
     def _end_part(self, span: OpenSpan, lane: str, now_ns: int) -> None:
         with self._ending:
-            if span.written_ns < now_ns:  # it may have ended since
+            if span.written_ns < now_ns:  # false if the span has ended in the meantime
                 args = {**span.args, GOES_ON: True}
                 self._add("f" if span.fine else "X", span.name, lane, span.written_ns, now_ns, args, span.kind)
                 span.written_ns = now_ns
@@ -319,7 +323,7 @@ class TraceRecorder:
                 f'{{"ph":"M","name":{_compact(name)},"pid":{self._pid},"tid":{_number(lane)},"args":{_compact(args)}}}'
             )
             return f"{line}\n".encode()
-        begin = self._beginnings.get((ph, name, kind, lane))  # the same of thousands of spans
+        begin = self._beginnings.get((ph, name, kind, lane))  # thousands of spans begin alike
         if begin is None:
             begin = f'{{"cat":{_compact(f"fine,{kind}" if ph == "f" else kind)},"ph":"{"C" if ph == "C" else "X"}",'
             begin += f'"name":{_compact(name)},"pid":{self._pid},"tid":{_number(lane)},"ts":'
@@ -341,7 +345,7 @@ _compact = json.JSONEncoder(separators=(",", ":"), default=str).encode
 
 
 def _number(name: str) -> int:
-    """The same in each process that goes on with a file; 0 of no name."""
+    """Number of a process or lane, equal in each process that appends to the same file; 0 for an empty name."""
     return crc32(name.encode()) & 0x7FFFFFFF
 
 

@@ -7,8 +7,8 @@ A span is drawn in the lane of the surrounding span, or in a free lane of the po
             ...
     took.seconds
 
-A `Track` is a lane that is always in one state, and adds up the time in each: the recorded idle time and that of the
-metrics are then equal.
+A `Track` is a lane that is always in one state, and adds up the time in each state. Therefore the idle time in the
+trace and in the metrics is the same.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _around: ContextVar[Span | None] = ContextVar("span", default=None)
 
 @contextlib.contextmanager
 def recording(folder: Path, process: str, most_bytes: int, console: Console) -> Generator[None]:
-    """Record what this process does within the block, and have the processes that it starts do likewise."""
+    """Record this process within the block, and the processes that it starts."""
     begin_recording(Tracing.begin(folder, most_bytes), process, console)
     try:
         yield
@@ -50,7 +50,10 @@ def begin_recording(tracing: Tracing | None, process: str, console: Console | No
     """Record this process from now on; with None nothing is recorded.
 
     Args:
-        host: on which this process runs; by default the name of this machine.
+        tracing: Trace settings of the run.
+        process: Name of the process and of its file.
+        console: Shows why the trace ends early.
+        host: Host of this process; by default the name of this machine.
     """
     global _recorder
     end_recording()
@@ -98,9 +101,10 @@ def span(name: str, kind: str, *, lane: str | None = None, fine: bool = False, *
 
 
 class Span:
-    """
+    """Context manager that measures its block, and records it if there is a recorder; see `span`.
+
     Attributes:
-        seconds: that the block took, once it has ended.
+        seconds: Duration of the block, once it has ended.
     """
 
     __slots__ = (
@@ -160,7 +164,7 @@ class Span:
             with contextlib.suppress(ValueError):  # left in another task than it was entered in
                 _around.reset(token)
         if self.cut_ns is None:
-            while lane.top is not self:  # of another task, which goes on longer
+            while lane.top is not self:  # the open span of another task that has not ended
                 assert lane.top is not None
                 lane.top.cut_ns = now
                 lane.top = lane.top.within
@@ -172,10 +176,10 @@ class Span:
 
 
 class _Lane:
-    """One line of a timeline, as long as something is open in it.
+    """One lane of a timeline, for as long as a span is open in it.
 
     Attributes:
-        top: the innermost span that is open.
+        top: Innermost open span.
     """
 
     __slots__ = ("name", "pool", "recorder", "top")
@@ -202,8 +206,9 @@ class Track:
         track.take()  # {"generating": 1.25, "idle": 0.5}
 
     Args:
-        lane: Pool of lanes, of which it takes one until it is closed.
-        kind: Default category of its states.
+        lane: Pool from which the track takes a lane until it is closed.
+        kind: Default category of the states.
+        clock: Clock that measures the states.
     """
 
     def __init__(self, lane: str, kind: str, clock: Clock = CLOCK) -> None:
@@ -212,7 +217,7 @@ class Track:
         self._clock = clock
         self._lane: _Lane | None = None
         self._state: Span | None = None
-        self._counted_ns = 0  # up to then the state is in the sums
+        self._counted_ns = 0  # time up to which the current state is in the sums
         self._ns: defaultdict[str, int] = defaultdict(int)
 
     @property
@@ -226,7 +231,7 @@ class Track:
         """Enter a state, now or at a given time. Spans of the same task are drawn in it.
 
         Args:
-            idle: The lane is idle in this state.
+            idle: Whether the lane is idle in this state.
         """
         now = self._clock.now_ns() if at_ns is None else at_ns
         self._end(now)
