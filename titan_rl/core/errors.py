@@ -209,7 +209,10 @@ class UntrainableError(TrainingError):
 
 
 def listed(rollout_ids: Sequence[str]) -> str:
-    """List rollouts for a message: `listed(["train-4/0", ..., "train-5/7"])` is "train-4/0, ..., train-4/7 and 8 more"."""
+    """List rollouts for a message.
+
+    Example: `listed(["train-4/0", ..., "train-5/7"])` is "train-4/0, ..., train-4/7 and 8 more".
+    """
     more = f" and {len(rollout_ids) - NAMED_ROLLOUTS} more" if len(rollout_ids) > NAMED_ROLLOUTS else ""
     return ", ".join(rollout_ids[:NAMED_ROLLOUTS]) + more
 

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-MEMORY = 1024  # ended requests after which one counts for 1/e
-BUCKETS_A_DOUBLING = 4
+MEMORY = 1024  # an ended request counts for 1/e after this many others
+BUCKETS_A_DOUBLING = 4  # buckets of lengths for each doubling of the length
 PRIOR_REQUESTS = 1.0  # weight of the prior, in requests, at each length
 
 
 class Growth(NamedTuple):
-    """A request's tokens, prompt and answer: when it joined its batch, now, and at most."""
+    """Number of tokens of a request's prompt and answer: when it joined its batch, now, and at most."""
 
     start: int
     now: int
@@ -105,7 +105,7 @@ class AdaptivePlaces:
 
     Args:
         most: Maximum number of requests that the engine can advance.
-        kv_tokens: Capacity of its KV cache.
+        kv_tokens: Capacity of the engine's KV cache in tokens.
         block_tokens: Tokens of a block of the cache. A request occupies whole blocks, and should generate at least one.
     """
 
@@ -125,7 +125,8 @@ class AdaptivePlaces:
         """Number of waiting requests that join now, in their order: at least one if nothing runs.
 
         Args:
-            waiting: Preempted requests come first.
+            running: Requests that have joined.
+            waiting: Waiting requests in their order; preempted ones come first.
             num_shared: Tokens that running requests share, and that the cache holds once.
         """
         candidates = list(islice(waiting, max(0, self._most - len(running))))

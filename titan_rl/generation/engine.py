@@ -36,26 +36,26 @@ class AdapterSpec:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """Specification of an engine. It asks for nothing that the `EngineKind` does not support.
+    """Specification of an engine. It requires only what the `EngineKind` supports.
 
     Attributes:
         model_path: Hugging Face folder with config.json and safetensors; no tokenizer is needed.
         dtype: Dtype of weights, activations and KV cache.
         max_context: Maximum number of tokens of prompt and completion together.
         max_running: Maximum number of requests advanced at a time; others wait.
-        adapts: Fewer requests are advanced while the KV cache is expected to be full, see `AdaptivePlaces`.
+        adapts: Whether fewer requests are advanced while the KV cache is expected to be full, see `AdaptivePlaces`.
         kv_cache_gib: Memory for the KV cache. By default `CPU_KV_GIB` on a CPU, and the free memory on a GPU.
         gpu_neighbours: Number of other engines on the same GPU, which share the free memory equally by default.
         seed: Seed of requests without one.
-        routed_experts: Requests may ask for the experts that each token of a mixture of experts took.
-        gpu_share: Share of the memory of its GPU that each process gets. By default the sum of weights, KV cache and
-            work space, see `gpu_share_of`. vLLM does not start if less is free.
-        prefix_cache: Requests reuse the KV cache of others that begin with the same tokens.
+        routed_experts: Whether requests may ask a mixture-of-experts model for the experts of each token.
+        gpu_share: Share of a GPU's memory that each process gets. By default the sum of weights, KV cache and work
+            space, see `gpu_share_of`. vLLM does not start if less is free.
+        prefix_cache: Whether requests reuse the KV cache of others that begin with the same tokens.
         speculative: Settings of speculative decoding, by the names of vLLM's speculative_config; None for no
             speculation.
         options: The engine's own options, such as [generation.vllm].
-        sleeps: It has to release its memory at times: a `SleepingEngine`.
-        tensor_parallel_size: Number of processes that share the model, each with an engine of its own, in lockstep.
+        sleeps: Whether the engine must be able to release its memory for a time, as a `SleepingEngine`.
+        tensor_parallel_size: Number of processes that share the model. Each has its own engine, and they step together.
         generator: Index of the generator in the run.
         adapters: Adapters of the model by name: one with the name "", or several for a `SharedEngine`. The pairs of
             `load_state_dict` are then an adapter's matrices, and the model is not loaded again. Empty loads whole
@@ -118,9 +118,10 @@ def problem_of(delta: TokenDelta, request: EngineRequest) -> str | None:
 
 
 def check_sampling(engine: object, request: EngineRequest) -> None:
-    """
+    """Check that an engine supports a request's sampling parameters; see `Engine`.
+
     Raises:
-        UnsupportedSamplingError: the engine cannot sample as the request asks: see `Engine`.
+        UnsupportedSamplingError: the engine does not honour one of them.
     """
     if request.sampling.prompt_logprobs is not None and not getattr(engine, "scores_prompts", False):
         raise UnsupportedSamplingError(
@@ -146,12 +147,12 @@ class Engine(Protocol):
 
     Nothing here blocks longer than one step. An exception from anything but `add` means the engine is broken.
 
-    An attribute `pins_versions` that is true says that each request finishes on the weights it started with. Without
-    it, running requests continue with the weights that are loaded.
+    If an attribute `pins_versions` is true, each request finishes on the weights it started with. Otherwise, running
+    requests continue with the loaded weights.
 
     An attribute `extra_sampling` names the fields of `EXTRA_SAMPLING` (`titan_rl.types`) that the engine honours. The
-    engine loop refuses requests that set any other of them. Without the attribute, it refuses all of them. An attribute
-    `scores_prompts = True` says that it gives `TokenDelta.prompt_scores`.
+    engine loop refuses requests that set any other of them; without the attribute, it refuses all of them. An attribute
+    `scores_prompts = True` declares that the engine returns `TokenDelta.prompt_scores`.
 
     `titan_rl.testing.engine_contract` has tests of this contract.
     """
@@ -160,8 +161,8 @@ class Engine(Protocol):
         """Queue a request.
 
         Raises:
-            RequestError: this request can never run (too long, bad parameters, duplicate id). Any other error counts
-                as the request's fault, too: it is not queued, and others continue.
+            RequestError: this request can never run (too long, bad parameters, duplicate id). Any other error is also
+                attributed to the request: it is not queued, and others continue.
         """
         ...
 
@@ -184,6 +185,7 @@ class Engine(Protocol):
 
         Args:
             items: (Hugging Face parameter name, tensor) pairs; each parameter occurs once.
+            version: Version of the weights.
         """
         ...
 
@@ -205,7 +207,7 @@ class Engine(Protocol):
         """Prevent later requests from reusing the KV cache computed so far.
 
         Args:
-            recompute_running: Running requests also recompute theirs before their next token.
+            recompute_running: Whether running requests also recompute their KV cache before their next token.
         """
         ...
 
@@ -220,8 +222,8 @@ class LoadedPolicy(Protocol):
         ...
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """See `Engine.score`. Requests of other policies advance in every step meanwhile, and their deltas are part of
-        the next `Engine.step`; those of this policy may."""
+        """See `Engine.score`. Meanwhile requests of other policies advance in every step, and those of this policy may;
+        their deltas are part of the next `Engine.step`."""
         ...
 
     def reset_prefix_cache(self, *, recompute_running: bool = False) -> None:
@@ -231,8 +233,8 @@ class LoadedPolicy(Protocol):
 
 @runtime_checkable
 class SharedEngine(Engine, Protocol):
-    """An engine with several adapters, each a policy of its own. A request names its adapter, and the requests of all
-    adapters share the batch."""
+    """An engine with several adapters, each of which is a separate policy. A request names its adapter, and the
+    requests of all adapters share the batch."""
 
     def policy(self, adapter: str) -> LoadedPolicy:
         """The policy of one adapter."""
@@ -259,7 +261,7 @@ class PinningEngine(Engine, Protocol):
     pins_versions: bool
 
     def pin(self, version: int | None, adapter: str = "") -> None:
-        """Keep a version of an adapter that is loaded, until this is called again; None keeps none. Called right before
+        """Keep a loaded version of an adapter until the next call of `pin`; None keeps none. Called right before
         `load_state_dict`. `add` raises `GenerationError` for a request that names a version which is not loaded."""
         ...
 
@@ -300,23 +302,22 @@ class HeldTensor:
     before the packing, with the dtype and shape of the box at that time.
     """
 
-    name: str  # of the Hugging Face tensor
-    parameter: str  # of the engine; a tensor that it keeps twice, such as a tied head, is two parameters
+    name: str  # name of the Hugging Face tensor
+    parameter: str  # the engine's parameter; a tensor that it keeps twice, such as a tied head, has two
     tensor: Any  # the box, in the layout of the Hugging Face tensor; None if there is a checksum
-    start: tuple[int, ...]  # of the box's first element
+    start: tuple[int, ...]  # position of the box's first element in the whole tensor
     whole_shape: tuple[int, ...]
     checksum: int | Any = None  # a number, or a tensor: [], int64
-    dtype: Any = None
-    shape: tuple[int, ...] = ()
+    dtype: Any = None  # dtype of the box, beside a checksum
+    shape: tuple[int, ...] = ()  # shape of the box, beside a checksum
 
 
 @runtime_checkable
 class ReadableEngine(Protocol):
-    """An engine, or one of its policies, whose weights can be read back, which verifies every pull exactly."""
+    """An engine, or one of its policies, whose weights can be read back, so that every pull is verified exactly."""
 
     def held_weights(self) -> Iterable[HeldTensor]:
-        """All weights that this rank holds at present, with fused tensors split. Weights that it cannot read are left
-        out.
+        """All weights that this rank holds at present, with fused tensors split. Unreadable weights are left out.
 
         Raises:
             VerificationError: the engine finds that it does not compute with the weights that it was given.

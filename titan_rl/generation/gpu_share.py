@@ -21,7 +21,7 @@ CPU_KV_GIB = 1.0
 GPU_SHARE = 0.9
 """Share of a GPU's memory that its engines fill by default."""
 
-_DRIVERS = ("/dev/nvidiactl", "/dev/nvmap", "/dev/kfd", "/dev/dxg")  # of NVIDIA, its Tegra, AMD, and within WSL
+_DRIVERS = ("/dev/nvidiactl", "/dev/nvmap", "/dev/kfd", "/dev/dxg")  # NVIDIA, NVIDIA Tegra, AMD, WSL
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -32,7 +32,7 @@ def gpu_share_of(total_bytes: int, *, weight_bytes: int, kv_bytes: int, work_byt
     Example: 16 GB of weights and 20 GB of KV cache are 0.28 of 141 GB.
 
     Raises:
-        ModelError: they need more than the GPU has.
+        ModelError: they need more memory than the GPU has.
     """
     need = weight_bytes + kv_bytes + work_bytes
     if need > total_bytes:
@@ -50,8 +50,10 @@ def kv_bytes_of(total_bytes: int, free_bytes: int, *, weight_bytes: int, share: 
     """Bytes of the KV cache that fills an engine's share of a GPU.
 
     Args:
+        total_bytes: Memory of the GPU.
         free_bytes: Free memory of the GPU, which limits an engine without neighbours.
-        share: The share, if a setting gives it.
+        weight_bytes: Memory of the engine's weights.
+        share: Share of the GPU's memory, if a setting gives it.
         neighbours: Number of other engines on the GPU, each with an equal share.
 
     Example: with 16 GB of weights and 3 GiB of work space, a single engine on 141 GB has 107.7 GB.
@@ -91,12 +93,15 @@ def weight_bytes(folder: Path, dtype: str) -> int:
 
 
 def adapter_bytes(folder: Path, dtype: str, targets: Collection[str], *, rank: int) -> int:
-    """Bytes of a place for an adapter: rank x (in + out) for each matrix of a Hugging Face folder that it changes.
+    """Bytes that an engine reserves for one LoRA adapter: rank x (in + out) numbers for each matrix that it changes.
 
-    Tensor-parallel ranks share a part of them, which is not subtracted.
+    Tensor-parallel ranks share a part of these bytes, which is not subtracted.
 
     Args:
+        folder: Hugging Face folder with the matrices.
+        dtype: Dtype of the adapter.
         targets: Last parts of the names of the changed layers.
+        rank: Rank of the adapter.
     """
     changed = [
         shape

@@ -18,7 +18,7 @@ SUSPEND_TIMEOUT_S = 3600.0
 
 
 class Playing(Protocol):
-    """Counts of a running group: see `RunningGroup`."""
+    """Counts of the requests of a running group; see `RunningGroup`."""
 
     def request(self, session_id: str | None) -> AbstractContextManager[object]:
         """Count a request for the length of the block."""
@@ -26,7 +26,7 @@ class Playing(Protocol):
 
 
 class Suspendable(Protocol):
-    """Suspension of a group: see `Suspension`."""
+    """Suspension of a group; see `Suspension`."""
 
     @property
     def is_suspended(self) -> bool: ...
@@ -41,15 +41,18 @@ class Suspendable(Protocol):
 class GroupRequests:
     """The `GenerateFn` of one group. Pauses and suspensions only delay the requests of a training group.
 
-    A rollout worker has one for each of its groups, made of the attributes of the controller's.
+    A rollout worker has one `GroupRequests` for each of its groups, made of the attributes of the controller's.
 
     Args:
+        router: Router that answers the requests.
         playing: Counts the requests.
-        recorder: Of a training group; None for a validation group, which is neither suspended, recorded nor resumed.
-        suspension: Of a training group.
+        recorder: Recorder of a training group; None for a validation group, which is neither suspended, recorded nor
+            resumed.
+        suspension: Suspension of a training group.
         room: Awaited before each attempt of a training group, so that the record keeps up.
-        max_context: Most tokens of prompt and completion together.
-        version: That the requests name, because the generators go on to later ones.
+        max_context: Largest number of tokens of prompt and completion together.
+        version: Version that the requests name, because the generators continue to later ones. Only validation groups
+            have one.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Record of the answers that a group has got, from which a group that runs again gets them again."""
+"""Record of a group's answers, from which they are repeated if the group runs again."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RecordedAnswer:
 
 
 class KnownAnswer(Protocol):
-    """A recorded answer, as a group that asks again gets it."""
+    """A recorded answer that is repeated to a group."""
 
     @property
     def sampling(self) -> SamplingParams: ...
@@ -55,18 +55,18 @@ Asked = dict[str, tuple[int, bytes, SamplingParams]]
 
 
 class Recorder:
-    """Recorder of one group's answers, whose `step` is a step of `Generation`.
+    """Recorder of one group's answers. Its method `step` is a step of `Generation`.
 
-    A fresh environment that is given the recorded answers arrives where its predecessor was, so environments need not
-    be saved. An environment that asks with another prompt or sampling than before gets new answers from there on. A
-    part that was interrupted comes back as aborted, and `Resume` asks for the rest.
+    A new environment that receives the recorded answers reaches the state of its predecessor, so environments need not
+    be saved. An environment that sends another prompt or sampling than before gets new answers from then on. An
+    interrupted part is returned as aborted, and `Resume` asks for the rest.
 
     Args:
         index: Position of the group in the data.
         known: Returns the answers that are known at present.
         record: Receives each answer that has tokens.
-        check: Returns a checked copy of an answer, before anything reads it: `rollout.copies.completion_of`.
-        asked: Requests in flight, where several groups share them.
+        check: Returns a checked copy of an answer, before anything reads it; see `rollout.copies.completion_of`.
+        asked: Requests in flight, if several groups share them.
     """
 
     def __init__(
@@ -85,11 +85,10 @@ class Recorder:
 
     @contextmanager
     def step(self, attempt: Attempt) -> Generator[None]:
-        """Record the answer to an attempt, or repeat the one that is known.
+        """Context of an attempt. Repeats the answer if it is known, and records it otherwise.
 
         Raises:
-            RequestError: a request of the same ID is in flight: completions are recorded by their request's ID, so that
-                two requests of one ID would get one answer.
+            RequestError: a request of the same ID is in flight. Answers are recorded by ID, so both would get the same.
         """
         request = attempt.request
         request_id, sampling, digest = request.request_id, request.sampling, prompt_digest(request.prompt_token_ids)
@@ -104,10 +103,10 @@ class Recorder:
         heard = Partial(request, attempt.on_chunk)
         try:
             with heard.attempt() as keep:
-                if attempt.on_chunk is not None:  # else the engines stream nothing
+                if attempt.on_chunk is not None:  # without a receiver the engines stream nothing
                     attempt.on_chunk = keep
                 yield
-        except asyncio.CancelledError:  # who listens may have heard enough
+        except asyncio.CancelledError:  # for example a listener that has received enough tokens
             self._keep(digest, sampling, heard.so_far)
             raise
         finally:
@@ -119,7 +118,7 @@ class Recorder:
         """Record the tokens so far of the requests in flight.
 
         Args:
-            tokens: Of all requests, by id: `GeneratorRouter.tokens_so_far`.
+            tokens: Tokens so far of all requests, by id; see `GeneratorRouter.tokens_so_far`.
         """
         for request_id, (_, digest, sampling) in self._asked.items():
             if (so_far := tokens.get(request_id)) is not None:

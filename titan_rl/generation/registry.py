@@ -1,6 +1,6 @@
 """Engines by name: the library's own, or the user's as "module:function".
 
-Importing this imports no engine; the function that makes an engine imports its dependencies.
+Importing this module imports no engine; the function that makes an engine imports its dependencies.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from titan_rl.generation.engine import Engine, EngineSpec
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """Factory of an engine, with its capabilities. A plain function from `EngineSpec` to `Engine` has none.
+    """Factory of an engine, with the engine's capabilities. A plain function from `EngineSpec` to `Engine` has none.
 
     Example: `make = EngineKind(_make, routed_experts=True)`, where `generation.engine = "my_engines:make"`.
     """
 
     make: Callable[[EngineSpec], Engine]  # called in the generator's process, in the thread that drives the engine
-    routed_experts: bool = False  # returns them if the spec asks for it
+    routed_experts: bool = False  # returns routed experts if the spec asks for them
     speculative: bool = False  # decodes speculatively if the spec asks for it
     adapts: bool = False  # adapts the number of running requests to the KV cache
     sleeps: bool = False  # makes a `SleepingEngine`
@@ -61,17 +61,17 @@ def find_engine(name: str) -> EngineKind:
     """The kind of engine that `generation.engine` names.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is no engine of that name.
     """
     found: Any = find_function("generation.engine", name, BY_NAME)
     return found if isinstance(found, EngineKind) else EngineKind(found)
 
 
 def make_engine(name: str, spec: EngineSpec) -> Engine:
-    """An engine of that kind.
+    """Make an engine of the kind that `generation.engine` names.
 
     Raises:
-        ConfigError: there is none of that name, or it made something else than an `Engine`.
+        ConfigError: there is no engine of that name, or its function returned an object that is not an `Engine`.
         Exception: raised by the engine, for a spec that it does not support.
     """
     engine: Any = find_engine(name)(spec)

@@ -44,7 +44,7 @@ class EngineRequest:
     sampling: SamplingParams
     session_id: str | None = None  # stable over the turns of one rollout
     adapter: str = ""
-    version: int | None = None  # that produces the tokens, in an engine that pins versions; by default the newest
+    version: int | None = None  # version to sample from, in an engine that pins versions; by default the newest
 
     def __post_init__(self) -> None:
         try:
@@ -79,7 +79,7 @@ class EngineRequest:
         return replace(self, prompt_token_ids=prompt, sampling=self.sampling.after(len(token_ids)))
 
     def sent_to(self, generate: GenerateFn) -> Coroutine[Any, Any, Completion]:
-        """Call a `GenerateFn` with this request. It gets its own copy of the prompt, as a list."""
+        """Call a `GenerateFn` with this request. The function gets its own copy of the prompt, as a list."""
         return generate(
             list(self.prompt_token_ids),
             request_id=self.request_id,
@@ -89,7 +89,8 @@ class EngineRequest:
 
 
 def _is_text(text: Any) -> bool:
-    """False for half a surrogate pair: IDs are hashed by strategies and sent over the network."""
+    """Whether an ID is text that UTF-8 can encode: strategies hash IDs, and they are sent over the network. A text with
+    half a surrogate pair is not."""
     if not isinstance(text, str):
         return False
     try:
@@ -119,13 +120,13 @@ OnChunk = Callable[[TokenChunk], None]
 
 
 class Partial:
-    """A request and its tokens so far, over all attempts at it. Every interrupted answer is continued by one.
+    """A request and its tokens so far, over all attempts at it. It continues every interrupted answer.
 
     Each attempt asks for `rest`: the prompt with the tokens so far, and the budget that remains. `on_chunk` receives
     each token once and in order, whatever the attempts stream.
 
-    Example: 40 of 64 tokens were streamed when the replica died. The rest is a request for 24 tokens after the prompt
-    and the 40:
+    Example: 40 of 64 tokens were streamed when the replica died. The rest is a request for 24 tokens that follow the
+    prompt and the 40 tokens:
 
         partial = Partial(request)
         with suppress(GenerationError), partial.attempt() as keep:
@@ -147,8 +148,8 @@ class Partial:
 
     @contextmanager
     def attempt(self) -> Generator[OnChunk]:
-        """One attempt. Yields the receiver of its chunks, which drops those that arrive after the block or `add`.
-        Chunks of an attempt that ends without an answer are kept."""
+        """Context of one attempt. Yields the receiver of its chunks, which drops chunks that arrive after the block or
+        `add`. The chunks of an attempt that ends without an answer are kept."""
         tokens = self._present = _Tokens()
 
         def keep(chunk: TokenChunk) -> None:
@@ -165,7 +166,7 @@ class Partial:
             self._present = _Tokens()
 
     def add(self, answer: Completion) -> Completion:
-        """Add the answer of the present attempt, and tell `on_chunk` of the tokens that it had not streamed.
+        """Add the answer of the present attempt, and pass `on_chunk` the tokens that had not been streamed.
 
         Returns:
             The whole completion so far.
@@ -231,7 +232,7 @@ def aborted_late(completion: Completion) -> Completion:
 def tokens_between(tokens: Completion | TokenChunk, start: int, stop: int) -> TokenChunk:
     """The tokens [start, stop).
 
-    Example: tokens 2 to 4 of those with the spans (6, 3), (7, 2) have the spans (6, 1), (7, 1).
+    Example: if five tokens have the spans (6, 3), (7, 2), then the tokens [2, 4) have the spans (6, 1), (7, 1).
     """
     if isinstance(tokens, TokenChunk) and not start and stop == len(tokens.token_ids):
         return tokens
@@ -255,7 +256,7 @@ def tokens_between(tokens: Completion | TokenChunk, start: int, stop: int) -> To
 
 
 class _Tokens:
-    """Accumulator of consecutive parts. The cost of adding a part depends on its own length alone."""
+    """Accumulator of consecutive parts. The cost of adding a part depends only on the length of that part."""
 
     def __init__(self) -> None:
         self.token_ids = array(TOKENS)
@@ -304,7 +305,7 @@ def _joined(request_id: str, parts: Sequence[Completion | TokenChunk]) -> Comple
 
 
 def _rows(of_parts: Sequence[Any]) -> Any:
-    """One row per token, of the parts that have rows."""
+    """Concatenated rows, one per token, of the parts that have rows; None if there are none."""
     if of_parts and all(isinstance(rows, ExpertRows) for rows in of_parts):
         return joined_rows(of_parts)
     return [row for rows in of_parts for row in rows] if of_parts else None
@@ -317,7 +318,7 @@ def _continued(first: Completion, second: Completion) -> Completion:
         finish_reason=second.finish_reason,
         metrics=_continued_metrics(first, second),
         ended=second.ended,
-        prompt_scores=first.prompt_scores,  # those of the second are of another prompt
+        prompt_scores=first.prompt_scores,  # the second part has a longer prompt
     )
 
 

@@ -36,12 +36,12 @@ def listening(on_chunk: OnChunk | None) -> Generator[None]:
 
 
 RequestFn = Callable[[EngineRequest, OnChunk | None], Coroutine[Any, Any, Completion]]
-"""Answers a request, and reports its tokens as they come: `GeneratorRouter.stream`."""
+"""Function that answers a request and reports its tokens as they come, such as `GeneratorRouter.stream`."""
 
 
 @dataclass(slots=True)
 class Attempt:
-    """One attempt at a request, passed to the steps around it. Generation, or a step instead of it, sets `answer`."""
+    """One attempt at a request, passed to the steps around it. Either generation or one of the steps sets `answer`."""
 
     request: EngineRequest
     on_chunk: OnChunk | None
@@ -56,17 +56,18 @@ skipped. After it has yielded, it may check or replace the answer."""
 class Generation:
     """A `GenerateFn` that passes each request through a list of steps, the first of them outermost.
 
-    It makes an `EngineRequest` of the keyword arguments; everything behind it takes the request.
+    It makes an `EngineRequest` of the keyword arguments; the steps and `ask` receive this request.
 
     Example:
 
         generate = Generation(router.stream, around_request=[sessions.step], around_attempt=[journal.step])
 
     Args:
-        around_request: Steps around each call. `answer` is set at their end.
+        ask: Answers a request.
+        around_request: Steps around each call. `answer` is set when they end.
         around_attempt: Steps around each attempt; there are several attempts if `resume` continues a completion.
         ready: Awaited before each attempt.
-        resume: Continues aborted completions. By default they are returned to the caller.
+        resume: Continues aborted completions. By default aborted completions are returned to the caller.
     """
 
     def __init__(
@@ -159,11 +160,11 @@ class Resume:
 
     Args:
         wait_until_resumed: Awaited before each further attempt.
-        resume_timeout_s: Limit of each such wait, and of the total wait between attempts that are aborted one after the
-            other without a token; these are repeated at growing intervals. When it has passed, the completion says
-            ABORT.
-        max_attempts: Requests sent for one completion; after the last one it says ABORT. None sets no limit.
-        max_context: Tokens of prompt and completion that end a completion with "length".
+        resume_timeout_s: Time limit of each such wait, and of the total wait between consecutive attempts that are
+            aborted without a token, which are repeated at growing intervals. After it the completion says ABORT.
+        max_attempts: Largest number of requests sent for one completion. If the last one is aborted, the completion
+            says ABORT. None sets no limit.
+        max_context: Number of tokens of prompt and completion at which a completion ends with "length".
 
     Raises:
         ValueError: `max_attempts` is less than 1.
@@ -187,9 +188,9 @@ class Resume:
         """The completion of all attempts together. `on_chunk` receives each of its tokens once and in order.
 
         Raises:
-            GenerationError: an attempt streamed other tokens than it returned, or returned no routed experts though the
-                request asks for them.
-            TypeError: `ask` returned something else than a completion.
+            GenerationError: an attempt streamed other tokens than it returned, or did not return requested routed
+                experts.
+            TypeError: `ask` returned something other than a completion.
         """
         if self._max_context is not None:
             room = max(1, self._max_context - len(request.prompt_token_ids))
@@ -221,7 +222,7 @@ class Resume:
         return replace(whole, metrics={**whole.metrics, "interrupted_s": before_s + interrupted_s})
 
     async def _resumed(self) -> bool:
-        """Wait until generation is resumed. False if that takes too long."""
+        """Wait until generation is resumed. Returns False if that takes too long."""
         if self._wait_until_resumed is None:
             return True
         try:
@@ -251,7 +252,8 @@ class _FruitlessAttempts:
         """Wait until the next attempt may be made. Returns False if the time limit has passed.
 
         Args:
-            since: Start of the last attempt; the interval is counted from there.
+            got_tokens: Whether the last attempt returned tokens.
+            since: Start of the last attempt, from which the interval is counted.
         """
         if got_tokens:
             self._in_a_row, self._waited_s = 0, 0.0

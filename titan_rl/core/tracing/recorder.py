@@ -235,7 +235,7 @@ class TraceRecorder:
         self._thread.start()
 
     def take_lane(self, pool: str) -> str:
-        """Take a free lane. Its name is that of the pool, followed by the smallest free number if the number is not 1."""
+        """Take a free lane. Its name is that of the pool, followed by the smallest free number unless that is 1."""
         number = self._lanes.take(pool)
         lane = pool if number == 1 else f"{pool} {number}"
         if lane not in self._named:

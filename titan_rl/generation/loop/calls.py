@@ -36,7 +36,7 @@ class Outbox:
         for loop, batch in batches.items():
             try:
                 loop.call_soon_threadsafe(_deliver, loop, batch)
-            except RuntimeError:  # the loop is closed, so nobody awaits these any more
+            except RuntimeError:  # the loop is closed, so nobody awaits the results any more
                 assert loop.is_closed()
 
 
@@ -98,7 +98,7 @@ class PendingCall:
             TypeError: tokens, logprobs or experts are not numbers.
             OverflowError: a token is too large.
         """
-        self._metrics.setdefault("queue_s", step_began - self.created_at)  # until the step of the first delta
+        self._metrics.setdefault("queue_s", step_began - self.created_at)  # ends with the step of the first delta
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs)
         if self.request.sampling.return_routed_experts and delta.routed_experts is not None and delta.token_ids:
@@ -137,7 +137,7 @@ class PendingCall:
     def completion(self, finish_reason: FinishReason) -> Completion:
         """All tokens so far."""
         metrics = self._metrics
-        metrics.setdefault("queue_s", self._clock.now() - self.created_at)  # it never ran
+        metrics.setdefault("queue_s", self._clock.now() - self.created_at)  # of a request that never ran
         if self._first_token_at is not None:
             metrics["time_to_first_token_s"] = self._first_token_at - self.created_at
             gaps = max(1, len(self.token_ids) - 1)
@@ -170,7 +170,7 @@ class PendingCall:
 class PendingCalls:
     """Open calls of a loop. A call waits until a step lets it join the batch, and then runs until it is resolved.
 
-    Part of a `LoopState`, which alone uses it, and under its lock.
+    Only `LoopState` uses it, and holds its lock while it does.
     """
 
     def __init__(self, outbox: Outbox) -> None:
@@ -186,7 +186,7 @@ class PendingCalls:
         """Queue a call.
 
         Raises:
-            RequestError: its id is in flight, and not being aborted.
+            RequestError: a request with the same id is in flight, and not being aborted.
         """
         request_id = call.request.request_id
         is_ending = request_id in self.aborting
@@ -203,7 +203,7 @@ class PendingCalls:
             self.aborting.add(request_id)
 
     def abort(self, request_ids: Iterable[str] | None) -> None:
-        """Resolve requests that the engine has not seen, and have it forget the others. None aborts all."""
+        """Resolve requests that the engine has not seen, and mark the others for it to forget. None aborts all."""
         for request_id in [*self.waiting, *self.running] if request_ids is None else request_ids:
             if (call := self.waiting.pop(request_id, None)) is not None:
                 self._outbox.resolve(call.future, call.completion(FinishReason.ABORT))
@@ -211,7 +211,7 @@ class PendingCalls:
                 self.aborting.add(request_id)
 
     def give_up(self) -> int:
-        """Resolve the calls that are being aborted, without waiting for the engine. Returns how many."""
+        """Resolve the calls that are being aborted, without waiting for the engine. Returns their number."""
         calls = [self.running.pop(request_id) for request_id in self.aborting if request_id in self.running]
         for call in calls:
             self._outbox.resolve(call.future, call.completion(FinishReason.ABORT))
@@ -268,7 +268,7 @@ class PendingCalls:
         """Send each call its tokens since the last chunk.
 
         Args:
-            also_empty: Send a chunk without tokens to the others.
+            also_empty: Whether calls without new tokens receive an empty chunk.
         """
         for call in self.running.values():
             if call.on_chunk is not None and (call.num_unstreamed or also_empty):

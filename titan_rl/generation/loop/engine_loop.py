@@ -51,9 +51,10 @@ class EngineLoop:
         make_engine: Called in the loop's own thread, which alone uses the engine.
         version: Version of the weights that the engine starts with.
         stream_interval: Engine steps between two chunks of a request; a step gives a request at most one token.
-        routed_experts: The engine returns the experts that each token took. Otherwise a request for them is refused.
+        kv_policy: Treatment of the KV cache at a pull.
+        routed_experts: Whether the engine returns the experts of each token. If not, requests for them are refused.
         ranks: Link to the other ranks of the replica, each of which runs `follow_leader`. By default there are none.
-        stepping: Entered, in the loop's thread, for the length of each engine step.
+        stepping: Context manager around each engine step, entered in the loop's thread.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class EngineLoop:
 
     @property
     def num_in_flight(self) -> int:
-        """Requests accepted and not yet resolved."""
+        """Number of requests accepted and not yet resolved."""
         return self._state.num_in_flight
 
     @property
@@ -96,7 +97,7 @@ class EngineLoop:
         return self._state.paused
 
     async def start(self) -> None:
-        """Make the engine, and return when it serves. Awaited once.
+        """Make the engine, and return when it serves requests. Awaited once.
 
         Raises:
             EngineDeadError: the engine could not be made; the error is the cause.
@@ -130,8 +131,8 @@ class EngineLoop:
 
         Raises:
             RequestError: this request can never run.
-            GenerationError: the loaded weights are unknown because a pull failed, until another one succeeds. Or the
-                engine gave the request up, or returned a token without its logprob or requested routed experts.
+            GenerationError: the loaded weights are unknown because a pull failed and no later one has succeeded yet; or
+                the engine gave the request up, or returned a token without its logprob or requested routed experts.
             EngineDeadError: the loop has ended, or ends before the completion.
         """
         self._require_started()
@@ -155,6 +156,7 @@ class EngineLoop:
         Returns when the engine has forgotten them. Their callers get completions that say ABORT.
 
         Args:
+            request_ids: Requests to end.
             timeout_s: Time limit of the engine's present step. After that, callers get their completions regardless.
         """
         self._require_started()
@@ -174,7 +176,7 @@ class EngineLoop:
             timeout_s: Time for requests to finish in mode "wait"; the rest is aborted.
 
         Raises:
-            RuntimeError: it is paused already.
+            RuntimeError: the loop is paused already.
             EngineDeadError: the loop has ended, or ends because its engine cannot sleep.
         """
         self._require_started()
@@ -203,7 +205,7 @@ class EngineLoop:
         """End the pause.
 
         Raises:
-            RuntimeError: it is not paused.
+            RuntimeError: the loop is not paused.
             EngineDeadError: the loop has ended.
         """
         self._state.resume()
@@ -233,8 +235,8 @@ class EngineLoop:
         adapter: str = "",
         pinned: int | None = None,
     ) -> PullResult:
-        """Load weights between two engine steps, also while paused. Of pulls that wait together only the newest is
-        loaded. A pull of an older version than the loaded one returns with the loaded one.
+        """Load weights between two engine steps, also while paused. If several pulls wait, only the newest version is
+        loaded. A pull of a version older than the loaded one returns the loaded one.
 
         The work before the first pair, such as a checksum, is done outside the engine's thread.
 
@@ -244,13 +246,13 @@ class EngineLoop:
             manifest: Used by the other ranks to open the version; it can be pickled.
             published: Checksums by Hugging Face name. The weights that a `ReadableEngine` holds are compared with them
                 before `verify` is called.
-            adapter: One of several adapters, whose requests alone get the new weights, or fail.
-            pinned: An older version that a `PinningEngine` keeps, for requests that name it.
+            adapter: Name of one of several adapters. Only its requests get the new weights, or fail.
+            pinned: Older version that a `PinningEngine` keeps for requests that name it.
 
         Raises:
             UnavailableWeightsError: `make_items` failed before its first pair; the old weights are still served.
             StateDictError: loading or verifying (VerificationError) failed. All requests in flight and later ones fail
-                with GenerationError until a pull succeeds, of the version served before or a newer one.
+                with GenerationError until a pull of the version served before, or of a newer one, succeeds.
             EngineDeadError: the loop has ended.
         """
         self._require_started()
@@ -293,6 +295,8 @@ class LocalReplica:
         router = GeneratorRouter([replica])
 
     Args:
+        name: Name of the replica.
+        loop: Engine loop, which the caller starts.
         items_of: Returns the (name, tensor) pairs of a published version.
     """
 

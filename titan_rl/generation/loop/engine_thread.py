@@ -28,16 +28,16 @@ class EngineTrack:
     def __init__(self) -> None:
         self._track = Track("engine", "generator")
         self._track.enter("idle", idle=True)
-        self._begun_ns = time.monotonic_ns()  # of the next span of steps
+        self._begun_ns = time.monotonic_ns()  # start of the current span of steps
         self._steps = self._tokens = 0
 
     def rested(self, began_ns: int, *, paused: bool) -> None:
-        """Note that there has been nothing to do since that time."""
+        """Note that there has been nothing to do since `began_ns`, by `time.monotonic_ns`."""
         if time.monotonic_ns() - began_ns > REST_NS:
             self._rest("paused" if paused else "idle", began_ns)
 
     def stepped(self, began_ns: int, num_tokens: int, num_running: int) -> None:
-        """Note the end of a step that began at that time."""
+        """Note the end of a step that began at `began_ns`."""
         if self._track.state != "generating" or began_ns - self._begun_ns >= SPAN_NS:
             self._note_steps()
             self._track.enter("generating", at_ns=began_ns)
@@ -47,7 +47,7 @@ class EngineTrack:
         self._tokens += num_tokens
 
     def pulls(self, version: int) -> None:
-        """Note the begin of a pull."""
+        """Note the start of a pull."""
         self._note_steps()
         self._track.enter("pull", kind="sync", version=version)
 
@@ -84,7 +84,7 @@ class GaugeWindow:
     """Gauges of one engine since the window was last taken. Empty for an engine without gauges.
 
     Args:
-        engine: Its totals are read now, as the base of the first window.
+        engine: Engine whose totals are read now, as the base of the first window.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -108,7 +108,7 @@ class GaugeWindow:
         """Summary of the window. The next one begins.
 
         Args:
-            more: Further counts, which are not the engine's own.
+            more: Further counts, which are not gauges of the engine.
         """
         totals = dict(more) | {
             name.removesuffix(_TOTAL): value - self._before.get(name, 0.0)
@@ -137,13 +137,13 @@ an engine that is busy with other requests from a hanging one."""
 
 
 def run_engine(rank: EngineRank, state: LoopState, stream_interval: int) -> None:
-    """Drive an engine for its whole life, in the thread that alone uses it. Raises nothing: the reason goes to `state`.
+    """Drive an engine for its whole life, in the only thread that uses it. Raises nothing: the reason goes to `state`.
 
     Consumes: decisions of `state`, one at a time.
     Waits for: the next decision, and the engine while it steps or loads. It never waits for callers.
     Produces: completions, chunks of tokens and outcomes of pulls, delivered after each decision.
     Unblocked by: any caller's request, abort, pull, pause, resume or close.
-    Ends: by `close`, or a failure of the engine. Everything outstanding then fails, and later calls fail at once.
+    Ends: after `close` or a failure of the engine. Everything outstanding then fails, and later calls fail at once.
     """
     driver, reason, cause = None, "the engine loop is closed", None
     try:
@@ -206,7 +206,7 @@ class EngineDriver:
     def _step(self, joining: Sequence[EngineRequest]) -> None:
         began, began_ns = self._state.clock.now(), time.monotonic_ns()
         if len(joining) == self._state.num_running:
-            self._streamed_at = began  # it was idle
+            self._streamed_at = began  # the engine was idle
         rejected, deltas = self._rank.step(joining)
         self._gauges.note_step()
         self._track.stepped(began_ns, len(deltas), self._state.num_running)
@@ -234,7 +234,7 @@ class EngineDriver:
         outcome: PullResult | StateDictError
         try:
             with self._rank.together(CANNOT_OPEN):
-                pass  # rank 0 has opened it already, outside this thread
+                pass  # rank 0 has opened the version already, outside this thread
             is_open = True
             outcome = self._load(newest)
         except StateDictError as error:

@@ -26,7 +26,7 @@ IDLE_TIMEOUT = timedelta(days=365)  # a follower of an idle replica waits; if it
 
 
 class Ranks(Protocol):
-    """One rank's end of the link between the ranks of a replica. Used by the engine's thread alone."""
+    """One rank's end of the link between the ranks of a replica. Used only by the engine's thread."""
 
     def open(self) -> None:
         """Connect to the other ranks. Called after the engine was made."""
@@ -45,7 +45,7 @@ class Ranks(Protocol):
         ...
 
     def gather(self, value: Any) -> list[Any]:
-        """Exchange a value that pickles. Returns the values of all ranks, rank 0 first."""
+        """Exchange a value that can be pickled. Returns the values of all ranks, rank 0 first."""
         ...
 
     def close(self) -> None:
@@ -75,8 +75,8 @@ class OneRank:
 class GlooRanks:
     """Ranks that are processes of one torch.distributed world, over gloo. All of them call `open` at the same time.
 
-    Decisions have a group of their own, so that they neither wait for the engine's collectives nor run into their
-    time limit while the replica is idle.
+    Decisions have a separate process group, so that they neither wait for the engine's collectives nor exceed the time
+    limit of those while the replica is idle.
     """
 
     def __init__(self) -> None:
@@ -126,8 +126,10 @@ class EngineRank:
     """One engine and its rank. If one rank fails, all ranks agree on the failure, so that their states stay equal.
 
     Args:
-        make_engine: Called by `start`.
-        stepping: Entered for the length of each step.
+        make_engine: Makes the engine. Called by `start`.
+        ranks: Link to the other ranks of the replica. By default there are none.
+        kv_policy: Treatment of the KV cache at a pull.
+        stepping: Context manager around each step.
     """
 
     engine: Engine
@@ -168,7 +170,7 @@ class EngineRank:
         """Let requests join, and advance all running ones.
 
         Returns:
-            The reason for each request that could not join, by id, and the deltas of the step.
+            Error of each request that could not join, by id, and the deltas of the step.
         """
         rejected: dict[str, Exception] = {}
         for request in requests:
@@ -192,7 +194,7 @@ class EngineRank:
             self.engine.abort(request_ids)
 
     def sleep(self) -> None:
-        """Release the engine's memory. Nothing runs.
+        """Release the engine's memory. No request may be running.
 
         Raises:
             EngineDeadError: the engine cannot sleep.
@@ -214,10 +216,10 @@ class EngineRank:
         """Run the block on every rank. If it fails on one, it fails on all.
 
         Args:
-            complaint: Begins the message of errors that are not `StateDictError`s.
+            complaint: Beginning of the message for errors that are not `StateDictError`s.
 
         Raises:
-            StateDictError: it failed on this rank or on another one.
+            StateDictError: the block failed on this rank or on another one.
         """
         mine: StateDictError | None = None
         try:
@@ -236,7 +238,7 @@ class EngineRank:
         """Swap weights, and treat the KV cache as the policy says.
 
         Raises:
-            StateDictError: a rank could not. The loaded weights are unknown until a later load succeeds.
+            StateDictError: a rank could not load them. The loaded weights are unknown until a later load succeeds.
         """
         distrusted = adapter in self._distrusted
         self._distrusted.add(adapter)
@@ -250,13 +252,13 @@ class EngineRank:
             policy.reset_prefix_cache(recompute_running=self._kv_policy.running == "recompute")
 
     def read_back(self, weights: Weights, version: int, adapter: str = "") -> Readback | None:
-        """Compare what the engines of all ranks hold with the checksums of what was published.
+        """Compare the weights that the engines of all ranks hold with the published checksums.
 
         Returns:
             None if there is nothing to compare with, or no engine can be read.
 
         Raises:
-            VerificationError: they differ.
+            VerificationError: the weights differ.
             StateDictError: reading an engine failed.
         """
         if not weights.published:
@@ -270,10 +272,10 @@ class EngineRank:
             return compare(weights.published, held, version)
 
     def verify(self, weights: Weights, adapter: str = "") -> None:
-        """Run the check that came with the version. The weights are trusted from here on.
+        """Run the check that came with the version. If it succeeds, the weights are trusted from then on.
 
         Raises:
-            StateDictError: a rank could not; see `load`.
+            StateDictError: the check failed on a rank. The loaded weights stay unknown; see `load`.
         """
         if weights.verify is not None:
             with self.together("the weights loaded could not be verified"):
@@ -285,7 +287,7 @@ def follow_leader(rank: EngineRank, open_weights: Callable[[Any], Weights]) -> N
     """Drive an engine that is not on rank 0, until rank 0 closes.
 
     Args:
-        open_weights: Opens a version from the manifest that rank 0 was told to pull.
+        open_weights: Opens a version from the manifest in rank 0's decision.
 
     Raises:
         EngineDeadError: rank 0 is gone.

@@ -48,7 +48,7 @@ class LoopDecision:
 
     action: LoopAction
     version: int | None = None  # PULL: the version to load
-    adapter: str = ""  # PULL: the adapter that it is of
+    adapter: str = ""  # PULL: the adapter of the version
     manifest: Any = None  # PULL: describes the version to followers
     request_ids: tuple[str, ...] = ()  # ABORT: the requests to forget
     requests: tuple[EngineRequest, ...] = ()  # STEP: the requests that join the batch first
@@ -69,7 +69,7 @@ class Weights:
 
 
 class PendingPull:
-    """One `pull` call. Made in its event loop; see `EngineLoop.pull` for the arguments."""
+    """One `pull` call. Constructed in the caller's event loop; see `EngineLoop.pull` for the arguments."""
 
     def __init__(self, version: int, manifest: Any, adapter: str = "") -> None:
         self.version = version
@@ -85,7 +85,7 @@ class PendingPull:
         """Read the first pair, before which a transport does all its checks, and put it back.
 
         Raises:
-            UnavailableWeightsError: it failed.
+            UnavailableWeightsError: the version could not be opened or read.
         """
         try:
             self._source = iter(make_items())
@@ -121,14 +121,14 @@ class LoopState:
         self.clock = clock
         self._lock = threading.Condition()  # reentrant; the engine's thread waits on it
         self._outbox = Outbox()
-        # By adapter, or for "": the newest weights that were loaded and verified, which never go back.
+        # The newest version that was loaded and verified, by adapter ("" for the model). Versions never go back.
         self._versions: defaultdict[str, int] = defaultdict(lambda: version)
         self._calls = PendingCalls(self._outbox)
         self._pulls: list[PendingPull] = []
         self._barriers: Waiters = []  # resolved between two steps, when nothing is being aborted
         self._drained: Waiters = []  # resolved when nothing runs
         self._paused: PauseMode | None = None
-        self._to_sleep = False  # when nothing is being aborted
+        self._to_sleep = False  # sleep as soon as nothing is being aborted
         self._asleep = False
         self._closing = False
         self._distrusted: dict[str, Exception] = {}  # the reason why the loaded weights are unknown, by adapter
@@ -183,7 +183,8 @@ class LoopState:
             self._calls.forget(call)
 
     def abort(self, request_ids: Iterable[str] | None, barrier: asyncio.Future[None]) -> None:
-        """Resolve requests that the engine has not seen, and have it forget the others before `barrier` resolves."""
+        """Resolve requests that the engine has not seen. `barrier` resolves when the engine has forgotten the
+        others."""
         with self._changing():
             self._calls.abort(request_ids)
             if self._ended is None:
@@ -192,13 +193,13 @@ class LoopState:
                 self._outbox.resolve(barrier, None)
 
     def give_up(self) -> int:
-        """Resolve the calls that are being aborted, without waiting for the engine. Returns how many."""
+        """Resolve the calls that are being aborted, without waiting for the engine. Returns their number."""
         with self._changing():
             return self._calls.give_up()
 
     def pause(self, mode: PauseMode, drained: asyncio.Future[None] | None = None) -> None:
-        """Stop stepping: in mode WAIT when nothing runs, and otherwise now. `drained` resolves when nothing runs, and
-        in mode SLEEP when the engine sleeps."""
+        """Stop stepping: in mode WAIT when nothing runs, in other modes now. `drained` resolves when nothing runs; in
+        mode SLEEP, when the engine sleeps."""
         with self._changing():
             self.require_alive()
             if self._paused is not None:
@@ -220,7 +221,7 @@ class LoopState:
         """The answer to a pull of a version older than the loaded one: loaded versions never go back.
 
         Raises:
-            StateDictError: the loaded weights are unknown, and a version so old cannot replace them.
+            StateDictError: the loaded weights are unknown, and an older version must not replace them.
         """
         with self._lock:
             self.require_alive()
@@ -247,7 +248,7 @@ class LoopState:
     # The engine thread's side.
 
     def decide(self) -> LoopDecision:
-        """Wait until there is something to do. The order of `LoopAction` is that of priority."""
+        """Wait until there is something to do, and return the decision of highest priority; see `LoopAction`."""
         with self._lock:
             while (decision := self._next_decision()) is None:
                 if self._drained:
@@ -284,7 +285,7 @@ class LoopState:
             self._outbox.send()
 
     def slept(self) -> None:
-        """Note that the engine has released its memory, and with it its weights."""
+        """Note that the engine has released its memory, including its weights."""
         with self._lock:
             self._to_sleep, self._asleep = False, True
             slept = StateDictError("the engine has slept, and no version was pulled since")
@@ -333,10 +334,11 @@ class LoopState:
                 self._outbox.resolve(pull.future, outcome)
 
     def loaded(self, version: int, adapter: str, *, running_continue: bool) -> None:
-        """Note that the engine has this version, verified: it produces the tokens of requests that join from here on.
+        """Note that the engine has loaded and verified this version, which produces the tokens of all requests that
+        join from now on.
 
         Args:
-            running_continue: It also produces the next tokens of running requests.
+            running_continue: Whether the version also produces the next tokens of running requests.
         """
         with self._lock:
             self._versions[adapter] = version
@@ -354,7 +356,7 @@ class LoopState:
         return running
 
     def end(self, reason: str, cause: BaseException | None) -> None:
-        """Fail everything outstanding, and later calls. The first reason stays."""
+        """Fail everything outstanding, and later calls. Only the first reason is kept."""
         with self._changing():
             if self._ended is None:
                 self._ended = (reason, cause)
@@ -377,7 +379,7 @@ class LoopState:
 
     @contextmanager
     def _changing(self) -> Generator[None]:
-        """A change by a caller: wake the engine's thread, and deliver the results."""
+        """Context of a change by a caller. Afterwards it wakes the engine's thread and delivers the results."""
         with self._lock:
             yield
             self._lock.notify()

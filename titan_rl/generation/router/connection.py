@@ -1,4 +1,4 @@
-"""Connection of a shard to one replica: a stream that is opened again until the router removes the replica."""
+"""Connection of a shard to one replica: a stream that is reopened until the router removes the replica."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class ShardReplica:
     `generate`, `abort`, and `close`, which only ends the shard's own connection.
 
     Attributes:
-        identity: Of the replica, as the router knows it.
-        admitted: Its epoch there at its last admission.
-        wanted: The router has it in service, and it has not failed here since.
+        identity: Number by which the router identifies the replica.
+        admitted: Epoch of the replica in the router at its last admission.
+        wanted: Whether the router has the replica in service, and it has not failed in this shard since.
     """
 
     is_open = True
@@ -39,7 +39,7 @@ class ShardReplica:
         self.wanted = False
 
     def begin(self, listener: ConnectionListener) -> None:
-        """Begin to connect, and report changes to the listener. A replica that is always open does nothing."""
+        """Start connecting, and report changes to the listener. A replica that is always open does nothing."""
 
     async def pull(self, version: int) -> int:
         return version
@@ -50,7 +50,7 @@ class ShardReplica:
 
 
 class ConnectionListener(Protocol):
-    """Receiver of the changes of a connection, which are reported before any request of it fails."""
+    """Receiver of the changes of a connection. A change is reported before any request of the connection fails."""
 
     def connection_opened(self, replica: ShardReplica) -> None: ...
 
@@ -59,23 +59,24 @@ class ConnectionListener(Protocol):
         ...
 
     def connection_unreachable(self, replica: ShardReplica, error: GenerationError) -> None:
-        """Several attempts in a row have failed. They continue. Reported once until the connection is open again."""
+        """Several attempts in a row have failed. Further attempts follow. Reported once until the connection is open
+        again."""
         ...
 
 
 class ReplicaStream(Protocol):
-    """One stream of requests and tokens between a shard and a replica. It breaks once, for good."""
+    """One stream of requests and tokens between a shard and a replica. A broken stream stays broken."""
 
     @property
     def broken(self) -> str | None:
-        """Reason why no answer comes any more."""
+        """Reason why the stream is broken; None while it works."""
         ...
 
     async def generate(self, request: EngineRequest, on_chunk: OnChunk) -> Completion:
         """Answer a request; see `StreamingReplica.stream`.
 
         Raises:
-            GenerationError: among others, the stream has broken.
+            GenerationError: the stream has broken, or the request failed.
         """
         ...
 
@@ -86,7 +87,7 @@ class ReplicaStream(Protocol):
         ...
 
     def close(self) -> None:
-        """Break the stream, if it is not broken."""
+        """Break the stream unless it is broken already."""
         ...
 
 
@@ -94,7 +95,7 @@ class StreamOpener(Protocol):
     """Opens streams to one replica."""
 
     async def open(self) -> ReplicaStream:
-        """Open a stream. The replica ends the requests of the streams before it, whose answers nobody receives.
+        """Open a stream. The replica ends the requests of earlier streams, whose answers nobody receives.
 
         Raises:
             Exception: the replica cannot be reached at present.
@@ -103,17 +104,17 @@ class StreamOpener(Protocol):
 
 
 class ConnectionState(StrEnum):
-    CONNECTING = "connecting"  # an attempt is under way
+    CONNECTING = "connecting"  # an attempt is in progress
     OPEN = "open"
-    WAITING = "waiting"  # before the next attempt
-    UNREACHABLE = "unreachable"  # as before, after `Retries.reported_after` failures in a row
+    WAITING = "waiting"  # pause before the next attempt
+    UNREACHABLE = "unreachable"  # pause before the next attempt, after `Retries.reported_after` failures in a row
     CLOSED = "closed"
 
 
 class ConnectionEvent(StrEnum):
     OPENED = "opened"
-    FAILED = "failed"  # an attempt, or the stream
-    GAVE_UP = "gave up"  # the same, once too often in a row
+    FAILED = "failed"  # an attempt failed, or the stream broke
+    GAVE_UP = "gave up"  # `Retries.reported_after` failures in a row
     RETRIED = "retried"
     CLOSED = "closed"
 
@@ -137,8 +138,8 @@ class Retries:
     Attributes:
         open_s: Time limit of one attempt.
         first_s, longest_s: First and longest pause between two attempts.
-        reported_after: Failures in a row after which the replica counts as unreachable. A stream that breaks before it
-            has brought an answer is one.
+        reported_after: Number of failures in a row after which the replica counts as unreachable. A stream that breaks
+            before its first answer counts as a failure, too.
     """
 
     open_s: float = 10.0
@@ -148,11 +149,11 @@ class Retries:
 
 
 class ReplicaConnection(ShardReplica):
-    """A `ShardReplica` over one stream after another.
+    """A `ShardReplica` that opens a new stream whenever the last one has broken.
 
-    Requests that are in flight when a stream breaks fail with `GenerationError`, so that the shard sends them to
-    another replica, from the tokens that came; the replica ends them when the next stream is opened. The listener takes
-    the replica out of the shard's service before they fail, so that the break counts as a failed attempt of the
+    Requests that are in flight when a stream breaks fail with `GenerationError`, so that the shard continues them from
+    their tokens so far on another replica. The replica itself ends them when the next stream is opened. The listener
+    takes the replica out of the shard's service before they fail, so that the break counts as a failed attempt of the
     requests, and not as a failure of the replica.
     """
 
@@ -224,7 +225,7 @@ class ReplicaConnection(ShardReplica):
             self._move(ConnectionEvent.RETRIED)
 
     def _lose(self, stream: ReplicaStream) -> None:
-        """Note that a stream has broken. Does nothing the second time."""
+        """Note that a stream has broken. Further calls do nothing."""
         if self._stream is not stream:
             return
         self._stream = None

@@ -17,13 +17,15 @@ from titan_rl.generation.types import PauseMode
 
 @dataclass(frozen=True, slots=True)
 class PauseReport:
-    """Duration of a pause, and the requests and replicas that exceeded its limits: `PauseReport("wait", 300.2,
-    aborted=("g1/0/2",), cancelled=(), failed={})`."""
+    """Duration of a pause, and the requests and replicas that exceeded its limits.
+
+    Example: `PauseReport("wait", 300.2, aborted=("g1/0/2",), cancelled=(), failed={})`
+    """
 
     mode: PauseMode
     seconds: float
     aborted: tuple[str, ...]  # ids of requests that were ended early
-    cancelled: tuple[str, ...]  # those of them that did not return in time, and lost their tokens
+    cancelled: tuple[str, ...]  # ids of aborted requests that did not return in time, and lost their tokens
     failed: Mapping[str, Exception]  # replicas that did not pause, by name; they are out of service
 
 
@@ -60,7 +62,7 @@ class Pause:
                 elif mode is PauseMode.WAIT and not await self._all_idle():
                     aborted = [request for request in self._requests if request.replica is not None]
                 cancelled = await self._requests.abort(aborted)
-                ended = await in_shards  # engines pause when no shard sends any more
+                ended = await in_shards  # from here on no shard sends requests, so the engines can be paused
             finally:
                 in_shards.cancel()
             failed = await self._apply_to_all()
@@ -71,7 +73,7 @@ class Pause:
         return PauseReport(mode, seconds, aborted_ids, (*cancelled, *ended.cancelled), failed)
 
     async def resume(self) -> None:
-        async with self.changing:  # a pause in progress ends first
+        async with self.changing:  # waits for a pause in progress
             if self._target.mode is None:
                 raise RuntimeError("the router is not paused; there is nothing to resume")
             self._target.mode = None
@@ -99,7 +101,7 @@ class Pause:
         self._pool.has_room()
 
     async def _apply_to_all(self) -> dict[str, Exception]:
-        """Bring the replicas to the pause mode. Replicas out of service get it with their recovery."""
+        """Set the pause mode of all replicas. Replicas out of service get it when they recover."""
         replicas = [replica for replica in self._pool if replica.serving or replica.draining]
         pauses = [self._target.pause(replica) for replica in replicas]
         results = await asyncio.gather(*pauses, return_exceptions=True)
@@ -129,11 +131,14 @@ PullMode = Literal["hot_swap", "drain"]
 
 @dataclass(frozen=True, slots=True)
 class PullReport:
-    """Outcome of a pull on each replica: `PullReport(7, ("a",), {"b": StateDictError(...)})`."""
+    """Outcome of a pull on each replica.
+
+    Example: `PullReport(7, ("a",), {"b": StateDictError(...)})`
+    """
 
     version: int
     pulled: tuple[str, ...]
-    failed: Mapping[str, Exception]  # by name; out of service until they have pulled the current version
+    failed: Mapping[str, Exception]  # replicas by name; out of service until they have pulled the current version
     aborted: tuple[str, ...] = ()  # ids of requests that did not finish within `drain_s`
 
 
@@ -184,7 +189,8 @@ class Puller:
         """Pull on one replica, and note its failure.
 
         Args:
-            drained: Pull in mode "drain", and append the ids of requests that had to be aborted.
+            failed: Receives the error of the replica by its name.
+            drained: Receives the ids of requests that had to be aborted in mode "drain". None stands for "hot_swap".
         """
         try:
             if drained is None:
@@ -198,14 +204,14 @@ class Puller:
             failed[replica.name] = error
             self._pool.quarantine(replica, error)
         except asyncio.CancelledError:
-            self._pool.take_out(replica)  # it may have either version
+            self._pool.take_out(replica)  # it may have the old or the new version
             raise
 
     def _handle_unavailable(self, version: int, failed: Mapping[str, Exception]) -> None:
         """Quarantine the replicas that could not get the version. If no replica has it, all continue with the old one.
 
         Raises:
-            UnavailableWeightsError: no replica has it, and the pull is given up.
+            UnavailableWeightsError: no replica has the version, and the pull is given up.
         """
         without = {
             replica: error
@@ -240,8 +246,12 @@ class Puller:
         return [*own, *of_shards]
 
     async def _wait_for_one(self, version: int, failed: Mapping[str, Exception]) -> None:
-        """Wait for a replica that recovers or joins, and then has the version. Do not wait for one with wrong
-        weights."""
+        """Wait for a replica that recovers or joins, which then has the version. If a replica could not load the
+        version, fail at once instead.
+
+        Raises:
+            StateDictError: no replica serves with the version.
+        """
         cause = next((error for error in failed.values() if isinstance(error, StateDictError)), None)
         if cause is None:
             try:

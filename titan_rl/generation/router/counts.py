@@ -9,7 +9,7 @@ from collections.abc import Generator
 class HighWaterMark:
     """High-water mark of a counter: counts open blocks, and keeps the largest count until it is taken.
 
-    Example: two blocks were open at once, and one is now: `take()` is 2, and 1 if asked again.
+    Example: after two blocks were open at once, of which one still is, `take()` is 2, and 1 if called again.
     """
 
     def __init__(self) -> None:

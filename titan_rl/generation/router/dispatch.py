@@ -46,11 +46,11 @@ class Failed:
     replica: PooledReplica
     epoch: int  # of the replica, when the attempt began
     error: Exception
-    num_served: int  # number of signs that the replica served other requests, when the attempt failed
+    num_served: int  # `replica.num_served` when the attempt failed
 
     @property
     def outlived(self) -> bool:
-        """The replica has served others since."""
+        """Whether the replica has served other requests since the failure."""
         return self.replica.num_served > self.num_served
 
     @property
@@ -62,8 +62,8 @@ class Dispatcher:
     """Sends a request to one replica after the other until it is answered, in the caller's own task.
 
     Args:
-        max_attempts: Attempts of a request that may fail before the request fails.
-        move_below: See `Moves`.
+        max_attempts: Number of failed attempts after which a request fails.
+        move_below: Argument `below` of `Moves`.
 
     Raises:
         ValueError: `max_attempts` is less than 1, or `move_below` is out of range.
@@ -95,7 +95,7 @@ class Dispatcher:
             with self._requests.track(request, on_chunk) as in_flight, stopwatch.ending_with(in_flight.abort_soon):
                 failures: list[Failed] = []
                 while (reservation := await self._reserve(in_flight)) is not None:
-                    was_moved = in_flight.is_leaving  # the router chose to make this attempt
+                    was_moved = in_flight.is_leaving  # the router, not a failure, caused this attempt
                     with reservation as replica:
                         outcome = await self._send(in_flight, replica)
                     if isinstance(outcome, Answered | Aborted):
@@ -116,7 +116,8 @@ class Dispatcher:
                 return in_flight.partial.so_far
 
     async def _reserve(self, in_flight: RequestInFlight) -> Reservation | None:
-        """Wait until the router is not paused and enough replicas serve. None if the request is aborted."""
+        """Reserve a place on a replica, once the router is not paused and enough replicas serve. None if the request is
+        aborted."""
         while True:
             if in_flight.aborted or self._pool.target.mode is PauseMode.ABORT:
                 return None
@@ -193,11 +194,11 @@ class Dispatcher:
         """Decide whether the replica or the request is at fault for the last failure, and quarantine the replica if it
         is.
 
-        The first failure is the replica's, and so is each one of an engine that ended or hangs. If the request fails in
-        the same way on another replica, or on the same one in all attempts that it has, and the replicas that failed it
-        go on to serve others, then the request is at fault: it fails alone, and the last replica stays in service.
-        Repeated failures on one replica are otherwise the replica's, which may be flaky. A replica without other
-        requests cannot prove that it works, so its failures count against it; no other request suffers.
+        The replica is at fault for the first failure, and for every failure of an engine that ended or hangs. If the
+        request fails in the same way on another replica, or on the same one in all of its attempts, and these replicas
+        serve other requests afterwards, then the request is at fault: it fails alone, and the last replica stays in
+        service. Otherwise repeated failures on one replica are blamed on the replica, which may be flaky. A replica
+        without other requests cannot prove that it works, so its failures count against it; no other request suffers.
 
         Raises:
             RequestError: the request is at fault.
@@ -230,25 +231,25 @@ PlannedMove = tuple[PooledReplica, RequestInFlight, PooledReplica]  # source, re
 class Moves:
     """Evens out the numbers of requests of the replicas, because a strategy places each request only once.
 
-    A replica that has at most `below` of the requests of the fullest one that can give some receives requests from it,
-    up to the mean. A request that moves is ended as by an abort, returns with all of its tokens, and continues in a
-    place that is reserved from then on: no token is lost or generated again, and a drain or a pause that waits for the
-    target to be idle waits for the request as well.
+    A replica whose number of requests is at most `below` times that of the fullest replica with movable requests
+    receives requests from it, up to the mean. A request that moves is ended like an aborted one, returns with all of
+    its tokens, and continues in a place that is reserved from then on: no token is lost or generated again, and a drain
+    or a pause that waits for the target to be idle also waits for the request.
 
-    Requests that were sent last move first: they may still be queued in an engine, and have the fewest tokens to be
-    computed again. A request moves again when its tokens have more than doubled, which bounds the tokens of an answer
-    that are computed again to twice its length. A request with a seed stays, because it would draw another answer, and
-    so does one whose penalties count its own tokens.
+    Requests that were sent last move first: they may still be queued in an engine, and have the fewest tokens whose KV
+    cache must be recomputed. A request may move again once its tokens have more than doubled; so at most twice as many
+    tokens as the answer has are recomputed. A request with a seed stays, because it would draw another answer, and so
+    does a request with penalties that count its own tokens.
 
-    A target has the same version, so that no answer returns to older weights, has answered since its last failure, and
-    has not failed this request. If it fails nevertheless, that does not count as an attempt of the request.
+    The target must have the same version, so that no answer returns to older weights, must have answered since its last
+    failure, and must not have failed this request. A failure on the target does not count as an attempt of the request.
 
     Checks run `LOOK_S` after an answer, after a replica enters service and after a resume, and are repeated while moves
     only wait for tokens to double or a pull to end. A check costs a pass over the replicas, a pass over the requests of
     the fullest replicas, and the logarithm of the number of replicas for each move.
 
     Args:
-        below: Above 0 and less than 1, or None for no moves.
+        below: Share of the fullest replica's requests, above 0 and less than 1; None for no moves.
 
     Raises:
         ValueError: `below` is out of range.
@@ -257,7 +258,7 @@ class Moves:
     def __init__(self, pool: Pool, requests: RequestsInFlight, pause: Pause, below: float | None) -> None:
         if below is not None and not 0 < below < 1:
             raise ValueError(f"move_below is {below!r}; it must be above 0 and less than 1, or None")
-        self.num_moved = None if below is None else 0  # requests that came back to continue elsewhere, so far
+        self.num_moved = None if below is None else 0  # number of requests moved so far
         self._pool = pool
         self._requests = requests
         self._pause = pause
@@ -268,16 +269,16 @@ class Moves:
             pool.on_room = self._look_soon
 
     def came_back(self, request: RequestInFlight, source: PooledReplica, completion: Completion) -> None:
-        """Note that `source` has ended a request's attempt, so that it moves."""
+        """Note that `source` has ended an attempt of a request that moves."""
         self.num_moved = (self.num_moved or 0) + 1
         place = request.place
         if place is not None and _is_behind(place.replica, source, completion):
-            # The source has pulled since, and the target has not yet: the request stays.
+            # The source has pulled a new version in the meantime, but the target has not: the request stays.
             request.give_place_back()
             request.place = Reservation(source, request.partial.request.cost, self._pool)
 
     def place(self, request: RequestInFlight) -> Reservation | None:
-        """Reservation of a request that moves. None if it is placed like any other."""
+        """Reservation of a request that moves; None for a request that the strategy places."""
         if (place := request.place) is None:
             return None
         replica = place.replica
@@ -319,11 +320,11 @@ class Moves:
             self._pool.tasks.start(self._send_away(replica, requests), f"move {len(requests)} from {replica.name}")
 
     def _counts(self) -> dict[PooledReplica, int]:
-        """Number of requests of each replica in service after the moves in progress."""
+        """Number of requests that each replica in service will have after the moves in progress."""
         counts = {replica: replica.num_requests for replica in self._pool if replica.serving}
         self._under_way = {request for request in self._under_way if request.place is not None}
         for request in self._under_way:
-            if request.replica in counts:  # it counts for the replica that has its reservation
+            if request.replica in counts:  # the request already counts for its target
                 counts[request.replica] -= 1
         return counts
 
@@ -353,8 +354,8 @@ class Moves:
                 heapq.heappush(fullest, one)
 
     def _movable(self, replica: PooledReplica) -> list[RequestInFlight]:
-        """Requests of a replica that may move, in the order in which they were sent. Schedule another check if others
-        may move once their tokens have doubled."""
+        """Requests of a replica that may move, in the order in which they were sent. If others may move once their
+        tokens have doubled, another check is scheduled."""
         free = [
             request
             for request in self._requests.on(replica)
@@ -366,7 +367,8 @@ class Moves:
         return due
 
     async def _send_away(self, replica: PooledReplica, requests: Sequence[RequestInFlight]) -> None:
-        """Have a replica end requests. Repeated while some remain: one may reach its engine after the first call."""
+        """Make a replica end requests. Repeated while some remain, because a request may reach its engine after the
+        abort."""
         limits, left = self._pool.limits, list(requests)
         try:
             async with asyncio.timeout(limits.abort_s):
