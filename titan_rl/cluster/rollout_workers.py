@@ -1,4 +1,4 @@
-"""Rollout workers as the controller sees them: their pool, the groups that they run, and the service that they call."""
+"""The controller's side of rollout workers: their pool, the groups that they run, and the service that they call."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ T = TypeVar("T")
 
 CANCEL_TIMEOUT_S = 10.0
 SUSPEND_TIMEOUT_S = 120.0
-"""Longest time until the requests of a group have ended, a few more than the limits of the router."""
+"""Longest wait for the requests of a group to end, in seconds. A little longer than the limits of the router."""
 SEND_TIMEOUT_S = 60.0
-"""Longest wait for the answers of a worker before a checkpoint. What it sends later is recorded behind it."""
+"""Longest wait for the answers of a worker before a checkpoint, in seconds. Later answers are recorded after it."""
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +45,8 @@ class RemoteGroup:
     """Group that runs in a worker. Belongs to the event loop that made it.
 
     Attributes:
-        key: Name that the worker calls it by. No other run has it: a group that runs again has the same ids, and
-            messages of a dead worker may arrive when that has begun.
+        key: Name that the worker uses for this run of the group. Another run of the same group has the same ids but
+            another key, because messages of a dead worker may arrive after that run has begun.
 
     Args:
         on_finished: Called with each rollout, without its turns.
@@ -81,13 +81,13 @@ class RemoteGroup:
         return suspension is not None and suspension.is_suspended
 
     async def wait_resumed(self) -> None:
-        """Wait until the group is not suspended: a suspended one is not sent to a worker."""
+        """Wait until the group is not suspended. A suspended group is not sent to a worker."""
         if self.requests.suspension is not None:
             await self.requests.suspension.wait_resumed()
 
     @contextmanager
     def suspendable(self, remote: RemoteProcess, actor: Any) -> Generator[None]:
-        """Pass on suspensions to the worker within the block."""
+        """Context manager that passes suspensions on to the worker."""
         suspension = self.requests.suspension
         if suspension is None:
             yield
@@ -100,14 +100,14 @@ class RemoteGroup:
                 task.cancel()
 
     async def _suspend(self, remote: RemoteProcess, actor: Any, _: object) -> None:
-        with suppress(ActorDiedError):  # the group runs again, once it is resumed
+        with suppress(ActorDiedError):  # the group runs again once it is resumed
             await remote.call(actor.suspend, self.key, timeout_s=SUSPEND_TIMEOUT_S)
         resuming = asyncio.ensure_future(self._resume(actor))
         self._resuming.add(resuming)
         resuming.add_done_callback(self._resuming.discard)
 
     async def _resume(self, actor: Any) -> None:
-        while self.is_suspended:  # also if it was resumed and suspended at once
+        while self.is_suspended:  # also if it was resumed and suspended again at once
             await self.wait_resumed()
         actor.resume.broadcast(self.key)
 
@@ -121,7 +121,7 @@ _groups: dict[str, RemoteGroup] = {}  # by key; the service lives in the process
 
 @contextmanager
 def registered(group: RemoteGroup) -> Generator[None]:
-    """Register a group, so that workers reach it through the service under its key within the block."""
+    """Context manager: register a group, so that workers reach it through the service by its key."""
     _groups[group.key] = group
     try:
         yield
@@ -130,21 +130,21 @@ def registered(group: RemoteGroup) -> Generator[None]:
 
 
 Answers = Sequence[tuple[str, RecordedAnswer]]
-"""Answers with the keys of their groups."""
+"""Answers, each with the key of its group."""
 
 Ends = Sequence[tuple[str, Rollout]]
-"""Rollouts that have ended with the keys of their groups."""
+"""Rollouts that have ended, each with the key of its group."""
 
 Room = Callable[[], Awaitable[object]]
-"""Waits until the disk keeps up."""
+"""Function that waits until the disk has caught up."""
 
 
 def record(answers: Answers, finished: Ends) -> Room | None:
-    """Record answers and note the ends of rollouts, by the keys of their groups. Those of groups that have ended, or
-    run again in another worker, are dropped. Called on the groups' event loop.
+    """Record answers and ends of rollouts in the groups with these keys. Drops those of groups that have ended or run
+    again in another worker. Called on the groups' event loop.
 
     Returns:
-        What waits for the disk; None if nothing was recorded.
+        Function that waits for the disk; None if nothing was recorded.
     """
     requests = None
     for key, answer in answers:
@@ -158,7 +158,7 @@ def record(answers: Answers, finished: Ends) -> Room | None:
 
 
 async def keeps_up(room: Room | None) -> bool:
-    """Wait until the disk keeps up, for `ROOM_S` at most. Returns whether it does."""
+    """Wait until the disk has caught up, for `ROOM_S` seconds at most. Returns whether it has."""
     try:
         async with asyncio.timeout(ROOM_S):
             if room is not None:
@@ -172,8 +172,8 @@ class WorkerLink:
     """The router's connection to the shard of one worker: a `ShardLink`.
 
     Attributes:
-        name: Of the shard.
-        states: Running training groups of the worker by state, as it told them last.
+        name: Name of the shard.
+        states: Number of the worker's running training groups by state, as it last reported them.
     """
 
     def __init__(self, name: str, remote: RemoteProcess, actor: Any, router: GeneratorRouter) -> None:
@@ -183,18 +183,18 @@ class WorkerLink:
         self._actor = actor
         self._router = router
         self._loop = asyncio.get_running_loop()
-        self._noted = 0  # number of the newest message with answers
-        self._room: Room | None = None  # after that
+        self._noted = 0  # number of the newest message
+        self._room: Room | None = None  # waits for the disk after that message
 
     async def note(self, number: int, answers: Answers, finished: Ends) -> bool:
-        """Record answers and ends of rollouts of the worker's groups, unless they are recorded already. Called on the
-        groups' event loop.
+        """Record answers and ends of rollouts of the worker's groups, unless the message is recorded already. Called on
+        the groups' event loop.
 
         Args:
-            number: Of the message, from 1. One that is sent again has the same.
+            number: Number of the message, from 1. A message that is sent again keeps its number.
 
         Returns:
-            Whether the disk keeps up, as of the message. Otherwise it is to be sent again.
+            Whether the disk has caught up with the message. Otherwise the worker sends it again.
         """
         if number > self._noted:
             self._room = record(answers, finished)
@@ -227,7 +227,7 @@ _consoles: list[Console] = []
 
 @contextmanager
 def shown_on(console: Console) -> Generator[None]:
-    """Show the lines of workers on this process's console, within the block."""
+    """Context manager: show the lines of workers on this process's console."""
     _consoles.append(console)
     try:
         yield
@@ -236,12 +236,12 @@ def shown_on(console: Console) -> Generator[None]:
 
 
 class GroupService(AnsweringActor):
-    """Receiver of the workers' messages. Spawned in the controller's own process."""
+    """Receiver of the workers' messages. It runs in the controller's own process."""
 
     @concurrent_endpoint
     async def note(self, worker: str, number: int, answers: Answers, finished: Ends) -> bool:
-        """Note the progress of a worker's groups; see `WorkerLink.note`. What comes after the worker's end is
-        dropped."""
+        """Note the progress of a worker's groups; see `WorkerLink.note`. Messages that arrive after the worker's end
+        are dropped."""
         known = (group for key, _ in (*answers, *finished) if (group := _groups.get(key)) is not None)
         if (link := _links.get(worker)) is None or (group := next(known, None)) is None:
             return True
@@ -255,26 +255,27 @@ class GroupService(AnsweringActor):
 
     @concurrent_endpoint
     async def say(self, text: str) -> None:
-        """Show a line of a worker."""
+        """Show a line of a worker's output."""
         for console in _consoles:
             console.warning(text)
 
 
 class WorkerPool:
-    """Runs each group in the worker with the fewest rollouts. A group whose worker dies is run again in another.
+    """Runs each group in the worker with the fewest rollouts. If the worker dies, the group runs again in another one.
 
     Args:
-        max_attempts: Workers that may die under one group. One whose host goes does not count. Several that die at
-            the same time may all count, even if only one of them ran the group, so a run allows as many as may die.
-        wait_s: How long a group waits for a worker when there is none.
+        max_attempts: Number of workers that may die under one group. Workers whose host is lost do not count. If
+            several die at the same time, all may count, even if only one of them ran the group, so a run allows as many
+            deaths as workers may be replaced.
+        wait_s: Longest time that a group waits for a worker, in seconds.
     """
 
     def __init__(self, *, max_attempts: int = 3, wait_s: float = 180.0) -> None:
         self._workers: dict[RemoteProcess, Any] = {}  # actors
-        self._retiring: set[RemoteProcess] = set()  # those of them that get no further groups
+        self._retiring: set[RemoteProcess] = set()  # workers that get no further groups
         self._links: dict[RemoteProcess, WorkerLink] = {}
-        self._waiting: list[tuple[RemoteProcess, Any, str]] = []  # for a router
-        self._load: Counter[RemoteProcess] = Counter()  # rollouts
+        self._waiting: list[tuple[RemoteProcess, Any, str]] = []  # workers that wait for a router
+        self._load: Counter[RemoteProcess] = Counter()  # number of rollouts
         self._not_judging: set[str] = set()  # tasks whose judging is paused
         self._router: GeneratorRouter | None = None
         self._max_attempts = max_attempts
@@ -283,19 +284,19 @@ class WorkerPool:
         self._callbacks = Callbacks()
 
     async def use(self, router: GeneratorRouter) -> None:
-        """Give each worker a shard of a router, also those that start later."""
+        """Give each worker a shard of a router, including workers that start later."""
         self._router = router
         waiting, self._waiting = self._waiting, []
         joining = [self.join(*worker) for worker in waiting]
         for result in await asyncio.gather(*joining, return_exceptions=True):
             if isinstance(result, BaseException) and not isinstance(result, ActorDiedError):
-                raise result  # another takes the place of one that has died
+                raise result  # a worker that died is replaced
 
     async def join(self, remote: RemoteProcess, actor: Any, shard: str) -> None:
         """Add a worker that has started, and its shard. It gets groups once there is a router.
 
         Raises:
-            ActorDiedError: It has ended meanwhile.
+            ActorDiedError: The worker has ended meanwhile.
         """
         if self._router is None:
             self._waiting.append((remote, actor, shard))
@@ -311,7 +312,7 @@ class WorkerPool:
         self._changed.set()
 
     def remove(self, remote: RemoteProcess) -> None:
-        """Forget a worker that has ended, with its shard. Does nothing the second time."""
+        """Forget a worker that has ended, and its shard. Further calls do nothing."""
         self._workers.pop(remote, None)
         self._retiring.discard(remote)
         if (link := self._links.pop(remote, None)) is not None and self._router is not None:
@@ -319,7 +320,8 @@ class WorkerPool:
             self._router.leave(link)
 
     async def retire(self, remote: RemoteProcess, finish_s: float) -> None:
-        """Give a worker no further groups, and wait until it has none, or so long. Other processes are ignored."""
+        """Give a worker no further groups, and wait up to `finish_s` seconds until it has none. Does nothing for other
+        processes."""
         if remote not in self._workers:
             return
         self._retiring.add(remote)
@@ -334,12 +336,12 @@ class WorkerPool:
         return WorkersOfTask(self, task)
 
     def states(self) -> Counter[str]:
-        """Running training groups by state, as the workers told them last."""
+        """Number of running training groups by state, as the workers last reported them."""
         return sum((link.states for link in self._links.values()), Counter[str]())
 
     async def send_answers(self) -> None:
-        """Have all workers send the tokens so far of their requests in flight, for the journal. A worker that does not
-        answer in time is left out: what it sends later is recorded later."""
+        """Have all workers send the tokens so far of their requests in flight, for the journal. Does not wait longer
+        for a worker that does not answer in time: its answers are recorded when they arrive."""
         await asyncio.gather(*(link.send_answers() for link in self._links.values()))
 
     async def run_group(
@@ -354,13 +356,13 @@ class WorkerPool:
         on_finished: Callable[[Rollout], None] | None = None,
     ) -> RolloutGroup:
         """Run a group of a task in a worker; see `Rollouter.run_group`. `on_finished` is called once for each rollout,
-        even if the group is run again. The rollout need not have its turns and messages then.
+        even if the group runs again. At that time the rollout may lack its turns and messages.
 
         Args:
-            generate: `GroupRequests`, because the worker makes its own from them.
+            generate: Must be a `GroupRequests`, from which the worker makes its own.
 
         Raises:
-            ActorDiedError: `max_attempts` workers died under the group, or none came up in time.
+            ActorDiedError: `max_attempts` workers died under the group, or no worker was available in time.
         """
         assert isinstance(generate, GroupRequests), "a worker generates through its own shard of the router"
         told: set[tuple[int, str | None]] = set()
@@ -390,7 +392,7 @@ class WorkerPool:
                 return replace(group, sample=alone, rollouts=rollouts)
             except ActorDiedError as error:
                 self.remove(remote)
-                remote.end(str(error))  # then another takes its place
+                remote.end(str(error))  # then another worker replaces it
                 deaths += not remote.excused
                 if deaths == self._max_attempts:
                     raise
@@ -403,7 +405,7 @@ class WorkerPool:
         try:
             return await remote.call(actor.run_group, order)
         except asyncio.CancelledError:
-            with suppress(ActorDiedError):  # its answers are recorded until then
+            with suppress(ActorDiedError):  # its answers are recorded before it ends
                 await remote.call(actor.cancel, order.key, timeout_s=CANCEL_TIMEOUT_S)
             raise
 
@@ -418,7 +420,7 @@ class WorkerPool:
             worker.resume_judging.broadcast(task)
 
     async def _place(self, group: RemoteGroup) -> RemoteProcess:
-        """Choose a worker for a group as soon as it may run."""
+        """Choose a worker for a group as soon as the group may run."""
         while True:
             await group.wait_resumed()
             remote = await self._least_loaded()
@@ -436,8 +438,8 @@ class WorkerPool:
         return min(taking, key=lambda remote: self._load[remote])
 
     def _takes(self, remote: RemoteProcess) -> bool:
-        """Whether a worker gets groups. One that has ended may not be forgotten yet: several may die at once, and a
-        group that is given to such ones would seem to have killed them."""
+        """Whether a worker gets groups. A worker that has ended may still be listed, because several may die at once. A
+        group that is given to such a worker would seem to have killed it."""
         return remote not in self._retiring and remote.reason is None
 
 

@@ -49,8 +49,8 @@ class RunProcesses(GeneratorProcesses):
     """Trainer, generators and rollout workers of a run. Each is an actor in its own process. Made by `start_processes`.
 
     Args:
-        trains, generates: Whether there is a trainer, and generators.
-        strategy: Pickled strategy of the router, if it is not the one that settings name.
+        trains, generates: Whether there is a trainer, and whether there are generators.
+        strategy: Pickled strategy of the router, if it is not the one in the settings.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class RunProcesses(GeneratorProcesses):
     ) -> None:
         self._config = config
         self._strategy = strategy
-        self._num_workers = count()  # that were started
+        self._num_workers = count()  # workers started so far
         self._trains, self._generates = trains, generates
         super().__init__(
             config.model,
@@ -164,7 +164,7 @@ class RunProcesses(GeneratorProcesses):
     def _places_of_trainer(self) -> Sequence[ProcessPlace]:
         if not self._trains:
             return ()
-        with contextlib.suppress(ConfigError):  # those that it had
+        with contextlib.suppress(ConfigError):  # then it keeps its places
             self._place_trainer()
         return self._trainer_places
 
@@ -180,8 +180,8 @@ class RunProcesses(GeneratorProcesses):
         return super()._host_of(process)
 
     def _place(self, process: ProcessId) -> bool:
-        """Place a rollout worker whose host is gone on any host, preferably one that does not train and has few of
-        them. Additional workers of that host, beyond the number in the settings, are not replaced."""
+        """Choose another place for a rollout worker whose host is gone, preferably on a host that does not train and
+        has few workers. If the run has as many workers as the settings name without it, it is not replaced."""
         if process.role is not Role.ROLLOUT_WORKER or self.hosts.takes(self._host_of(process)):
             return super()._place(process)
         there = [host for host in self.hosts.names if self.hosts.takes(host)] if self._num_lacking() else []
@@ -192,14 +192,14 @@ class RunProcesses(GeneratorProcesses):
         return bool(there)
 
     def _num_lacking(self) -> int:
-        """Number of rollout workers in the settings that have no host."""
+        """Number of rollout workers that the run lacks compared with the settings."""
         workers = [_worker(index) for index in range(len(self._worker_places))]
         here = sum(worker not in self._lost and self.hosts.takes(self._host_of(worker)) for worker in workers)
         return max(0, self._config.rollout.num_workers - here)
 
     def _others_of(self, host: str) -> Sequence[ProcessId]:
-        """Choose rollout workers for a host that joins: workers that the run lacks, and as many as another host with
-        workers has, if all generating hosts have workers or fewer hosts have workers than `hosts.play`."""
+        """Choose rollout workers for a host that joins: those that the run lacks, and as many as other hosts with
+        workers have, if all generating hosts have workers or fewer hosts have workers than `hosts.play`."""
         players, a_host = self._roles.play, -(-self._config.rollout.num_workers // len(self._roles.play))
         playing = {place.host for place in self._worker_places if self.hosts.takes(place.host)}
         plays = {*self._roles.generate} <= {*players} or len(playing) < len(players)
@@ -242,12 +242,12 @@ async def start_processes(
     generates: bool = True,
     strategy: bytes | None = None,
 ) -> AsyncGenerator[RunProcesses]:
-    """Start the processes of a run, which end with the block.
+    """Context manager: start the processes of a run. They end with the block.
 
     Args:
-        trains, generates: Whether there is a trainer, and generators.
+        trains, generates: Whether there is a trainer, and whether there are generators.
         console: Shows the user which processes have died and been replaced.
-        strategy: See `RunProcesses`.
+        strategy: Pickled routing strategy; see `RunProcesses`.
 
     Raises:
         ActorDiedError: A process did not start in time.

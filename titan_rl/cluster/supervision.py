@@ -47,8 +47,8 @@ def _log_fault(failure: MeshFailure) -> None:
     logger.warning("monarch: %s", failure)
 
 
-# A message that races the death of its receiver is reported twice: to the call, which fails, and to the root client,
-# whose default is to end the whole process. The call's owner decides.
+# A message sent while its receiver dies is reported twice: to the call, which fails, and to the root client, which by
+# default ends the whole process. Here the owner of the call decides instead.
 monarch.actor.unhandled_fault_hook = _log_fault
 
 
@@ -62,20 +62,20 @@ class ProcessFailure:
 
 @dataclass(frozen=True, slots=True)
 class _Spawned:
-    host: str | None  # by which it is attached; None is this machine
+    host: str | None  # name under which it is attached; None is this machine
     process: ProcMesh
 
 
 class Supervisor(Actor):
-    """Actor in the controller's process that spawns all others. The death of a child ends no other process:
-    `next_failure` reports it, and calls in flight to it fail. Processes are named by the ids of their remotes; those of
-    a group share one.
+    """Actor in the controller's process that spawns all other processes. The death of a child ends no other process:
+    `next_failure` reports it, and calls in flight to it fail. Processes are named by the ids of their `RemoteProcess`;
+    the processes of a group share one id.
     """
 
     def __init__(self) -> None:
         self._hosts: dict[str, HostMesh] = {}
         self._processes: dict[str, list[_Spawned]] = {}  # by their ids
-        self._stops: dict[asyncio.Task[None], str | None] = {}  # under way, and of which host
+        self._stops: dict[asyncio.Task[None], str | None] = {}  # in progress, with the host of each
         self._ids: dict[str, str] = {}  # by Monarch's names of the processes
         self._failures: asyncio.Queue[ProcessFailure] = asyncio.Queue()
 
@@ -87,8 +87,8 @@ class Supervisor(Actor):
 
     @concurrent_endpoint
     async def attach(self, host: str, worker: str) -> None:
-        """Attach the Monarch of another machine, `tcp://HOST:PORT`, under a name for `spawn`. Monarch never delivers
-        anything to an address whose host was lost, whoever listens there."""
+        """Attach the Monarch of another machine, at `tcp://HOST:PORT`, under a name for `spawn`. Monarch never delivers
+        anything to the address of a host that was lost, even if a new process listens there."""
         self._hosts[host] = attach_to_workers(ca="trust_all_connections", workers=[worker])
 
     @concurrent_endpoint
@@ -114,12 +114,12 @@ class Supervisor(Actor):
         """Start a process that holds one actor.
 
         Args:
-            rank: Its number among the processes of this id.
-            host: The name of one that is attached; by default this machine.
-            environment: Variables of the process, beside those of its host.
+            rank: Number of the process among those with this id.
+            host: Name of an attached host. Defaults to this machine.
+            environment: Variables of the process, in addition to those of its host.
 
         Returns:
-            The actor's handle; that of an `AnsweringActor` is an `ActorHandle`.
+            Handle of the actor; for an `AnsweringActor` it is an `ActorHandle`.
         """
         name = f"{process_id}-rank{rank}" if rank else process_id
         command = default_bootstrap_cmd().with_env(dict(environment)) if environment else None
@@ -127,19 +127,19 @@ class Supervisor(Actor):
         processes = mesh.spawn_procs({"procs": 1}, name=name, bootstrap_command=command)
         self._processes.setdefault(process_id, []).append(_Spawned(host, processes))
         self._ids[name] = process_id
-        await processes.initialized  # else the answer blocks this actor until the host has spoken, and one may be gone
+        await processes.initialized  # otherwise a host that does not answer would block this actor
         actor = processes.spawn(name, actor_class, *args)
         await actor.initialized
         return ActorHandle(actor) if issubclass(actor_class, AnsweringActor) else actor
 
     @concurrent_endpoint
     async def next_failure(self) -> ProcessFailure:
-        """Wait for the next failure. One process may be reported more than once."""
+        """Wait for the next failure. A process may be reported more than once."""
         return await self._failures.get()
 
     @concurrent_endpoint
     async def terminate(self, process_ids: tuple[str, ...] | None = None) -> None:
-        """End these processes, or all. One that is dead already is no error."""
+        """End the processes with these ids, or all. Processes that are already dead are ignored."""
         chosen = tuple(self._processes) if process_ids is None else process_ids
         async with asyncio.TaskGroup() as stops:
             for process_id in chosen:
@@ -163,10 +163,10 @@ class SupervisedProcesses(HostListener):
     """Spawns processes on the hosts of a run and ends them.
 
     Attributes:
-        hosts: Of the run.
+        hosts: Hosts of the run.
 
     Args:
-        start_timeout_s: Longest wait for one to start.
+        start_timeout_s: Longest time that a process may take to start, in seconds.
     """
 
     def __init__(self, files: ProcessFiles, hosts: Hosts, start_timeout_s: float) -> None:
@@ -177,23 +177,23 @@ class SupervisedProcesses(HostListener):
         self._remotes: dict[str, RemoteProcess] = {}  # by id, of those not known to have ended
         self._spawned: list[str] = []  # ids
         self._hang_timeout_s = hosts.config.hang_timeout_s
-        self._places_of: dict[str, frozenset[str]] = {}  # names of the hosts of each, by id
+        self._places_of: dict[str, frozenset[str]] = {}  # names of the hosts of each process, by id
         hosts.lifecycles.subscribe(self)
 
     async def spawn(
         self, process: ProcessId, actor_class: type[ProcessActor], *arguments: Any, places: Sequence[ProcessPlace]
     ) -> tuple[RemoteProcess, list[Any]]:
-        """Start a process in each of these places, which live and die together.
+        """Start one process in each of these places. They form a group that lives and dies together.
 
         Args:
-            arguments: Of each actor, behind its `ProcessSpec`.
+            arguments: Arguments of each actor, after its `ProcessSpec`.
 
         Returns:
-            Handles of the actors, which have started, by their ranks.
+            The remote process, and the handles of the started actors by rank.
 
         Raises:
-            ActorDiedError: One did not start in time, or for a reason that is none of titan_rl's.
-            TitanRLError: Why one did not start. However that was, the process has ended.
+            ActorDiedError: A process did not start in time, or failed with an error that is not a `TitanRLError`.
+            TitanRLError: A process failed to start with this error. After any error, the whole group has ended.
         """
         remote = RemoteProcess(process, self, self._hang_timeout_s)
         self._places_of[remote.id] = frozenset(place.host for place in places)
@@ -223,7 +223,7 @@ class SupervisedProcesses(HostListener):
         return remote, ranks
 
     async def clear(self, remote: RemoteProcess, timeout_s: float = TERMINATE_TIMEOUT_S) -> None:
-        """End what is left of a process or its group. Continues in the background if that takes longer."""
+        """End the rest of a process or its group. Continues in the background if that takes longer than `timeout_s`."""
         with contextlib.suppress(ActorDiedError):
             await call(self._supervisor.terminate, (remote.id,), who="supervisor", timeout_s=timeout_s)
 
@@ -261,8 +261,8 @@ class SupervisedProcesses(HostListener):
         return {"MASTER_ADDR": address, "MASTER_PORT": str(port), "WORLD_SIZE": str(len(places))}
 
     async def close(self) -> None:
-        """End every process. The trainer and the generators have released what others share, and are killed: Monarch
-        waits seconds for their interpreters. Rollout workers run code of users, and end in order."""
+        """End every process. The trainer and the generators have released all shared resources and are killed, because
+        Monarch would wait seconds for their interpreters. Rollout workers run user code and are terminated in order."""
         for remote in self._remotes.values():
             if remote.process.role is Role.ROLLOUT_WORKER:
                 remote.close()
@@ -285,7 +285,7 @@ class SupervisedProcesses(HostListener):
         return [remote for remote in self._remotes.values() if host in self._places_of[remote.id]]
 
     async def _leave(self, host: str, why: str, finish: Callable[[RemoteProcess], Awaitable[object]]) -> None:
-        """End the processes on a host that is drained, once each has finished its work."""
+        """End the processes on a host that is drained, once each of them has finished its work."""
         leaving = self._remotes_on(host)
         await asyncio.gather(*[finish(remote) for remote in leaving])
         for remote in leaving:
@@ -293,7 +293,7 @@ class SupervisedProcesses(HostListener):
             await self.clear(remote)
 
     def host_changed(self, record: HostRecord, before: HostState) -> None:
-        """End all processes on a host that is lost, those that still start included."""
+        """End all processes on a host that is lost, including those that are still starting."""
         if record.state is HostState.LOST:
             for remote in self._remotes_on(record.name):
                 remote.end(f"host {record.name} is lost: {record.reason}", excused=True)
@@ -307,7 +307,7 @@ class SupervisedProcesses(HostListener):
 
 
 class Startable(Protocol):
-    """Processes that `started` starts and closes."""
+    """Interface of the processes that `started` starts and closes."""
 
     async def start(self) -> None: ...
 
@@ -330,16 +330,16 @@ async def started(
     console: Console,
     make: Callable[[Hosts], P],
 ) -> AsyncGenerator[P]:
-    """Open the hosts, and start processes on them, which end with the block.
+    """Context manager: open the hosts, and start processes on them. They end with the block.
 
     Args:
-        make: Of the hosts on which they are.
+        make: Makes the processes, given the hosts on which they run.
 
     Raises:
         ActorDiedError: A process did not start in time, or the worker of a host did not answer.
-        ConfigError: Hosts differ.
+        ConfigError: A host differs from this machine.
     """
-    with stderr_into(files.logs / "monarch.log"):  # it greets its user there when it is first used
+    with stderr_into(files.logs / "monarch.log"):  # Monarch writes a greeting to stderr when it is first used
         supervisor = this_proc().spawn("supervisor", Supervisor)
     try:
         async with open_hosts(config, supervisor, needs, console) as hosts:

@@ -1,4 +1,4 @@
-"""The ranks of a trainer, each in a process of its own."""
+"""Actor of the ranks of a trainer. Each rank is a separate process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TrainerSettings:
     """Settings of the trainer process.
 
     Attributes:
-        adapters: Settings of each adapter in the place of `training` and `correction`, if there are several.
+        adapters: Settings of each adapter, if there are several. They replace `training` and `correction`.
     """
 
     model: ModelConfig
@@ -49,8 +49,8 @@ class TrainerSettings:
     statedict: StateDictConfig | None  # None publishes nothing
     run_id: str
     seed: int
-    lends_memory: bool = False  # engines on its GPUs have what it does not hold between two steps
-    began_with: Mapping[str, str] = field(default_factory=dict[str, str])  # `model_identity` of the run's model
+    lends_memory: bool = False  # between two steps engines on its GPUs use the memory that it does not hold
+    began_with: Mapping[str, str] = field(default_factory=dict[str, str])  # `model_identity` of the run's initial model
     adapters: Mapping[str, PolicySettings] = field(default_factory=dict[str, PolicySettings])
 
     @property
@@ -60,13 +60,13 @@ class TrainerSettings:
 
 
 class ModelCheck:
-    """Compares a model folder, as a trainer's host has it, with the model that the run began with.
+    """Compares a model folder, as seen by a trainer's host, with the initial model of the run.
 
-    Other weights are refused once they are used: a checkpoint that is loaded replaces them, but not in the reference
-    that `kl_coef` holds the policy to, nor those that an adapter changes.
+    Changed weights are refused only when they are used. A checkpoint that is loaded replaces them, except in the
+    reference model of `kl_coef` and in the base model of an adapter, so there they are refused at once.
 
     Raises:
-        ModelError: Something else of the model has changed, or the weights are those of a reference.
+        ModelError: Other parts of the model have changed, or the changed weights serve as a reference or base model.
     """
 
     def __init__(self, settings: TrainerSettings, host: str) -> None:
@@ -86,23 +86,24 @@ class ModelCheck:
         self._complaint = None
 
     def check_weights(self) -> None:
-        """
+        """Check that the weights may be used.
+
         Raises:
-            ModelError: The weights are neither of a checkpoint nor those that the run began with.
+            ModelError: The weights are neither from a checkpoint nor those of the initial model.
         """
         if self._complaint is not None:
             raise ModelError(self._complaint)
 
 
 class TrainerActor(ProcessActor):
-    """Actor of one trainer rank: steps the optimizer and publishes the weights. Its calls run one at a time in the
-    order in which they arrive, and are the same on all ranks. With several adapters each call names one of them."""
+    """Actor of one trainer rank: steps the optimizer and publishes the weights. All ranks receive the same calls and
+    run them one at a time in the order of arrival. With several adapters each call names one of them."""
 
     def __init__(self, spec: ProcessSpec, settings: TrainerSettings) -> None:
         super().__init__(spec)
         self._settings = settings
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
-        self._track = Track("train", "trainer")  # of that thread
+        self._track = Track("train", "trainer")  # of the trainer's thread
         self._has_stepped = False
         self._model: ModelCheck
 
@@ -110,9 +111,10 @@ class TrainerActor(ProcessActor):
         """Run a function in the trainer's thread.
 
         Args:
-            is_work: Health checks watch its progress: ranks wait for each other in it, so one that hangs blocks all.
+            is_work: Whether health checks watch the progress. Ranks wait for each other in such calls, so one that
+                hangs blocks all.
         """
-        # Monarch keeps the actor that calls in the context.
+        # The context holds the calling actor, which Monarch needs.
         work = partial(self._do, name, partial(function, *args), is_work)
         return await asyncio.get_running_loop().run_in_executor(self._thread, contextvars.copy_context().run, work)
 
@@ -121,7 +123,7 @@ class TrainerActor(ProcessActor):
         try:
             with self.work.in_progress() if is_work else nullcontext():
                 return function()
-        except StopIteration as error:  # of a user's loss: no future takes it, and its caller would wait forever
+        except StopIteration as error:  # from a user's loss: a future cannot hold it, so its caller would wait forever
             raise RuntimeError(f"StopIteration: {error}") from error
         finally:
             self._track.enter("idle", idle=True)
@@ -159,8 +161,8 @@ class TrainerActor(ProcessActor):
 
     @concurrent_endpoint
     async def train(self, plan: StepPlan, policy: str = "") -> StepResult:
-        """Run `TrainerCore.train`, which skips what cannot be trained on, with idle_s among the metrics: how long this
-        rank had nothing to do since the end of the step before; 0 in its first."""
+        """Run `TrainerCore.train`, which skips samples that cannot be trained on. Adds the metric idle_s: the time in
+        seconds that this rank was idle since the end of the previous step; 0 in the first step."""
         return await self._run("step", self._train, plan, policy, is_work=True)
 
     def _train(self, plan: StepPlan, policy: str) -> StepResult:
@@ -187,16 +189,17 @@ class TrainerActor(ProcessActor):
         if self._settings.lends_memory:
             import torch
 
-            torch.accelerator.empty_cache()  # what a step computed with is the engines' until the next one
+            torch.accelerator.empty_cache()  # engines use the step's temporary memory until the next step
 
     @concurrent_endpoint
     async def finish_publish(self, known: frozenset[str], policy: str = "") -> PackedManifest:
-        """Finish publishing, and return this rank's part for a receiver that knows the layouts with these digests."""
+        """Finish publishing. Returns this rank's part, packed for a receiver that knows the layouts with these
+        digests."""
         return pack(await in_thread(self._publishers[policy].finish), known)
 
     @concurrent_endpoint
     async def hold_published(self, version: int | None, policy: str = "") -> bool:
-        """Keep a published version beside the newest ones; see `WeightPublisher.hold`."""
+        """Keep a published version in addition to the newest ones; see `WeightPublisher.hold`."""
         return await in_thread(self._publishers[policy].hold, version)
 
     @concurrent_endpoint
@@ -231,7 +234,7 @@ class TrainerActor(ProcessActor):
 
     @concurrent_endpoint
     async def close(self, policy: str = "") -> None:
-        """Release what a policy has published."""
+        """Release the published versions of a policy."""
         if (publisher := self._publishers.get(policy)) is not None:
             await self._run("close", publisher.close)
         await in_thread(flush)

@@ -1,4 +1,4 @@
-"""Trainer processes as the controller uses them: the `Trainer` over their ranks, placement, and restarts."""
+"""The controller's side of the trainer: the `Trainer` over its ranks, their placement, and restarts."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ from titan_rl.weights.types import Manifest
 class ActorTrainer:
     """The controller's `Trainer` over the ranks of a `TrainerActor`.
 
-    What the ranks write appears under its name only here, once they have said that it is whole: ranks that cannot be
-    reached any more may go on writing while others are in their place.
+    Checkpoints and exports are written under temporary names and renamed here once all ranks have completed them,
+    because ranks that can no longer be reached may continue to write while others replace them.
 
     Attributes:
-        is_leaving: Its host is to go, and this with it.
+        is_leaving: Whether its host is being drained, so that the trainer has to move.
 
     Args:
-        adapter: The one of several adapters that this trains.
+        adapter: Name of the adapter that this object trains, if the run has several.
 
     Raises:
-        ActorDiedError: From every call, once a process of the trainer is gone.
+        ActorDiedError: Raised by every call once a process of the trainer has ended.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class ActorTrainer:
         self._layouts = KnownLayouts()
         self._ranks = ranks
         self._writer = uuid.uuid4().hex
-        self._saving: Path | None = None  # where the checkpoint begun last is to be
+        self._saving: Path | None = None  # final path of the checkpoint begun last
 
     async def step(self, samples: Sequence[TrainingSample]) -> StepResult:
         """Run one optimizer step; see `TrainerCore.step`. Each rank receives only its rows."""
@@ -99,7 +99,7 @@ class ActorTrainer:
         """Return the version begun last, once each rank has published its shard.
 
         Raises:
-            StateDictError: A rank could not; none of them keeps a part of it.
+            StateDictError: A rank could not publish. Then no rank keeps its part.
         """
         known = [(self._layouts.digests,)] * len(self._ranks)
         return join(self._layouts.unpack(await self._all("finish_publish", *known)))
@@ -126,49 +126,51 @@ class ActorTrainer:
             self._saving = None
 
     async def load(self, checkpoint: Path) -> int:
-        """Continue from a checkpoint folder, whose version is returned.
+        """Load a checkpoint folder, and return its version.
 
         Raises:
-            DamagedCheckpointError: Its bytes are not those that were written.
-            CheckpointError: It is of another model.
+            DamagedCheckpointError: The bytes differ from those that were written.
+            CheckpointError: The checkpoint is of another model.
         """
         return agreed_version(await self._all("load", *[(checkpoint,)] * len(self._ranks)), "from one checkpoint")
 
     async def export(self, path: Path) -> None:
-        # Found here, where the renderer has imported transformers, which would take the trainer a second.
+        # Found in the controller, where the renderer has imported transformers; the import would take the trainer a
+        # second.
         fit = await in_thread(fit_template, self._model.path, self._model.renderer)
         await self._all("export", *[(written_by(self._writer, path), fit)] * len(self._ranks))
         await in_thread(self._put_in_place, path, path.name)
 
     def _put_in_place(self, path: Path, others: str) -> None:
-        """
+        """Rename a completed folder to its final name, and remove abandoned ones.
+
         Args:
-            others: How the names begin of what nobody will put in place any more.
+            others: Prefix of the names of unfinished folders that no process will complete.
         """
         put_in_place(written_by(self._writer, path), path)
         for left in being_written(path.parent, others):
             shutil.rmtree(left, ignore_errors=True)
 
     async def close(self) -> None:
-        """Give the published versions back."""
+        """Release the published versions."""
         await self._all("close", timeout_s=30.0)
 
     @property
     def excused(self) -> bool:
-        """Whether it ended because of its host, not its work: such an end does not count as a death."""
+        """Whether the trainer ended because of its host, not its work. Such an end does not count as a death."""
         return self.is_leaving or self.remote.excused
 
     async def ended(self) -> str:
-        """Wait for the end of one of its processes, and return the reason."""
+        """Wait for the end of one of the trainer's processes, and return the reason."""
         await self.remote.ended.wait()
         return f"{self.remote.name} {'leaves its host' if self.is_leaving else 'died'}: {self.remote.reason}"
 
     def end(self, reason: str) -> None:
-        """Kill what is left of it."""
+        """Kill the rest of the trainer."""
         self.remote.end(reason)
 
     async def _all(self, endpoint: str, *arguments: Sequence[Any], timeout_s: float | None = None) -> list[Any]:
-        """Call every rank, each with its arguments, and return what each one does."""
+        """Call every rank, each with its own arguments, and return their results by rank."""
         calls = [
             self.remote.call(getattr(rank, endpoint), *own, *self._named, timeout_s=timeout_s)
             for rank, own in zip(self._ranks, arguments or [()] * len(self._ranks), strict=True)
@@ -180,7 +182,7 @@ class ActorTrainer:
         except Exception as error:
             if len(self._ranks) == 1:
                 raise
-            # What no rank foresaw leaves them out of step; above all the end of one of them.
+            # An unexpected error, above all the end of a rank, leaves the ranks out of step.
             raise ActorDiedError(f"trainer died: a rank failed with {summary(error)}") from error
 
 
@@ -188,9 +190,9 @@ logger = logging.getLogger(__name__)
 
 TRAINER = ProcessId(Role.TRAINER)
 CLEAR_TIMEOUT_S = 3.0
-"""Longest wait for the end of the rest of a trainer that died. A lost host does not answer."""
+"""Longest wait for the end of the rest of a trainer that died, in seconds. A lost host does not answer."""
 LOOK_S = 0.5
-"""Interval for checking for hosts while waiting for them."""
+"""Interval for checking for hosts while waiting for them, in seconds."""
 
 
 def needs_of(config: RunConfig, files: RunFiles, *, trains: bool = True, generates: bool = True) -> HostNeeds:
@@ -209,17 +211,17 @@ def needs_of(config: RunConfig, files: RunFiles, *, trains: bool = True, generat
 
 
 class TrainerProcesses:
-    """The processes of a trainer, one for each of its ranks, and those that take their place.
+    """Processes of a trainer, one per rank, and the processes that replace them.
 
     Attributes:
-        trainer: The newest.
-        adapters: The newest, for each of several adapters; otherwise the same with the name "".
-        before_leaving: Has what is trained saved, before the trainer leaves a host.
-        waits_for: What a restart needs that is not there; "" where it lacks nothing.
+        trainer: The current trainer; with several adapters, that of the first.
+        adapters: The current trainer of each adapter by name. Without several adapters, `trainer` with the name "".
+        before_leaving: Saves the training state before the trainer leaves a host.
+        waits_for: Description of the hosts that a restart waits for; "" if it waits for none.
 
     Args:
-        places: Of the ranks that start next. A `ConfigError` says that the hosts that are there have none.
-        wait_s: How long a restart waits for hosts that have.
+        places: Returns the places of the ranks that start next. Raises `ConfigError` if the present hosts have none.
+        wait_s: Longest time that a restart waits for hosts with places, in seconds.
     """
 
     trainer: ActorTrainer
@@ -245,7 +247,7 @@ class TrainerProcesses:
         """Start all ranks, and load the model.
 
         Raises:
-            ActorDiedError: They did not start in time.
+            ActorDiedError: The ranks did not start in time.
             ModelError: The model folder cannot be used.
         """
         return await self._start(self._places())
@@ -261,10 +263,10 @@ class TrainerProcesses:
         return self.trainer
 
     async def restart(self) -> ActorTrainer:
-        """Start all ranks again, once the rest of the trainer before is gone, and hosts have places for the ranks.
+        """Start all ranks again, once the rest of the previous trainer has ended and hosts have places for the ranks.
 
         Raises:
-            NoHostError: None had within `wait_s`.
+            NoHostError: No host had places within `wait_s`.
         """
         await self._processes.clear(self.trainer.remote, CLEAR_TIMEOUT_S)
         try:
@@ -274,8 +276,8 @@ class TrainerProcesses:
         return await self._start(places)
 
     async def finish(self, limit_s: float) -> None:
-        """Prepare the trainer for the drain of its host: save it, and wait for places on other hosts, for `limit_s` at
-        most. It continues to train until then."""
+        """Prepare the trainer for the drain of its host: save it, and wait up to `limit_s` seconds for places on other
+        hosts. Training continues until then."""
         self.trainer.is_leaving = True
         with contextlib.suppress(TimeoutError, NoHostError):
             async with asyncio.timeout(limit_s):
@@ -283,9 +285,10 @@ class TrainerProcesses:
                 await self._places_in_time(limit_s)
 
     async def _places_in_time(self, limit_s: float, *, holds_up: bool = False) -> Sequence[ProcessPlace]:
-        """
+        """Wait for places of all ranks.
+
         Args:
-            holds_up: There is no trainer meanwhile.
+            holds_up: Whether there is no trainer during the wait, so that `waits_for` shows it.
         """
         clock = asyncio.get_running_loop().time
         began, told = clock(), False
@@ -303,7 +306,7 @@ class TrainerProcesses:
             await asyncio.sleep(LOOK_S)
 
     async def close(self) -> None:
-        """Give the published versions back. What died with them is cleared by others."""
+        """Release the published versions. Those of a dead trainer are cleared by others."""
         with contextlib.suppress(ActorDiedError):
             for trainer in self.adapters.values():
                 await trainer.close()
@@ -313,10 +316,10 @@ async def _nothing() -> None: ...
 
 
 class TrainerAlone(SupervisedProcesses):
-    """A trainer that publishes to nobody, on hosts that come and go. Made by `start_trainer`.
+    """Trainer that publishes no weights, on hosts that come and go. Made by `start_trainer`.
 
     Attributes:
-        training: Its processes.
+        training: Processes of the trainer.
     """
 
     training: TrainerProcesses
@@ -351,26 +354,26 @@ class TrainerAlone(SupervisedProcesses):
         return self._trainer_places
 
     async def join(self, host: str) -> Sequence[str]:
-        """Start nothing: a trainer that waits for a host finds this one."""
+        """Start nothing: a trainer that waits for hosts finds this one by itself."""
         return ()
 
     async def leave(self, host: str, why: str) -> None:
-        """Save and move a trainer on this host, or end it after `hosts.drain_s`."""
+        """Save a trainer on this host and move it, or end it after `hosts.drain_s` seconds."""
         limit_s = self.hosts.config.drain_s
         await self._leave(host, why, lambda remote: self.training.finish(limit_s))
 
 
 def may_train(host: Host, config: Path) -> bool:
-    """Whether a host sees the run's folder, where checkpoints are."""
+    """Whether a host sees the run's folder, which contains the checkpoints."""
     return host.path(config) == config
 
 
 @contextlib.asynccontextmanager
 async def start_trainer(config: RunConfig, files: RunFiles, console: Console = LOG) -> AsyncGenerator[TrainerAlone]:
-    """A trainer that publishes to nobody, whose processes end with the block.
+    """Context manager: start a trainer that publishes no weights. Its processes end with the block.
 
     Raises:
-        ConfigError: There are GPUs, and too few of them.
+        ConfigError: There are too few GPUs.
         ActorDiedError: A process did not start within `generation.start_timeout_s`.
     """
     needs = needs_of(config, files, generates=False)

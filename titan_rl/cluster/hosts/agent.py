@@ -1,4 +1,4 @@
-"""Host agent: the run's process on each host, which reports the state of the host, creates folders and sends output."""
+"""Host agent: the run's process on each host. It reports the state of the host, creates folders and sends output."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from titan_rl.core.calls.threads import in_thread
 from titan_rl.core.errors import DataError
 from titan_rl.weights.shard_files import OwnedFolder
 
-MOST_BYTES = 4 << 20  # sent at once
+MOST_BYTES = 4 << 20  # of output that is sent at once
 
 Had = Mapping[str, tuple[int, int]]
-"""Content that was sent before, by the names of files below the run's folder: the inode of each file, and the number of
-its bytes."""
+"""Content that was sent before, by file name below the run's folder: the inode of each file, and the number of
+bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ class Piece:
     """New content of a file, after the content that was sent before.
 
     Args:
-        name: Of a file below the run's folder.
-        file: Inode of the file, because a trace that grows too large is replaced by a shorter one of the same name.
-        begin: Bytes before it in that file; 0 if the file was replaced.
+        name: Name of the file below the run's folder.
+        file: Inode of the file. It distinguishes a trace that grew too large from the shorter one that replaces it.
+        begin: Number of bytes of the file before this piece; 0 if the file was replaced.
     """
 
     name: str
@@ -67,9 +67,10 @@ def new_pieces(folder: Path, had: Had, most_bytes: int = MOST_BYTES) -> list[Pie
 
 
 def _piece_of(path: Path, name: str, had: tuple[int, int], most_bytes: int) -> Piece | None:
-    """
+    """Read the next piece of a file; None if there is nothing new or `most_bytes` is 0.
+
     Raises:
-        OSError: The file is gone, or is no regular file.
+        OSError: The file is gone, or is not a regular file.
     """
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
@@ -92,9 +93,9 @@ class RunOnHost:
     """The run's folders on a host.
 
     Attributes:
-        run_dir: The run's folder if the host sees it, or a local substitute.
-        scratch: For temporary files.
-        interface: The name of the network interface that has the host's address.
+        run_dir: The run's folder if the host sees it, otherwise a local substitute.
+        scratch: Folder for temporary files.
+        interface: Name of the network interface that has the host's address; None if unknown.
     """
 
     run_dir: Path
@@ -103,8 +104,8 @@ class RunOnHost:
 
 
 class HostAgent(AnsweringActor):
-    """Agent of one host. On this machine it is part of the controller's process; on other hosts it has its own process.
-    If that dies, the next agent that starts there removes its folders."""
+    """Agent of one host. On the controller's machine it is part of the controller's process; on other hosts it has its
+    own process. If that dies, the next agent that starts there removes its folders."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +114,7 @@ class HostAgent(AnsweringActor):
 
     @concurrent_endpoint
     async def enter(self) -> int:
-        """Set up an agent that has a process of its own. Called first. Returns the pid."""
+        """Set up an agent that has its own process. Called first. Returns the pid."""
         clean_up_after_dead_runs(scratch_root())
         self._scratch = make_scratch()
         self._copy = self._scratch.path / "run"
@@ -136,8 +137,8 @@ class HostAgent(AnsweringActor):
         """Create the folders of the run on this host.
 
         Args:
-            run_dir: The run's own folder if the host sees it.
-            files: Of the run's folder, for the folder in its place.
+            run_dir: The run's own folder if the host sees it; None otherwise.
+            files: Contents of the run's settings files by name, for the folder that replaces the run's folder.
         """
         assert self._scratch is not None
         assert self._copy is not None
@@ -150,16 +151,16 @@ class HostAgent(AnsweringActor):
 
     @concurrent_endpoint
     async def start_watchdog(self, settings: WatchdogSettings) -> Path:
-        """Start the watchdog, which reports to the controller, and ends the run's processes on this host if it cannot
+        """Start the watchdog. It reports to the controller, and ends the run's processes on this host if it cannot
         reach the controller.
 
         Returns:
-            The socket where processes answer pings.
+            Path of the socket where processes answer pings.
         """
         assert self._scratch is not None
         path = self._scratch.path / "pulse"
         watchdog = HostWatchdog(settings, path, leaving_file())
-        LoopThread("watchdog", self._run_watchdog(watchdog)).__enter__()  # as long as the process
+        LoopThread("watchdog", self._run_watchdog(watchdog)).__enter__()  # for the lifetime of the process
         return path
 
     async def _run_watchdog(self, watchdog: HostWatchdog) -> None:
@@ -170,18 +171,18 @@ class HostAgent(AnsweringActor):
             self._give_back()
         except Exception:
             logger.exception("the watchdog failed")
-        os._exit(1)  # and all processes that it watched end with this one
+        os._exit(1)  # all processes that it watched end with this one
 
     @concurrent_endpoint
     async def receive(self, number: int, name: str, data: bytes) -> Path:
-        """Append a piece to a file that is copied here.
+        """Append a piece to a file of a folder that is copied to this host.
 
         Args:
-            number: Of the folder.
-            name: Of the file, below it.
+            number: Number of the folder.
+            name: Name of the file below the folder.
 
         Returns:
-            The folder.
+            Path of the folder on this host.
         """
         assert self._scratch is not None
         folder = self._scratch.path / f"copy-{number}"
@@ -206,7 +207,7 @@ class HostAgent(AnsweringActor):
 
     @concurrent_endpoint
     async def new_output(self, had: Had) -> list[Piece]:
-        """Return new output, some megabytes at most; see `new_pieces`."""
+        """Return new output, at most `MOST_BYTES`; see `new_pieces`."""
         assert self._copy is not None
         return await in_thread(new_pieces, self._copy, had)
 

@@ -1,4 +1,4 @@
-"""Elastic hosts of a run: the hosts that it should have, and joining and draining them until it has those."""
+"""Elastic hosts of a run: the hosts that it should have, and the joins and drains that lead to them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ then."""
 
 
 class HostedProcesses(Protocol):
-    """The processes of a run, by the hosts that they are on."""
+    """Processes of a run, grouped by host."""
 
     @property
     def hosts(self) -> Hosts: ...
@@ -48,11 +48,11 @@ class HostedProcesses(Protocol):
     def names_by_host(self) -> Mapping[str, Sequence[str]]: ...
 
     async def join(self, host: str) -> Sequence[str]:
-        """Start the processes of a host that has joined. Returns the names of those that run there then."""
+        """Start the processes of a host that has joined. Returns the names of those that run there afterwards."""
         ...
 
     async def leave(self, host: str, why: str) -> None:
-        """End the processes of a host, once they have finished their work."""
+        """End the processes of a host once they have finished their work."""
         ...
 
 
@@ -60,8 +60,8 @@ class ElasticHosts(HostListener):
     """Joins and drains hosts of a run in progress. A host that does not respond is lost, and may join again.
 
     Args:
-        all_leave: Called if all remaining hosts announce that they are about to shut down, so that work cannot move.
-            With None the run waits for other hosts.
+        all_leave: Called if all remaining hosts announce that they are about to shut down, so that work cannot move. If
+            it is None, the run waits for other hosts.
     """
 
     def __init__(
@@ -85,16 +85,16 @@ class ElasticHosts(HostListener):
         return self.lifecycles.statuses(self._processes.names_by_host())
 
     def take_silences(self) -> dict[str, float]:
-        """The longest time, in seconds, without a heartbeat of each host since this was last called."""
+        """Return the longest time in seconds without a heartbeat of each host since the previous call."""
         watchers = {host.name: host.watcher for host in self._hosts}
         return {name: one.take_silence() for name, one in watchers.items() if isinstance(one, RemoteWatcher)}
 
     async def add(self, address: str) -> None:
-        """Have the host of a worker join the run, and start its processes.
+        """Have the host of a worker join the run, and start its processes. Returns once they have started.
 
         Raises:
-            ActorDiedError: No worker answers there, or its processes do not start.
-            ConfigError: It is already in the run, or differs from this machine in something that the run needs.
+            ActorDiedError: No worker answers at the address, or the processes do not start.
+            ConfigError: The host is already in the run, or differs from this machine in something that the run needs.
         """
         if not self._hosts.config.elsewhere:
             raise ConfigError(
@@ -118,17 +118,17 @@ class ElasticHosts(HostListener):
         """Whether the worker at this address has been restarted since the host was drained.
 
         Raises:
-            ActorDiedError: No worker answers there.
+            ActorDiedError: No worker answers at the address.
         """
         from titan_rl.cluster.hosts.host import worker_id_at
 
         return await worker_id_at(address) != self.lifecycles.of(address).worker_id
 
     async def drain(self, name: str, why: str) -> None:
-        """Have a host leave the run, once its requests have ended or moved, and its trainer, if any, is saved.
+        """Have a host leave the run, once its requests have ended or moved and its trainer, if any, has been saved.
 
         Raises:
-            ConfigError: No host of this name is in the run.
+            ConfigError: No host of this name is in the run, or it is already draining.
         """
         record = self.lifecycles.named(name)
         if record is None or not record.is_present:
@@ -142,7 +142,7 @@ class ElasticHosts(HostListener):
         self.lifecycles.move(record, HostState.DRAINING, why)
         try:
             await self._processes.leave(name, why)
-            if record.state is not HostState.DRAINING:  # it was lost meanwhile, which has been reported
+            if record.state is not HostState.DRAINING:  # the host was lost meanwhile, which has been reported
                 return
             await self._hosts.detach(name, why)
         finally:
@@ -172,17 +172,17 @@ class ElasticHosts(HostListener):
     async def _drain(self, name: str, why: str) -> None:
         try:
             await self.drain(name, why)
-        except Exception as error:  # nobody else receives it
+        except Exception as error:  # nobody awaits this task
             self.tell(f"host {name} is about to shut down ({why}), and cannot be drained: {reason(error)}")
 
 
 class ProvidedHosts:
-    """Current hosts of a provider, which is polled.
+    """Current hosts of a provider, which is polled every `ASK_S` seconds.
 
     Args:
-        addresses: Of the hosts that the run begins with.
-        current: See `ChangingWorkers.current`.
-        all_leave: See `ElasticHosts`.
+        addresses: Addresses of the hosts that the run starts with.
+        current: Returns the current addresses; see `ChangingWorkers.current`.
+        all_leave: Called if all hosts are about to shut down; see `ElasticHosts`.
     """
 
     def __init__(
@@ -194,14 +194,14 @@ class ProvidedHosts:
         self.all_leave = all_leave
         self._addresses = frozenset(addresses)
         self._current = current
-        self._missed = Counter[str]()  # answers in a row without a host
+        self._missed = Counter[str]()  # by address: number of successive answers without it
 
     def read(self) -> frozenset[str]:
-        """Addresses of the hosts in the last answers."""
+        """Addresses of the current hosts according to the latest answers."""
         return self._addresses
 
     async def watch(self) -> None:
-        """Ask until cancelled. An answer that fails or is late changes nothing."""
+        """Poll the provider until cancelled. An answer that fails or is late changes nothing."""
         while True:
             await asyncio.sleep(ASK_S)
             try:
@@ -221,7 +221,7 @@ class _List:
 
     Args:
         why: Reason for draining a host whose address is no longer listed.
-        known: Its last content.
+        known: Content at the previous look.
     """
 
     source: AddressFile | ProvidedHosts
@@ -230,15 +230,15 @@ class _List:
 
 
 class HostReconciler:
-    """Reconciles the hosts of a run with the wanted ones: starts joins and drains.
+    """Starts the joins and drains that make the hosts of a run match the wanted ones.
 
-    Wanted hosts are those of the settings, a file of addresses, a provider and `titan-rl hosts`. A lost host is tried
+    The wanted hosts come from the settings, a file of addresses, a provider and `titan-rl hosts`. A lost host is tried
     again until it answers. A drained host joins again once it is listed again, or once its worker has been restarted. A
     host that is no longer listed is drained.
 
     Args:
-        addresses: In the settings.
-        addresses_file: Polled for changes.
+        addresses: Addresses in the settings.
+        addresses_file: File of addresses, polled for changes.
         history: Updated at each look.
         provided: Hosts of a provider that come and go.
     """
@@ -278,11 +278,11 @@ class HostReconciler:
         finally:
             for task in self._tasks:
                 task.cancel()
-            self._write()  # changes since the last look, and since the last metrics
+            self._write()  # changes since the previous look, and since the last metrics
             self._history.close()
 
     def look(self) -> None:
-        """Begin the joins and drains that are due, and write the states down."""
+        """Start the joins and drains that are due, and write the states to `hosts.json`."""
         for request in self._files.new_requests():
             self._begin(self._answer(request))
         for each in self._lists:
@@ -320,17 +320,17 @@ class HostReconciler:
             else:
                 draining = self._lifecycles.named(request.what)
                 if draining is not None and draining.is_present:
-                    draining.away = not draining.relisted  # also if it is lost before it is drained
+                    draining.away = not draining.relisted  # also if the host is lost before it is drained
                 await self._hosts.drain(request.what, "titan-rl hosts asked for it")
-        except Exception as error:  # of any kind: whoever asked waits for the answer
+        except Exception as error:  # of any kind, because the requester waits for the answer
             self._answers[request.id] = reason(error)
         else:
             self._answers[request.id] = ""
         self._write()
 
     async def _try_new_worker(self, record: HostRecord) -> None:
-        """Have a drained host join if its worker has been restarted. Nobody waits for this, so failures are not
-        shown."""
+        """Have a drained host join if its worker has been restarted. Failures are not shown, because nobody waits for
+        this."""
         with contextlib.suppress(Exception):
             if await self._hosts.is_new(record.address):
                 await self._try(record)
@@ -338,7 +338,7 @@ class HostReconciler:
     async def _try(self, record: HostRecord) -> None:
         try:
             await self._hosts.add(record.address)
-        except Exception as error:  # also of that machine, whose disk may be full
+        except Exception as error:  # including errors of that machine, whose disk may be full
             if record.complaint != (why := reason(error)):
                 record.complaint = why
                 self._tell(f"the host at {record.address} is not taken in: {why}")
@@ -380,10 +380,10 @@ def hosts_watcher(
     history: HostHistory | None = None,
     provided: ProvidedHosts | None = None,
 ) -> Callable[[], Coroutine[Any, Any, None]]:
-    """Background task that reconciles the hosts of a run with the wanted ones until it is cancelled.
+    """Make a background task that reconciles the hosts of a run with the wanted ones until it is cancelled.
 
     Args:
-        files: Requests from `titan-rl hosts`, and the run's answers.
+        files: Files with requests from `titan-rl hosts` and the run's answers.
         history: Updated with the states of hosts.
         provided: Hosts of a provider that come and go.
     """

@@ -1,4 +1,4 @@
-"""Folders and files of a run and a worker on a host: scratch, the run token, and copies of code and model."""
+"""Folders and files of a run and a worker on a host: scratch folders, the run token, and copies of code and model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from titan_rl.core.errors import ConfigError
 from titan_rl.weights.shard_files import OwnedFolder, clean_dead_folders, clean_dead_shards
 
 ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",  # engines and trainer share the cores; threads of their own would thrash
+    "OMP_NUM_THREADS": "1",  # engines and trainer share the cores; more threads would compete for them
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",  # a model is a folder; nothing is fetched while a run starts
 }
@@ -23,12 +23,12 @@ ENVIRONMENT = {
 
 SCRATCH = "titan_rl-run-"
 WORKER = "titan_rl-host-"
-LONGEST_TMPDIR = 28  # Monarch makes sockets below it, whose paths end at 107 characters
+LONGEST_TMPDIR = 28  # Monarch makes sockets below it, and the path of a socket has at most 107 characters
 
 
 def scratch_root() -> Path:
-    """Folder of all scratch folders, where leftovers of dead runs are looked for. Processes of a worker use the parent
-    of the worker's folder."""
+    """Folder that contains all scratch folders and is searched for those of dead runs. For processes of a worker it is
+    the parent of the worker's folder."""
     if (folder := os.environ.get(FOLDER)) is not None:
         return Path(folder).parent
     root = Path(tempfile.gettempdir())
@@ -36,7 +36,7 @@ def scratch_root() -> Path:
 
 
 def make_scratch() -> OwnedFolder:
-    """Create a scratch folder that lasts as long as this process."""
+    """Create a scratch folder for the lifetime of this process."""
     return OwnedFolder(SCRATCH, scratch_root())
 
 
@@ -55,7 +55,7 @@ def clean_up_after_dead_runs(root: Path) -> None:
 
 def remove_monarch_logs(suffix: str) -> None:
     """Remove the logs of Monarch processes whose MONARCH_LOG_SUFFIX begins with `suffix`."""
-    for folder in Path("/tmp").iterdir():  # there wherever TMPDIR points
+    for folder in Path("/tmp").iterdir():  # Monarch writes its logs there regardless of TMPDIR
         with contextlib.suppress(OSError):  # other processes may remove folders at the same time
             for log in folder.glob(f"monarch_log_{suffix}*"):
                 log.unlink(missing_ok=True)
@@ -74,7 +74,7 @@ def say_leaving(folder: Path, reason: str) -> None:
 
 
 def leaving_file() -> Path | None:
-    """Path of the file that the worker writes when the host is about to shut down, with the reason. None outside of a
+    """Path of the file in which the worker writes the reason when the host is about to shut down. None outside of a
     worker."""
     folder = os.environ.get(FOLDER)
     return None if folder is None else Path(folder) / _LEAVING
@@ -84,9 +84,10 @@ NAME = ".hosts"
 
 
 class RunToken:
-    """
+    """Token file in a run's folder, by which hosts recognize that they see the same folder.
+
     Attributes:
-        text: Of the file, which no other run has.
+        text: Content of the file, which no other run has.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -96,10 +97,10 @@ class RunToken:
 
     @contextmanager
     def shown(self) -> Generator[None]:
-        """Keep the file in place within the block, and as long as another such block lasts.
+        """Context manager that keeps the file in place until the last concurrent block ends.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: The file cannot be written.
         """
         if not self._num_looking:
             self._path.write_text(self.text)
@@ -126,7 +127,7 @@ GIT_S = 30.0  # if git takes longer, as on a network file system, files are foun
 LEFT_OUT = ("__pycache__", "node_modules", "runs")
 
 Chunk = tuple[str, bytes]
-"""(file below the folder, bytes behind those before)."""
+"""(file below the folder, bytes that follow the previous chunk of the file)."""
 
 
 def chunks_of(folder: Path, files: list[Path]) -> Iterator[Chunk]:

@@ -28,20 +28,21 @@ from titan_rl.core.errors import ActorDiedError, ConfigError
 
 @dataclass(slots=True)
 class Host:
-    """
+    """Handle of a host that is part of a run.
+
     Attributes:
-        name: Its hostname, unique in the run.
-        address: By which the other hosts of the run reach it.
-        agent: The handle of its `HostAgent`.
-        gpus: As in CUDA_VISIBLE_DEVICES.
-        key: Its name for the `Supervisor`; None is this machine.
-        folders: Folders of this machine, and the folder on the host that replaces each where they differ.
+        name: Hostname, made unique in the run.
+        address: Address by which the other hosts of the run reach it.
+        agent: Handle of its `HostAgent`.
+        gpus: Its GPUs, named as in CUDA_VISIBLE_DEVICES.
+        key: Name of the host for the `Supervisor`; None for this machine.
+        folders: Folders of this machine that have a different path on the host, with that path.
         environment: Variables of its processes, in addition to those of its worker.
         watcher: Reports the ends and the health of its processes.
-        worker: HOST:PORT where its worker listens.
-        worker_id: Identity of that worker; a restarted one has another.
-        ping_socket: The socket there where they answer pings; None if there are no health checks.
-        clocks: Their offset when it joined; None for this machine.
+        worker: HOST:PORT where its worker listens; "" for this machine.
+        worker_id: Identity of that worker. A restarted worker has another.
+        ping_socket: Socket on the host where its processes answer pings; None if there are no health checks.
+        clocks: Offset of its clocks when it joined; None for this machine.
         link: Makes calls that fail at once when the host is lost.
     """
 
@@ -91,10 +92,10 @@ class WorkerConnection:
 
     Attributes:
         worker: HOST:PORT in the settings.
-        address: Of the host.
-        has_begun: The worker has answered.
-        id: Of the worker, once it has answered; a restarted one has another.
-        link: Makes calls that fail at once when the worker ends, or sends nothing for `silence_s`.
+        address: Address of the host.
+        has_begun: Whether the worker has answered.
+        id: Identity of the worker, once it has answered. A restarted worker has another.
+        link: Makes calls that fail at once when the worker ends or sends nothing for `silence_s` seconds.
     """
 
     def __init__(
@@ -120,11 +121,11 @@ class WorkerConnection:
         self._parts = [asyncio.ensure_future(part) for part in (self._listen(), self._look())]
 
     async def monarch(self) -> str:
-        """Address at which a Monarch process for this run listens there.
+        """Return the address at which a Monarch process for this run listens on the host.
 
         Raises:
             ActorDiedError: The worker ended, does not answer in time, or is busy with another run.
-            ConfigError: The run has this worker already under another address.
+            ConfigError: The run already uses this worker under another address.
         """
         try:
             async with self.link.alive(MONARCH_TIMEOUT_S):
@@ -144,7 +145,7 @@ class WorkerConnection:
             ) from None
 
     async def is_lost(self) -> bool:
-        """Whether the host is gone. This may take a moment to determine."""
+        """Return whether the host is gone. This may take a moment to determine."""
         try:
             async with asyncio.timeout(self._silence_s + REACH_TIMEOUT_S):
                 await self.link.ended.wait()
@@ -184,25 +185,26 @@ class WorkerConnection:
 
 
 async def connect_to_worker(run: str, worker: str, silence_s: float, name: str = "") -> WorkerConnection:
-    """
+    """Connect to a worker.
+
     Args:
         run: Unique id of the run.
         worker: HOST:PORT.
-        silence_s: Longest time without a heartbeat of the worker.
-        name: Of the run, for people.
+        silence_s: Longest time without a heartbeat of the worker, in seconds.
+        name: Name of the run, for people.
 
     Raises:
-        ActorDiedError: Nobody listens there.
+        ActorDiedError: Nobody listens at this address.
     """
     address, streams = await _reach(worker)
     return WorkerConnection(run, worker, address, streams, silence_s, name)
 
 
 async def worker_id_at(worker: str) -> str:
-    """Identity of the worker that listens at HOST:PORT now; see `WorkerConnection.id`.
+    """Return the identity of the worker that listens at HOST:PORT now; see `WorkerConnection.id`.
 
     Raises:
-        ActorDiedError: None does.
+        ActorDiedError: No worker listens there.
     """
     _, (reader, writer) = await _reach(worker)
     try:
@@ -219,7 +221,7 @@ async def _reach(worker: str) -> tuple[str, tuple[asyncio.StreamReader, asyncio.
     """Resolve the address of a worker's host, and connect to the worker.
 
     Raises:
-        ActorDiedError: Nobody listens there.
+        ActorDiedError: Nobody listens at this address, or the hostname cannot be resolved.
     """
     host, port = split_address(worker)
     try:
@@ -252,10 +254,10 @@ def free_names(hostnames: Sequence[str], taken: Sequence[str]) -> list[str]:
 
 
 def resolve(host: str) -> str:
-    """Resolve a hostname, to its IPv4 address if it has several kinds.
+    """Resolve a hostname, preferably to an IPv4 address.
 
     Raises:
-        OSError: It has none.
+        OSError: The hostname has no address.
     """
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     *_, address = min(found, key=lambda each: each[0] != socket.AF_INET)
@@ -263,7 +265,7 @@ def resolve(host: str) -> str:
 
 
 async def all_of(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines together and return their results. The first one that fails cancels the others, and its error is
+    """Run coroutines concurrently and return their results. The first that fails cancels the others, and its error is
     raised."""
     try:
         async with asyncio.TaskGroup() as group:
@@ -283,15 +285,15 @@ class JoiningHost:
     heartbeats throughout.
 
     Attributes:
-        key: Its name for the supervisor.
-        record: Its state and name.
-        worker: HOST:PORT.
-        facts: Set by `look`.
-        clocks: Offset from this machine's, set by `look`.
-        host: Its handle, set by `become`.
+        key: Name of the host for the supervisor.
+        record: State and name of the host.
+        worker: HOST:PORT of its worker.
+        facts: Facts of the host, set by `look`.
+        clocks: Offset from this machine's clocks, set by `look`.
+        host: Handle of the host, set by `become`.
 
     Args:
-        silence_s: Longest time without a heartbeat of its worker.
+        silence_s: Longest time without a heartbeat of its worker, in seconds.
     """
 
     facts: HostFacts
@@ -308,9 +310,10 @@ class JoiningHost:
         self._agent: Any = None
 
     async def look(self, question: Question) -> None:
-        """
+        """Connect to the worker, start the agent, and collect the facts of the host.
+
         Raises:
-            ActorDiedError: No worker answers, or its agent does not start.
+            ActorDiedError: No worker answers, or the agent does not start.
         """
         connection = self._connection = await connect_to_worker(
             question.token, self.worker, self._silence_s, question.run_dir.name
@@ -333,7 +336,7 @@ class JoiningHost:
         self.record.name, self.record.host = name, self.host
 
     async def prepare(self, run_dir: Path) -> None:
-        """Create the folders of the run there.
+        """Create the folders of the run on the host.
 
         Raises:
             ActorDiedError: The host is gone.
@@ -346,7 +349,7 @@ class JoiningHost:
         host.environment = _environment(host, made)
 
     async def bring(self, question: Question, expected: HostFacts, console: Console) -> None:
-        """Copy the model and the code there if it lacks them.
+        """Copy the model and the code to the host if it lacks them.
 
         Raises:
             ActorDiedError: The host is gone.
@@ -367,7 +370,7 @@ class JoiningHost:
             host.environment = {**host.environment, "PYTHONPATH": host.search_path(python_path)}
 
     async def watch(self, watcher: RemoteWatcher) -> None:
-        """Start the watchdog there, and close the connection to the worker once the first heartbeat arrived.
+        """Start the watchdog on the host, and close the connection to the worker once the first heartbeat has arrived.
 
         Raises:
             ActorDiedError: The host is gone.
@@ -391,11 +394,11 @@ class JoiningHost:
 
     @property
     def lost(self) -> str:
-        """Reason why it is lost; "" while it is not known to be."""
+        """Reason why the host is lost; "" while it is not known to be."""
         return (self._connection and self._connection.link.reason) or ""
 
     async def give_back(self) -> None:
-        """Remove everything that the run has there, if it can be reached, after a failed join."""
+        """Remove everything that the run has on the host after a failed join, if the host can be reached."""
         limits: dict[str, Any] = {"who": f"host at {self.worker}", "timeout_s": CLOSE_TIMEOUT_S}
         try:
             with contextlib.suppress(ActorDiedError):
@@ -416,7 +419,7 @@ def _environment(host: Host, made: RunOnHost) -> dict[str, str]:
     variables = {name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()}
     if python_path := os.environ.get("PYTHONPATH"):
         variables["PYTHONPATH"] = host.search_path(python_path)
-    if made.interface is not None:  # else Gloo takes the address of the hostname, which may be loopback
+    if made.interface is not None:  # otherwise Gloo uses the address of the hostname, which may be loopback
         variables |= {"GLOO_SOCKET_IFNAME": made.interface, "NCCL_SOCKET_IFNAME": made.interface}
     return {**variables, "TMPDIR": str(made.scratch)}
 

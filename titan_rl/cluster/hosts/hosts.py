@@ -35,16 +35,16 @@ from titan_rl.core.errors import ActorDiedError
 INTERVAL_S = 0.5
 TIMEOUT_S = 10.0  # longest wait for an answer
 REST_S = 60.0
-"""Time limit for the rest of the output at the end, for instance over a slow link, because a process there may keep
-writing."""
+"""Time limit in seconds for the rest of the output at the end. Without it a slow link, or a process that keeps writing,
+could take forever."""
 
 
 class HostOutput:
-    """Copies logs and traces of a host into the run's folder as they grow. A failure there, or of the disk here, loses
-    only this output.
+    """Copies the growing logs and traces of a host into the run's folder. A failure on the host, or of the disk here,
+    loses only this output.
 
     Args:
-        run_dir: Of the run, on this machine.
+        run_dir: Folder of the run on this machine.
         console: Shows the reason once if output cannot be read there or written here.
     """
 
@@ -52,8 +52,8 @@ class HostOutput:
         self._host = host
         self._run_dir = run_dir
         self._console = console
-        self._had: dict[str, tuple[int, int]] = {}  # inode and number of bytes of each file that arrived
-        self._begins: dict[str, int] = {}  # offset of each file, after earlier output of the same name
+        self._had: dict[str, tuple[int, int]] = {}  # inode and number of bytes of each file that has arrived
+        self._begins: dict[str, int] = {}  # offset in each local file after earlier output of the same name
         self._failed = False
         self._collecting: asyncio.Task[None] | None = None
 
@@ -68,18 +68,18 @@ class HostOutput:
     async def collect(self) -> None:
         while True:
             await asyncio.sleep(INTERVAL_S)
-            with contextlib.suppress(ActorDiedError):  # it may answer later; a lost host is detached
+            with contextlib.suppress(ActorDiedError):  # the host may answer later; a lost host is detached
                 await self._take()
 
     async def take_rest(self) -> None:
-        """Take what is left. Does nothing if the host is lost."""
+        """Copy the rest of the output. Does nothing if the host is lost."""
         with contextlib.suppress(ActorDiedError, TimeoutError):
             async with asyncio.timeout(REST_S):
                 while await self._take():
                     pass
 
     async def _take(self) -> bool:
-        """Take new output once. Returns whether there was any."""
+        """Copy new output once. Returns whether there was any."""
         try:
             pieces: list[Piece] = await self._host.link.call(
                 self._host.agent.new_output, self._had, timeout_s=TIMEOUT_S
@@ -94,7 +94,8 @@ class HostOutput:
         return bool(pieces)
 
     def _append(self, piece: Piece) -> None:
-        """Append a piece completely or not at all. Replaces the content of a file that begins again."""
+        """Append a piece completely or not at all. A piece that begins a new file replaces the content of the former
+        one."""
         path = self._run_dir / piece.name
         path.parent.mkdir(exist_ok=True)
         with path.open("ab", buffering=0) as file:
@@ -116,11 +117,11 @@ logger = logging.getLogger(__name__)
 
 
 class Hosts:
-    """Hosts of a run, with their handles and lifecycles. Made by `open_hosts`. Processes use the names of these hosts.
+    """Hosts of a run, with their handles and lifecycles. Made by `open_hosts`. Processes refer to hosts by these names.
 
     Attributes:
         lifecycles: States of all hosts that the run has, has had, or tries to have.
-        config: The table [hosts].
+        config: Settings of the table [hosts].
 
     Args:
         monitor: Watches the hosts that are attached.
@@ -147,7 +148,8 @@ class Hosts:
         self._numbers = count()
 
     def __getitem__(self, name: str) -> Host:
-        """
+        """Return the handle of a host by its name.
+
         Raises:
             ActorDiedError: No host of this name is part of the run.
         """
@@ -167,7 +169,7 @@ class Hosts:
         return [record.name for record in self.lifecycles.present]
 
     def takes(self, name: str) -> bool:
-        """Whether processes may start on a host: it is part of the run, and is not drained."""
+        """Whether processes may start on a host: it is part of the run, and is not being drained."""
         record = self.lifecycles.named(name)
         return record is not None and record.state in (HostState.STARTING, HostState.UP)
 
@@ -183,11 +185,12 @@ class Hosts:
         """Have the hosts of workers join the run. They must match this machine in everything that a run needs.
 
         Args:
-            begins: The run starts with these hosts, without those that are lost meanwhile if the others are enough.
+            begins: Whether the run starts with these hosts. Hosts that are lost meanwhile are then left out if the
+                others are enough.
 
         Raises:
             ActorDiedError: A worker did not answer, or a host that the run needs was lost.
-            ConfigError: Hosts differ; the message names all of them.
+            ConfigError: Hosts differ from this machine; the message lists all differences.
         """
         silence_s = self.config.silence_s
         agents = [ProcessId(Role.HOST_AGENT, next(self._numbers)) for _ in workers]
@@ -204,7 +207,7 @@ class Hosts:
             await asyncio.gather(*[host_joining.give_back() for host_joining in left])
 
     async def _take_in(self, joining: Sequence[JoiningHost], begins: bool) -> list[Host]:
-        lost: dict[str, str] = {}  # why, by worker
+        lost: dict[str, str] = {}  # by worker: the reason
         question = self._question()
 
         async def all_there(step: Callable[[JoiningHost], Coroutine[Any, Any, None]]) -> list[JoiningHost]:
@@ -260,13 +263,14 @@ class Hosts:
             )
 
     def _check_enough(self, lost: Mapping[str, str], workers: Sequence[str]) -> None:
-        """
+        """Check that enough hosts are left for the start of the run.
+
         Args:
             lost: Reasons by worker.
-            workers: Of the hosts with which the run was to start.
+            workers: Workers of all hosts with which the run was to start.
 
         Raises:
-            ActorDiedError: It cannot start without those that were lost.
+            ActorDiedError: The run cannot start without the hosts that were lost.
         """
         if not lost:
             return
@@ -278,7 +282,7 @@ class Hosts:
             raise ActorDiedError("; ".join([*lost.values(), *problems]))
 
     async def detach(self, name: str, why: str = "the run continues without it") -> None:
-        """Collect the rest of a host's output, free the run's resources there, and continue without it."""
+        """Collect the rest of a host's output, free the run's resources on the host, and continue without it."""
         output, host = self._outputs.get(name), self[name]
         self._release(host, HostState.LEFT, why)
         if output is not None:
@@ -297,7 +301,7 @@ class Hosts:
             self.lifecycles.move(record, state, reason)
 
     def host_leaving(self, name: str, reason: str) -> None:
-        """For the monitor: a host announces that it is about to shut down."""
+        """Handle a host's announcement that it is about to shut down. Called by the monitor."""
         if (record := self.lifecycles.named(name)) is not None:
             self.lifecycles.announce_leaving(record, reason)
 
@@ -307,7 +311,7 @@ class Hosts:
         self.console.warning(text)
 
     def host_lost(self, name: str, reason: str) -> None:
-        """For the monitor: a host does not respond. If it was joining, the join fails."""
+        """Handle a host that does not respond. If it was joining, the join fails. Called by the monitor."""
         record = self.lifecycles.named(name)
         if record is None or record.host is None:
             return
@@ -325,7 +329,7 @@ class Hosts:
             await call(self.supervisor.detach, host.key, who="supervisor", timeout_s=CLOSE_TIMEOUT_S)
 
     async def close(self) -> None:
-        """Detach all other hosts."""
+        """Detach all hosts other than this machine."""
         await all_of([self._leave(host) for host in self if not host.is_here])
         await asyncio.gather(*self._giving_up)
 
@@ -357,12 +361,12 @@ class Hosts:
 async def open_hosts(
     config: HostsConfig, supervisor: Any, needs: HostNeeds, console: Console = LOG
 ) -> AsyncGenerator[Hosts]:
-    """Open the hosts that the settings name, by default this machine. Everything that the run has there is removed at
-    the end of the block.
+    """Context manager: open the hosts that the settings name, by default this machine. Everything that the run has on
+    them is removed at the end of the block.
 
     Raises:
         ActorDiedError: A worker did not answer.
-        ConfigError: Hosts differ from this machine.
+        ConfigError: A host differs from this machine.
     """
     async with contextlib.AsyncExitStack() as opened:
         if not config.elsewhere:

@@ -19,8 +19,8 @@ from titan_rl.core.tracing.spans import Track
 class HostState(StrEnum):
     """State of a host in its lifecycle. The value is its text in `hosts.json`."""
 
-    WANTED = "wanted"  # asked for, and not in contact with the run
-    JOINING = "joining"  # its worker is contacted, and it is checked and prepared
+    WANTED = "wanted"  # requested, but not in contact with the run
+    JOINING = "joining"  # being contacted, checked and prepared
     STARTING = "starting"  # part of the run, while its processes start
     UP = "in the run"
     DRAINING = "draining"  # its processes finish their work; nothing new is started there
@@ -37,7 +37,7 @@ TRANSITIONS: Mapping[HostState, frozenset[HostState]] = {
     HostState.JOINING: frozenset({HostState.WANTED, HostState.STARTING, HostState.UP, HostState.LEFT, HostState.LOST}),
     HostState.STARTING: frozenset({HostState.UP, HostState.DRAINING, HostState.LEFT, HostState.LOST}),
     HostState.UP: frozenset({HostState.DRAINING, HostState.LEFT, HostState.LOST}),
-    HostState.DRAINING: frozenset({HostState.UP, HostState.LEFT, HostState.LOST}),  # UP after a drain that failed
+    HostState.DRAINING: frozenset({HostState.UP, HostState.LEFT, HostState.LOST}),  # UP after a failed drain
     # WANTED once another host has taken its name.
     HostState.LEFT: frozenset({HostState.JOINING, HostState.WANTED}),
     HostState.LOST: frozenset({HostState.JOINING, HostState.WANTED}),
@@ -49,10 +49,10 @@ class HostStatus:
     """State of one host as shown in the terminal and in `hosts.json`.
 
     Args:
-        name: "" while it is not known yet.
-        address: Of its worker: "10.0.0.1:22222".
+        name: Name of the host; "" while it is unknown.
+        address: Address of its worker, for example "10.0.0.1:22222".
         state: "joining" until its processes are up, then "in the run", "draining", "left" or "gone".
-        reason: Why it drains, has left, or is lost.
+        reason: Reason why it drains, has left or is lost.
         processes: Names of its processes.
     """
 
@@ -68,19 +68,20 @@ class HostRecord:
     """One host of a run. Only `HostLifecycles` changes its state.
 
     Attributes:
-        address: Of its worker; "" for this machine.
-        name: Unique in the run; "" before it is known.
-        reason: Why it is in its state.
-        host: Its handle, a `Host`; None before it has a name and after it has ended.
-        leaving: Reason why its worker announces that the host is about to go; "" while it stays.
+        address: Address of its worker; "" for this machine.
+        name: Name, unique in the run; "" before it is known.
+        reason: Reason for its state.
+        host: Its `Host` handle; None before it has a name and after it has ended.
+        leaving: Reason that its worker announced for an imminent shutdown; "" if there is none.
         before: Name, state and reason before the current attempt to join, if it had left or was lost.
         worker_id: Identity of the worker that it had when it was drained.
-        wanted: The run tries to have it until this is reset.
-        relisted: It was listed since it was last up.
-        away: It was drained on purpose; it joins again only with another worker, or once it is listed again.
-        unwanted: Reason why it is to be drained once it is up; "" for none.
-        tried_at: Time of the last attempt to join.
-        complaint: Reason shown for the last attempt that failed.
+        wanted: Whether the run tries to have it.
+        relisted: Whether it was listed since it was last up.
+        away: Whether it was drained on purpose. It then joins again only with another worker, or once it is listed
+            again.
+        unwanted: Reason for draining it once it is up; "" for none.
+        tried_at: Time of the latest attempt to join, by the event loop's clock.
+        complaint: Reason shown for the latest attempt that failed; "" after a success.
     """
 
     address: str
@@ -107,10 +108,10 @@ class HostListener:
     """Listener for host events. Does nothing by default."""
 
     def host_changed(self, record: HostRecord, before: HostState) -> None:
-        """The state of a host has changed."""
+        """Handle a change of a host's state."""
 
     def host_leaving(self, record: HostRecord) -> None:
-        """A host announces that it is about to shut down."""
+        """Handle a host's announcement that it is about to shut down."""
 
 
 class HostLifecycles:
@@ -132,16 +133,16 @@ class HostLifecycles:
         return [record for record in self if record.is_present]
 
     def of(self, address: str) -> HostRecord:
-        """Record of the host with this address; a new one in `WANTED` if there is none."""
+        """Return the record of the host with this address; a new one in `WANTED` if there is none."""
         return self._records.setdefault(address, HostRecord(address))
 
     def named(self, name: str) -> HostRecord | None:
-        """Record of the host that is part of the run under this name, or joins under it."""
+        """Return the record of the host that is part of the run under this name, or joins under it."""
         active = (*PRESENT, HostState.JOINING)
         return next((record for record in self if record.name == name and record.state in active), None)
 
     def ended(self, name: str) -> HostRecord | None:
-        """Record of the host that had this name and has left or is lost."""
+        """Return the record of the host that had this name and has left or is lost."""
         over = (HostState.LEFT, HostState.LOST)
         return next((record for record in self if record.name == name and record.state in over), None)
 
@@ -149,7 +150,7 @@ class HostLifecycles:
         self._listeners.append(listener)
 
     def add(self, host: Any) -> None:
-        """Have a host be part of the run that needs no preparation."""
+        """Add a host that needs no preparation to the run."""
         record = HostRecord(host.worker)
         self._records[host.worker or host.name] = record
         self.move(record, HostState.JOINING)
@@ -157,7 +158,7 @@ class HostLifecycles:
         self.move(record, HostState.UP)
 
     def join(self, address: str) -> HostRecord:
-        """Begin an attempt to have the host of this address join. The order of joins is that of these calls."""
+        """Start an attempt to have the host of this address join. The order of these calls is the order of joins."""
         record = self.of(address)
         if record.state in (HostState.LEFT, HostState.LOST):
             record.before = record.name, record.state, record.reason
@@ -167,7 +168,7 @@ class HostLifecycles:
         return record
 
     def joined(self, record: HostRecord, state: HostState) -> None:
-        """A host has joined: its processes start (`STARTING`), or the run starts with it (`UP`)."""
+        """Note that a host has joined: its processes start (`STARTING`), or the run starts with it (`UP`)."""
         for other in self:
             if other is record:
                 continue
@@ -183,7 +184,7 @@ class HostLifecycles:
         """Return a host to the state before an attempt to join that failed.
 
         Args:
-            lost: Reason if its worker had answered and the host was lost then.
+            lost: Reason of the loss, if the host was lost after its worker had answered; otherwise "".
         """
         if record.state is not HostState.JOINING:
             return
@@ -195,7 +196,7 @@ class HostLifecycles:
         self.move(record, state, reason)
 
     def move(self, record: HostRecord, state: HostState, reason: str = "") -> None:
-        """Change the state of a host, and tell all listeners.
+        """Change the state of a host, and notify all listeners.
 
         Raises:
             ValueError: The change is not allowed.
@@ -219,7 +220,7 @@ class HostLifecycles:
             listener.host_leaving(record)
 
     def statuses(self, processes: Mapping[str, Sequence[str]] | None = None) -> list[HostStatus]:
-        """Status of each host: those in the run, then those joining, and then those that have left or are lost.
+        """Return the status of each host: those in the run, then those joining, then those that have left or are lost.
 
         Args:
             processes: Names of the processes of each host.
@@ -262,9 +263,9 @@ class HostHistory:
     """History of hosts, built from successive statuses. It stays empty for a run that has had only one host.
 
     Attributes:
-        states: The last statuses.
+        states: Latest statuses.
         events: The newest `MOST_EVENTS` events. A host that was lost before it had a name is named by its address.
-        counts: Of all hosts that "joined", "left" and were "lost".
+        counts: Number of hosts that "joined", "left" and were "lost" so far.
     """
 
     def __init__(self, clock: Clock = CLOCK) -> None:
@@ -273,9 +274,9 @@ class HostHistory:
         self.events: list[HostEvent] = []
         self.counts: dict[str, int] = dict.fromkeys(COUNTED, 0)
         self._begun = False
-        self._known: dict[str, str] = {}  # the state of each, by its name, or by its address where it has none
-        self._counts: Counter[str] = Counter()  # of what happened since the last metrics
-        self._silences: dict[str, float] = {}  # the longest of each host since the last metrics
+        self._known: dict[str, str] = {}  # state of each host by its name, or by its address if it has no name
+        self._counts: Counter[str] = Counter()  # number of events since the last metrics
+        self._silences: dict[str, float] = {}  # longest silence of each host since the last metrics, in seconds
         self._lanes: dict[str, Track] = {}
 
     @property
@@ -286,7 +287,7 @@ class HostHistory:
         """Record the current statuses.
 
         Args:
-            silences: The longest time in seconds without a heartbeat of each host since this was last called.
+            silences: Longest time in seconds without a heartbeat of each host since the previous call.
         """
         self.states = states
         for name, seconds in (silences or {}).items():
@@ -309,12 +310,12 @@ class HostHistory:
         return self.states if self.is_of_several else ()
 
     def take_metrics(self) -> dict[str, float]:
-        """Metrics of the time since this was last called.
+        """Return metrics of the time since the previous call.
 
         Returns:
-            Hosts/present, hosts/draining: how many there are now; hosts/joined, hosts/left, hosts/lost: how many did;
-            hosts/<host>/generators, and hosts/<host>/silence_s where it is on another machine, of each that is there.
-            Nothing where there is one host.
+            Nothing for a run with a single host. Otherwise hosts/present and hosts/draining, the current numbers;
+            hosts/joined, hosts/left and hosts/lost, the numbers of events; and for each present host
+            hosts/<host>/generators and, if it is on another machine, hosts/<host>/silence_s.
         """
         silences, self._silences = self._silences, {}
         counts, self._counts = self._counts, Counter()

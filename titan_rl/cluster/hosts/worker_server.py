@@ -1,4 +1,4 @@
-"""Worker server: accepts runs on a host. Each run gets a new Monarch process there, at a new address: Monarch
+"""Worker server: accepts runs on a host. Each run gets a new Monarch process at a new address, because Monarch
 identifies connections by address, and never reconnects to an address that it has lost."""
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ logger = logging.getLogger(__name__)
 HELLO_S = 5.0
 START_S = 30.0
 MEETING_S = 600.0
-"""Longest time for a run to prepare the host, which includes copying folders."""
+"""Longest time for a run to prepare the host, which includes copying folders, in seconds."""
 LOOK_S = 0.1
 LONGEST_NAME = 80
 FAREWELL_S = 2.0
-"""Time for Monarch to notify the run that the last process has ended; without this the run would wait for a long
-time."""
+"""Time for Monarch to notify the run that the last process has ended, in seconds. Without it the run would wait for a
+long time."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Guest:
-    """
+    """Run that uses, or waits for, this worker.
+
     Args:
-        run: What it calls itself.
-        worker: The address by which it knows this worker.
-        name: What people call it.
+        run: Unique id of the run.
+        worker: Address by which the run knows this worker.
+        name: Name of the run, for people.
     """
 
     run: str
@@ -53,22 +54,22 @@ class _Guest:
 
 
 class WorkerServer:
-    """Answers runs with lines of JSON:
+    """Server of the worker's protocol: lines of JSON between a run and the worker.
 
-        run       {"run": "5f0c", "name": "alphabet", "worker": "10.0.0.2:22222"}, which is unlike any other run, what
-                  people call it, and where it knows the worker
-        worker    {"id": "c81e", "monarch": ""}, again and again, as a sign that it is there
-                  {"id": "c81e", "monarch": "", "busy": true}, while another run is here, which is to end first
-                  {"id": "c81e", "monarch": "tcp://10.0.0.2:40123"}, once Monarch listens there for this run
-                  {"id": "c81e", "known": "gpu-1:22222"}, if it is here already by another address
+        run       {"run": "5f0c", "name": "alphabet", "worker": "10.0.0.2:22222"}: a unique id, the name for people, and
+                  the address by which the run knows the worker
+        worker    {"id": "c81e", "monarch": ""}: repeated as a heartbeat
+                  {"id": "c81e", "monarch": "", "busy": true}: another run is here, and has to end first
+                  {"id": "c81e", "monarch": "tcp://10.0.0.2:40123"}: Monarch listens there for this run
+                  {"id": "c81e", "known": "gpu-1:22222"}: the run is already here under another address
 
-    until the run closes the connection, and has what watches the host from then on. Monarch there ends with the last of
-    the run's processes, or when the run comes again: it has given the host up before, which may not have noticed. Who
-    does not name a run is told the id alone.
+    The run closes the connection once its watchdog watches the host. The Monarch process then ends with the last of the
+    run's processes, or when the run connects again, which it does after giving the host up, perhaps unnoticed by the
+    host. A client that names no run receives only the id.
 
     Args:
-        listener: A socket, bound.
-        console: Shows the user which run comes and goes.
+        listener: Socket that is bound to the worker's address.
+        console: Shows the user which runs come and go.
     """
 
     def __init__(self, listener: socket.socket, console: Console = LOG) -> None:
@@ -104,7 +105,7 @@ class WorkerServer:
                 send(writer, {"id": self._id} | ({} if known is None else {"known": known}))
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(HELLO_S):
-                        await reader.read(1)  # until it has read that
+                        await reader.read(1)  # until the run has read the answer
                 return
             others = [run for run in self._runs if run not in mine]
             run = asyncio.ensure_future(self._take(guest, [*mine], others, reader, writer))
@@ -125,10 +126,11 @@ class WorkerServer:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
-        """
+        """Serve one run until its last process on this host has ended.
+
         Args:
-            earlier: The same run.
-            others: Runs that came before, and are to end first.
+            earlier: Earlier connections of the same run, which are ended.
+            others: Other runs that came before, and have to end first.
         """
         says: dict[str, Any] = {"id": self._id, "monarch": ""}
         if others:
@@ -164,7 +166,7 @@ class WorkerServer:
 
 
 async def _end_before(others: list[asyncio.Task[None]], reader: asyncio.StreamReader) -> bool:
-    """Wait until other runs have ended. Returns False if the waiting run is gone first."""
+    """Wait until other runs have ended. Returns False if the waiting run disconnects first."""
     gone = asyncio.ensure_future(reader.read(1))  # runs send nothing further
     try:
         waits: set[asyncio.Future[Any]] = {*others}
@@ -192,11 +194,11 @@ async def _end_of_children(pid: int) -> None:
 
 @contextlib.asynccontextmanager
 async def _monarch(host: str) -> AsyncGenerator[tuple[Process, str]]:
-    """Start a Monarch process for the length of the block. Yields the process and its address."""
+    """Context manager: start a Monarch process that ends with the block. Yields the process and its address."""
     with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
         address = f"tcp://{join_address(host, free.getsockname()[1])}"
     command = [sys.executable, "-m", "titan_rl.cluster.hosts.monarch_host", address]
-    # It makes sockets in a folder that it never removes, and a log, which both go with the run.
+    # Monarch makes sockets in a folder that it never removes, and a log. Both are removed with the run.
     with tempfile.TemporaryDirectory(
         prefix="monarch-", dir=os.environ.get(FOLDER), ignore_cleanup_errors=True
     ) as temporary:

@@ -30,12 +30,12 @@ from titan_rl.core.clock import CLOCK, Clock
 
 @dataclass(frozen=True, slots=True)
 class ProcessHealth:
-    """Health of one process: the time without a sign of life, in seconds.
+    """Health of one process, as the time without a sign of life in seconds.
 
     Args:
-        silent_s: Since it last answered or computed.
-        still_s: Since its work last progressed or it computed; None while it has no work.
-        stopped_s: Since it was stopped by a signal, such as SIGSTOP.
+        silent_s: Time since it last answered or computed.
+        still_s: Time since its work last progressed or it computed; None while it has no work.
+        stopped_s: Time for which it has been stopped by a signal, such as SIGSTOP; 0 if it is not stopped.
     """
 
     silent_s: float = 0.0
@@ -46,8 +46,8 @@ class ProcessHealth:
 HEALTHY = ProcessHealth()
 
 STOPPED_LIMIT_S = 3.0
-"""Longest time that a process may be stopped by a signal. A busy or waiting process is never in that state, so the
-limit is much shorter than the one for silence."""
+"""Longest time that a process may be stopped by a signal, in seconds. A busy or waiting process is never in that state,
+so the limit is much shorter than the one for silence."""
 
 
 class HealthTracker:
@@ -72,14 +72,19 @@ class HealthTracker:
     def __init__(self, longest_look_s: float, now: float = 0.0) -> None:
         self._longest_look_s = longest_look_s
         self._looked_at = now
-        self._heard = False  # since the last look
+        self._heard = False  # since the previous look
         self._moved = False
         self._moves: int | None = None
         self._at_work = False
         self._silent_s = self._still_s = self._stopped_s = 0.0
 
     def answered(self, moves: int, *, at_work: bool) -> None:
-        """Record an answer to a ping: the count of its progress so far, and whether it has work."""
+        """Record an answer to a ping.
+
+        Args:
+            moves: Count of its progress so far.
+            at_work: Whether it has work.
+        """
         self._heard = True
         self._moved = self._moved or moves != self._moves
         self._moves, self._at_work = moves, at_work
@@ -88,8 +93,8 @@ class HealthTracker:
         """Return the health of the process now.
 
         Args:
-            computed: It or a descendant has used a processor or a disk since the last call.
-            stopped: A signal has stopped it, according to the kernel.
+            computed: Whether the process or a descendant has used a processor or a disk since the last call.
+            stopped: Whether a signal has stopped it, according to the kernel.
         """
         passed = min(now - self._looked_at, self._longest_look_s)
         self._looked_at = now
@@ -101,7 +106,7 @@ class HealthTracker:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether it has given no sign of life since the last `look`, so that its CPU use must be measured."""
+        """Whether it has given no sign of life since the previous `look`, so that its CPU use must be measured."""
         return not self._heard or (self._at_work and not self._moved)
 
 
@@ -136,7 +141,7 @@ class WorkProgress:
 
     @contextmanager
     def in_progress(self) -> Generator[None]:
-        """Mark the block as work, which has to progress. The begin and the end of a block count as progress."""
+        """Context manager: mark the block as work, which must progress. Its begin and its end count as progress."""
         self._begun += 1
         self._moves += 1
         try:
@@ -152,11 +157,11 @@ class WorkProgress:
 
 
 def answer_pings(path: Path, work: WorkProgress) -> None:
-    """Answer pings of the health checks that listen at a socket of this host, from a thread, for the rest of this
+    """Answer pings of the health checks that listen at a socket of this host. A thread answers for the rest of this
     process's life. The process exits once nobody listens there, because it would otherwise be orphaned.
 
     Raises:
-        OSError: Nobody listens there.
+        OSError: Nobody listens at the socket.
     """
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(str(path))
@@ -175,7 +180,7 @@ class ProcessObserver(EndObserver, Protocol):
     """Receiver of the end and the health of one process, in the event loop in which the watch began."""
 
     def checked(self, health: ProcessHealth) -> None:
-        """The health of the process was checked. Called from time to time, at least while it gives no sign of life."""
+        """Handle a health check of the process. Called from time to time, at least while it gives no sign of life."""
         ...
 
 
@@ -196,7 +201,7 @@ class Watcher(Protocol):
         """Watch a process.
 
         Returns:
-            A handle; None if the kernel cannot report ends, so that only Monarch notices them.
+            Handle of the watch; None if the kernel cannot report ends, so that only Monarch notices them.
 
         Raises:
             ProcessLookupError: There is no such process.
@@ -226,7 +231,7 @@ class HealthChecks:
     it.
 
     Args:
-        path: Of the socket; the permissions of its folder decide who may connect.
+        path: Path of the socket. The permissions of its folder decide who may connect.
         owner: Called with the pid of each process that ended, and a description of its end.
     """
 
@@ -251,11 +256,11 @@ class HealthChecks:
                 process.close()
 
     def look(self) -> dict[int, ProcessHealth]:
-        """Health of each process since the last call, by pid. Pings them again. Called every `LOOK_S` seconds."""
+        """Return the health of each process by pid, and ping them again. Called every `LOOK_S` seconds."""
         return {pid: process.look() for pid, process in self._processes.items()}
 
     def kill(self, pid: int) -> None:
-        """Kill a process if it is watched. Otherwise its pid may be that of another process."""
+        """Kill a process if it is watched. Otherwise its pid may belong to another process."""
         if (process := self._processes.get(pid)) is not None:
             process.watched.kill()
 
@@ -277,7 +282,7 @@ class HealthChecks:
             self._processes[pid] = process
             while True:
                 process.answered(await reader.readexactly(ANSWER.size))
-        except (asyncio.IncompleteReadError, OSError):  # it ends, which the kernel reports
+        except (asyncio.IncompleteReadError, OSError):  # the process ends, which the kernel reports
             pass
         except asyncio.CancelledError:
             pass  # asyncio would log a cancelled handler as a failure
@@ -330,7 +335,7 @@ class _CheckedProcess:
 
     def _ask(self) -> None:
         if not self._asked:
-            with contextlib.suppress(OSError, RuntimeError):  # it has gone
+            with contextlib.suppress(OSError, RuntimeError):  # the process has ended
                 self._writer.write(PING)
                 self._asked = True
 
@@ -340,7 +345,7 @@ class LocalHealthChecks:
     which it is entered; a thread pings them even while that loop is blocked.
 
     Attributes:
-        path: Of the socket for `answer_pings`; None if the kernel does not report the ends of processes.
+        path: Path of the socket for `answer_pings`; None if the kernel does not report the ends of processes.
     """
 
     def __init__(self) -> None:

@@ -48,7 +48,7 @@ class SilenceTimer:
         return self.silent_s >= self._limit_s
 
     def take_longest(self) -> float:
-        """The longest silence in seconds since this was last called. Any thread may call it."""
+        """Return the longest silence in seconds since the previous call. Thread-safe."""
         longest_s, self._longest_s = self._longest_s, 0.0
         return longest_s
 
@@ -58,13 +58,13 @@ LONGEST_LINE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """State of the processes of one host. Reports are sent several times a second, and are its heartbeat.
+    """State of the processes of one host. Reports are sent several times a second and serve as its heartbeat.
 
     Args:
-        number: Counts up, and is acknowledged by the answer.
+        number: Increasing number, which the answer acknowledges.
         ended: Description of the end of each ended process by pid, until the controller has acknowledged it.
-        health: Of each process without a recent sign of life, by pid.
-        leaving: Reason why the host is about to go and is to be drained; empty while it stays.
+        health: Health of each process without a recent sign of life, by pid.
+        leaving: Reason why the host is about to shut down and should be drained; empty while it stays.
     """
 
     number: int
@@ -77,7 +77,8 @@ class Report:
 
     @staticmethod
     def of(message: dict[str, Any]) -> Report:
-        """
+        """Parse a report.
+
         Raises:
             KeyError, TypeError, ValueError: The message is no report.
         """
@@ -99,7 +100,7 @@ async def receive(reader: StreamReader) -> dict[str, Any]:
     """Receive the next message.
 
     Raises:
-        ConnectionError: The connection has ended, or the line is no message.
+        ConnectionError: The connection has ended, or the line is not a message.
     """
     try:
         line = await reader.readline()
@@ -114,9 +115,9 @@ async def receive(reader: StreamReader) -> dict[str, Any]:
 BEAT_S = 0.25
 DISMISSED = "the run continues without this host"
 UNANSWERED_S = 4 * BEAT_S
-"""Time without an answer after which a new connection is made, because TCP retransmits lost packets only after growing
-delays."""
-_ATTEMPTS = 12  # connections that are being made at a time
+"""Time without an answer after which a new connection is made, in seconds, because TCP retransmits lost packets only
+after growing delays."""
+_ATTEMPTS = 12  # most connection attempts at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +125,9 @@ class WatchdogSettings:
     """Settings of the watchdog of a host.
 
     Args:
-        address, port: Of the controller's monitor.
-        token: Identifies the host, and authorizes it.
-        lease_s: Time for which the processes of the host continue without a message from the controller.
+        address, port: Address of the controller's monitor.
+        token: Secret that identifies and authorizes the host.
+        lease_s: Time for which the processes of the host continue without a message from the controller, in seconds.
     """
 
     address: str
@@ -137,11 +138,11 @@ class WatchdogSettings:
 
 class HostWatchdog:
     """Watchdog of one host: sends heartbeats and the state of its processes to the controller, and ends the processes
-    if it hears nothing from the controller for `lease_s`, because replacements run elsewhere by then.
+    if it hears nothing from the controller for `lease_s` seconds, because replacements run elsewhere by then.
 
     Args:
-        path: Of the socket for `answer_pings` on this host.
-        leaving: File with the reason why the host is about to go, which is there once it is.
+        path: Path of the socket for `answer_pings` on this host.
+        leaving: File with the reason why the host is about to shut down. It exists only in that case.
     """
 
     def __init__(
@@ -164,10 +165,10 @@ class HostWatchdog:
         self._over: asyncio.Future[str]
 
     async def run(self) -> str:
-        """Run until the controller dismisses this host or is lost. The processes that are left are killed.
+        """Run until the controller dismisses this host or is lost. Then the remaining processes are killed.
 
         Returns:
-            The reason; `DISMISSED` if the controller no longer needs this host.
+            The reason: `DISMISSED` if the controller no longer needs this host.
         """
         self._over = asyncio.get_running_loop().create_future()
         async with asyncio.TaskGroup() as tasks:
@@ -210,8 +211,8 @@ class HostWatchdog:
                     writer.close()
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Return the first connection that succeeds. A new attempt begins every `BEAT_S`, because an attempt made while
-        the link was down is retried late."""
+        """Return the first connection that succeeds. A new attempt starts every `BEAT_S` seconds, because TCP retries
+        an attempt made while the link was down only after a long delay."""
         attempts: list[asyncio.Task[tuple[asyncio.StreamReader, asyncio.StreamWriter]]] = []
         try:
             while True:
@@ -257,7 +258,7 @@ class HostWatchdog:
     def _reason_to_leave(self) -> str:
         try:
             return "" if self._leaving is None else self._leaving.read_text()
-        except OSError:  # it is not there
+        except OSError:  # there is no such file
             return ""
 
     def _take(self, message: dict[str, Any]) -> None:

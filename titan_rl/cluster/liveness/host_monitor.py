@@ -24,18 +24,18 @@ from titan_rl.core.clock import CLOCK, Clock
 
 HELLO_S = 5.0
 GREETING_S = 30.0
-"""Longest time until the first heartbeat of a host that has joined."""
+"""Longest time until the first heartbeat of a host that has joined, in seconds."""
 
 
 @dataclass(slots=True)
 class _Host:
-    """State of one host in the thread."""
+    """State of one host in the monitor's thread."""
 
     name: str
     silence: SilenceTimer
     watcher: RemoteWatcher
     loop: asyncio.AbstractEventLoop
-    over: str = ""  # reason why it is given up
+    over: str = ""  # reason why the host is given up
     writer: asyncio.StreamWriter | None = None
     kill: set[int] = field(default_factory=set[int])
 
@@ -44,23 +44,23 @@ class HostOwner(Protocol):
     """Listener for the monitor's findings about a host."""
 
     def host_lost(self, name: str, reason: str) -> None:
-        """The host does not respond."""
+        """Handle the loss of the host, which does not respond."""
         ...
 
     def host_leaving(self, name: str, reason: str) -> None:
-        """The host announces that it is about to shut down."""
+        """Handle the announcement of the host that it is about to shut down."""
         ...
 
 
 class HostMonitor:
     """Receives the heartbeats of hosts in its own thread, so that hosts do not mistake a busy controller for a dead
-    one. A context manager for the duration of a run.
+    one. Used as a context manager for the duration of a run.
 
     Args:
-        address: Of this machine, at which the other hosts reach it.
-        silence_s: Time without a heartbeat after which a host is lost. It cannot come back, because its work has been
-            replaced.
-        lease_s: See `WatchdogSettings`.
+        address: Address of this machine at which the other hosts reach it.
+        silence_s: Time without a heartbeat after which a host is lost, in seconds. A lost host cannot come back,
+            because its work has been replaced.
+        lease_s: Time for which a host continues without a message, in seconds; see `WatchdogSettings`.
     """
 
     def __init__(self, address: str, *, silence_s: float, lease_s: float, clock: Clock = CLOCK) -> None:
@@ -68,7 +68,7 @@ class HostMonitor:
         self._silence_s = silence_s
         self._lease_s = lease_s
         self._clock = clock
-        self._hosts: dict[str, _Host] = {}  # by token; lost hosts stay, to be dismissed when they are heard of again
+        self._hosts: dict[str, _Host] = {}  # by token; lost hosts stay, so that they are dismissed if they reconnect
 
     def __enter__(self) -> HostMonitor:
         self._socket = socket.create_server((self._address, 0), family=_family(self._address))
@@ -95,10 +95,10 @@ class HostMonitor:
         return watcher
 
     def command(self, token: str, pids: set[int], over: str) -> None:
-        """Have a host kill processes, or end all of them with the reason `over`. Called in any thread."""
+        """Have a host kill these processes, or end all of them with the reason `over`. Thread-safe."""
         call_in(self._thread.loop, self._command, token, pids, over)
 
-    # In the thread.
+    # The methods below run in the monitor's thread.
 
     async def _serve(self) -> None:
         async with await asyncio.start_server(self._accept, sock=self._socket, limit=LONGEST_LINE):
@@ -150,10 +150,10 @@ class RemoteWatcher:
     """`Watcher` of the processes of one other host, in the event loop of the controller. Made by `HostMonitor.expect`.
 
     Attributes:
-        name: Of the host.
-        settings: For the watchdog there.
-        reason: Why the host is gone; None while it is not.
-        heard: Set once a heartbeat of the host has arrived.
+        name: Name of the host.
+        settings: Settings for the watchdog on the host.
+        reason: Reason why the host is gone; None while it is in contact.
+        heard: Event that is set once a heartbeat of the host has arrived.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class RemoteWatcher:
         self._ended: dict[int, str] = {}  # of processes that are not watched yet
 
     def take_silence(self) -> float:
-        """The longest time, in seconds, without a heartbeat of the host since this was last called."""
+        """Return the longest time in seconds without a heartbeat of the host since the previous call."""
         return self._silence.take_longest()
 
     def watch(self, pid: int, observer: ProcessObserver) -> _RemoteProcessWatch:
@@ -181,7 +181,7 @@ class RemoteWatcher:
         return watched
 
     def dismiss(self) -> None:
-        """Dismiss the host: its watchdog ends with all processes that are left there."""
+        """Dismiss the host: its watchdog ends, with all processes that remain there."""
         self.reason = self.reason or DISMISSED
         self._monitor.command(self.settings.token, set(), DISMISSED)
 
@@ -203,7 +203,7 @@ class RemoteWatcher:
         if self.reason is None:
             self.reason = reason
             watched, self._watched = self._watched, {}
-            self._owner.host_lost(self.name, reason)  # first, so that these exits count as intentional
+            self._owner.host_lost(self.name, reason)  # first, so that the ends below count as excused
             for one in watched.values():
                 one.observer.ended(f"host {self.name} is lost: {reason}")
 

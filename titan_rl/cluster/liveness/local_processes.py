@@ -1,4 +1,4 @@
-"""Processes of this machine as Linux reports them: CPU use, children, and exit with its status."""
+"""Linux's view of the processes of this machine: CPU use, children, and exit with its status."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _PROC = Path("/proc")
 CAN_LIST = (_PROC / "self" / "task" / str(os.getpid()) / "children").exists()
 """Whether the kernel lists the children of a process."""
 BUSY_SHARE = 0.1
-"""Share of one processor above which a process computes. Threads that keep connections of an idle process use less."""
+"""Share of one processor above which a process counts as computing. Threads that keep an idle process's connections
+open use less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +26,8 @@ class TreeUse:
     """CPU and disk use of a process and all its descendants.
 
     Args:
-        cpu_s: Processor time so far, by pid.
-        on_disk: One of them waits for a disk.
+        cpu_s: Processor time so far in seconds, by pid.
+        on_disk: Whether one of them waits for a disk.
     """
 
     cpu_s: dict[int, float]
@@ -34,7 +35,7 @@ class TreeUse:
 
 
 def use_of(pid: int) -> TreeUse:
-    """Use of a process and its descendants so far; empty if the kernel does not report it, or the process is gone."""
+    """Measure a process and its descendants. Empty if the kernel does not report their use, or the process is gone."""
     cpu_s: dict[int, float] = {}
     on_disk, ahead = False, [pid]
     while ahead:
@@ -55,12 +56,12 @@ def use_of(pid: int) -> TreeUse:
 
 
 def children_of(pid: int) -> list[int]:
-    """Living child processes of a process."""
+    """Pids of the living child processes of a process."""
     return [child for child in _all_children_of(pid) if _state(child) not in ("", "Z", "X")]
 
 
 def unreaped_children_of(pid: int) -> list[int]:
-    """Zombies: child processes that have ended and that their parent has not waited for."""
+    """Pids of zombies: child processes that have ended and for which their parent has not waited."""
     return [child for child in _all_children_of(pid) if _state(child) == "Z"]
 
 
@@ -99,10 +100,10 @@ _GET_INFO = 0xC0000000 | _INFO.size << 16 | 0xFF << 8 | 11  # _IOWR(PIDFS_IOCTL_
 
 
 def how_it_ended(descriptor: int) -> str:
-    """Describe the end of a process by a descriptor opened while it lived, for example `was killed by SIGKILL`.
+    """Describe the end of a process, for example `was killed by SIGKILL`, by a descriptor opened while it lived.
 
-    Its parent can still wait for it, or may have done so already: Linux 6.15 and later report the status even then, and
-    older kernels only that it ended.
+    The status is available while its parent can still wait for it. If the parent has done so already, only Linux 6.15
+    and later report the status, and the description is `ended` otherwise.
     """
     status = _status_of_child(descriptor)
     if status is None:
@@ -141,16 +142,16 @@ class EndObserver(Protocol):
     """Receiver of the end of one process."""
 
     def ended(self, how: str) -> None:
-        """The process has ended. Called once, for example with "process 7 was killed by SIGKILL"."""
+        """Handle the end of the process. Called once, for example with "process 7 was killed by SIGKILL"."""
         ...
 
 
 class WatchedProcess:
-    """Watch on one process of this host until it ends or `close` is called. Its descriptor is never that of a later
-    process with the same pid.
+    """Watch on one process of this host, until the process ends or `close` is called. Never confuses it with a later
+    process that has the same pid.
 
     Args:
-        observer: Called in the running event loop.
+        observer: Notified in the event loop that is running now.
 
     Raises:
         ProcessLookupError: There is no such process.
@@ -169,7 +170,7 @@ class WatchedProcess:
                 signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
 
     def close(self) -> None:
-        """Stop watching: an end from now on is intended."""
+        """Stop watching. An end from now on is intended."""
         if self._descriptor is not None:
             self._loop.remove_reader(self._descriptor)
             os.close(self._descriptor)

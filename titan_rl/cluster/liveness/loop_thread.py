@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, which runs while other loops are blocked."""
+"""Event loop in its own thread, which runs while other loops are blocked."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ def call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *a
 
 
 class LoopThread:
-    """Context manager that runs a coroutine in a thread of its own until the end of its block.
+    """Context manager that runs a coroutine in its own thread until the end of its block.
 
     Attributes:
-        loop: The event loop of the thread, for `call_in`.
+        loop: Event loop of the thread, for `call_in`.
 
     Args:
-        main: Awaited in the thread, and cancelled at the end of the block. An error that it raises is logged.
+        main: Coroutine that is awaited in the thread and cancelled at the end of the block. Its errors are logged.
 
     Raises:
-        OSError: On entering, if no event loop can be made, for instance for lack of file descriptors.
+        OSError: Raised on entry if no event loop can be made, for instance for lack of file descriptors.
     """
 
     def __init__(self, name: str, main: Coroutine[Any, Any, object]) -> None:
         self._main = main
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._started = threading.Event()
-        self._error: BaseException | None = None  # that kept `main` from starting
+        self._error: BaseException | None = None  # error that kept `main` from starting
         self.loop: asyncio.AbstractEventLoop
         self._task: asyncio.Task[object]
 

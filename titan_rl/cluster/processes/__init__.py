@@ -1,1 +1,1 @@
-"""Actor processes: how they begin, which GPUs they see, and how their end is heard of."""
+"""Actor processes: their start, the GPUs that they see, and the detection of their end."""

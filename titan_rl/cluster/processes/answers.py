@@ -1,8 +1,8 @@
 """Calls of actors whose answers arrive at one long-lived port of the caller.
 
 Monarch 0.7 keeps some memory for each call that it answers itself, about 1 KB in the caller's process and 0.4 KB in the
-actor's, for as long as those live: a rollout asks its controller several times, and a long run makes millions of calls.
-A message that needs no answer leaves nothing behind, nor does one to a port that stays open.
+actor's, until those processes end. A rollout calls its controller several times, so a long run makes millions of calls.
+Messages that need no answer, and messages to a port that stays open, leave nothing behind.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from titan_rl.core.errors import ActorDiedError, TitanRLError
 
 logger = logging.getLogger(__name__)
 
-Answer = tuple[int, bytes]  # the number of the call; the pickled pair (value, error), of which one is None
+Answer = tuple[int, bytes]  # the number of the call, and the pickled pair (value, error), one of which is None
 
 
 class AnsweringActor(Actor):
@@ -35,12 +35,12 @@ class AnsweringActor(Actor):
 
     @concurrent_endpoint
     async def register_caller(self, caller: str, port: Port[Answer]) -> None:
-        """Send the answers of this caller's calls to its port. It may make any number of them then."""
+        """Send the answers to this caller's calls to its port from now on, however many calls it makes."""
         self._answers_to[caller] = port
 
     @concurrent_endpoint
     async def stay(self) -> None:
-        """Never return: this call fails when the actor stops, whether its process lives on or not."""
+        """Never return. This call fails when the actor stops, even if its process lives on."""
         await asyncio.Event().wait()
 
     @concurrent_endpoint
@@ -56,7 +56,7 @@ class AnsweringActor(Actor):
 
 
 def _pickled(value: Any, error: BaseException | None) -> bytes:
-    """Either of them. An error that cannot be pickled, or read again, is sent as its text."""
+    """Pickle a value or an error. An error that cannot be pickled or unpickled is replaced by its text."""
     try:
         answer = cloudpickle.dumps((value, error))
         if error is not None:
@@ -71,10 +71,11 @@ def _pickled(value: Any, error: BaseException | None) -> bytes:
 class ActorHandle:
     """Handle of an `AnsweringActor`, with the endpoints of its class: `await handle.pull.call_one(4)`.
 
-    One call that Monarch answers lasts for as long as the actor: its end fails those in flight, and all to come.
+    It keeps one call to the actor open that Monarch answers. When the actor ends, that call fails, and with it all
+    calls in flight and all later ones.
 
     Args:
-        actor: Monarch's handle of it.
+        actor: Monarch's handle of the actor.
     """
 
     def __init__(self, actor: Any) -> None:
@@ -85,7 +86,7 @@ class ActorHandle:
         self._pending: set[asyncio.Future[Any]] = set()
 
     def __getattr__(self, name: str) -> ActorEndpoint:
-        if name.startswith("_"):  # pickle and copy ask for some
+        if name.startswith("_"):  # pickle and copy look up such names
             raise AttributeError(name)
         return ActorEndpoint(self, name)
 
@@ -93,7 +94,8 @@ class ActorHandle:
         return ActorHandle, (self._actor,)
 
     def renewed(self) -> ActorHandle:
-        """Another handle of the same actor, which registers by itself: the failure of this one does not affect it."""
+        """Return a new handle of the same actor, which registers separately: a failure of this handle does not affect
+        it."""
         return ActorHandle(self._actor)
 
     async def _call(self, endpoint: str, args: tuple[Any, ...]) -> Any:
@@ -111,18 +113,18 @@ class ActorHandle:
                 self._pending.discard(answer)
 
     async def _register(self, answers: _Answers) -> None:
-        """Have the actor know where its answers go."""
+        """Tell the actor where to send its answers."""
         await self._actor.register_caller.call_one(answers.caller, answers.port)
         staying = self._staying = asyncio.ensure_future(self._actor.stay.call_one())
         staying.add_done_callback(self._stopped)
 
     def _stopped(self, staying: asyncio.Future[None]) -> None:
-        if staying.cancelled():  # with its event loop, and so are those that wait
+        if staying.cancelled():  # the event loop ends, and cancels the waiting calls, too
             return
         error = staying.exception() or ActorDiedError("the actor has stopped")
         self._registered = asyncio.get_running_loop().create_future()
-        self._registered.set_exception(error)  # for calls to come
-        self._registered.exception()  # which are not the only ones to know: it is no unretrieved error
+        self._registered.set_exception(error)  # for later calls
+        self._registered.exception()  # marks it as retrieved, because there may be no later calls
         for answer in self._pending:
             if not answer.done():
                 answer.set_exception(error)
@@ -139,7 +141,7 @@ class ActorEndpoint:
         """Return what the actor returns.
 
         Raises:
-            Exception: What the actor raises, or Monarch's error where the actor has stopped.
+            Exception: The actor's exception, or Monarch's error if the actor has stopped.
         """
         return await self._handle._call(self._name, args)
 
@@ -162,7 +164,7 @@ class _Answers:
 
     @classmethod
     def of_running_loop(cls) -> _Answers:
-        """The receiver of the running event loop, which ends with it."""
+        """Return the receiver of the running event loop. It ends with the loop."""
         loop = asyncio.get_running_loop()
         for closed in [each for each in _receivers if each.is_closed()]:
             del _receivers[closed]
@@ -172,7 +174,7 @@ class _Answers:
 
     @contextmanager
     def expected(self) -> Generator[tuple[int, asyncio.Future[Any]]]:
-        """The number of a new call, and its answer. What comes after the block is dropped."""
+        """Context manager that yields the number of a new call and its answer. Answers after the block are dropped."""
         number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
         self._expected[number] = answer
         try:
@@ -200,7 +202,7 @@ class _Answers:
             return
         try:
             value, error = cloudpickle.loads(pickled)
-        except Exception as problem:  # a class that cannot be imported here
+        except Exception as problem:  # for example, a class that cannot be imported here
             value, error = None, TitanRLError(f"an actor's answer cannot be read: {problem!r}")
         if error is None:
             answer.set_result(value)

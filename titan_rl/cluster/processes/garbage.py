@@ -1,4 +1,4 @@
-"""Garbage collection and free memory of long-lived processes. Standard library only."""
+"""Garbage collection and free memory of long-lived processes. Imports only the standard library."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ TRIM_INTERVAL_S = 60.0
 
 
 def return_free_memory() -> None:
-    """Return to the kernel what the C allocator holds free.
+    """Return memory that the C allocator holds free to the kernel.
 
-    A burst of messages, or tensors of many sizes, leaves free memory between what is in use, and glibc keeps it. Other
+    A burst of messages, or tensors of many sizes, leaves free memory between used blocks, and glibc keeps it. Other
     allocators return it by themselves.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -28,7 +28,8 @@ def return_free_memory() -> None:
 
 
 def begin_returning_memory() -> None:
-    """Start a thread that calls `return_free_memory` once a minute, for as long as this process lives."""
+    """Start a thread that calls `return_free_memory` every `TRIM_INTERVAL_S` seconds for the lifetime of the
+    process."""
 
     def run() -> None:
         while True:
@@ -39,9 +40,8 @@ def begin_returning_memory() -> None:
 
 
 def settle_heap() -> None:
-    """Have later collections skip what is there now. Called once a process has all that stays: its modules, its engine.
-
-    Else each full collection goes through them again, which stops everything for a tenth of a second.
+    """Have later collections skip all current objects. Called once a process has loaded its modules and its engine.
+    Otherwise each full collection would traverse them again, which stops the process for a tenth of a second.
     """
     gc.collect()
     gc.freeze()
@@ -49,12 +49,13 @@ def settle_heap() -> None:
 
 @contextmanager
 def settled_heap() -> Generator[None]:
-    """`settle_heap` for the length of a block of the running event loop, in which full collections are rare. What is
-    skipped at exit, native modules report as leaked; a program that skips something already goes on doing so.
+    """Context manager that applies `settle_heap` and makes full collections rare, in the running event loop. Native
+    modules report skipped objects as leaked at exit, so they are unfrozen after the block, unless objects were frozen
+    before.
 
-    A full collection looks at all that lives, for seconds where that is the tokens of a hundred thousand requests, and
-    is made by default whenever a quarter of it has been renewed. What the planes are done with is freed without it, so
-    that it is for cycles in the user's code alone, and has a hundredth of the time.
+    A full collection traverses all live objects, which takes seconds with the tokens of a hundred thousand requests. By
+    default it runs whenever a quarter of the objects are new. titan_rl's own objects are freed without it, so it is
+    needed only for cycles in user code and gets a hundredth of the time.
     """
     loop, thresholds = asyncio.get_running_loop(), gc.get_threshold()
     is_settled = gc.get_freeze_count() > 0
@@ -81,7 +82,7 @@ def settled_heap() -> Generator[None]:
 
 @contextmanager
 def growing_heap() -> Generator[None]:
-    """No collections while a process gets what stays: for the import of vLLM they take a quarter of the time."""
+    """Context manager without collections, for example during the import of vLLM, of which they take a quarter."""
     gc.disable()
     try:
         yield

@@ -32,31 +32,31 @@ class ProcessFiles(Protocol):
 
     @property
     def run_id(self) -> str:
-        """Id in the names of everything that they share."""
+        """Id that is part of the names of all shared resources."""
         ...
 
     @property
     def logs(self) -> Path:
-        """The folder of a log for each process."""
+        """Folder with a log of each process."""
         ...
 
 
 class RunFiles(ProcessFiles, Protocol):
-    """Files of a run for its processes."""
+    """Files of a run that its processes use."""
 
     @property
     def path(self) -> Path:
-        """The folder itself."""
+        """Folder of the run."""
         ...
 
     @property
     def config(self) -> Path:
-        """The resolved settings."""
+        """File of the resolved settings."""
         ...
 
     @property
     def model(self) -> Mapping[str, str]:
-        """The `model_identity` that the run began with; empty where it is not known."""
+        """The `model_identity` of the run's initial model; empty if unknown."""
         ...
 
 
@@ -65,13 +65,13 @@ class ProcessSpec:
     """Specification of one process.
 
     Args:
-        name: Of its group, unique among those that live.
-        host: The name of the host on which it runs. Processes of one host share memory.
-        address: By which other hosts reach it.
-        logs: Folder of its log, there.
-        rank: Its number in the group.
-        tracing: What is recorded of it, under the name of its log; None records nothing.
-        ping_socket: The socket there where it answers pings; None where nobody watches.
+        name: Name of the process's group, unique among living groups.
+        host: Name of the host on which it runs. Processes of one host share memory.
+        address: Address by which other hosts reach it.
+        logs: Folder of its log on its host.
+        rank: Number of the process in the group.
+        tracing: Settings of its trace, which has the name of its log; None records nothing.
+        ping_socket: Socket on its host where it answers pings; None if there are no health checks.
     """
 
     name: str
@@ -84,15 +84,15 @@ class ProcessSpec:
 
     @property
     def log(self) -> Path:
-        """Log file for its output. The first process of a group has the group's own name."""
+        """Log file of its output. For rank 0 it has the name of the group."""
         return self.logs / f"{self.name}{f'-rank{self.rank}' if self.rank else ''}.log"
 
 
 class ProcessActor(AnsweringActor):
-    """The one actor of a process. In a group that lives and dies together each process has one.
+    """Base class of the actor of a process. Each process of a group has one.
 
     Attributes:
-        work: What it is here for, which has to get on.
+        work: Progress of its work, which health checks watch.
     """
 
     def __init__(self, spec: ProcessSpec) -> None:
@@ -100,7 +100,7 @@ class ProcessActor(AnsweringActor):
         self._spec = spec
         self.work = WorkProgress()
         enter_actor_process(spec.log)
-        if spec.address != LOOPBACK:  # else what it opens to others would have the controller's address
+        if spec.address != LOOPBACK:  # otherwise its ports would have the controller's address
             configure(default_transport=f"tcp://{spec.address}:0")
         if spec.ping_socket is not None:
             answer_pings(spec.ping_socket, self.work)
@@ -113,29 +113,29 @@ class ProcessActor(AnsweringActor):
 
 
 def enter_actor_process(log_path: str | Path) -> None:
-    """Detach this process from the terminal: its output goes to a file, and Ctrl-C reaches the controller alone,
-    which then stops it in order. So with SIGTERM, which schedulers send to every process of a job. The kernel still
-    ends it when the controller dies. What it writes is for whoever the log's folder is for, however its worker was
-    started."""
+    """Detach this process from the terminal: its output goes to a file, and Ctrl-C reaches only the controller, which
+    then stops the process in order. The same holds for SIGTERM, which schedulers send to every process of a job. The
+    kernel still ends the process when the controller dies. Everyone who may read the log's folder may also read the
+    files that the process writes, independently of the umask with which the worker was started."""
     os.setpgid(0, 0)
     _outlive_sigterm()
     os.umask(os.umask(0o077) | 0o077 & ~Path(log_path).parent.stat().st_mode)
     _point(1, log_path)
     _point(2, log_path)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for each request to a judge or agent
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs a line for each request to a judge or agent
 
 
 def _outlive_sigterm() -> None:
-    """Install a SIGTERM handler that does nothing. Programs that an environment starts would inherit an ignored signal,
-    and Python's own handlers are set in the main thread, which is Monarch's."""
+    """Install a SIGTERM handler that does nothing. An ignored signal would be inherited by programs that an environment
+    starts, and Python's own handlers can be set only in the main thread, which belongs to Monarch."""
     faulthandler.register(signal.SIGTERM, os.open(os.devnull, os.O_WRONLY), all_threads=False)
     os.register_at_fork(after_in_child=lambda: faulthandler.unregister(signal.SIGTERM))
 
 
 @contextlib.contextmanager
 def stderr_into(log_path: str | Path) -> Iterator[None]:
-    """Send what native code writes to standard error to a file instead, for the length of the block."""
+    """Context manager that redirects standard error of native code to a file."""
     saved = os.dup(2)
     _point(2, log_path)
     try:
@@ -152,12 +152,12 @@ def _point(descriptor: int, log_path: str | Path) -> None:
 
 
 def policy_run_id(run_id: str, adapter: str) -> str:
-    """Id in the names of the weights of one of several adapters; the run's own id for the name ""."""
+    """Id in the names of an adapter's weights; the run's own id for the name ""."""
     return f"{run_id}-{adapter}" if adapter else run_id
 
 
 def transport_of(process: ProcessSpec, run_id: str, statedict: StateDictConfig) -> StateDictTransport:
-    """The transport that settings name, as this process uses it."""
+    """Open the weight transport of the settings for this process."""
     spec = TransportSpec(
         run_id,
         statedict.pull_timeout_s,

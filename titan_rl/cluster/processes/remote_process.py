@@ -1,4 +1,4 @@
-"""Handle of a remote process: its calls fail once the process ends."""
+"""Handle of a remote process. Its calls fail once the process has ended."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class ProcessOwner(Protocol):
     """Receiver of the ends of remote processes."""
 
     def process_ended(self, remote: RemoteProcess) -> None:
-        """A process has ended. Called once, from within `RemoteProcess.end`."""
+        """Handle the end of a process. Called once, from within `RemoteProcess.end`."""
         ...
 
 
 @dataclass(slots=True)
 class _Rank:
-    """One of the watched processes of a `RemoteProcess`, as the observer of its watch."""
+    """Watched process of a `RemoteProcess`, and observer of its watch."""
 
     remote: RemoteProcess
     watched: Watched | None = None
@@ -49,23 +49,23 @@ class _Rank:
 
 
 class RemoteProcess:
-    """A process, or a group of processes that cannot work without each other.
+    """Process, or group of processes that cannot work without each other.
 
-    Monarch reports the death of a process after several seconds, or half a minute if it had just polled; the kernel
-    reports deaths on this host at once. The first report calls `end`.
+    Monarch reports the death of a process after several seconds, or after half a minute if it had just polled. The
+    kernel reports deaths on this host at once. The first report calls `end`.
 
     Attributes:
-        id: Unique, also among processes of the same name that replace each other.
+        id: Unique id, also among processes of the same name that replace each other.
         has_started: Whether its start succeeded.
-        reason: Why it ended; None while it lives.
-        ended: Set at its end.
-        excused: It ended because its host is drained or lost, and not by a fault of its own.
-        pids: Of the watched processes, on their hosts.
+        reason: Reason for its end; None while it lives.
+        ended: Event that is set at its end.
+        excused: Whether it ended because its host was drained or lost, and not by its own fault.
+        pids: Pids of the watched processes on their hosts.
 
     Args:
-        name: For messages, or the id of a process that has a role in a run.
-        owner: Notified of its end.
-        hang_timeout_s: Time without a sign of life after which it is ended.
+        name: Name for messages, or the id of a process that has a role in a run.
+        owner: Notified of the end of the process.
+        hang_timeout_s: Time without a sign of life after which the process is ended, in seconds.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class RemoteProcess:
         return self._process
 
     def watch(self, pids: Sequence[int], watcher: Watcher | None = None) -> None:
-        """Watch these processes for their end and for hangs. Without a watcher that can report ends, Monarch does.
+        """Watch these processes for their end and for hangs. If the watcher cannot report ends, only Monarch does.
 
         Args:
-            watcher: Of their host; by default the kernel of this host, which reports only ends.
+            watcher: Watcher of their host. Defaults to the kernel of this host, which reports only ends.
         """
         self.pids += tuple(pids)
         for pid in pids:
@@ -116,11 +116,11 @@ class RemoteProcess:
 
     def end(self, reason: str, *, excused: bool = False) -> None:
         """Fail the calls in flight and all later ones, and kill the watched processes that still run. Does nothing if
-        the process has ended before.
+        the process has already ended.
 
         Args:
-            reason: May be the text of an error that begins with the name of the process.
-            excused: Its host is drained or lost.
+            reason: Reason for the end. May be the text of an error that begins with the name of the process.
+            excused: Whether the cause is that its host was drained or lost.
         """
         if self.reason is not None:
             return
@@ -137,14 +137,15 @@ class RemoteProcess:
             self._owner.process_ended(self)
 
     def kill(self) -> None:
-        """Kill the watched processes that still run, as an intended end: they have released what others share."""
+        """Kill the watched processes that still run. This is an intended end: they have released all shared
+        resources."""
         for rank in self._ranks:
             if rank.watched is not None:
                 rank.watched.kill()
         self.close()
 
     def close(self) -> None:
-        """Stop watching: ends from now on are intended."""
+        """Stop watching. Ends from now on are intended."""
         while self._ranks:
             if (watched := self._ranks.pop().watched) is not None:
                 watched.close()
@@ -168,7 +169,7 @@ class RemoteProcess:
 
     @contextlib.asynccontextmanager
     async def alive(self, timeout_s: float | None = None) -> AsyncGenerator[None]:
-        """Context manager whose block is interrupted at the end of the process. It is not entered after that.
+        """Context manager whose block is interrupted when the process ends. Raises at once if it has already ended.
 
         Raises:
             ActorDiedError: See `call`.

@@ -9,7 +9,7 @@ from enum import StrEnum
 
 
 class Role(StrEnum):
-    """Purpose of a process in a run. The value begins its name."""
+    """Purpose of a process in a run. The name of the process begins with the value."""
 
     TRAINER = "trainer"
     GENERATOR = "generator"
@@ -24,7 +24,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class ProcessId:
-    """A process of a run by its role and number. A process that replaces another has the same.
+    """A process of a run by its role and number. A process and its replacements have the same id.
 
     Example: `str(ProcessId(Role.GENERATOR, 3))` is "generator-3". The trainer, of which there is one, is "trainer".
     """
@@ -60,7 +60,7 @@ class Respawns:
         self._replaced: Counter[Role] = Counter()
 
     def take(self, role: Role) -> tuple[bool, str]:
-        """Count a replacement if one is left. Returns whether it is, and the count for the message of the failure."""
+        """Count a replacement if one is left. Returns whether it is allowed, and its count for the failure message."""
         limit = self._limits.get(role)
         if limit is None:
             return False, ""

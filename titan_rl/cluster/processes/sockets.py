@@ -1,4 +1,4 @@
-"""Monarch's sockets: where this process listens, and abstract sockets bound to private paths instead."""
+"""Monarch's sockets: the address where this process listens, and private paths instead of abstract sockets."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ from titan_rl.core.calls.plain import terminal_text
 from titan_rl.core.errors import ConfigError
 
 LIBRARY = "/monarch/_rust_bindings."
-NAME_LENGTH = 16  # of Monarch's 24 random characters: a path ends at 107, and 16 do not repeat either
-_LISTENING = "00010000"  # as /proc/net/unix has it
+NAME_LENGTH = 16  # of Monarch's 24 random characters; a path has at most 107, and 16 are unique enough
+_LISTENING = "00010000"  # flags of a listening socket in /proc/net/unix
 
 _Bind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint, use_errno=True)
 
 
-_callbacks = list[Callable[..., int]]()  # kept for as long as the process, since native code calls them
+_callbacks = list[Callable[..., int]]()  # kept for the lifetime of the process, because native code calls them
 
 
 def bind_below(folder: Path) -> bool:
-    """Have Monarch in this process bind sockets to paths in a folder wherever it would bind abstract ones.
+    """Have Monarch in this process bind sockets to paths in a folder instead of abstract ones.
 
-    Monarch 0.7 has no setting for it, so the entry of `bind` in its library's table of imported functions is replaced.
-    It tells its children the name that the system gives for a socket, which is the path then. Sockets that are bound
-    already stay as they are. The first folder is kept, and must last as long as the process.
+    Monarch 0.7 has no setting for this, so the entry of `bind` in its library's table of imported functions is
+    replaced. Monarch tells its children the socket name that the system reports, which is then the path. Sockets that
+    are already bound are unchanged. The first folder stays in use, and must exist for the lifetime of the process.
 
     Returns:
-        Whether Monarch's sockets are bound there; never but on Linux, and not where the library has no such entry.
+        Whether Monarch's sockets are bound there. False on systems other than Linux, and if the library has no such
+            entry.
     """
     if _callbacks:
         return True
@@ -65,7 +66,7 @@ def bind_below(folder: Path) -> bool:
         return False
     _callbacks.append(callback)
 
-    def restore() -> None:  # before Python ends, after which no thread of Monarch's may call it
+    def restore() -> None:  # before Python ends, because Monarch's threads must not call it afterwards
         for slot, writable in slots:
             _put(libc, slot, original, writable)
 
@@ -81,7 +82,7 @@ def has_abstract_sockets() -> bool:
             with contextlib.suppress(OSError):
                 own.add(os.readlink(f"/proc/self/fd/{fd}"))
         rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
-    except OSError:  # not Linux, which alone has them
+    except OSError:  # not Linux; other systems have no abstract sockets
         return False
     return any(
         len(row) > 7 and row[3] == _LISTENING and row[7].startswith("@") and f"socket:[{row[6]}]" in own for row in rows
@@ -109,7 +110,7 @@ def _words(value: int) -> Iterator[tuple[int, bool]]:
 
 
 def _put(libc: ctypes.CDLL, slot: int, value: int, writable: bool) -> bool:
-    """Write one of `_words`, whose page becomes writable for that. Whether it could be."""
+    """Write to a position found by `_words`, making its page writable for the moment. Returns whether that worked."""
     page, size = ctypes.c_void_p(slot - slot % mmap.PAGESIZE), ctypes.c_size_t(mmap.PAGESIZE)
     if not writable and libc.mprotect(page, size, mmap.PROT_READ | mmap.PROT_WRITE):
         return False
@@ -123,9 +124,9 @@ LOG_NOTICE = b"Monarch internal logs are being written to "
 
 
 def listen_below(folder: Path) -> None:
-    """Have Monarch in this process listen on sockets in a folder, whose mode says who may connect; by default every
-    user of the machine may. Before Monarch is first used; later it changes nothing, since Monarch cannot be started
-    again. So the folder is to be there for as long as the process.
+    """Have Monarch in this process listen on sockets in a folder, whose mode decides who may connect. By default every
+    user of the machine may connect. Must be called before Monarch is first used; later calls change nothing, because
+    Monarch cannot be restarted. So the folder must exist for the lifetime of the process.
     """
     from monarch.actor import enable_transport
 
@@ -135,14 +136,15 @@ def listen_below(folder: Path) -> None:
 
 
 def listen_on(address: str, folder: Path) -> None:
-    """Have Monarch in this process listen where other machines reach it, on a port that the system picks.
+    """Have Monarch in this process listen at an address that other machines reach, on a port that the system chooses.
 
     Args:
-        address: Of an interface of this machine.
-        folder: As of `listen_below`, for the sockets between processes of this machine.
+        address: Address of an interface of this machine.
+        folder: Folder for the sockets between processes of this machine; see `listen_below`.
 
     Raises:
-        ConfigError: This process has no such address, or has used Monarch before and listens elsewhere.
+        ConfigError: This machine has no such address, or this process has already used Monarch, which listens
+            elsewhere.
     """
     from monarch.actor import enable_transport
 
@@ -159,8 +161,8 @@ def listen_on(address: str, folder: Path) -> None:
 
 @contextlib.contextmanager
 def without_log_notice() -> Generator[None]:
-    """Keep Monarch's line about its log, which it writes to standard error when it starts, from getting there. What
-    else is written there within the block comes out at its end."""
+    """Context manager that suppresses Monarch's line about its log, which Monarch writes to standard error when it
+    starts. Other output to standard error appears at the end of the block."""
     sys.stderr.flush()
     with tempfile.TemporaryFile() as held, contextlib.ExitStack() as resources:
         terminal = os.dup(2)
@@ -182,7 +184,7 @@ def _start(folder: Path) -> None:
 
     bind_below(folder)
     before = os.environ.get("TMPDIR")
-    os.environ["TMPDIR"] = str(folder)  # it makes a folder there for the sockets of the processes that it starts
+    os.environ["TMPDIR"] = str(folder)  # Monarch makes a folder there for the sockets of the processes that it starts
     try:
         with without_log_notice():
             context()

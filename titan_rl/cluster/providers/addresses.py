@@ -12,17 +12,17 @@ from titan_rl.core.errors import ProviderError
 def addresses_of(
     names: Sequence[str], said: Mapping[str, str] | None = None, *, fix: str = "fix DNS or /etc/hosts"
 ) -> dict[str, str]:
-    """An IP address for each host by its name.
+    """Find an IP address for each host by its name.
 
-    This host's own name often means a loopback address, which no other host reaches; what stands in its place is the
+    This host's own name often resolves to a loopback address, which no other host can reach. It is replaced by the
     address from which this host reaches the first of the others.
 
     Args:
-        said: Addresses that are known.
-        fix: Of a name that means nothing.
+        said: Addresses that are known already, by name.
+        fix: Remedy for a name that cannot be resolved, for the error message.
 
     Raises:
-        ProviderError: A name means nothing here.
+        ProviderError: A name cannot be resolved here.
     """
     found = {name: (said or {}).get(name) or _resolved(name, fix) for name in names}
     elsewhere = next((address for address in found.values() if not names_this_machine(address)), None)
@@ -33,13 +33,13 @@ def addresses_of(
 
 
 def all_addresses_of(name: str, like: str) -> list[str]:
-    """Every IP address that a name stands for now, of the kind of another.
+    """Resolve a name to all of its current IP addresses of one family.
 
     Args:
-        like: An IPv4 address, or an IPv6 one.
+        like: An address of the family: IPv4 or IPv6.
 
     Raises:
-        OSError: It stands for none, or that cannot be known now.
+        OSError: The name has no address, or cannot be resolved at the moment.
     """
     family = socket.AF_INET6 if ":" in like else socket.AF_INET
     found = socket.getaddrinfo(name, None, family, socket.SOCK_STREAM)
@@ -47,7 +47,11 @@ def all_addresses_of(name: str, like: str) -> list[str]:
 
 
 def source_towards(address: str) -> str:
-    """The address of this host's interface by which it reaches another. Nothing is sent."""
+    """Return the address of this host's interface through which it reaches another address. Nothing is sent.
+
+    Raises:
+        ProviderError: There is no route to the address.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
@@ -62,10 +66,10 @@ def with_port(address: str, port: int) -> str:
 
 
 def _resolved(name: str, fix: str) -> str:
-    """IPv4 before IPv6, as most private networks are."""
+    """Resolve a name, to IPv4 rather than IPv6, because most private networks use it."""
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except (OSError, ValueError) as error:  # the latter of what can be no name
+    except (OSError, ValueError) as error:  # ValueError for text that cannot be a name
         why = error.strerror if isinstance(error, OSError) else error
         raise ProviderError(f"{name} has no address here: {why}; {fix}") from None
     addresses = [str(entry[4][0]) for entry in sorted(found, key=lambda entry: entry[0] != socket.AF_INET)]

@@ -1,4 +1,4 @@
-"""Kubernetes provider: the pods of a StatefulSet, with a worker in each, and the job that is their controller."""
+"""Kubernetes provider: the pods of a StatefulSet, with a worker in each, and a job that runs the controller."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from titan_rl.config.hosts import ProviderSettings
 from titan_rl.core.errors import ConfigError, ProviderError
 
 WORKERS = "TITAN_RL_WORKERS"
-"""Environment variable of the controller's pod with the names of the workers' pods, separated by spaces."""
+"""Environment variable of the controller's pod: the names of the workers' pods, separated by spaces."""
 
 LONGEST_NAME = 50
-"""A StatefulSet's pods carry its name with ten characters more in a label, which has 63 at most."""
+"""Longest name of a StatefulSet. Its pods have a label with this name and ten more characters, at most 63 in all."""
 
 OWNED = ("statefulset", "service", "configmap", "networkpolicy")
-"""Objects that are deleted together with the job."""
+"""Kinds of objects that are deleted together with the job."""
 
 LOOK_S = 1.0
 CONNECT_S = 5.0
@@ -34,8 +34,8 @@ CONNECT_S = 5.0
 
 @contextlib.asynccontextmanager
 async def workers(spec: ProviderSpec) -> AsyncGenerator[Iterable[str]]:
-    """The workers that were started beside this pod, once all listen. They stay for the pod that goes on with the run
-    if this one dies. Others come and go as the StatefulSet is scaled."""
+    """Context manager: wait until all workers that were started with this pod listen. They outlive this pod, for the
+    pod that continues the run if this one dies. Later workers come and go as the StatefulSet is scaled."""
     names = os.environ.get(WORKERS, "").split()
     if not names:
         raise ConfigError(
@@ -48,12 +48,12 @@ async def workers(spec: ProviderSpec) -> AsyncGenerator[Iterable[str]]:
 
 
 class Pods:
-    """The workers that a run begins with, and those that there are later, which are all pods of a headless service.
+    """Workers of a run: those at the start, and the current ones. All are pods of one headless service.
 
     Args:
-        service: Its name in DNS.
-        addresses: Of the pods that the run begins with.
-        find: Gives the addresses of a name that are like another.
+        service: DNS name of the service.
+        addresses: Addresses of the pods that the run starts with.
+        find: Returns the addresses of a name that have the same family as the given address.
     """
 
     def __init__(
@@ -77,16 +77,17 @@ class Pods:
 
 
 def _reached(name: str, port: int) -> str:
-    """The address of a pod, which DNS has once it is placed, and whose worker listens some time after that."""
+    """Connect to the worker of a pod, and return its address. DNS knows the pod once it is placed, before it
+    listens."""
     with socket.create_connection((name, port), timeout=CONNECT_S) as connection:
         return connection.getpeername()[0]
 
 
 async def found_by(find: Callable[[str], str], names: Sequence[str], wait_s: float) -> list[str]:
-    """Call `find` for each name, again while it raises OSError, and return the results.
+    """Call `find` for each name, repeatedly while it raises OSError, and return the results in the order of the names.
 
     Raises:
-        ProviderError: It does so for too long.
+        ProviderError: A name was not found within `wait_s` seconds.
     """
     found = dict[str, str]()
     try:
@@ -106,12 +107,13 @@ async def found_by(find: Callable[[str], str], names: Sequence[str], wait_s: flo
 
 
 def folder_there(settings: ProviderSettings) -> str:
-    """The current one of the pods."""
+    """Current folder of the pods."""
     return settings.kubernetes.folder
 
 
 def render(submission: Submission) -> str:
-    """The manifests of a run: its settings, its workers with their names in DNS, who may reach them, its controller."""
+    """Render the manifests of a run: its settings, its workers and their DNS names, the network policy, its
+    controller."""
     settings = submission.settings
     in_pods = settings.model_copy(update={"command": settings.command or "titan-rl"})
     name = object_name(submission.name, submission.time)
@@ -137,7 +139,7 @@ def render(submission: Submission) -> str:
 
 
 def submit(submission: Submission, manifests: str) -> str:
-    """Give the manifests to the cluster, and all but the job to the job: whoever deletes that deletes them."""
+    """Create the manifests in the cluster, and make the job their owner: deleting the job then deletes all of them."""
     kubectl = ["kubectl", *submission.settings.options]
     name = object_name(submission.name, submission.time)
     run_tool([*kubectl, "create", "--filename", "-"], manifests)
@@ -152,7 +154,7 @@ def submit(submission: Submission, manifests: str) -> str:
 
 
 def object_name(run: str, time: str) -> str:
-    """The run's name as Kubernetes takes names, and when it was submitted.
+    """Name of the objects of a run: the run's name in the characters that Kubernetes allows, and its submission time.
 
     >>> object_name("Word_sort-lr=1e-3", "1122-180501")
     'word-sort-lr-1e-3-1122-180501'

@@ -1,4 +1,4 @@
-"""The providers by name: the library's own, or the user's as "module:function"."""
+"""Registry of host providers: the built-in ones by name, or the user's own as "module:function"."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from titan_rl.config.hosts import ProviderSettings
 from titan_rl.core.calls.imports import find_function
 
 Workers = AbstractAsyncContextManager[Iterable[str]]
-"""Gives addresses, or `ChangingWorkers` where hosts come and go."""
+"""Context manager that yields addresses, or `ChangingWorkers` if hosts come and go."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProviderKind:
-    """Kind of provider. A plain function from `ProviderSpec` to `Workers` is a kind that takes no jobs.
+    """Kind of provider. A plain function from `ProviderSpec` to `Workers` is a kind that accepts no submissions.
 
     Args:
-        workers: Starts a worker a host, gives their addresses as "10.0.0.2:22222", and ends at the block's end what it
-            started.
-        render: What `titan-rl launch` submits, as text.
-        folder_there: From where hosts mean relative paths that have other files than this machine, the model's for
-            instance; None where they have the same.
-        ends_with_workers: Who tells all workers to end means the run, since no others come in their place.
-        submit: Hands that over, and says what became of it; None where nothing takes jobs.
+        workers: Starts a worker on each host, yields the addresses, such as "10.0.0.2:22222", and ends the workers that
+            it started at the end of the block.
+        render: Makes the text that `titan-rl launch` submits.
+        folder_there: Returns the folder to which relative paths refer on hosts whose files differ from this machine's,
+            for example for the model. None if hosts have the same files.
+        ends_with_workers: Whether ending all workers is meant to end the run, because no others will replace them.
+        submit: Submits the rendered text, and returns a description of the result. None if there is nothing to submit
+            to.
     """
 
     workers: Callable[[ProviderSpec], Workers]
@@ -44,14 +45,14 @@ BY_NAME = {
         kubernetes.workers, folder_there=kubernetes.folder_there, render=kubernetes.render, submit=kubernetes.submit
     ),
 }
-"""The library's own that `hosts.provider` names."""
+"""Built-in providers, by their names in `hosts.provider`."""
 
 
 def find_provider(name: str) -> ProviderKind:
-    """The kind of provider that `hosts.provider` names.
+    """Find the provider that `hosts.provider` names.
 
     Raises:
-        ConfigError: There is none of that name.
+        ConfigError: There is no provider of this name.
     """
     found: Any = find_function("hosts.provider", name, BY_NAME)
     return found if isinstance(found, ProviderKind) else ProviderKind(found)

@@ -1,6 +1,6 @@
-"""Slurm provider: a worker on each node of an allocation, and the batch job that is the run.
+"""Slurm provider: a worker on each node of an allocation, and a batch job for the run.
 
-It uses only srun, scontrol and sbatch, and only output that is the same in every version."""
+It uses only srun, scontrol and sbatch, and only output that is the same in all versions of Slurm."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from titan_rl.config.hosts import ProviderSettings
 from titan_rl.core.errors import ConfigError
 
 DEAD = ("DOWN", "ERROR", "POWER")
-"""Beginnings of the states of nodes that run nothing."""
+"""Prefixes of the states of nodes that run nothing."""
 GOING = ("DRAIN", "FAIL")
-"""Beginnings of the states of nodes that still run their processes, and are to be drained."""
+"""Prefixes of the states of nodes that still run their processes, and should be drained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class Nodes:
     """Nodes of an allocation by name, in Slurm's order.
 
     Attributes:
-        there: All that can run something.
-        going: Those of them that are drained, or failing.
+        there: Nodes that can run processes.
+        going: Nodes in `there` that are being drained or are failing.
     """
 
     there: Sequence[str]
@@ -40,11 +40,11 @@ class Nodes:
 
 
 async def nodes_of_this_job() -> list[str]:
-    """The nodes that this job began with.
+    """Return the nodes that this job started with.
 
     Raises:
-        ConfigError: This is none.
-        ProviderError: Slurm does not say.
+        ConfigError: This process is not part of a job.
+        ProviderError: Slurm does not answer.
     """
     nodes = os.environ.get("SLURM_JOB_NODELIST")
     if not nodes:
@@ -56,10 +56,10 @@ async def nodes_of_this_job() -> list[str]:
 
 
 async def nodes_of(job: str) -> Nodes:
-    """Nodes of a job now.
+    """Return the current nodes of a job.
 
     Raises:
-        ProviderError: Slurm does not say.
+        ProviderError: Slurm does not answer.
     """
     said = await said_by(["scontrol", "--oneliner", "show", "job", job])
     named = re.search(r"\sNodeList=(\S+)", said)
@@ -72,28 +72,31 @@ async def nodes_of(job: str) -> Nodes:
 
 
 async def _names(nodes: str) -> list[str]:
-    """Example: of node[1-2] they are node1 and node2."""
+    """Expand a list of nodes. Example: node[1-2] becomes node1 and node2."""
     return (await said_by(["scontrol", "show", "hostnames", nodes])).split()
 
 
 def _states(said: str) -> dict[str, str]:
-    """Example: a line with NodeName=node1 and State=ALLOCATED+DRAIN gives {"node1": "ALLOCATED+DRAIN"}."""
+    """Parse the states of nodes by name.
+
+    Example: a line with NodeName=node1 and State=ALLOCATED+DRAIN gives {"node1": "ALLOCATED+DRAIN"}.
+    """
     lines = [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in said.splitlines()]
     return {line["NodeName"]: line.get("State", "") for line in lines if "NodeName" in line}
 
 
 def _is(state: str, kinds: tuple[str, ...]) -> bool:
-    """Whether one part of a state begins with one of these kinds; states look like DOWN* and IDLE+DRAIN."""
+    """Whether one part of a state begins with one of these prefixes. States look like DOWN* and IDLE+DRAIN."""
     return any(part.startswith(kinds) for part in state.split("+"))
 
 
 LONGEST_NAME = 60
-"""Longest name of a run, to which the number of its job is added."""
+"""Longest name of a run in the name of its log, to which the job number is added."""
 
 STEP = (
     *("--nodes=1", "--ntasks=1"),
-    "--overlap",  # it shares its node with the controller and with a user's own steps
-    *("--mem=0", "--cpu-bind=none"),  # all that the job has of the node: else one core of it
+    "--overlap",  # the step shares its node with the controller and the user's own steps
+    *("--mem=0", "--cpu-bind=none"),  # all of the job's memory and cores on the node, instead of one core
     "--mpi=none",
     "--no-kill",
     "--job-name=titan-rl-worker",
@@ -101,12 +104,12 @@ STEP = (
 
 
 LOOK_S = 20.0
-"""Least interval between requests to slurmctld, which serves a whole cluster."""
+"""Minimum interval between requests to slurmctld, which serves a whole cluster, in seconds."""
 
 
 @contextlib.asynccontextmanager
 async def workers(spec: ProviderSpec) -> AsyncGenerator[Iterable[str]]:
-    """A worker on each node of this allocation, which srun starts. Nodes may come to it, and leave it."""
+    """Context manager: start a worker on each node of this allocation with srun. Nodes may be added and removed."""
     nodes = await nodes_of_this_job()
     job = os.environ.get("SLURM_JOB_ID", "")
     starting = await _commands_of(spec.settings, nodes)
@@ -115,12 +118,12 @@ async def workers(spec: ProviderSpec) -> AsyncGenerator[Iterable[str]]:
 
 
 class AllocatedWorkers:
-    """The `ChangingWorkers` of the nodes that an allocation has. A node that is drained, or fails, is missing, as is
-    one that a smaller allocation is without.
+    """The `ChangingWorkers` of an allocation. Does not list nodes that are drained, are failing or have been removed
+    from the allocation.
 
     Args:
-        job: Its number.
-        kept: Of the nodes that it has had so far.
+        job: Number of the job.
+        kept: Workers of the nodes that the allocation has had so far.
     """
 
     def __init__(self, job: str, settings: ProviderSettings, kept: KeptWorkers) -> None:
@@ -142,7 +145,8 @@ class AllocatedWorkers:
         return [address for address in stay if address is not None]
 
     async def _look(self) -> None:
-        """A node that is drained keeps its worker, which may be moved from in peace."""
+        """Look at the nodes of the allocation. A node that is being drained keeps its worker while its processes
+        move."""
         nodes = await nodes_of(self._job)
         self._going = nodes.going
         self._kept.let_go(self._kept.hosts - {*nodes.there})
@@ -156,7 +160,7 @@ async def _commands_of(settings: ProviderSettings, nodes: Sequence[str]) -> list
 
 
 def commands(settings: ProviderSettings, addresses: dict[str, str]) -> list[tuple[str, list[str]]]:
-    """(node, what starts its worker) of each node with its address."""
+    """Pair each node with the command that starts its worker, given the address of each node."""
     return [
         (
             node,
@@ -172,7 +176,7 @@ def commands(settings: ProviderSettings, addresses: dict[str, str]) -> list[tupl
 
 
 def render(submission: Submission) -> str:
-    """The batch script: it begins the run, and goes on with it when the job has its next turn."""
+    """Render the batch script: it starts the run, and continues it when the job is requeued."""
     settings = submission.settings
     name = submission.name[:LONGEST_NAME]
     return rendered(
@@ -190,7 +194,7 @@ def render(submission: Submission) -> str:
 
 
 def submit(submission: Submission, script: str) -> str:
-    """Give the script to sbatch."""
+    """Submit the script with sbatch."""
     (submission.folder / submission.run_dir).mkdir(parents=True, exist_ok=True)  # Slurm makes no folder for its log
     job = run_tool(["sbatch", "--parsable"], script).strip().partition(";")[0]
     log = Path(submission.run_dir) / f"{submission.name[:LONGEST_NAME]}-{job}.log"

@@ -1,4 +1,4 @@
-"""Interface of host providers: their input at the start and the submission of a run, and workers that come and go."""
+"""Interface of host providers: input for starting and submitting a run, and workers that come and go."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from titan_rl.core.console import LOG, Console
 
 @runtime_checkable
 class ChangingWorkers(Protocol):
-    """Changing list of workers that a provider may give instead of a list of addresses: iteration gives those at the
+    """Changing set of workers, which a provider may yield instead of a list of addresses. Iteration gives those at the
     start, `current` those that exist now."""
 
     def __iter__(self) -> Iterator[str]: ...
 
     async def current(self) -> Collection[str]:
-        """The addresses of all workers that are there now. A run asks every few seconds: a host that comes joins it,
-        and one that is missing several times in a row is drained.
+        """Return the addresses of all current workers. The run asks every few seconds: a new host joins the run, and a
+        host that is missing in several successive answers is drained.
 
         Raises:
-            Exception: It is not known now. The run goes on with the hosts that it has, and asks again.
+            Exception: The workers are unknown at the moment. The run continues with its hosts, and asks again later.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ProviderSpec:
-    """Arguments for starting the workers of a run.
+    """Input for starting the workers of a run.
 
     Args:
-        settings: What [hosts] says of it.
-        logs: A folder that is there; what a worker says goes into a file of its own there.
+        settings: Settings of the provider in the table [hosts].
+        logs: Existing folder with a file for the output of each worker.
         console: Shows lines to the user.
-        wait_s: Longest wait for all workers.
+        wait_s: Longest wait for all workers, in seconds.
     """
 
     settings: ProviderSettings
@@ -54,16 +54,16 @@ class ProviderSpec:
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A run that a provider is to begin.
+    """Submission of a run to a provider.
 
     Args:
-        name: Of the run, letters, digits and `-_.+=`.
-        config: All settings as TOML, files found.
-        tomls: The files as they were given, by name, in their order.
-        overrides: Dotted settings and their values, which replace what the files say.
-        run_dir: In which the run makes its folder.
-        folder: The current one.
-        time: Tells it from another of its name.
+        name: Name of the run: letters, digits and `-_.+=`.
+        config: All settings as TOML, with files resolved.
+        tomls: Contents of the given TOML files by name, in their order.
+        overrides: Dotted settings and their values, which override the files.
+        run_dir: Folder in which the run makes its own folder.
+        folder: Current folder.
+        time: Time of submission, which distinguishes runs of the same name.
     """
 
     settings: ProviderSettings

@@ -1,5 +1,5 @@
-"""ssh provider: a worker on each host for the duration of the run. It ends with its connection, and is started again
-once the host is reachable again."""
+"""ssh provider: a worker on each host for the duration of the run. A worker ends with its ssh connection, and is
+started again once the host is reachable."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from titan_rl.config.hosts import ProviderSettings
 from titan_rl.core.errors import ProviderError
 
 DEFAULTS = (
-    *("-o", "BatchMode=yes"),  # a question would wait for ever
+    *("-o", "BatchMode=yes"),  # a prompt would wait forever
     *("-o", "ConnectTimeout=15"),
     *("-o", "ServerAliveInterval=15"),
     *("-o", "ServerAliveCountMax=4"),
 )
-"""Options of ssh. It takes the first value of each, so a user's options stand before them."""
+"""Default options of ssh. ssh uses the first value of each option, so the user's options are placed before them."""
 
 FIX = 'fix DNS or /etc/hosts, or give the address at which its worker listens: hosts.names = ["HOST=10.0.0.2"]'
 
 
 @contextlib.asynccontextmanager
 async def workers(spec: ProviderSpec) -> AsyncGenerator[Iterable[str]]:
-    """A worker on each host of `hosts.names`, which ssh starts, now or once the host can be reached."""
+    """Context manager: start a worker on each host of `hosts.names` with ssh, as soon as the host can be reached."""
     addresses = await _addresses(spec.settings.named_hosts, spec.settings.options)
     async with kept_workers(commands(spec.settings, addresses), spec.logs, spec.console, spec.wait_s) as kept:
         yield kept
 
 
 def commands(settings: ProviderSettings, addresses: dict[str, str]) -> list[tuple[str, list[str]]]:
-    """(host, what starts its worker) of each host with its address."""
+    """Pair each host with the command that starts its worker, given the address of each host."""
     return [
         (host, ["ssh", *settings.options, *DEFAULTS, host, _remote(settings, address)])
         for host, address in addresses.items()
@@ -44,7 +44,7 @@ def commands(settings: ProviderSettings, addresses: dict[str, str]) -> list[tupl
 
 
 def render(submission: Submission) -> str:
-    """The commands that a run starts, a line each. ADDRESS_OF_HOST stands for an address that is not known here."""
+    """Render the commands that start the workers, one per line. ADDRESS_OF_HOST stands for an address unknown here."""
     settings = submission.settings
     try:
         addresses = asyncio.run(_addresses(settings.named_hosts, settings.options))
@@ -56,7 +56,7 @@ def render(submission: Submission) -> str:
 
 
 def _remote(settings: ProviderSettings, address: str) -> str:
-    """Remote command for any shell of the user. It runs in the current folder if the host has that, too."""
+    """Remote command for any shell. It runs in the folder that is current here, if the host has that folder."""
     words = worker_command(settings, with_port(address, settings.port))
     return shlex.join(tethered(words, str(Path.cwd())))
 
@@ -69,7 +69,7 @@ def _shown_address(host: str, options: Sequence[str]) -> str:
 
 
 async def _addresses(hosts: Mapping[str, str], options: Sequence[str]) -> dict[str, str]:
-    """Addresses at which the workers of these hosts listen; see `ProviderSettings.named_hosts`."""
+    """Find the addresses at which the workers of these hosts listen; see `ProviderSettings.named_hosts`."""
     names = {host: await _name(host, options) for host in hosts}
     known = {names[host]: address for host, address in hosts.items() if address}
     by_name = await asyncio.to_thread(addresses_of, list(names.values()), known, fix=FIX)

@@ -1,4 +1,4 @@
-"""Commands of schedulers and clusters, and templates of their scripts and manifests."""
+"""Commands of schedulers and clusters, and templates of scripts and manifests."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def run_tool(words: Sequence[str], given: str = "") -> str:
     """Run a command, and return its standard output.
 
     Args:
-        given: On its standard input.
+        given: Text for its standard input.
 
     Raises:
-        ProviderError: It is not there, fails, or does not come back; with what it says.
+        ProviderError: The command does not exist, fails or does not return in time. The error contains its stderr.
     """
     try:
         done = subprocess.run(words, input=given, capture_output=True, text=True, timeout=ANSWER_S)
     except OSError as error:
         raise ProviderError(f"{words[0]} cannot be run: {error.strerror}; is it on PATH?") from None
-    except ValueError as error:  # of what can be no argument, such as a NUL character
+    except ValueError as error:  # for arguments that are impossible, such as those with a NUL character
         raise ProviderError(f"{words[0]} cannot be run with {' '.join(words[1:])!r}: {error}") from None
     except subprocess.TimeoutExpired:
         raise ProviderError(f"{' '.join(words[:2])} has not answered in {ANSWER_S:g} s") from None
@@ -44,7 +44,7 @@ def run_tool(words: Sequence[str], given: str = "") -> str:
 
 
 def rendered(template: str, **given: Any) -> str:
-    """A template of this folder. `quote(...)` is for words of a shell, `| tojson` for values of YAML."""
+    """Render a template of this folder. Templates quote shell words with `quote(...)`, YAML values with `| tojson`."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         undefined=jinja2.StrictUndefined,
@@ -61,7 +61,7 @@ def _quote(value: object) -> str:
 
 
 def unused_word(word: str, text: str) -> str:
-    """The word, longer where the text has it, to end a here-document with."""
+    """Return the word, extended until it does not occur in the text, as the delimiter of a here-document."""
     while word in text:
         word += "_"
     return word

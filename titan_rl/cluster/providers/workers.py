@@ -17,34 +17,34 @@ from titan_rl.core.errors import ProviderError
 
 LISTENS = re.compile(rb"listening on (\S+)\s")
 KEPT = 4096
-"""Bytes of what a worker has said last."""
+"""Number of bytes of a worker's latest output that are kept."""
 
 END_S = 20.0
-"""Longest wait for the end of a worker. The processes of a run have ended before."""
+"""Longest wait for the end of a worker, in seconds. The processes of a run end before their worker."""
 
 SSH_FAILED = 255
-"""Exit code of ssh for its own failures; otherwise it exits with the code of the worker."""
+"""Exit code of ssh for its own failures; otherwise it exits with the code of the remote command."""
 
 _TETHERED = 'exec 3<&0 </dev/null; (cat <&3; kill -TERM $$) >/dev/null 2>&1 & exec 3<&-; exec "$@"'
 
 
 def tethered(words: Sequence[str], folder: str | None = None) -> list[str]:
-    """The command, told to end when its standard input does: when who started it closes that, or is no more.
+    """Wrap a command so that it ends when its standard input closes: when its starter closes it or dies.
 
     Args:
-        folder: To begin in, if it is there.
+        folder: Working directory, if it exists there.
     """
     there = "" if folder is None else f"cd {shlex.quote(folder)} 2>/dev/null; "
     return ["sh", "-c", f"{there}{_TETHERED}", "sh", *words]
 
 
 class WorkerProcess:
-    """A command that is started, and says where its worker listens.
+    """Command that runs a worker and prints the address where the worker listens.
 
     Args:
-        host: For messages.
-        log: A file for all that it says.
-        console: Shows the user that the worker does not end when it should.
+        host: Name of the host, for messages.
+        log: File for all of its output.
+        console: Warns the user if the worker does not end when it should.
     """
 
     def __init__(self, host: str, words: Sequence[str], log: Path, console: Console) -> None:
@@ -63,17 +63,17 @@ class WorkerProcess:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C in the terminal is not for it
+                start_new_session=True,  # so that Ctrl-C in the terminal does not reach it
             )
         except OSError as error:
             raise ProviderError(f"{self._words[0]} cannot be started: {error.strerror}") from None
         self._following = asyncio.create_task(self._follow(), name=f"worker on {self.host}")
 
     async def address(self) -> str:
-        """Address of the worker, once it listens.
+        """Wait until the worker listens, and return its address.
 
         Raises:
-            ProviderError: It has ended instead.
+            ProviderError: The worker ended before it listened.
         """
         return await asyncio.shield(self._address)
 
@@ -87,7 +87,8 @@ class WorkerProcess:
         return self._process.returncode == 128 + signal.SIGTERM
 
     async def end(self) -> None:
-        """Have the worker end, and wait for that. One that does not is left to its host: the command is killed."""
+        """Have the worker end, and wait for that. If it does not end in time, the local command is killed, and the
+        worker is left to its host."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
@@ -114,11 +115,11 @@ class WorkerProcess:
         last = recent.decode(errors="replace").strip().rpartition("\n")[2] or "it said nothing"
         ended = f"the worker on {self.host} has ended with code {code}: {last}"
         if self._address.done() and code == SSH_FAILED and Path(self._words[0]).name == "ssh":
-            where = f"{self.host}, of the worker at {self._address.result()},"  # by which `titan-rl hosts` has it
+            where = f"{self.host}, of the worker at {self._address.result()},"  # as `titan-rl hosts` shows it
             ended = f"ssh's connection to {where} has ended; see {self.log}"
         if not self._address.done():
             self._address.set_exception(ProviderError(f"{ended}; its log: {self.log}"))
-            self._address.exception()  # whoever waits hears of it; nobody need
+            self._address.exception()  # marks it as retrieved, because nobody may wait for it
         return ended
 
 
@@ -126,7 +127,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_WAIT_S = 5.0
 MOST_WAIT_S = 60.0
-"""Between two workers of a host that does not get one: each wait is twice the one before."""
+"""First and longest pause before a failed worker is started again, in seconds. Each pause is twice the last."""
 
 
 @dataclass(slots=True)
@@ -134,10 +135,10 @@ class _Kept:
     """State of the worker of one host.
 
     Attributes:
-        tried: Set once its worker listens, or has failed.
-        address: Where its worker listens now.
-        listens_since: By the event loop's clock; None before it does.
-        problem: Why none does; "" before that is known.
+        tried: Event that is set once its worker listens or has failed.
+        address: Address where its worker listens now; None while none listens.
+        listens_since: Time of the event loop's clock at which its latest worker began to listen; None if it has not.
+        problem: Reason of its latest failure; "" before the first.
     """
 
     words: Sequence[str]
@@ -149,15 +150,15 @@ class _Kept:
 
 
 class KeptWorkers:
-    """The `ChangingWorkers` of commands that run a worker each, and end with it. Made by `kept_workers`.
+    """The `ChangingWorkers` of commands that run one worker each and end with it. Made by `kept_workers`.
 
-    A worker that is told to end, by SIGTERM, does so in order, and stays away: whoever told it wants its host. Any
-    other end is a failure, of the worker, of its host or of the way there, and the command is run again after a while.
+    A worker that receives SIGTERM ends in order and is not restarted, because the sender wants its host. Any other end
+    counts as a failure of the worker, the host or the connection, and the command is started again after a pause.
 
     Args:
-        logs: A folder for what workers say, a file for each host.
-        console: Shows the user whose worker ends, and whose listens again.
-        first_wait_s, most_wait_s: From a failure to the next command, which doubles from the one to the other.
+        logs: Folder with a file for the output of each host's worker.
+        console: Shows the user which workers end, and which listen again.
+        first_wait_s, most_wait_s: First and longest pause after a failure, in seconds. Pauses double in between.
     """
 
     def __init__(
@@ -177,7 +178,7 @@ class KeptWorkers:
         self._began_with: Sequence[str] = ()
 
     def __iter__(self) -> Iterator[str]:
-        """The addresses that the run begins with, in the order of the hosts."""
+        """Iterate over the addresses that the run starts with, in the order of the hosts."""
         return iter(self._began_with)
 
     @property
@@ -185,7 +186,7 @@ class KeptWorkers:
         return self._kept.keys()
 
     def address_of(self, host: str) -> str | None:
-        """Address at which the worker of a host listens now."""
+        """Address at which the worker of a host listens now; None while none listens."""
         return self._kept[host].address
 
     async def current(self) -> Collection[str]:
@@ -197,7 +198,7 @@ class KeptWorkers:
         kept.keeping = asyncio.create_task(self._keep(host, kept), name=f"worker on {host}")
 
     def let_go(self, hosts: Iterable[str]) -> None:
-        """Start no others on these hosts. Those that are there are told to end, which may take a while."""
+        """Start no more workers on these hosts. The current ones are told to end, which may take a while."""
         for host in [*hosts]:
             keeping = self._kept.pop(host).keeping
             keeping.cancel()
@@ -205,16 +206,16 @@ class KeptWorkers:
             keeping.add_done_callback(self._ending.discard)
 
     async def close(self) -> None:
-        """End all workers and wait for that."""
+        """End all workers, and wait until they have ended."""
         self.let_go(self.hosts)
         await asyncio.gather(*self._ending, return_exceptions=True)
 
     async def begin(self, wait_s: float) -> None:
-        """Wait until each host has a worker that listens, or has had one that failed; the run begins without the
-        latter.
+        """Wait until the worker of each host listens or has failed. The run starts without the hosts whose worker
+        failed.
 
         Raises:
-            ProviderError: There is no other.
+            ProviderError: No worker listens.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
@@ -244,7 +245,7 @@ class KeptWorkers:
             if kept.listens_since is not None and clock() - kept.listens_since >= self._most_wait_s:
                 wait_s, told = self._first_wait_s, ""
             logger.info("%s; another is started in %g s", ended, wait_s)
-            if not is_first and told != ended:  # the first is told by `begin`
+            if not is_first and told != ended:  # `begin` reports the first failure
                 self._console.warning(f"{ended}; another is started as soon as possible")
             told = ended
             await asyncio.sleep(wait_s)
@@ -280,10 +281,10 @@ class KeptWorkers:
 async def kept_workers(
     commands: Sequence[tuple[str, Sequence[str]]], logs: Path, console: Console, wait_s: float
 ) -> AsyncGenerator[KeptWorkers]:
-    """Run (host, command) of each. All have ended behind the block.
+    """Context manager: run a command on each host, given as (host, command). All have ended after the block.
 
     Raises:
-        ProviderError: None listens in time.
+        ProviderError: No worker listens within `wait_s` seconds.
     """
     workers = KeptWorkers(logs, console)
     try:
