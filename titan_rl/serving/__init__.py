@@ -1,8 +1,8 @@
-"""A policy behind the protocols that agents speak: conversations that keep their tokens, episodes, endpoints.
+"""Server of a policy: conversations that keep their tokens, episodes, and endpoints of the protocols that agents use.
 
-`app.make_app` makes the ASGI application, `server.serve` runs it, and `client.HttpGenerateFn` makes any server of
-`/inference/v1/generate` a `GenerateFn`.
+`app.make_app` makes the ASGI application, `server.serve` runs it, and `client.HttpGenerateFn` turns any server of
+`/inference/v1/generate` into a `GenerateFn`.
 """
 
 LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON has not."""
+"""Number that represents minus infinity, which JSON does not have."""

@@ -1,4 +1,4 @@
-"""API keys, and the client or episode that a request's key stands for."""
+"""API keys, and the client or episode that a request's key belongs to."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ ADMIN_PREFIX = "/admin/"
 
 
 class Keys:
-    """The keys of a server. They are compared in constant time, and never shown.
+    """Keys of a server. They are compared in constant time, and never shown.
 
     Args:
-        api: Any of these opens everything but the admin calls. None at all: it is open.
-        admin: Opens the admin calls and nothing else. Without it there are none.
+        api: Keys of clients. Each opens everything but the admin calls. If there are none, the server is open.
+        admin: Key that opens the admin calls and nothing else. Without it there are no admin calls.
 
     Raises:
-        ConfigError: A key is empty, not ASCII, or both an admin's and a client's; or `api` is one string.
+        ConfigError: A key is empty, not ASCII, or both an admin's and a client's; or `api` is a single string.
     """
 
     def __init__(self, api: Iterable[str] = (), admin: str | None = None) -> None:
@@ -48,7 +48,7 @@ class Keys:
         return f"Keys({len(self._api)} of clients, {'an' if self._admin else 'no'} admin key)"
 
     def allow(self, path: str, given: bytes | None) -> bool:
-        """Whether a request to `path` with this key may pass."""
+        """Return whether a request to `path` with this key may pass."""
         if path in OPEN_PATHS:
             return True
         if path.startswith(ADMIN_PREFIX):
@@ -57,7 +57,7 @@ class Keys:
 
 
 def _is_one_of(given: bytes | None, keys: tuple[bytes, ...]) -> bool:
-    matches = [hmac.compare_digest(given or b"", key) for key in keys]  # all of them, whichever it is
+    matches = [hmac.compare_digest(given or b"", key) for key in keys]  # compares all, so that the time reveals nothing
     return any(matches)
 
 
@@ -65,13 +65,13 @@ _PROTOCOLS = ("v1", "inference", "tokenize", "detokenize")
 
 
 class Admission:
-    """Lets a request in, as one of a client or of an episode.
+    """Admits requests, each as a request of a client or of an episode.
 
-        the key of an episode    its own URL, `/episodes/<id>/...`, and the protocols without that
-        a client's               all but the admin calls and what is an episode's
-        the admin's              the admin calls
+        key of an episode    its own URL, `/episodes/<id>/...`, and the protocols without that prefix
+        key of a client      everything but the admin calls and the URLs of episodes
+        admin key            the admin calls
 
-    `/episodes/<id>/v1/chat/completions` is `/v1/chat/completions` of that episode, and so for all protocols.
+    `/episodes/<id>/v1/chat/completions` is `/v1/chat/completions` of that episode, and likewise for all protocols.
     """
 
     def __init__(self, keys: Keys, conversations: Conversations | None, episodes: EpisodeStore | None) -> None:
@@ -80,16 +80,17 @@ class Admission:
         self._episodes = episodes
 
     def __call__(self, path: str, key: bytes | None) -> tuple[str, Caller]:
-        """
+        """Check the key of a request.
+
         Args:
-            path: Of the request.
-            key: That came with it.
+            path: Path of the request.
+            key: Key that came with it; None if there was none.
 
         Returns:
-            The path to serve, and who asks.
+            The path to serve, and the caller.
 
         Raises:
-            ApiError: 401, the key does not open this.
+            ApiError: With status 401 if the key does not open this path.
         """
         if path in OPEN_PATHS:
             return path, self._client(key)
@@ -109,9 +110,10 @@ class Admission:
         return f"/{'/'.join(rest)}" if rest and rest[0] in _PROTOCOLS else path, episode
 
     def _episode(self, key: bytes | None) -> Episode | None:
-        """
+        """Find the episode of a key; None if it is not an episode's key.
+
         Raises:
-            ApiError: 401, it is an episode's key, of none that is known.
+            ApiError: With status 401 if the key has the form of an episode's key, but no known episode has it.
         """
         if key is None or not key.startswith(KEY_PREFIX.encode()):
             return None
@@ -121,7 +123,8 @@ class Admission:
         return found
 
     def _client(self, key: bytes | None) -> Client:
-        """Clients of a server without keys are told apart by those they happen to send."""
+        """Make the client of a key. Clients of a server without keys are distinguished by the keys that they happen to
+        send."""
         return Client(blake2b(key or b"", digest_size=16).digest(), self._conversations)
 
 

@@ -29,14 +29,14 @@ from titan_rl.serving.protocols.tokens import DetokenizeEndpoint, TokenEndpoint,
 from titan_rl.serving.text import Text, Tokenizing
 
 Endpoint = Callable[[Request], ASGIApp]
-"""Reads a request and returns the ASGI application that answers it."""
+"""Function that reads a request and returns the ASGI application that answers it."""
 
 
 class PolicyApp:
-    """ASGI application of a served policy, with the state that a server needs to shut it down in order.
+    """ASGI application of a served policy, with the state that a server needs for an orderly shutdown.
 
     Attributes:
-        keys: Of clients and of the admin.
+        keys: Keys of clients and of the admin.
         exchanges: Requests in flight.
     """
 
@@ -68,28 +68,28 @@ def make_app(
     episodes: EpisodeStore | None = None,
     open_episode: Open | None = None,
 ) -> PolicyApp:
-    """Serve the policy behind `stream` under the name `model`.
+    """Make an application that serves the policy behind `stream` under the name `model`.
 
-    Example: a router, and a `GenerateFn`, which answers in one piece:
+    Example, with a router, and with a `GenerateFn`, which answers in one piece:
 
         make_app(router.stream, model="policy", max_context=4096, wait_until_resumed=router.wait_resumed)
         make_app(request_fn(generate), model="policy", max_context=4096, tokenizer=tokenizer, renderer=renderer)
 
     Args:
-        max_context: Limit on the tokens of prompt and completion together.
-        tokenizer: Of `transformers` or `tokenizers`, used by no other thread. Without it there are no text
+        max_context: Maximum number of tokens of prompt and completion together.
+        tokenizer: Tokenizer of `transformers` or `tokenizers` that no other thread uses. Without it there are no text
             completions and no chat.
         renderer: Converts messages to tokens. Without it there is no chat.
         stop_token_ids: Stop tokens of the model, which end a completion unless a client asks for `ignore_eos`. Defaults
             to those of the renderer.
-        any_model: Answer under any other model name, too, for agents with a hard-coded one.
-        versions: Other policies, which answer under their names.
+        any_model: Whether to answer under any other model name, too, for agents with a hard-coded name.
+        versions: Other policies, which answer under their own names.
         wait_until_resumed: Awaited before an aborted completion continues.
         control: Target of the admin calls. Without it, or without an admin key, there are none.
-        trouble: Returns why the policy cannot answer at present, for `/health`; None while it can.
+        trouble: Returns the reason why the policy cannot answer at present, for `/health`; None while it can.
         version: Returns the policy version that answers new requests, for `/v1/models`.
-        episodes: Admits the keys of these episodes, each for its episode alone. Episodes opened later use `renderer`.
-        open_episode: Opens an episode for `POST /episodes`. Without it harnesses cannot open any.
+        episodes: Store of episodes. The key of each admits only to its episode. Episodes opened later use `renderer`.
+        open_episode: Opens an episode for `POST /episodes`. Without it harnesses cannot open episodes.
     """
     limits = limits or ServerLimits()
     keys = keys or Keys()
@@ -119,7 +119,7 @@ class _Parts:
     """Objects that the endpoints of one application share.
 
     Attributes:
-        conversations: Remembered for clients; None without a tokenizer and a renderer, as is `turns`.
+        conversations: Conversations remembered for clients. None without a tokenizer and a renderer; so is `turns`.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class _Parts:
         self.stops = tuple(stop_token_ids)
 
     def generating(self, stored: StoredResponses) -> dict[str, Endpoint]:
-        """Endpoints that generate or tokenize, by their paths. All are POST."""
+        """Endpoints that generate or tokenize, by path. The method of all is POST."""
         policy, exchanges, text, turns, stops = self.policy, self.exchanges, self.text, self.turns, self.stops
         threads = Threads(exchanges.limits.response_bytes)
         return {
@@ -166,7 +166,7 @@ class _Endpoints:
     """ASGI application of all endpoints. Those that generate have one path each and are found without the router.
 
     Attributes:
-        paths: Of all routes.
+        paths: Paths of all routes.
     """
 
     def __init__(self, generating: Mapping[str, Endpoint], others: Sequence[Route], *, with_keys: bool) -> None:

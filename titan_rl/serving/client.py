@@ -20,22 +20,22 @@ from titan_rl.serving.connections import Connections
 from titan_rl.types import Completion, FinishReason, PromptScores, SamplingParams, VersionSpan
 
 REFUSED = frozenset({400, 404, 413, 415, 422})
-"""Status codes of faults in the request itself. A missing key, a full server and a failing one are no such faults."""
+"""Status codes of errors in the request itself. A missing key and a full or failing server are not such errors."""
 
 NOT_UNDERSTOOD = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
-"""Exceptions raised by reading an answer of unexpected form. JSON that nests too deeply is a `RecursionError`."""
+"""Exceptions raised when an answer of unexpected form is read. JSON that nests too deeply is a `RecursionError`."""
 
 
 class Asking:
-    """Requests to one endpoint. Connection faults are retried with backoff, and a server that answers 429 with
-    `Retry-After` is asked again after that time, unless that is later than `timeout_s`.
+    """Requests to one endpoint. Connection errors are retried with backoff. If a server answers 429 with `Retry-After`,
+    the request is repeated after that time, unless `timeout_s` is over by then.
 
     Args:
         api_key: Sent as a bearer token.
-        timeout_s: Of one answer, all retries and waits included.
-        connection_attempts: Attempts to connect, with growing backoff.
-        busy: Status codes that are retried, too, as often as a connection. By default a failing server is reported
-            at once.
+        timeout_s: Time limit of one answer including all retries and waits, in seconds.
+        connection_attempts: Number of attempts to connect, with growing pauses.
+        busy: Further status codes that are retried, as often as a connection. By default the answer of a failing server
+            is an error at once.
         transport: httpx transport that replaces the network.
     """
 
@@ -65,16 +65,16 @@ class Asking:
         )
 
     async def close(self) -> None:
-        """Close the connections. Calls under way fail."""
+        """Close the connections. Calls in flight fail."""
         self._is_closed = True
         await self._client.aclose()
 
     async def post(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> httpx.Response:
-        """An answer with status 200.
+        """Send a request, and return an answer with status 200.
 
         Raises:
             RequestError: The server refuses the request.
-            GenerationError: The server cannot be reached, fails, or is full for too long, or the client is closed.
+            GenerationError: The server cannot be reached, fails or is full for too long, or the client is closed.
         """
         ends_at = asyncio.get_running_loop().time() + self._timeout_s
         try:
@@ -98,7 +98,7 @@ class Asking:
         while True:
             pause_s = _full_for(response)
             if pause_s is not None and clock() + pause_s >= ends_at:
-                return response  # its reason says more than a time limit after a pause that cannot end in time
+                return response  # its message explains more than a time limit after a pause that is too long
             if pause_s is None:
                 if response.status_code not in self._busy or asked == self._attempts:
                     return response
@@ -109,7 +109,7 @@ class Asking:
 
     async def _post(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> httpx.Response:
         for attempt in range(1, self._attempts + 1):
-            if self._is_closed:  # where httpx raises a RuntimeError
+            if self._is_closed:  # httpx would raise a RuntimeError
                 raise GenerationError(f"the client of {self.endpoint} is closed")
             try:
                 return await self._client.post(self.endpoint, json=body, headers=headers)
@@ -123,7 +123,7 @@ class Asking:
 
 
 def is_int(value: Any) -> bool:
-    """Whether a value is an integer and no boolean, which Python counts among the integers."""
+    """Return whether a value is an integer but not a boolean, which Python counts among the integers."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -132,13 +132,13 @@ def _growing_pause(attempt: int) -> float:
 
 
 def _full_for(response: httpx.Response) -> float | None:
-    """Seconds after which a full server wants to be asked again; None if this is its answer."""
+    """Seconds after which a full server wants the request again; None if the response is final."""
     after = response.headers.get("retry-after", "")
     return max(0.01, float(after)) if response.status_code == 429 and after.isdecimal() else None
 
 
 def _message(response: httpx.Response) -> str:
-    """The error message of a response, with its code if there is one."""
+    """Return the error message of a response, with its code if there is one."""
     try:
         error = response.json()["error"]
         code = error.get("code")
@@ -152,10 +152,10 @@ _ROUNDING = 1e-3
 
 
 class HttpGenerateFn:
-    """A `GenerateFn` over HTTP: a server of titan_rl, vLLM's own, or another of that protocol.
+    """A `GenerateFn` over HTTP, for a server of titan_rl, of vLLM, or another that implements the protocol.
 
-    Only connection faults are retried, so that a failing server is reported. A server that answers 429 with
-    `Retry-After` is asked again after that time.
+    Only connection errors are retried, so that a failing server is noticed. If a server answers 429 with `Retry-After`,
+    the request is repeated after that time.
 
     Example:
 
@@ -163,16 +163,16 @@ class HttpGenerateFn:
             completion = await generate([1, 2, 3], request_id="a", sampling=SamplingParams(max_tokens=8))
 
     Args:
-        url: Where the server is; the path of the endpoint is added.
-        model: Name of the model; None is the one that is served.
+        url: URL of the server. The path of the endpoint is added.
+        model: Name of the model; None for the one that is served.
         api_key: Sent as a bearer token.
-        version: The policy version of tokens whose server does not tell, or tells by other names than numbers.
-        timeout_s: Of one completion, all retries and waits included.
-        connection_attempts: How often a connection is tried, ever more slowly.
+        version: Policy version of tokens for which the server reports no version, or one that is not a number.
+        timeout_s: Time limit of one completion including all retries and waits, in seconds.
+        connection_attempts: Number of attempts to connect, with growing pauses.
         transport: httpx transport that replaces the network.
 
-    vLLM gives logprobs of the distribution sampled from only when it is started with
-    `--logprobs-mode processed_logprobs`.
+    vLLM returns logprobs of the distribution that tokens are sampled from only if it is started with `--logprobs-mode
+    processed_logprobs`.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class HttpGenerateFn:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections. Calls under way fail."""
+        """Close the connections. Calls in flight fail."""
         await self._asking.close()
 
     async def __call__(
@@ -216,12 +216,13 @@ class HttpGenerateFn:
         session_id: str | None = None,
         sampling: SamplingParams,
     ) -> Completion:
-        """
+        """Generate a completion.
+
         Raises:
-            RequestError: The server refuses the request, or it asks for routed experts or top logprobs, which
-                do not come this way.
-            GenerationError: The server cannot be reached, fails, is full for too long, or says what cannot be
-                understood.
+            RequestError: The server refuses the request, or the request has a constraint or asks for routed experts or
+                top logprobs, which are not transferred over HTTP.
+            GenerationError: The server cannot be reached, fails, is full for too long, or sends an answer that cannot
+                be understood.
         """
         if sampling.constraint is not None:
             raise RequestError(
@@ -275,7 +276,7 @@ class HttpGenerateFn:
         return tuple(spans)
 
     def _version_of(self, told: Any) -> int:
-        """Version in a server's answer; vLLM names weights that were never updated "default"."""
+        """Parse the version in a server's answer. vLLM names weights that were never updated "default"."""
         return int(told) if str(told).isdecimal() else self._version
 
 
@@ -287,13 +288,13 @@ def _token_id(value: Any) -> int:
 
 def _logprob(value: Any) -> float:
     if not ((is_int(value) or isinstance(value, float)) and LEAST_LOGPROB < value <= _ROUNDING):
-        # The least stands for minus infinity, and not-a-number is in no order with anything.
+        # `LEAST_LOGPROB` represents minus infinity, and comparisons with NaN are false.
         raise ValueError(f"a logprob is {value!r}; it must be a number above {LEAST_LOGPROB:g} and not above 0")
     return float(value)
 
 
 def _prompt_logprob(value: Any) -> float:
-    """A logprob of a token that was not sampled, which may be minus infinity."""
+    """Parse the logprob of a token that was not sampled, which may be minus infinity."""
     return LEAST_LOGPROB if value == LEAST_LOGPROB else _logprob(value)
 
 
@@ -319,10 +320,10 @@ def _wire_sampling(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def prompt_scores_of(told: Any, prompt: Sequence[int], top_k: int) -> PromptScores:
-    """Scores of a prompt from vLLM's form: for each token the logprobs by token id, None for the first.
+    """Parse the scores of a prompt in vLLM's form: for each token the logprobs by token id; None for the first token.
 
     Raises:
-        ValueError: They are of other tokens, or fewer than `top_k` at a place.
+        ValueError: The scores are of other tokens, or fewer than `top_k` at a position.
     """
     if not isinstance(told, list) or len(cast("list[Any]", told)) != len(prompt):
         raise ValueError(f"prompt_logprobs are {str(told)[:60]}; each of {len(prompt)} tokens needs an entry")
@@ -349,13 +350,13 @@ def prompt_scores_of(told: Any, prompt: Sequence[int], top_k: int) -> PromptScor
 _BUSY = frozenset({429, 502, 503, 504, 529})
 
 _TOO_LONG = ("context_length_exceeded", "context length", "context window", "prompt is too long")
-"""Phrases by which servers report that a prompt does not fit."""
+"""Phrases by which servers report that a prompt is too long."""
 
 
 class HttpChatFn:
     """A `ChatFn` over `POST /v1/chat/completions`, as served by OpenAI, vLLM, titan_rl and others.
 
-    Requests to a server that is busy or down for a moment are retried with backoff.
+    Requests to a server that is temporarily busy or down are retried with backoff.
 
     Example:
 
@@ -363,13 +364,13 @@ class HttpChatFn:
             reply = await chat(messages, request_id="a", sampling=SamplingParams(max_tokens=64))
 
     Args:
-        url: Of the server, with or without its "/v1".
-        model: Its name on the server.
+        url: URL of the server, with or without its "/v1".
+        model: Name of the model on the server.
         api_key: Sent as a bearer token.
-        body: More fields of each request, such as {"reasoning_effort": "low"}; one that is None leaves out what would
-            be sent, such as {"temperature": None} for a model that takes none.
-        timeout_s: Of one reply, all retries and waits included.
-        connection_attempts: Attempts at a connection, or at a busy server.
+        body: More fields of each request, such as {"reasoning_effort": "low"}. A field with the value None is left out
+            of the request, such as {"temperature": None} for a model that accepts no temperature.
+        timeout_s: Time limit of one reply including all retries and waits, in seconds.
+        connection_attempts: Number of attempts to connect, or to reach a busy server.
         transport: httpx transport that replaces the network.
     """
 
@@ -396,7 +397,7 @@ class HttpChatFn:
         )
         self._model = model
         self._body = dict(body or {})
-        self._max_tokens = "max_tokens"  # by its name in this server's requests
+        self._max_tokens = "max_tokens"  # name of this field in requests to this server
 
     async def __aenter__(self) -> HttpChatFn:
         return self
@@ -405,7 +406,7 @@ class HttpChatFn:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections. Calls under way fail."""
+        """Close the connections. Calls in flight fail."""
         await self._asking.close()
 
     async def __call__(
@@ -417,12 +418,13 @@ class HttpChatFn:
         session_id: str | None = None,
         sampling: SamplingParams,
     ) -> ChatReply:
-        """
+        """Generate a reply.
+
         Raises:
-            PromptTooLongError: The server says so.
+            PromptTooLongError: The server reports that the prompt is too long.
             RequestError: The server refuses the request, or withholds the reply.
-            GenerationError: The server cannot be reached, fails, is busy for too long, or says what cannot be
-                understood.
+            GenerationError: The server cannot be reached, fails, is busy for too long, or sends an answer that cannot
+                be understood.
         """
         headers = {} if session_id is None else {"x-session-id": session_id}
         response = await self._post(messages, tools, sampling, headers)
@@ -469,8 +471,8 @@ class HttpChatFn:
 
 
 def _wire_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Arguments of calls are text there, reasoning stays with who reasoned, and a tool's answer names its call: the
-    first that has none yet."""
+    """Convert messages to the protocol. Arguments of calls become text, reasoning is left out, and a tool's answer
+    names its call: by default the first that has no answer yet."""
     wired: list[dict[str, Any]] = []
     unanswered: list[str] = []
     for message in messages:

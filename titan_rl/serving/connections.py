@@ -1,4 +1,4 @@
-"""HTTP connections of a client whose cost for a request does not grow with their number."""
+"""HTTP connections of a client. The cost per request does not grow with their number."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ import httpx
 
 
 class Connections(httpx.AsyncBaseTransport):
-    """HTTP transport to one server, with as many connections as there are requests at a time.
+    """HTTP transport to one server, with one connection per concurrent request.
 
-    Each connection is an httpcore pool of its own. For a request, a pool looks at all of its connections, and for each
-    idle one at all of them again: with 64 requests at a time, more than half of a client's processor time.
+    Each connection is a separate httpcore pool. For each request, a pool looks at all of its connections, and for each
+    idle connection at all of them again. With 64 concurrent requests in one pool, this takes more than half of a
+    client's CPU time.
 
     Args:
-        most: Largest number of connections. Further requests wait for one.
+        most: Maximum number of connections. Further requests wait for one.
     """
 
     def __init__(self, most: int) -> None:
         self._places = asyncio.Semaphore(most)
-        self._ssl = httpx.create_ssl_context(trust_env=False)  # takes milliseconds
+        self._ssl = httpx.create_ssl_context(trust_env=False)  # shared, because this takes milliseconds
         self._idle: list[httpx.AsyncHTTPTransport] = []
         self._busy: set[httpx.AsyncHTTPTransport] = set()
         self._is_closed = False
@@ -47,7 +48,7 @@ class Connections(httpx.AsyncBaseTransport):
         return httpx.AsyncHTTPTransport(verify=self._ssl, trust_env=False, limits=limits)
 
     async def give_back(self, connection: httpx.AsyncHTTPTransport) -> None:
-        """Keep a connection for the next request. httpcore closes it where its answer was not read to the end."""
+        """Keep a connection for the next request. httpcore closes it if its answer was not read to the end."""
         self._busy.discard(connection)
         self._places.release()
         if self._is_closed:
@@ -56,7 +57,7 @@ class Connections(httpx.AsyncBaseTransport):
             self._idle.append(connection)
 
     async def aclose(self) -> None:
-        """Close all connections. Requests under way, and those that wait for a connection, fail."""
+        """Close all connections. Requests in flight, and those that wait for a connection, fail."""
         self._is_closed = True
         connections, self._idle = [*self._idle, *self._busy], []
         for connection in connections:
@@ -64,7 +65,7 @@ class Connections(httpx.AsyncBaseTransport):
 
 
 class _Answer(httpx.AsyncByteStream):
-    """Body of a response, whose end gives its connection back."""
+    """Body of a response. Closing it returns the connection."""
 
     def __init__(
         self, stream: httpx.AsyncByteStream, connections: Connections, connection: httpx.AsyncHTTPTransport

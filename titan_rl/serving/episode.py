@@ -1,4 +1,4 @@
-"""Episode of one agent: its limits, rewards and sampling, and the rollout that training takes from it."""
+"""Episode of one agent: its limits, rewards and sampling, and the rollout that training uses."""
 
 from __future__ import annotations
 
@@ -29,17 +29,19 @@ from titan_rl.types import EXTRA_SAMPLING, Completion, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class EpisodeLimits:
-    """
+    """Limits of episodes.
+
     Args:
-        time_s: Until an episode ends by itself.
-        turns: Of one episode; asking for another ends it.
-        requests: Of one episode, in flight at once; one more is a `BusyError`.
-        memory_bytes: About what the conversations of one episode may keep; asking for more ends it.
-        episodes: Open at once; one more is a `BusyError`.
-        keep_s: How long the key of an ended episode is still known, so that late requests are told how it ended.
+        time_s: Time after which an episode ends by itself, in seconds.
+        turns: Maximum number of turns of one episode. A request for another turn ends the episode.
+        requests: Maximum number of requests of one episode in flight. Another request raises a `BusyError`.
+        memory_bytes: Approximate memory for the conversations of one episode. A request beyond it ends the episode.
+        episodes: Maximum number of open episodes. Opening another raises a `BusyError`.
+        keep_s: Time for which the key of an ended episode stays known, in seconds, so that late requests learn how it
+            ended.
 
     Raises:
-        ValueError: Names the limit that is not positive.
+        ValueError: A limit is not positive. The message names it.
     """
 
     time_s: float = 3600.0
@@ -61,29 +63,32 @@ Answer = tuple[str, int]
 
 
 class EpisodeRewards:
-    """Rewards by name, of the whole and of each turn. The last report of a name is the one that counts."""
+    """Rewards by name, of the whole episode and of each turn. The last report of a name counts."""
 
     def __init__(self) -> None:
         self._whole: dict[str, float] = {}
         self._by_answer: dict[Answer, dict[str, float]] = {}  # in the order of the turns
 
     def add_turn(self, answer: Answer) -> None:
-        """
+        """Note a turn, whose rewards may then be reported.
+
         Raises:
-            RequestError: There is a turn of this answer.
+            RequestError: There already is a turn of this answer.
         """
         if answer in self._by_answer:
             raise RequestError(f"answer {answer[0]!r} has a choice {answer[1]}; each has an id of its own")
         self._by_answer[answer] = {}
 
     def report(self, rewards: Mapping[str, float], answer_id: str | None, index: int) -> None:
-        """
+        """Report rewards by name.
+
         Args:
-            answer_id: None for the whole.
+            answer_id: Id of the answer; None for the whole episode.
+            index: Index of the answer's choice.
 
         Raises:
             LookupError: There is no such answer.
-            ValueError: A reward is no finite number.
+            ValueError: A reward is not a finite number.
         """
         for name, value in rewards.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -105,31 +110,33 @@ _REFUSED = EXTRA_SAMPLING - {"constraint"}
 
 
 class EpisodeSampling:
-    """An agent says when its completions end, and training how they are sampled.
+    """Sampling parameters of an episode: the agent decides when its completions end, training how they are sampled.
 
-    An agent chooses `max_tokens`, up to the episode's, `stop_token_ids`, how many `top_logprobs` it is told, and a
-    constraint, for which `correction.constrained` accounts. The rest is the episode's: training cannot account for a
-    nucleus or a temperature of 0, and an agent that always asks for the same seed would get the same answer in every
-    sibling. Penalties and biases are refused: an agent that asks for them depends on what they do.
+    An agent chooses `max_tokens` up to the episode's, `stop_token_ids`, the number of `top_logprobs` that it receives,
+    and a constraint, for which `correction.constrained` accounts. The other parameters are the episode's: training
+    cannot account for top-p sampling or a temperature of 0, and an agent that always sends the same seed would get the
+    same answer in every sibling. Penalties and biases are refused, because an agent that sends them relies on their
+    effect.
 
-    Where the episode has a seed, each request draws one of its own from it, which depends on its prompt and on how
-    often that was asked before: so agents that ask for several things at once get the same answers again, in whichever
-    order their requests arrive.
+    If the episode has a seed, each request draws its own seed from it. That depends on the prompt and on the number of
+    earlier requests with the same prompt. So an agent with concurrent requests gets the same answers again, in
+    whichever order its requests arrive.
 
     Args:
-        own: None is what the agent asks for.
-        episode_id: In the seeds.
+        own: Sampling parameters of the episode; None uses the agent's.
+        episode_id: Id that the seeds depend on.
     """
 
     def __init__(self, own: SamplingParams | None, episode_id: str) -> None:
         self._own = own
         self._episode_id = episode_id
-        self._asked: Counter[str] = Counter()  # times, by prompt
+        self._asked: Counter[str] = Counter()  # number of requests by prompt
 
     def of(self, asked: SamplingParams, prompt_token_ids: Sequence[int]) -> SamplingParams:
-        """
+        """Return the sampling parameters for a request.
+
         Raises:
-            ApiError: 400, penalties or biases are asked for.
+            ApiError: With status 400 if the request has penalties or biases.
         """
         own = self._own
         if own is None:
@@ -168,41 +175,41 @@ _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~-]{0,127}")
 
 
 class Episode:
-    """One agent at work: its conversations, its requests in flight, its rewards, and how it ended. A `Caller`.
+    """Episode of one agent: its conversations, requests in flight, rewards, and its end. A `Caller`.
 
-    It ends once: by `end`, by its time, or by a limit. What is in flight then is cancelled, and nothing is recorded or
-    rewarded after that. It belongs to the event loop that it is made in.
+    It ends once: by `end`, by its time limit, or by another limit. Requests in flight are then cancelled, and nothing
+    is recorded or rewarded afterwards. It belongs to the event loop in which it is made.
 
-    Example, of one request:
+    Example of one request:
 
         talk = episode.talk(messages, tools, None)
         ask = talk.ask(sampling, num_choices=1, request_id="chatcmpl-17")
         (completion,) = await policy.complete(ask)
         talk.record(0, completion, message)
 
-    and of the end:
+    Example of the end:
 
         episode.reward({"solved": 1.0})
         episode.end()
         episode.fill_in(rollout)
 
     Args:
-        episode_id: Of letters, digits and `._~-`; it is part of the episode's URL.
-        renderer: Without one there are no messages.
-        stream: What generates for it; never broken off by an abort. None is the policy of the server.
-        sampling: How its completions are sampled, whatever its agent asks for: see `EpisodeSampling`.
-        session_id: Of the router; by default the episode's id.
-        on_end: Called once, when it has ended.
+        episode_id: Id of 1 to 128 letters, digits and `._~-`. It is part of the episode's URL.
+        renderer: Converts messages to tokens. Without it there are no messages.
+        stream: Generates for the episode, and is never interrupted by an abort. None is the server's policy.
+        sampling: Sampling parameters that take precedence over the agent's; see `EpisodeSampling`.
+        session_id: Session of the router. Defaults to the episode's id.
+        on_end: Called once when the episode has ended.
 
     Attributes:
-        key: The secret that identifies its requests. It is in no message and no `repr`.
-        name: Unique among episodes and clients.
-        num_prompt_tokens: Of the last request, answered or not.
-        status: None while the episode is open.
-        error: The error that ended it, if one did.
+        key: Secret that identifies requests of the episode. It appears in no message and no `repr`.
+        name: Name that is unique among episodes and clients.
+        num_prompt_tokens: Number of prompt tokens of the latest request, answered or not.
+        status: Status at its end; None while the episode is open.
+        error: Error that ended it; None if there was none.
 
     Raises:
-        ValueError: The id has other characters.
+        ValueError: The id has other characters, or a wrong length.
     """
 
     def __init__(
@@ -233,9 +240,9 @@ class Episode:
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
-        self._sampled: list[SamplingParams] = []  # by the turn's index
+        self._sampled: list[SamplingParams] = []  # by index of the turn
         self._rewards = EpisodeRewards()
-        self._in_flight: dict[asyncio.Timeout, int] = {}  # and how many completions each asks for
+        self._in_flight: dict[asyncio.Timeout, int] = {}  # number of completions that each request asks for
         self._timer = self._loop.call_later(self._limits.time_s, self._own_time_is_up)
 
     def __repr__(self) -> str:
@@ -252,9 +259,10 @@ class Episode:
     def talk(
         self, messages: Sequence[Message], tools: Tools | None, session_id: str | None, style: Style | None = None
     ) -> Talk:
-        """
+        """Begin a turn of a conversation with these messages.
+
         Raises:
-            EpisodeEndedError: It is over.
+            EpisodeEndedError: The episode is over.
             RequestError: The messages cannot be rendered.
         """
         self._require_open()
@@ -266,10 +274,10 @@ class Episode:
 
     @asynccontextmanager
     async def request(self, num_choices: int = 1) -> AsyncGenerator[None]:
-        """The block is one request for so many turns, which is cancelled when the episode ends.
+        """Context manager of one request for `num_choices` turns. The block is cancelled when the episode ends.
 
         Raises:
-            EpisodeEndedError: It is over, or ends meanwhile.
+            EpisodeEndedError: The episode is over, or ends meanwhile.
             RequestError, BusyError: See `check_room`.
         """
         self.check_room(num_choices)
@@ -286,12 +294,13 @@ class Episode:
             self._in_flight.pop(scope, None)
 
     def check_room(self, num_choices: int) -> None:
-        """Check that a request for so many turns may begin.
+        """Check that a request for `num_choices` turns may begin.
 
         Raises:
-            EpisodeEndedError: It is over, or ends with this request, for which its limits have nothing left.
-            RequestError: It asks for more turns than are left.
-            BusyError: As many requests are in flight as its limit allows, or they may take up the turns that are left.
+            EpisodeEndedError: The episode is over, or ends with this request because a limit is exhausted.
+            RequestError: The request asks for more turns than are left.
+            BusyError: The limit of requests in flight is reached, or the requests in flight may take up the turns that
+                are left.
         """
         self._require_open()
         left = self._limits.turns - len(self._sampled)
@@ -311,7 +320,7 @@ class Episode:
             raise BusyError(f"the episode's requests in flight may take up the {left} turns that it has left")
 
     def sampling_for(self, asked: SamplingParams, prompt_token_ids: Sequence[int]) -> SamplingParams:
-        """Sampling parameters for a completion that was requested with `asked`; see `EpisodeSampling`."""
+        """Return the sampling parameters for a completion that was requested with `asked`; see `EpisodeSampling`."""
         return self._sampling.of(asked, prompt_token_ids)
 
     def record(
@@ -322,42 +331,42 @@ class Episode:
         sampling: SamplingParams,
         answer: Answer | None = None,
     ) -> TurnNode:
-        """Record a turn. Its completion is copied, and belongs to the rollout.
+        """Record a turn. The completion is copied, and the copy becomes part of the rollout.
 
         Args:
-            message: The completion as the client is given it: see `ConversationTree.add`.
-            sampling: What the completion was asked for with.
-            answer: What the client knows it by: the id of the answer, and which of its choices. By default the
-                completion's request id, and the first.
+            message: The completion in the form in which the client receives it; see `ConversationTree.add`.
+            sampling: Sampling parameters with which the completion was requested.
+            answer: Key of the completion for the client: the id of the answer, and the index of the choice. Defaults to
+                the completion's request id and 0.
 
         Raises:
-            EpisodeEndedError: The episode is over; the client must not be given this completion.
-            RequestError: There is a turn of this answer.
-            ValueError: A logprob is not finite, or there are more tokens than were asked for.
+            EpisodeEndedError: The episode is over. The client must not receive this completion.
+            RequestError: There already is a turn of this answer.
+            ValueError: A logprob is not finite, or there are more tokens than were requested.
         """
         self._require_open()
-        own = replace(completion_of(completion, sampling.max_tokens), top_logprobs=None)  # they were the agent's
+        own = replace(completion_of(completion, sampling.max_tokens), top_logprobs=None)  # only the agent needs them
         self._rewards.add_turn(answer or (completion.request_id, 0))
         self._sampled.append(sampling)
         return self.tree.add(prompt, own, message)
 
     def reward(self, rewards: Mapping[str, float], answer_id: str | None = None, index: int = 0) -> None:
-        """Report rewards by name, of the whole episode or of a turn. The last report of a name counts.
+        """Report rewards by name, of the whole episode or of one turn. The last report of a name counts.
 
         Args:
-            answer_id: Of the turn, as its client has it; None for the whole.
-            index: Which of the answer's choices.
+            answer_id: Id of the turn's answer, as the client knows it; None for the whole episode.
+            index: Index of the answer's choice.
 
         Raises:
-            EpisodeEndedError: It is over, and may have been judged.
-            LookupError: It has no such answer.
-            ValueError: A reward is no finite number.
+            EpisodeEndedError: The episode is over, and may have been scored.
+            LookupError: The episode has no such answer.
+            ValueError: A reward is not a finite number.
         """
         self._require_open()
         self._rewards.report(rewards, answer_id, index)
 
     def end(self, status: RolloutStatus = RolloutStatus.COMPLETED, error: str | Failure | None = None) -> bool:
-        """End the episode. Returns False if it had already ended: the first end counts."""
+        """End the episode. Returns False if it had already ended, because only the first end counts."""
         if self.status is not None:
             return False
         self.status = status
@@ -373,20 +382,20 @@ class Episode:
         return True
 
     def time_is_up(self, error: str) -> bool:
-        """End by timeout; see `end`. An episode with turns is judged as truncated, and one without is an error."""
+        """End by timeout; see `end`. An episode with turns counts as truncated, and one without turns as an error."""
         return self.end(RolloutStatus.TRUNCATED_TIME if self._sampled else RolloutStatus.ERROR_TIMEOUT, error)
 
     async def wait(self) -> None:
-        """Return when the episode is over."""
+        """Wait until the episode is over."""
         await asyncio.shield(self._ended)
 
     def fill_in(self, rollout: Rollout) -> None:
         """Fill a rollout with turns, transcript and status. Called when the episode is over.
 
-        Every turn is in the rollout once, the turns of a branch behind each other, so that `build_samples` makes one
-        sample of each branch and trains each sampled token in one of them. Rewards of the whole are the last turn's.
-
-        An agent that completed and never asked the policy is an ERROR_ENV: it says nothing of the policy.
+        Every turn is in the rollout once. The turns of a branch follow each other, so that `build_samples` makes one
+        sample of each branch and trains each sampled token in one of them. Rewards of the whole episode are added to
+        the last turn. If an agent completed without ever asking the policy, the status is ERROR_ENV, because the
+        episode says nothing about the policy.
         """
         assert self.status is not None, "the episode goes on"
         branches, rewards = self.tree.branches(), self._rewards.by_turn()
@@ -423,7 +432,7 @@ class _EpisodeTalk:
 
     def ask(self, sampling: SamplingParams, num_choices: int, request_id: str, first_index: int = 0) -> Ask:
         episode = self._episode
-        episode.check_room(num_choices)  # a request that is refused draws no seed, so that its retry gets that one
+        episode.check_room(num_choices)  # first, so that a refused request draws no seed
         own = episode.sampling_for(sampling, self.prompt_token_ids)
         self._first_index = first_index
         scope = partial(episode.request, num_choices)

@@ -1,4 +1,4 @@
-"""Open episodes of a server by their keys, and the endpoints through which a harness opens, rewards and ends one."""
+"""Open episodes of a server by key, and the endpoints through which a harness opens, rewards and ends an episode."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from titan_rl.types import SamplingParams
 
 
 class EpisodeStore:
-    """The episodes of a server, by their keys.
+    """Episodes of a server by key.
 
     Args:
-        renderer: Of the episodes that are opened.
+        renderer: Renderer of the episodes that are opened.
 
-    A key is looked up by a digest that nobody outside can foresee, so that the time it takes tells nothing of other
-    keys. It opens one episode and no other.
+    A key is looked up by a digest that no client can predict, so that the time of a look-up reveals nothing about other
+    keys. Each key opens only one episode.
 
     Example:
 
@@ -52,7 +52,7 @@ class EpisodeStore:
         self._num_open = 0
 
     def __len__(self) -> int:
-        """Episodes that are open."""
+        """Number of open episodes."""
         return self._num_open
 
     def open(
@@ -64,15 +64,15 @@ class EpisodeStore:
         session_id: str | None = None,
         max_turns: int | None = None,
     ) -> Episode:
-        """A new episode. Whoever opens it ends it, or its time does.
+        """Open a new episode. The caller has to end it; otherwise its time limit does.
 
         Args:
             stream, sampling, session_id: See `Episode`.
-            max_turns: By default the store's limit.
+            max_turns: Maximum number of turns. Defaults to the store's limit.
 
         Raises:
-            BusyError: As many are open as the limit allows.
-            ValueError: The id is none.
+            BusyError: The maximum number of episodes is open.
+            ValueError: The id is not valid.
         """
         if self._num_open >= self._limits.episodes:
             raise BusyError(f"{self._num_open} episodes are open, which is the limit")
@@ -91,7 +91,7 @@ class EpisodeStore:
         return episode
 
     def find(self, key: str) -> Episode | None:
-        """The episode of this key, also for a while after its end; None where there is none."""
+        """Return the episode with this key, also for a while after its end; None if there is none."""
         episode = self._by_key.get(self._digest(key))
         if episode is None or not hmac.compare_digest(episode.key.encode(), key.encode("utf-8", "replace")):
             return None
@@ -110,13 +110,13 @@ EPISODES = "/episodes"
 
 class OpenBody(Body):
     wait_s: Annotated[float, Field(ge=0, le=3600)] = 0.0
-    """Longest wait for a sample to play, where there is none at once."""
+    """Longest wait for a sample, in seconds, if none is available at once."""
 
 
 class RewardBody(Body):
     rewards: Annotated[dict[Annotated[str, Field(max_length=256)], float], Field(max_length=256)]
     completion_id: str | None = None
-    """The `id` of the answer that they are for; without it they are for the whole."""
+    """The `id` of the answer that the rewards are for. Without it they are for the whole episode."""
     index: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Index of the choice."""
 
@@ -130,9 +130,10 @@ class EndBody(Body):
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """
+    """An episode that was opened for a harness.
+
     Args:
-        sample: What the episode is about, where whoever opens episodes says so.
+        sample: Subject of the episode, if the function that opens episodes provides one.
     """
 
     episode: Episode
@@ -140,24 +141,25 @@ class Opened:
 
 
 Open = Callable[[float], Awaitable[Opened]]
-"""Opens an episode for a harness that asks for one and would wait so many seconds.
+"""Opens an episode for a harness that would wait for the given number of seconds.
 
 Raises:
-    BusyError: there is none to be had; later there may be.
-    ApiError: 503, there will be none any more.
+    BusyError: None is available now; later there may be.
+    ApiError: With status 503 if there will be none any more.
 """
 
 
 def episode_url(base_url: str, episode: Episode) -> str:
-    """
+    """URL of an episode.
+
     Args:
-        base_url: Of the server: "http://127.0.0.1:8000".
+        base_url: URL of the server, for example "http://127.0.0.1:8000".
     """
     return f"{base_url.rstrip('/')}{EPISODES}/{episode.id}"
 
 
 def episode_routes(open_episode: Open) -> list[Route]:
-    """`POST /episodes` for who may call the server, and the rest of it for the key of the episode in the path."""
+    """Make the routes of episodes: `POST /episodes` for clients, the others for the key of the episode in the path."""
 
     async def begin(request: Request) -> Response:
         body = read(request, OpenBody)
@@ -204,7 +206,7 @@ def episode_routes(open_episode: Open) -> list[Route]:
 
 
 def _episode_of(request: Request) -> Episode:
-    """A request that has come so far on this path has the episode's key."""
+    """Return the episode of a request. The admission has checked that the request has the key of an episode."""
     caller = request.scope["caller"]
     assert isinstance(caller, Episode)
     return caller

@@ -19,19 +19,20 @@ from titan_rl.types import Completion, FinishReason, SamplingParams, TokenChunk
 
 
 def unbroken(stream: RequestFn, *, wait_until_resumed: Callable[[], Awaitable[object]] | None = None) -> RequestFn:
-    """Wrap `stream` so that its callers get whole completions, and every token in chunks; see `Resume`.
+    """Wrap `stream` so that callers get complete completions in spite of aborts, and every token in a chunk; see
+    `Resume`.
 
     Raises:
-        GenerationError: An answer has other tokens than it had streamed.
+        GenerationError: An answer differs from the tokens that were streamed.
     """
     return functools.partial(Resume(wait_until_resumed).whole, stream)
 
 
 class Versions(Protocol):
-    """Other policies of the server, under names of their own: versions of the served one, or adapters."""
+    """Other policies of the server under their own names: versions of the served policy, or adapters."""
 
     def names(self) -> Sequence[str]:
-        """Names of all, for `/v1/models`."""
+        """Names of all policies, for `/v1/models`."""
         ...
 
     def version_of(self, name: str) -> int | None:
@@ -39,23 +40,24 @@ class Versions(Protocol):
         ...
 
     def stream_of(self, name: str | None) -> RequestFn | None:
-        """Generation of a version, or None if there is none of this name. None is the policy's own name."""
+        """Return the generation function of a policy; None if the name is unknown. `None` is the served policy's
+        name."""
         ...
 
 
 OnTokens = Callable[[int, TokenChunk], int | None]
-"""Called with the index of a completion and its next tokens. Returns how many of them belong to it if it ends there,
-and None if it continues."""
+"""Callback with the index of a completion and its next tokens. Returns None if the completion continues. If it ends
+within these tokens, returns how many of them belong to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Completions of one prompt.
+    """Request for completions of one prompt.
 
     Args:
-        num_choices: How many. With a seed, each has one of its own.
-        stream: What generates them; None is the server's policy.
-        scope: Entered while they are generated.
+        num_choices: Number of completions. With a seed, each completion gets its own.
+        stream: Generates the completions; None is the server's policy.
+        scope: Context manager that is entered during generation.
     """
 
     prompt_token_ids: Sequence[int]  # [num_prompt_tokens]
@@ -67,19 +69,20 @@ class Ask:
     scope: Callable[[], AbstractAsyncContextManager[object]] = nullcontext
 
     def sampling_of(self, index: int) -> SamplingParams:
-        """Sampling parameters of the completion with this index."""
+        """Return the sampling parameters of the completion with this index."""
         sampling = self.sampling
         return sampling if sampling.seed is None or not index else replace(sampling, seed=sampling.seed + index)
 
 
 class ServedPolicy:
-    """
+    """Policy of a server under one name, with the metrics of its completions.
+
     Args:
-        model: The name clients know it by.
-        stream: Never broken off by an abort (`titan_rl.serving.policy.unbroken`).
-        max_context: Most tokens of prompt and completion.
-        any_model: Any other name is this policy's, too.
-        versions: Answer requests under their names.
+        model: Name by which clients know it.
+        stream: Generates completions that no abort interrupts; see `unbroken`.
+        max_context: Maximum number of tokens of prompt and completion together.
+        any_model: Whether it also answers under all unknown names.
+        versions: Other policies, which answer under their own names.
     """
 
     def __init__(
@@ -101,10 +104,10 @@ class ServedPolicy:
         self._metrics = metrics
 
     def named(self, name: str | None) -> ServedPolicy:
-        """The policy of this name: this one, or another of the server. None is this one.
+        """Return the policy of this name: this one, or another of the server. None is this one.
 
         Raises:
-            ApiError: 404, there is none of this name.
+            ApiError: With status 404 if there is none of this name.
         """
         if name is None or name == self.model:
             return self
@@ -117,14 +120,14 @@ class ServedPolicy:
         raise ApiError(404, message, param="model", code="model_not_found")
 
     def sampling(self, num_prompt_tokens: int, max_tokens: int | None, param: str, **given: object) -> SamplingParams:
-        """Sampling parameters whose budget is what is asked for, as far as there is room.
+        """Make sampling parameters with a budget of `max_tokens`, limited by the room in the context.
 
         Args:
-            max_tokens: None is all the room there is.
-            param: The field that the prompt is from.
+            max_tokens: Requested number of tokens. None takes all the room.
+            param: Name of the field that contains the prompt, for errors.
 
         Raises:
-            ApiError: 400, the prompt is empty or fills the context, or two values do not go together.
+            ApiError: With status 400 if the prompt is empty or fills the context, or values contradict each other.
         """
         room = self.max_context - num_prompt_tokens
         if not num_prompt_tokens:
@@ -139,14 +142,14 @@ class ServedPolicy:
             raise ApiError(400, message, param=message.partition(" ")[0]) from None
 
     async def complete(self, ask: Ask, on_tokens: OnTokens | None = None) -> list[Completion]:
-        """Generate all completions of a request at once. One that fails ends the others.
+        """Generate all completions of a request at once. If one fails, the others are cancelled.
 
         Returns:
-            [num_choices], none of them aborted
+            Completions, none of them aborted.  # [num_choices]
 
         Raises:
-            ApiError: 503, an interruption outlasted its limits.
-            TitanRLError: What generation failed with.
+            ApiError: With status 503 if an interruption outlasted its limits.
+            TitanRLError: Generation failed.
         """
         self._metrics.prompt_tokens.inc(len(ask.prompt_token_ids))
         unique = f"{ask.request_id}-{uuid.uuid4().hex[:12]}"
@@ -186,7 +189,7 @@ class ServedPolicy:
             try:
                 _check_asked(request.sampling, chunk)
                 end = on_tokens(index, chunk)
-            except Exception as error:  # no fault of the replica that tells
+            except Exception as error:  # not the fault of the replica that sends the chunk
                 failure, end = error, 0
             if end is not None:
                 is_cut, chunk = True, tokens_between(chunk, 0, end)
@@ -229,9 +232,11 @@ class ServedPolicy:
 
 
 def _check_asked(sampling: SamplingParams, given: Completion | TokenChunk) -> None:
-    """
+    """Check that everything that was requested has been generated.
+
     Raises:
-        ApiError: 400, what generates has no other logprobs than the sampled tokens', or cannot constrain.
+        ApiError: With status 400 if the generator returns no logprobs of other tokens or of prompts, or cannot apply
+            constraints.
     """
     if sampling.top_logprobs and given.token_ids and given.top_logprobs is None:
         raise ApiError(400, "what generates here gives the sampled tokens' logprobs alone", param="top_logprobs")

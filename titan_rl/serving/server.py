@@ -19,23 +19,23 @@ from titan_rl.serving.app import PolicyApp
 from titan_rl.serving.http.exchange import ServerLimits
 
 GRACE_S = 5
-"""Grace period of connections when the server stops."""
+"""Grace period of connections when the server stops, in seconds."""
 
 
 @asynccontextmanager
 async def serve(app: PolicyApp, *, host: str = "127.0.0.1", port: int = 0) -> AsyncGenerator[str]:
-    """Within the block the application is served. At its end, requests under way get a 503 and the port is free.
+    """Context manager that serves an application. At the end, requests in flight get a 503 and the port is freed.
 
-    Example: on a port that the system picks:
+    Example, on a port that the system chooses:
 
         async with serve(make_app(router.stream, model="policy", max_context=4096)) as url:
             print(url)  # http://127.0.0.1:43210
 
     Args:
-        host: An address of this machine. Others than loopback need keys for clients.
+        host: Address of this machine. Addresses other than loopback require keys for clients.
 
     Returns:
-        Where it is served.
+        URL of the server.
 
     Raises:
         ConfigError: The address is not loopback and there are no keys, or it cannot be bound.
@@ -52,7 +52,7 @@ async def serve(app: PolicyApp, *, host: str = "127.0.0.1", port: int = 0) -> As
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        timeout_keep_alive=75,  # longer than clients keep idle connections, which then close them themselves
+        timeout_keep_alive=75,  # longer than clients keep idle connections, so that clients close them
         timeout_graceful_shutdown=GRACE_S,
     )
     server = _Server(config)
@@ -68,13 +68,13 @@ async def serve(app: PolicyApp, *, host: str = "127.0.0.1", port: int = 0) -> As
         app.exchanges.close()
         server.should_exit = True
         try:
-            await asyncio.shield(serving)  # it lets go of the port, also where the block was cancelled
+            await asyncio.shield(serving)  # frees the port, even if the block was cancelled
         finally:
             listener.close()
 
 
 def seen_from_elsewhere(url: str) -> str:
-    """The URL with the machine's host name, where it is of all addresses of the machine: 0.0.0.0 or [::]."""
+    """Replace 0.0.0.0 or [::], which stand for all addresses of the machine, in a URL by the machine's host name."""
     scheme, _, address = url.partition("://")
     host, _, port = address.rpartition(":")
     return f"{scheme}://{socket.gethostname()}:{port}" if host in ("0.0.0.0", "[::]") else url
@@ -91,12 +91,12 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
-        """Signals are the run's, not the server's."""
+        """Leave signals to the run."""
         yield
 
 
 def listener_of(host: str, port: int, keys: Keys) -> socket.socket:
-    """A socket that listens there, for its owner to close.
+    """Open a listening socket, which the caller has to close.
 
     Raises:
         ConfigError: The address is not loopback and there are no keys, or it cannot be bound.
@@ -107,7 +107,8 @@ def listener_of(host: str, port: int, keys: Keys) -> socket.socket:
             "or TITAN_RL_API_KEY in the environment of titan-rl serve"
         )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio turns Nagle's algorithm off for sockets that say they are TCP, and else every answer waits 40 ms.
+    # asyncio disables Nagle's algorithm only for sockets with an explicit TCP protocol; otherwise every answer waits 40
+    # ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -120,14 +121,14 @@ def listener_of(host: str, port: int, keys: Keys) -> socket.socket:
 
 
 LINGER_S = 2.0
-"""Time for which the rest of a refused body is read and dropped, so that its client can read the error."""
+"""Time for which the rest of a refused body is read and dropped, in seconds, so that its client can read the error."""
 
 _AROUND_A_HEADER = len(": \r\n")
 
 
 class HeadWithBody:
-    """A transport that sends the head of a response together with what is written behind it, at once or in the same
-    turn of the event loop. A packet costs more than most answers, and each wakes its reader."""
+    """Transport that sends the head of a response together with the data that is written next, at once or in the same
+    iteration of the event loop. A packet costs more than most answers, and each packet wakes its reader."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport = transport
@@ -167,13 +168,13 @@ class Connection(HttpToolsProtocol):
     after its answer, and output that a client does not read.
 
     Args:
-        limits: Of them `head_bytes`, `head_s` and `read_s`.
+        limits: Limits of the server, of which `head_bytes`, `head_s` and `read_s` are enforced here.
     """
 
     def __init__(self, limits: ServerLimits, **uvicorns: Any) -> None:
         super().__init__(**uvicorns)
         self._limits = limits
-        self._head_bytes: int | None = None  # of the head that is arriving, but those that came with its beginning
+        self._head_bytes: int | None = None  # bytes of the arriving head after its first packet
         self._kept_bytes = 0  # of a request's path, headers and trailers
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
@@ -208,9 +209,11 @@ class Connection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def _keep(self, num_bytes: int) -> None:
-        """
+        """Count bytes of the head.
+
         Raises:
-            ValueError: They are too many. It stops the parser, so that nobody answers a request of which there is more.
+            ValueError: There are too many. It stops the parser, so that nobody answers a request that has not arrived
+                completely.
         """
         self._kept_bytes += num_bytes
         if self._kept_bytes > self._limits.head_bytes:
@@ -228,9 +231,9 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_response_complete(self) -> None:
-        is_pipelined = bool(self.pipeline)  # then the body that is arriving is the next one's
+        is_pipelined = bool(self.pipeline)  # if so, the body that is arriving belongs to the next request
         super().on_response_complete()
-        if self.cycle.more_body and not is_pipelined:  # it was answered before its body had come
+        if self.cycle.more_body and not is_pipelined:  # it was answered before its body had arrived
             self._end_after("body", min(LINGER_S, self._limits.body_s))
 
     def on_message_complete(self) -> None:
@@ -246,7 +249,7 @@ class Connection(HttpToolsProtocol):
         self._go_on("read")
 
     def _end_after(self, what: str, seconds: float) -> None:
-        """Abort the connection after a timeout, unless `_go_on` is called before."""
+        """Abort the connection after a timeout, unless `_go_on` is called first."""
         if what not in self._timers:
             self._timers[what] = self.loop.call_later(seconds, self.transport.abort)
 

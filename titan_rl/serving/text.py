@@ -1,4 +1,4 @@
-"""Conversion between tokens and text: decoding of streams up to stop strings, tokenizing beside the event loop."""
+"""Conversion between tokens and text: decoding of streams up to stop strings, and tokenizing in a thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from titan_rl.rollout.renderer.tokenizer import Decode, Detokenizer
 
 
 class Text:
-    """A tokenizer of `transformers` or of `tokenizers`. It belongs to one event loop."""
+    """Tokenizer of `transformers` or `tokenizers`. Belongs to one event loop."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = self._tokenizer = tokenizer
@@ -25,49 +25,50 @@ class Text:
         self._markup = {token.content: token_id for token_id, token in sorted(added.items())}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """
+        """Tokenize a text.
+
         Args:
-            add_special_tokens: Those that the tokenizer begins a text with.
+            add_special_tokens: Whether to add the special tokens that the tokenizer places around a text.
         """
         plain = {} if add_special_tokens else {"add_special_tokens": False}
         encoded = self._tokenizer.encode(text, **plain)
         return list(getattr(encoded, "ids", encoded))
 
     def shown(self, token_ids: Sequence[int]) -> str:
-        """With special tokens."""
+        """Decode tokens, including special tokens."""
         return self._backend.decode(list(token_ids), skip_special_tokens=False)
 
     def markup(self) -> list[str]:
-        """Tokens that are part of no text, such as `<think>` and `<|im_end|>`: the first 64 that the tokenizer adds to
-        its vocabulary."""
+        """Return tokens that are not part of texts, such as `<think>` and `<|im_end|>`: the first 64 that the tokenizer
+        adds to its vocabulary."""
         return list(islice(self._markup, 64))
 
     def token_of(self, markup: str) -> int:
-        """The token that is written so."""
+        """Return the id of an added token by its text."""
         return self._markup[markup]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Without special tokens."""
+        """Decode tokens without special tokens."""
         return self._backend.decode(list(token_ids), skip_special_tokens=True)
 
     def is_special(self, token_id: int) -> bool:
-        """Whether `decode` leaves it out."""
+        """Return whether `decode` leaves a token out."""
         return token_id in self._special
 
     def piece(self, token_id: int) -> str:
-        """Text of one token, special or not."""
+        """Return the text of one token, special or not."""
         return self._backend.decode([token_id], skip_special_tokens=False)
 
 
 class TextReader:
-    """The text of a completion until the first of some strings.
+    """Decodes a completion up to the first of some stop strings.
 
     Args:
-        stops: Strings that end the text; they are not part of it.
-        before: See `Detokenizer`.
+        stops: Strings that end the text. They are not part of it.
+        before: Tokens before the completion; see `Detokenizer`.
 
     Attributes:
-        stop: The one that was found.
+        stop: Stop string that was found; None while there is none.
     """
 
     def __init__(self, decode: Decode, stops: Sequence[str] = (), before: Sequence[int] = ()) -> None:
@@ -77,10 +78,12 @@ class TextReader:
         self.stop: str | None = None
 
     def add(self, token_ids: Sequence[int]) -> tuple[str, int]:
-        """
+        """Decode the next tokens.
+
         Returns:
-            text: what can be told with these tokens.
-            num_tokens: how many of them belong to the completion: less than all if it stops in one of them.
+            text: Text that is certain with these tokens.
+            num_tokens: Number of these tokens that belong to the completion: fewer than all if a stop string ends
+                within them.
         """
         if not self._stops:
             return self._detokenizer.add(token_ids), len(token_ids)
@@ -92,7 +95,7 @@ class TextReader:
         return text, len(token_ids)
 
     def end(self) -> str:
-        """The rest of the text."""
+        """Return the rest of the text, at the end of the completion."""
         if self.stop is not None:
             return ""
         text = self._until_stop(self._detokenizer.end())
@@ -126,15 +129,15 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SHORT = 1 << 16
-"""Characters that are tokenized within some milliseconds, for which the event loop can wait."""
+"""Number of characters that are tokenized within some milliseconds, for which the event loop can wait."""
 
 
 class Tokenizing:
-    """Calls that tokenize: short ones at once, and long ones in a thread, one after the other. A call that is cancelled
-    while it runs has no result.
+    """Calls that tokenize: short ones run at once, long ones in a thread, one after another. A call that is cancelled
+    while it runs returns nothing.
 
-    No tokenizer or renderer may be used by two threads at once. The thread therefore has copies of those that calls
-    use, which is why they use what `own` returns. Where one cannot be copied, short calls wait for a long one.
+    No tokenizer or renderer may be used by two threads at once. The thread therefore has its own copies, and calls must
+    use the objects that `own` returns. If an object cannot be copied, short calls wait for a long one.
 
     Example:
 
@@ -151,18 +154,19 @@ class Tokenizing:
         self._thread = ThreadPoolExecutor(1, "tokenizing")
 
     def own(self, used: T) -> T:
-        """Stands for a tokenizer or renderer in calls: the original on the event loop, and a copy in the thread."""
+        """Return a proxy of a tokenizer or renderer for use in calls: the original on the event loop, a copy in the
+        thread."""
         if isinstance(used, _Owned):
             return used
         self._owned.append(used)
         return cast("T", _Owned(self, len(self._owned) - 1))
 
     def held(self, used: T) -> T:
-        """The object itself that the current thread uses for what `own` returned."""
+        """Return the object that the current thread uses for a proxy returned by `own`."""
         return cast("T", self.present(used.index)) if isinstance(used, _Owned) else used
 
     def present(self, index: int) -> Any:
-        """The current thread's object for the one with this index."""
+        """Return the current thread's object with this index."""
         return getattr(self._of_thread, "copies", self._owned)[index]
 
     async def __call__(self, call: Callable[[], T], num_characters: int) -> T:
@@ -182,8 +186,8 @@ class Tokenizing:
     def _has_copies(self) -> bool:
         if self._can_copy and not hasattr(self._of_thread, "copies"):
             try:
-                self._of_thread.copies = copy.deepcopy(self._owned)  # all at once: a renderer may hold the tokenizer
-            except Exception as error:  # a renderer of the user's may hold anything
+                self._of_thread.copies = copy.deepcopy(self._owned)  # together: a renderer may hold the tokenizer
+            except Exception as error:  # a user's renderer may hold anything
                 logger.info("short texts wait for long ones to be tokenized: no copy can be made: %r", error)
                 self._can_copy = False
         return self._can_copy

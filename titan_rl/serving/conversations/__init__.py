@@ -1,1 +1,1 @@
-"""Conversations that keep their tokens: which turn a history goes on from, and which session samples the next."""
+"""Conversations that keep their tokens: which turn a history extends, and which session samples the next turn."""

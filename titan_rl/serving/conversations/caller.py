@@ -1,4 +1,4 @@
-"""Callers of the server and the conversations that are remembered for them."""
+"""Callers of the server, and the conversations that are remembered for them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from titan_rl.types import Completion, SamplingParams
 
 
 class Conversation:
-    """A tree of turns, and the session in which each of them was sampled.
+    """Tree of turns, with the session in which each turn was sampled.
 
     Args:
-        key: What it is found by.
+        key: Key by which it is found.
     """
 
     def __init__(self, key: bytes, renderer: Renderer, session_id: str | None) -> None:
@@ -35,8 +35,8 @@ class Conversation:
         self._sessions: dict[TurnNode, str] = {}
 
     def session_of(self, prompt: Prompt) -> str:
-        """Session of the turn that a prompt extends, whose replica has the KV cache. A new conversation may go to any
-        replica, so it gets a session of its own, unless the client names one."""
+        """Return the session of the turn that a prompt extends, because its replica has the KV cache. A new
+        conversation may go to any replica, so it gets a new session, unless the client names one."""
         known = None if prompt.parent is None else self._sessions.get(prompt.parent)
         return self._session_id or known or uuid.uuid4().hex
 
@@ -45,19 +45,20 @@ class Conversation:
 
 
 class Conversations:
-    """The conversations of all clients: each client's own, by the session it names, else by how they begin.
+    """Conversations of all clients. Each client has its own, found by the session that it names or else by their
+    beginning.
 
-    The least recently used are evicted, and conversations with too many turns start over: their histories are
-    tokenized again.
+    The least recently used conversations are evicted. A conversation with too many turns starts over, which tokenizes
+    its history again.
 
     Args:
-        limits: `num_conversations`, `conversation_turns` and `conversation_bytes` of them.
+        limits: Limits of the server, of which `num_conversations`, `conversation_turns` and `conversation_bytes` apply.
     """
 
     def __init__(self, renderer: Renderer, limits: ServerLimits) -> None:
         self._renderer = renderer
         self._limits = limits
-        self._found: OrderedDict[bytes, Conversation] = OrderedDict()  # the one longest unused comes first
+        self._found: OrderedDict[bytes, Conversation] = OrderedDict()  # least recently used first
         self._num_bytes = 0
 
     def __len__(self) -> int:
@@ -66,17 +67,17 @@ class Conversations:
     def of(
         self, client: bytes, session_id: str | None, messages: Sequence[Message], tools: Tools | None
     ) -> Conversation:
-        """The conversation of these messages, or a new one, which is remembered once it has a turn.
+        """Return the conversation that these messages continue, or a new one, which is remembered once it has a turn.
 
         Args:
-            client: Its owner. Requests of other clients do not find it.
+            client: Owner of the conversation. Requests of other clients do not find it.
         """
         how = (b"opening", _opening(messages, tools)) if session_id is None else (b"session", session_id.encode())
         key = blake2b(b"\0".join((client, *how)), digest_size=16).digest()
         found = self._found.get(key)
         if found is None or len(found.tree.turns) >= self._limits.conversation_turns:
             return Conversation(key, self._renderer, session_id)
-        with suppress(KeyError):  # forgotten since, where this is called in a thread
+        with suppress(KeyError):  # it may have been evicted meanwhile if this runs in a thread
             self._found.move_to_end(key)
         return found
 
@@ -86,7 +87,7 @@ class Conversations:
         """Record a turn of a conversation."""
         found = self._forget(conversation.key)
         if found is not None and prompt.after is None and len(found.tree.turns) < self._limits.conversation_turns:
-            conversation = found  # several began it at once
+            conversation = found  # several requests began it at the same time
         conversation.add(prompt, completion, message, session_id)
         self._found[conversation.key] = conversation
         self._num_bytes += conversation.tree.num_bytes
@@ -118,11 +119,11 @@ NO_RENDERER = (
 )
 
 Show = Callable[[Sequence[int]], str]
-"""The text of tokens, for people."""
+"""Function that returns the text of tokens for people."""
 
 
 class Talk(Protocol):
-    """One prompt of a caller, on its way to its completions.
+    """Prompt of a caller, and the recording of its completions.
 
     Example:
 
@@ -136,33 +137,33 @@ class Talk(Protocol):
     def prompt_token_ids(self) -> Sequence[int]: ...
 
     def ask(self, sampling: SamplingParams, num_choices: int, request_id: str, first_index: int = 0) -> Ask:
-        """The request to send to the policy. Called once.
+        """Make the request to send to the policy. Called once.
 
         Args:
-            sampling: As the client wants it.
-            request_id: What the client knows the answer by.
-            first_index: Of its choices, in an answer that has those of other prompts before them.
+            sampling: Sampling parameters that the client asks for.
+            request_id: Id by which the client knows the answer.
+            first_index: Index of the first choice, in an answer that has the choices of other prompts before it.
         """
         ...
 
     def record(self, index: int, completion: Completion, message: Message) -> None:
-        """Keep one of the completions, before the client is told that it is whole.
+        """Record one of the completions. Called before the client learns that it is complete.
 
         Args:
-            index: Among those of this prompt.
-            message: The completion as the client is given it, with all that it may send back.
+            index: Index among the completions of this prompt.
+            message: The completion as the client receives it, with everything that it may send back.
 
         Raises:
-            EpisodeEndedError: The client must not be given it.
+            EpisodeEndedError: The client must not receive it.
         """
         ...
 
 
 class Caller(Protocol):
-    """Client or episode on whose behalf requests are answered.
+    """Client or episode for which requests are answered.
 
     Attributes:
-        name: Unique.
+        name: Unique name.
     """
 
     name: bytes
@@ -170,7 +171,8 @@ class Caller(Protocol):
     def talk(
         self, messages: Sequence[Message], tools: Tools | None, session_id: str | None, style: Style | None = None
     ) -> Talk:
-        """
+        """Make the prompt of a conversation.
+
         Raises:
             RequestError: The messages cannot be rendered.
         """
@@ -187,8 +189,8 @@ class Client:
     """Client with a key of the server, or any client of a server without keys.
 
     Args:
-        name: Unique.
-        conversations: Of all clients. Without it messages are refused.
+        name: Unique name.
+        conversations: Conversations of all clients. Without it messages are refused.
     """
 
     def __init__(self, name: bytes, conversations: Conversations | None) -> None:
@@ -225,7 +227,7 @@ class _RememberedTalk:
 
 
 class _ForgottenTalk:
-    """Prompt of a client that keeps the tokens itself, so that nothing is remembered."""
+    """Prompt of a client that keeps the tokens itself. Nothing is remembered."""
 
     def __init__(self, token_ids: Sequence[int], session_id: str | None) -> None:
         self.prompt_token_ids = token_ids

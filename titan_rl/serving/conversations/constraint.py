@@ -1,7 +1,7 @@
-"""Constraints on replies, in the form of structural tags: calls of tools as a model writes them, and JSON of a schema.
+"""Constraints on replies in the form of structural tags: tool calls as a model writes them, and JSON of a schema.
 
-How a model writes its calls is read off its renderer: one renders a call of a made-up tool, and what stands around the
-name and the arguments is what stands around those of every call.
+The form of a model's calls is derived from its renderer. The renderer renders a call of a made-up tool, and the text
+around the name and the arguments is the text around those of every call.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from titan_rl.serving.http.errors import UNSUPPORTED_VALUE, ApiError
 from titan_rl.serving.text import Text
 
 Format = dict[str, Any]
-"""One of xgrammar's: `{"type": "const_string", "value": "a"}`."""
+"""A format of xgrammar, such as `{"type": "const_string", "value": "a"}`."""
 
 MOST_SPACES = 32
-"""White space in a row between the parts of JSON. Without a limit a model may go on with it until its budget ends."""
+"""Maximum white space in a row between the parts of JSON. Without a limit a model may write it until its budget
+ends."""
 
 _THINK, _THINK_END = "<think>", "</think>"
 _NAME, _FIELD, _VALUE = "made_up_tool", "made_up_field", "made_up_value"
@@ -40,11 +41,11 @@ class Constraint:
     """Requirement on a reply: a forced tool call, or JSON of a schema.
 
     Args:
-        tools: One of these has to be called. None forces no call.
-        schema: Of the JSON that the reply's text has to be, unless it calls a tool; True is any JSON object. None
-            leaves the text free.
-        one_call: There is one call and no more.
-        param: The field that asks for it.
+        tools: Tools of which one must be called. None forces no call.
+        schema: JSON schema of the reply's text, unless the reply calls a tool. True is any JSON object. None leaves the
+            text free.
+        one_call: Whether the reply may have only one call.
+        param: Name of the request's field that asks for the constraint.
     """
 
     param: str
@@ -55,10 +56,10 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """Form of a model's tool calls: `<begin>name<middle>{"arguments": ...}<end>`, and `<between>` two of them.
+    """Form of a model's tool calls: `<begin>name<middle>{"arguments": ...}<end>`, with `<between>` between two calls.
 
     Args:
-        between: None where it writes no more than one.
+        between: Text between two calls; None if the model writes only one.
     """
 
     begin: str
@@ -68,23 +69,23 @@ class CallForm:
 
 
 class Constraining:
-    """Writes constraints for the replies of one model."""
+    """Makes constraints for the replies of one model."""
 
     def __init__(self, renderer: Renderer, text: Text) -> None:
         self._renderer = renderer
         self._text = text
-        self._form: CallForm | str | None = None  # or why there is none; found when it is first asked for
+        self._form: CallForm | str | None = None  # or the reason why there is none; found on first use
 
     def tag(
         self, wanted: Constraint, offered: Sequence[Mapping[str, Any]] | None, prompt_token_ids: Sequence[int]
     ) -> str:
-        """The structural tag that holds the completion of a prompt to what is wanted.
+        """Make the structural tag of a constraint for the completion of a prompt.
 
         Args:
-            offered: Tools that the reply may call in the place of its JSON.
+            offered: Tools that the reply may call instead of writing JSON.
 
         Raises:
-            ApiError: 400, the model's calls have no form that a grammar can describe.
+            ApiError: With status 400 if the model's calls have no form that a grammar can describe.
         """
         ways: list[Format] = []
         if wanted.tools is None:
@@ -134,7 +135,8 @@ class Constraining:
         }
 
     def _behind_reasoning(self, reply: Format, prompt_token_ids: Sequence[int]) -> Format:
-        """A prompt may have begun to reason. Where it has not, a model that can is free to."""
+        """Allow reasoning before a reply: if the prompt has begun it, it must end; otherwise a model that can reason
+        may."""
         begun = self._text.shown(prompt_token_ids[-64:]).rpartition(_THINK)
         is_open = bool(begun[1]) and _THINK_END not in begun[2]
         is_over = bool(begun[1]) and not is_open and not begun[2].partition(_THINK_END)[2].strip()
@@ -150,8 +152,8 @@ class Constraining:
         return _sequence([{"type": "optional", "content": _sequence([*self._pieces(_THINK), *rest])}, reply])
 
     def _pieces(self, text: str) -> list[Format]:
-        """A text, of which the tokenizer's own markup has to be written as the tokens that it is: spelled out in other
-        tokens, no renderer reads it."""
+        """Convert a text to formats. The tokenizer's markup must be written as its own tokens, because renderers do not
+        recognize it in other tokens."""
         markup = self._text.markup()
         split = (
             re.split(f"({'|'.join(map(re.escape, sorted(markup, key=len, reverse=True)))})", text) if markup else [text]
@@ -175,7 +177,8 @@ class Constraining:
         return CallForm(begin, middle, end, after.removesuffix(begin) if seen else None)
 
     def _rendered_calls(self, count: int) -> tuple[str, str, str] | str:
-        """Text before the name, between name and arguments, and from these to the end of the message."""
+        """Render calls, and return the text before the name, between name and arguments, and after the arguments up to
+        the end of the message. Returns a reason as a string if there is no such form."""
         function = {"name": _NAME, "arguments": {_FIELD: _VALUE}}
         calls = [{"type": "function", "id": f"call_{index}", "function": function} for index in range(count)]
         asked, tools = [{"role": "user", "content": "1"}], [_TOOL]
@@ -194,7 +197,7 @@ class Constraining:
         arguments = _ARGUMENTS.search(rest)
         if not name or arguments is None:
             return "the arguments of a call are not a JSON object there"
-        begin = before.rpartition(_THINK_END)[2].lstrip("\n")  # reasoning has a place of its own
+        begin = before.rpartition(_THINK_END)[2].lstrip("\n")  # reasoning is handled separately
         return begin, rest[: arguments.start()], rest[arguments.end() :]
 
 

@@ -1,17 +1,18 @@
-"""Identity of messages: whether a message that a client sends back is the one it was given.
+"""Identity of messages: whether a message that a client sends back is one that it was given.
 
-Clients keep the history, not the server, and what they send back is seldom the same bytes. What is the same:
+Clients keep the history, not the server, and they seldom send back exactly the same bytes. Differences that do not
+count:
 
-    any message     keys whose value is null, "", [] or {} are as if absent; the order of keys; `cache_control`, which
-                    clients move from message to message; a list of text parts is the text of them all
-    a reply         only its text, its tool calls and its reasoning count, whatever else a client hangs on to it;
-                    white space around the text; `index` and `type` of a tool call
-    its tool calls  arguments are the same where they are equal as JSON, as text or as an object; numbers are
-                    doubles, which is how JavaScript writes them back: 1.0 is 1
-    its reasoning   a reply without any is every reply that has the same text and tool calls: most clients have no
-                    field to send reasoning back in, so that its absence says nothing
+    any message     keys whose value is null, "", [] or {}; the order of keys; `cache_control`, which clients move
+                    from message to message; the division of a text into parts
+    a reply         fields other than its text, its tool calls and its reasoning; white space around the text; `index`
+                    and `type` of a tool call
+    its tool calls  the form of arguments that are equal as JSON, as text or as an object; numbers are compared as
+                    doubles, because JavaScript writes 1.0 as 1
+    its reasoning   the absence of reasoning: a reply without any matches every reply with the same text and tool
+                    calls, because most clients have no field for sending reasoning back
 
-All else is another message: a changed word, another id or order of tool calls, other reasoning.
+Any other difference makes another message: a changed word, another id or order of tool calls, other reasoning.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ _LARGEST_EXACT = 2**53
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """
+    """Digests of a message that are equal for equivalent messages.
+
     Attributes:
-        digest: Equal for messages that differ at most in their reasoning.
+        digest: Digest that is equal for messages that differ at most in their reasoning.
         reasoning: Digest of a reply's reasoning; None if it has none.
     """
 
@@ -59,17 +61,17 @@ def identity_of(message: Message) -> Identity:
 
 
 def identity_of_tokens(token_ids: Sequence[int]) -> Identity:
-    """Identity of input that a client gave as tokens. No message has the same."""
+    """Identity of input that a client gave as tokens. No message has the same identity."""
     return Identity(_digest({"tokens": list(token_ids)}))
 
 
 def identity_of_tools(tools: Tools | None) -> bytes:
-    """Equal for the same tools in the same order. None offered and an empty list are the same."""
+    """Digest that is equal for the same tools in the same order. An empty list equals no tools."""
     return _digest([_without_empty(tool) for tool in tools or ()])
 
 
 def identity_of_kwargs(kwargs: Mapping[str, Any]) -> bytes:
-    """Digest of the keywords of a chat template."""
+    """Digest of the keyword arguments of a chat template."""
     return _digest(dict(kwargs))
 
 
@@ -96,7 +98,7 @@ def _arguments(arguments: Any) -> Any:
     try:
         text = arguments if isinstance(arguments, str) else json.dumps(arguments)
         return json.loads(text, parse_float=_number, parse_int=_number)
-    except (ValueError, TypeError, RecursionError):  # not JSON, as a policy may well write it
+    except (ValueError, TypeError, RecursionError):  # not JSON, because a policy may write anything
         return arguments
 
 
@@ -112,7 +114,7 @@ def _without_empty(value: Mapping[str, Any]) -> dict[str, Any]:
 def _digest(value: Any) -> bytes:
     try:
         text = msgspec.json.encode(value, order="sorted")
-    except (TypeError, ValueError, OverflowError, RecursionError):  # half of a surrogate pair, a number of many digits
+    except (TypeError, ValueError, OverflowError, RecursionError):  # a lone surrogate, a number with too many digits
         text = _plain_text(value).encode()
     return hashlib.blake2b(text, digest_size=16).digest()
 
@@ -120,5 +122,5 @@ def _digest(value: Any) -> bytes:
 def _plain_text(value: Any) -> str:
     try:
         return json.dumps(value, sort_keys=True)
-    except (TypeError, ValueError, RecursionError):  # an object of the caller's own, or one that holds itself
+    except (TypeError, ValueError, RecursionError):  # an object of the caller's class, or one that contains itself
         return json.dumps(plain_json(value), sort_keys=True)

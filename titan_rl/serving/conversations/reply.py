@@ -1,4 +1,4 @@
-"""One completion as a message, read whole or while it streams."""
+"""Reading of one completion as a message, at once or while it streams."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def has_call(parsed: ParsedResponse) -> bool:
 
 
 def _function_of(call: ParsedToolCall) -> dict[str, str] | None:
-    """The called function in the form of OpenAI's chat. None for a malformed call: the renderer says so, it has no
-    name, or its arguments are no object that every client can read as JSON."""
+    """Return the called function in the form of OpenAI's chat. Returns None for a malformed call: one that the renderer
+    marks as such, that has no name, or whose arguments are not an object that every client can read as JSON."""
     if str(call.status) != "ok" or not isinstance(call.name, str) or not call.name:
         return None
     arguments: Any = {} if call.arguments is None else call.arguments
@@ -32,17 +32,17 @@ def _function_of(call: ParsedToolCall) -> dict[str, str] | None:
         if not isinstance(arguments, dict):
             return None
         shown = json.dumps([call.name, arguments], ensure_ascii=False, allow_nan=False)
-        shown.encode()  # half of a surrogate pair is no text
+        shown.encode()  # raises for a lone surrogate
     except (ValueError, RecursionError):
         return None
     return {"name": call.name, "arguments": json.dumps(arguments)}
 
 
 def reply_from(parsed: ParsedResponse, *, end: int | None = None) -> dict[str, Any]:
-    """The message a client is given. A call of a tool that is malformed is part of its text, as it was written.
+    """Make the message that a client receives. A malformed tool call becomes part of its text, as it was written.
 
     Args:
-        end: Where the content ends in a stop string.
+        end: Position in the content at which a stop string begins; None if there is none.
     """
     message: dict[str, Any] = {"refusal": None, "role": "assistant"}
     if reasoning := (parsed.reasoning_content or "").strip():
@@ -67,14 +67,14 @@ _MAY_END_A_CALL = frozenset(">]}")
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Next part of a reply. All deltas together make `Reply.message`."""
+    """Next part of a reply. All deltas together make up `Reply.message`."""
 
     reasoning: str = ""
     content: str = ""
-    tool_calls: Sequence[dict[str, Any]] = ()  # whole ones, in the form of OpenAI's chat
+    tool_calls: Sequence[dict[str, Any]] = ()  # complete calls, in the form of OpenAI's chat
     token_ids: Sequence[int] = ()
     logprobs: Sequence[float] = ()  # [num_tokens]
-    top_logprobs: TopLogprobs | None = None  # [num_tokens, ...] where they were asked for
+    top_logprobs: TopLogprobs | None = None  # [num_tokens, ...] if they were requested
 
     def __bool__(self) -> bool:
         return bool(self.reasoning or self.content or self.tool_calls or self.token_ids)
@@ -82,10 +82,11 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """
+    """Completion that has been read as a message.
+
     Attributes:
-        message: In the form of OpenAI's chat, as a client is given it and will send it back.
-        stop: The string that ended it, where one did.
+        message: Message in the form of OpenAI's chat, as a client receives it and will send it back.
+        stop: Stop string that ended it; None if there was none.
     """
 
     message: dict[str, Any]
@@ -127,12 +128,12 @@ class _Told:
 
 @dataclass(frozen=True, slots=True)
 class ReplyForm:
-    """Way to read the replies to a prompt.
+    """Rules for reading the replies to a prompt.
 
     Args:
-        tools: Those offered. Without any, what looks like a call of one is text.
-        one_call: A completion ends with the first call of a tool.
-        stops: Strings that end a completion; they are not part of its content.
+        tools: Tools that were offered. Without tools, text that looks like a call is text.
+        one_call: Whether a completion ends with the first tool call.
+        stops: Strings that end a completion. They are not part of its content.
     """
 
     renderer: Renderer
@@ -144,7 +145,7 @@ class ReplyForm:
 
     @property
     def may_cut(self) -> bool:
-        """Whether a completion can end before the model ends it."""
+        """Whether a completion can be ended before the model ends it."""
         return bool(self.stops) or (self.one_call and bool(self.tools))
 
     def parsed(self, token_ids: Sequence[int]) -> ParsedResponse:
@@ -152,7 +153,7 @@ class ReplyForm:
             parsed = self.renderer.parse_response(
                 list(token_ids), tools=self.tools, prompt_ids=list(self.prompt_token_ids)
             )
-        except Exception:  # a renderer raises where there is no message in it; there is text
+        except Exception:  # a renderer raises if it finds no message; there is still text
             return self._unparsed(self.text.decode(token_ids).strip())
         if self.tools or not parsed.tool_calls:
             return parsed
@@ -161,7 +162,7 @@ class ReplyForm:
 
     @property
     def begins_thinking(self) -> bool:
-        """Whether the prompt has begun the reasoning."""
+        """Whether the prompt has begun the reasoning of the reply."""
         return self.text.decode(list(self.prompt_token_ids[-8:])).rstrip().endswith(_THINK)
 
     def _unparsed(self, text: str) -> ParsedText:
@@ -172,24 +173,26 @@ class ReplyForm:
 
 
 class ReplyReader:
-    """Only a renderer knows what in a completion is content, reasoning or a call of a tool, and it reads whole
-    completions. So text is told as it comes where it can be one thing alone: reasoning until it closes, content until
-    there is a character or a special token with which a call of a tool may begin. The rest is told at the end."""
+    """Reads a completion while it streams. Only a renderer knows which parts of a completion are content, reasoning or
+    tool calls, and it reads only whole completions. So text is passed on at once only while its kind is certain:
+    reasoning until it closes, and content until a character or special token that may begin a tool call. The rest is
+    passed on at the end."""
 
     def __init__(self, form: ReplyForm) -> None:
         self._form = form
         self._reader = TextReader(form.text.decode, form.stops)
         self._token_ids: list[int] = []
-        self._pending = ""  # text that is not told yet
+        self._pending = ""  # text that has not been passed on yet
         self._told = _Told()
         self._mode = _Mode.UNKNOWN
-        self._begins_thinking: bool | None = None  # until it has to be known
+        self._begins_thinking: bool | None = None  # determined on first use
 
     def take(self, chunk: TokenChunk) -> tuple[Delta, int | None]:
-        """
+        """Read the next tokens.
+
         Returns:
-            delta: what there is to tell.
-            end: tokens of the chunk after which the completion ends, if it does.
+            delta: Next part of the reply that is certain.
+            end: Number of tokens of the chunk after which the completion ends; None if it continues.
         """
         piece, count = self._reader.add(chunk.token_ids)
         before = len(self._token_ids)
@@ -205,12 +208,13 @@ class ReplyReader:
         return Delta(reasoning, content, (), kept.token_ids, kept.logprobs, kept.top_logprobs), end
 
     def end(self, completion: Completion) -> tuple[Delta, Reply]:
-        """The rest, and all of it."""
+        """Return the rest of the reply, and the whole reply."""
         whole = self.whole(completion)
         message, told = dict(whole.message), self._told
         rest = self._pending + self._reader.end()
         if told.content or not whole.reasoning.startswith(told.reasoning):
-            # What was told stands, and is the message that comes back; reasoning comes before content.
+            # The text that was passed on cannot change and is part of the message that comes back. Reasoning precedes
+            # content.
             message["reasoning_content"] = told.reasoning + (rest if self._mode is _Mode.THINKING else "")
             if not message["reasoning_content"]:
                 del message["reasoning_content"]
@@ -222,16 +226,17 @@ class ReplyReader:
         ), reply
 
     def whole(self, completion: Completion) -> Reply:
-        """All of it, where nothing was told before."""
+        """Read a whole completion of which nothing was passed on before."""
         parsed = self._form.parsed(completion.token_ids)
         content, stops = parsed.content, self._form.stops
         end, stop = find_stop(content, stops), self._reader.stop
-        if end is not None and stop is None:  # it shows only now that no further token comes
+        if end is not None and stop is None:  # text that appears only when no further token comes
             stop = next(each for each in stops if content.startswith(each, end))
         return Reply(reply_from(parsed, end=end), completion, stop)
 
     def _end_of_call(self, before: int) -> int | None:
-        """Tokens of the last chunk up to the end of the first call."""
+        """Number of tokens of the last chunk up to the end of the first tool call; None if there is no complete
+        call."""
         form = self._form
         if not (form.one_call and form.tools) or not self._may_end_a_call(self._token_ids[before:]):
             return None
@@ -247,7 +252,7 @@ class ReplyReader:
         )
 
     def _told_now(self, piece: str) -> tuple[str, str]:
-        """Reasoning and content that can be told with this piece."""
+        """Return the reasoning and content that are certain with this piece."""
         self._pending += piece
         reasoning = content = ""
         if self._mode is _Mode.UNKNOWN:
@@ -302,7 +307,7 @@ class ReplyReader:
         if self._form.tools:
             ends = [end for mark in _MAY_BEGIN_A_CALL if (end := text.find(mark)) >= 0]
             text = text[: min(ends, default=None)]
-        text = text.rstrip()  # a renderer may strip what follows
+        text = text.rstrip()  # a renderer may strip trailing white space
         self._pending = self._pending[len(text) :]
         self._told.content += text
         return text

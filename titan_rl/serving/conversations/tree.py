@@ -1,4 +1,4 @@
-"""Tree of a conversation's turns: finds the turn that a history extends, so that nothing sampled is tokenized again."""
+"""Tree of a conversation's turns. It finds the turn that a history extends, so no sampled token is tokenized again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 class Prefixes(Generic[T]):
-    """Finds the longest of many sequences that another begins with, in one pass over that.
+    """Finds the longest of many sequences that are prefixes of another sequence, in one pass over that sequence.
 
     Example:
 
@@ -45,7 +45,7 @@ class Prefixes(Generic[T]):
         self._found[key].append(value)
 
     def longest(self, token_ids: Sequence[int]) -> Sequence[T]:
-        """The values of the longest sequence that `token_ids` begins with; none where there is none."""
+        """Return the values of the longest sequence that is a prefix of `token_ids`; none if there is none."""
         running, position = blake2b(digest_size=16), 0
         found: Sequence[T] = ()
         for length in self._lengths:
@@ -62,19 +62,20 @@ def _packed(token_ids: Sequence[int]) -> bytes:
 
 
 _IN_TOKENS = b"tokens"
-_TOKEN_BYTES = 36  # of an integer and its place in a list
+_TOKEN_BYTES = 36  # of an integer and its reference in a list
 _TURN_BYTES = 256
 
 
 @dataclass(slots=True, eq=False)
 class TurnNode:
-    """One completion and where it stands.
+    """Completion, and its place in the tree.
+
 
     Attributes:
-        index: How many turns of the tree were added before it.
-        parent: The turn with whose prompt and completion its prompt begins; None where the prompt was rendered whole.
-        message: What the completion says, as the client was given it.
-        place: Where that stands in the conversation.
+        index: Number of turns that were added to the tree before it.
+        parent: Turn with whose prompt and completion its prompt begins; None if the prompt was rendered whole.
+        message: Message of the completion, as the client received it.
+        place: Place of that message in the conversation.
     """
 
     index: int
@@ -87,7 +88,7 @@ class TurnNode:
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """The whole prompt.  # [num_prompt_tokens]"""
+        """Whole prompt of the turn.  # [num_prompt_tokens]"""
         line: list[TurnNode] = [self]
         while (parent := line[-1].parent) is not None:
             line.append(parent)
@@ -100,7 +101,7 @@ class TurnNode:
 
     @property
     def token_ids(self) -> list[int]:
-        """Prompt and completion.  # [num_tokens]"""
+        """Prompt and completion of the turn.  # [num_tokens]"""
         return [*self.prompt_token_ids, *self.completion.token_ids]
 
 
@@ -109,25 +110,24 @@ class Prompt:
     """Tokens to generate from, and the place where `ConversationTree.add` records the completion.
 
     Attributes:
-        parent: The turn with whose prompt and completion `token_ids` begin, to the bit; None where all of it was
-            rendered.
+        parent: Turn with whose prompt and completion `token_ids` begin exactly; None if the prompt was rendered whole.
     """
 
     token_ids: Sequence[int]  # [num_prompt_tokens]
     parent: TurnNode | None
-    added_token_ids: Sequence[int] = field(repr=False)  # those behind the parent's, or all
-    root: bytes = field(repr=False)  # of the tools that it begins with
-    after: Place | None = field(repr=False)  # how far the tree knows the conversation, if at all
-    new_messages: Sequence[NewMessage] = field(repr=False)  # the rest of it
+    added_token_ids: Sequence[int] = field(repr=False)  # tokens after the parent's, or all
+    root: bytes = field(repr=False)  # identity of the offered tools, with which the prompt begins
+    after: Place | None = field(repr=False)  # last known place of the conversation; None if there is none
+    new_messages: Sequence[NewMessage] = field(repr=False)  # messages after that place
 
 
 @dataclass(frozen=True, slots=True)
 class NewMessage:
-    """A message that a tree may keep.
+    """Message that a tree may keep.
 
     Args:
-        message: Nobody else's.
-        num_bytes: About what it takes up in memory.
+        message: Private copy of the message.
+        num_bytes: Approximate size in memory.
     """
 
     identity: Identity
@@ -141,11 +141,11 @@ class NewMessage:
 
 
 class Place:
-    """A message in a conversation: what came before it, and what came after it in one conversation or another.
+    """Message in a conversation, with the messages before it and those that follow it in one conversation or another.
 
     Attributes:
-        message: None in the place before the first.
-        turns: Those whose reply it is; several, where they say the same.
+        message: Message; None in the root, before the first message.
+        turns: Turns whose reply this message is. There are several if they say the same.
     """
 
     __slots__ = ("before", "message", "next", "turns")
@@ -157,7 +157,8 @@ class Place:
         self.next: dict[bytes, dict[bytes | None, Place]] = {}  # by digest and reasoning of the next message
 
     def goes_on_with(self, identity: Identity) -> Iterable[Place]:
-        """Places of the same message. One without reasoning is the same as any that only has reasoning besides."""
+        """Return the places of the same message after this one. A message without reasoning equals those that differ
+        only in having reasoning."""
         if (same := self.next.get(identity.digest)) is None:
             return ()
         if identity.reasoning is None:
@@ -165,7 +166,8 @@ class Place:
         return (same[identity.reasoning],) if identity.reasoning in same else ()
 
     def enter(self, new: NewMessage) -> tuple[Place, int]:
-        """Its place, and the bytes that are new with it."""
+        """Return the place of a message after this one, and the number of bytes that this adds. Creates it if
+        necessary."""
         same = self.next.setdefault(new.identity.digest, {})
         if new.identity.reasoning in same:
             return same[new.identity.reasoning], 0
@@ -179,8 +181,8 @@ class Style:
 
     Args:
         renderer: Replaces the renderer of the tree.
-        key: Tells prompts of this renderer from those of others.
-        begun: Of a reply that the client has begun itself; the prompt ends with it.
+        key: Distinguishes prompts of this renderer from others.
+        begun: Tokens of a reply that the client has begun itself. The prompt ends with them.
     """
 
     renderer: Renderer | None = None
@@ -192,17 +194,17 @@ _USUAL = Style()
 
 
 class ConversationTree:
-    """The conversations of one episode, by their messages, and the turns in them.
+    """Conversations of one episode or client, by their messages, and the turns in them.
 
-    A client sends the whole history with each request. `prompt` finds the longest recorded conversation that it goes on
-    from (what is the same message: `conversations/identity.py`), and tokenizes what is new. A history that differs
-    somewhere goes on from the last turn before that, and is a branch of it.
+    A client sends the whole history with each request. `prompt` finds the longest recorded conversation that the
+    history continues (see `conversations/identity.py` for the comparison of messages), and tokenizes only new messages.
+    If the history differs somewhere, it continues from the last turn before the difference, as a branch.
 
-    Where two turns have the same history and say the same, as retries and siblings may, a client goes on from the one
-    that was gone on from least, and of these from the latest.
+    If two turns have the same history and say the same, as retries and siblings may, the turn with the fewest
+    continuations is chosen, and among these the latest.
 
-    The tree belongs to one event loop, but for `prompt`, which may be called in a thread meanwhile, one call at a time.
-    Finding a place costs one look at each message.
+    The tree belongs to one event loop. Only `prompt` may be called in another thread meanwhile, one call at a time.
+    Finding a place takes one look-up per message.
 
     Example:
 
@@ -214,34 +216,34 @@ class ConversationTree:
         more.token_ids[: len(turn.token_ids)] == turn.token_ids             # True
 
     Args:
-        renderer: Where its `bridge_to_next_turn` cannot extend a turn, the conversation is rendered whole. Without one
-            there are conversations in tokens alone.
+        renderer: Converts messages to tokens. If its `bridge_to_next_turn` cannot extend a turn, the conversation is
+            rendered whole. Without a renderer, all conversations must be given as tokens.
 
     Attributes:
-        num_bytes: About what it keeps in memory.
+        num_bytes: Approximate memory of the tree.
     """
 
     def __init__(self, renderer: Renderer | None) -> None:
         self.num_bytes = 0
         self._renderer = renderer
         self._prefixes = Prefixes[TurnNode]()
-        self._num_in_prefixes = 0  # turns, the first ones
-        self._roots: dict[bytes, Place] = {}  # by the tools offered, which are part of what a prompt begins with
+        self._num_in_prefixes = 0  # number of turns, from the first, that are in it
+        self._roots: dict[bytes, Place] = {}  # by the offered tools, which are part of the beginning of a prompt
         self._turns: list[TurnNode] = []
 
     @property
     def turns(self) -> Sequence[TurnNode]:
-        """In the order in which they were added."""
+        """Turns in the order in which they were added."""
         return self._turns
 
     def prompt(self, messages: Sequence[Message], tools: Tools | None = None, style: Style = _USUAL) -> Prompt:
-        """The prompt for the next message. The tree is as before: any number may be asked for, and used or not.
+        """Make the prompt for the next message. Does not change the tree, so prompts may remain unused.
 
         Args:
-            messages: The whole conversation. What is new in it is rendered as it stands here.
+            messages: Whole conversation. Messages that are new are rendered as given here.
 
         Raises:
-            RequestError: There is no message, or the renderer refuses them.
+            RequestError: There are no messages, or the renderer refuses them.
         """
         if not messages:
             raise RequestError("messages is empty; a conversation has at least one")
@@ -260,11 +262,11 @@ class ConversationTree:
         return Prompt(token_ids, None, token_ids, root, after, rest)
 
     def prompt_of_tokens(self, token_ids: Sequence[int], show: Callable[[Sequence[int]], str]) -> Prompt:
-        """The prompt of a client that keeps the tokens itself. It extends the longest turn whose prompt and completion
-        it begins with; see `prompt`.
+        """Make the prompt of a client that keeps the tokens itself. It extends the longest turn whose prompt and
+        completion are a prefix of it; see `prompt`.
 
         Args:
-            show: The text of tokens, for the transcript.
+            show: Returns the text of tokens, for the transcript.
         """
         for turn in self._turns[self._num_in_prefixes :]:
             self._prefixes.add(turn.token_ids, turn)
@@ -276,10 +278,11 @@ class ConversationTree:
         return Prompt(list(token_ids), parent, added, _IN_TOKENS, after, said)
 
     def add(self, prompt: Prompt, completion: Completion, message: Message) -> TurnNode:
-        """Record what was sampled from a prompt. One prompt may be added to often: siblings.
+        """Record a completion of a prompt. Several completions of one prompt are siblings.
 
         Args:
-            message: The completion as the client is given it, with all that a client may send back: ids of tool calls.
+            message: The completion as the client receives it, with everything that it may send back, such as ids of
+                tool calls.
         """
         place = prompt.after or self._roots.setdefault(prompt.root, Place())
         reply = NewMessage.of(identity_of(message), message)
@@ -296,8 +299,8 @@ class ConversationTree:
         return turn
 
     def branches(self) -> list[list[TurnNode]]:
-        """All turns, each in one list, where each is the parent of the next. Of the children of a turn the first is in
-        its list, and others begin lists of their own. The list that ended last is last."""
+        """Divide all turns into lists in which each turn is the parent of the next. The first child of a turn continues
+        the list of its parent; other children begin new lists. The lists are sorted by their last turn."""
         of_turn: list[list[TurnNode]] = []  # by the turn's index; a parent's is less than its children's
         branches: list[list[TurnNode]] = []
         for turn in self._turns:
@@ -310,8 +313,8 @@ class ConversationTree:
         return sorted(branches, key=lambda branch: branch[-1].index)
 
     def transcript(self) -> list[Message]:
-        """Every message that led to a turn, and every reply, each once: one branch after the other, a branch from where
-        it differs. The last reply is last."""
+        """Return every message that led to a turn, and every reply, each once: one branch after another, each from
+        where it differs. The last reply is last."""
         told: set[Place] = set()
         messages: list[Message] = []
         for branch in self.branches():
@@ -326,8 +329,8 @@ class ConversationTree:
         return messages
 
     def _find(self, root: Place | None, identities: Sequence[Identity]) -> tuple[TurnNode | None, Place | None, int]:
-        """The last turn of the longest recorded conversation that these messages go on from, its place, and how many
-        messages lead there."""
+        """Find the last turn of the longest recorded conversation that these messages continue, its place, and the
+        number of messages up to there."""
         found: tuple[TurnNode | None, Place | None, int] = None, root, 0
         places = [] if root is None else [root]
         for number, identity in enumerate(identities, 1):
@@ -342,7 +345,7 @@ class ConversationTree:
 def _extend(
     renderer: Renderer | None, turn: TurnNode, new_messages: Sequence[Message], tools: Tools | None
 ) -> list[int]:
-    """The tokens of a turn and of what comes after it; none where the renderer cannot extend it."""
+    """Return the tokens of a turn and of the messages after it; none if the renderer cannot extend it."""
     assert renderer is not None
     try:
         bridged = renderer.bridge_to_next_turn(
@@ -351,7 +354,7 @@ def _extend(
             renderable(new_messages),
             tools=None if tools is None else list(tools),
         )
-    except Exception:  # a template may refuse these messages alone, and take the conversation
+    except Exception:  # a template may refuse these messages alone but accept the whole conversation
         return []
     return [] if bridged is None else list(bridged.token_ids)
 

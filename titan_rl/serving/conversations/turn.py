@@ -1,4 +1,4 @@
-"""A turn of a conversation: from its messages to the replies, whichever protocol asks."""
+"""Turn of a conversation, from its messages to the replies, in any protocol."""
 
 from __future__ import annotations
 
@@ -27,28 +27,29 @@ from titan_rl.types import SamplingParams, TokenChunk
 _MOST_VARIANTS = 16
 
 _PER_MESSAGE = 64
-"""Characters whose tokenizing takes as long as the remaining work on a message."""
+"""Number of characters whose tokenizing takes as long as the other work on a message."""
 
 OnDelta = Callable[[int, Delta], None]
-"""Called with the index of a reply and its next part."""
+"""Callback with the index of a reply and its next part."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnAsk:
-    """
+    """Request for the replies of one turn.
+
     Args:
-        caller: Whose conversation it is.
-        messages: The whole conversation, in the form of OpenAI's chat.
-        sampling: Fields of `SamplingParams`, without the budget and the model's own stop tokens.
-        max_tokens: None is all the room there is.
-        one_call: A reply ends with the first call of a tool.
-        may_call: Whether a reply may call tools. Where it may not they are in the prompt all the same, which goes on
-            from the turns before, and what looks like a call is text.
-        param: The field that the messages are from.
-        constraint: What the replies have to be.
-        template_kwargs: Of the chat template.
-        begun: A reply that the client has begun, which the completion goes on with.
-        policy: What generates; by default the server's policy.
+        caller: Owner of the conversation.
+        messages: Whole conversation, in the form of OpenAI's chat.
+        sampling: Fields of `SamplingParams`, without the budget.
+        max_tokens: Budget of tokens. None takes all the room in the context.
+        one_call: Whether a reply ends with the first tool call.
+        may_call: Whether a reply may call tools. If not, the prompt contains the tools all the same, because it extends
+            earlier turns, and text that looks like a call is text.
+        param: Name of the request's field that contains the messages.
+        constraint: Constraint on the replies.
+        template_kwargs: Keyword arguments of the chat template.
+        begun: Beginning of a reply by the client, which the completion continues.
+        policy: Policy that generates. Defaults to the server's policy.
     """
 
     caller: Caller
@@ -77,14 +78,15 @@ class Turns:
         self._renderer = renderer
         self._tokenizing = tokenizing
         self._constraining = Constraining(renderer, text)
-        self._of_thread = threading.local()  # renderers by the keywords of their template, of its own tokenizer each
+        self._of_thread = threading.local()  # renderers by the keywords of their template, each with its own tokenizer
 
     def begin(self, asked: TurnAsk, id_prefix: str) -> ServedTurn:
-        """The turn that is asked for. Nothing is tokenized, generated or kept before its `replies`."""
+        """Make a turn for a request. Nothing is tokenized, generated or kept before its `replies` is called."""
         return ServedTurn(self, asked, f"{id_prefix}{uuid.uuid4().hex}")
 
     async def talk(self, asked: TurnAsk) -> Talk:
-        """
+        """Make the prompt of a turn.
+
         Raises:
             RequestError: The renderer refuses the messages, or the caller's episode is over.
         """
@@ -95,9 +97,10 @@ class Turns:
         )
 
     def _style(self, asked: TurnAsk) -> Style:
-        """
+        """Make the style of a turn's prompt.
+
         Raises:
-            RequestError: The renderer takes no such keywords.
+            RequestError: The renderer does not support such keywords.
         """
         begun = () if asked.begun is None else self.text.encode(asked.begun, add_special_tokens=False)
         if not asked.template_kwargs:
@@ -117,11 +120,11 @@ class Turns:
         return found
 
     def sampling(self, asked: TurnAsk, prompt_token_ids: Sequence[int]) -> SamplingParams:
-        """Sampling parameters of the replies to a prompt.
+        """Make the sampling parameters of the replies to a prompt.
 
         Raises:
-            ApiError: 400, the conversation fills the context, two values do not go together, or the replies cannot be
-                held to what is wanted.
+            ApiError: With status 400 if the conversation fills the context, two values contradict each other, or the
+                constraint cannot be enforced.
         """
         given = asked.sampling
         if asked.constraint is not None:
@@ -129,16 +132,17 @@ class Turns:
         return self.policy.sampling(len(prompt_token_ids), asked.max_tokens, asked.param, **given)
 
     def form(self, asked: TurnAsk, prompt_token_ids: Sequence[int]) -> ReplyForm:
-        """Form in which the replies to a prompt are read."""
+        """Make the rules for reading the replies to a prompt."""
         tools = asked.tools if asked.may_call else None
         return ReplyForm(self._renderer_of(asked), self.text, prompt_token_ids, tools, asked.one_call, asked.stops)
 
 
 class ServedTurn:
-    """
+    """Turn of a conversation that is being served. Made by `Turns.begin`.
+
     Attributes:
-        id: Of the request, for its client.
-        prompt_token_ids: What is generated from; empty before it is.  # [num_prompt_tokens]
+        id: Id of the request, for its client.
+        prompt_token_ids: Tokens of the prompt; empty before it is made.  # [num_prompt_tokens]
     """
 
     def __init__(self, turns: Turns, asked: TurnAsk, request_id: str) -> None:
@@ -149,14 +153,14 @@ class ServedTurn:
         self._talk: Talk | None = None
 
     async def replies(self, on_delta: OnDelta | None = None) -> list[Reply]:
-        """Generate. None of it is remembered before `keep`.
+        """Generate the replies. None of them is remembered before `keep`.
 
         Returns:
-            [num_choices]
+            Replies.  # [num_choices]
 
         Raises:
             RequestError: The renderer refuses the messages, or the caller's episode is over.
-            ApiError: 400, the conversation fills the context, or two values do not go together.
+            ApiError: With status 400 if the conversation fills the context, or two values contradict each other.
         """
         asked = self._asked
         policy = asked.policy or self._turns.policy
@@ -173,7 +177,7 @@ class ServedTurn:
                 on_delta(index, delta)
             return end
 
-        # Nobody reads the text before it is whole, unless there is something in it to look for.
+        # Without a stream, the text is read only at the end, unless a completion may have to be cut.
         is_watched = on_delta is not None or form.may_cut
         try:
             completions = await policy.complete(ask, on_tokens if is_watched else None)
@@ -194,12 +198,12 @@ class ServedTurn:
         return replies
 
     def keep(self, replies: Sequence[Reply]) -> None:
-        """Remember the replies: what a client was told is what the turn is known by when it comes back. Called when all
-        of it is encoded, since what cannot be sent must not be remembered, and before the client is told that it is
-        whole.
+        """Remember the replies as the client receives them, because it will send them back in this form. Called once
+        the answer is encoded, because an answer that cannot be sent must not be remembered, and before the client
+        learns that it is complete.
 
         Raises:
-            EpisodeEndedError: The client must not be given them.
+            EpisodeEndedError: The client must not receive the replies.
         """
         assert self._talk is not None, "there are no replies before they are generated"
         for index, reply in enumerate(replies):

@@ -23,7 +23,7 @@ from titan_rl.core.errors import (
 logger = logging.getLogger(__name__)
 
 UNSUPPORTED_VALUE = "unsupported_value"
-"""The code of a field that is known, with a value that is not."""
+"""Error code for a known field with an unknown value."""
 
 NOT_HONOURED = "not supported by the engine behind this server; leave it out"
 
@@ -31,13 +31,14 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 
 
 class ApiError(Exception):
-    """A request that is answered with an error.
+    """Error that a client receives in answer to a request.
 
     Args:
-        status: The HTTP status.
-        message: For the client's eyes: no path, no trace, nothing of this machine.
-        param: The field that is wrong: "messages[0].content".
-        code: For programs: "model_not_found".
+        status: HTTP status.
+        message: Text for the client. It must contain no path, no traceback and nothing else about this machine.
+        param: Field that is wrong, for example "messages[0].content".
+        code: Code for programs, for example "model_not_found".
+        headers: Further HTTP headers of the answer.
     """
 
     def __init__(
@@ -62,10 +63,11 @@ class ApiError(Exception):
 
 
 def api_error_of(error: Exception, request_id: str) -> ApiError:
-    """The error that a client receives for an exception. Details it may not see are logged with the request's ID."""
+    """Return the error that a client receives for an exception. Confidential details are logged with the request's
+    id."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, HTTPException):  # there is no such path, or it has no such method
+    if isinstance(error, HTTPException):  # no such path, or the path does not have the method
         return ApiError(error.status_code, error.detail, headers=error.headers)
     if isinstance(error, EpisodeEndedError):
         return ApiError(410, str(error), code="episode_ended")
@@ -84,21 +86,21 @@ def api_error_of(error: Exception, request_id: str) -> ApiError:
 
 
 def _nearest(details: Sequence[Any]) -> Any:
-    """The error for the type that was given, of a field that allows several types."""
+    """Choose among the errors of a field that allows several types: the one for the type that was given."""
     of_first = [one for one in details if one["loc"][:1] == details[0]["loc"][:1]]
     return next((one for one in of_first if not one["type"].endswith("_type")), details[0])
 
 
 def bad_body(error: ValidationError) -> ApiError:
-    """The first thing that is wrong with a body, and in which field."""
+    """Return the error for the first problem of a body, with the name of its field."""
     details = error.errors(include_url=False, include_input=False)
     first = next((one for one in details if one["type"] == "extra_forbidden"), _nearest(details))
     if (kind := next((one for one in details if one["loc"] == (*first["loc"][:-1], "type")), None)) is not None:
-        first = kind  # fields that its kind does not have are no news of an object that is of another
+        first = kind  # an object of another kind may lack fields, so only the wrong kind is worth reporting
     param = ""
     for step in first["loc"]:
         if isinstance(step, str) and (step == "str" or not step.isidentifier()):
-            continue  # which of several types it could be
+            continue  # the name of one of several possible types
         param += f"[{step}]" if isinstance(step, int) else f".{step}" if param else step
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"{param} is not supported here; leave it out", param=param, code="unsupported_parameter")
@@ -113,13 +115,14 @@ def bad_body(error: ValidationError) -> ApiError:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """
+    """Form of answers in one protocol.
+
     Args:
-        error: The body of an error.
-        event: One server-sent event.
-        stream_error: The event of an error, in a stream that has begun.
-        last: Ends a stream.
-        request_id_headers: Of each answer, in which clients look for the request's ID.
+        error: Makes the body of an error.
+        event: Encodes a server-sent event.
+        stream_error: Makes the event of an error in a stream that has begun.
+        last: Bytes that end a stream.
+        request_id_headers: Headers of each answer in which clients look for the id of the request.
     """
 
     error: Callable[[ApiError], Any]
@@ -134,7 +137,7 @@ def plain_event(data: Any) -> bytes:
 
 
 def named_event(data: Any) -> bytes:
-    """One that says in its own line of which type it is."""
+    """Encode an event with its type in a separate line."""
     return b"event: " + data["type"].encode() + b"\n" + plain_event(data)
 
 

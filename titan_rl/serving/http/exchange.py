@@ -1,4 +1,4 @@
-"""One request from its arrival to its answer: server limits, server metrics, streams of events."""
+"""Exchange of one request, from its arrival to its answer: server limits, server metrics, streams of events."""
 
 from __future__ import annotations
 
@@ -18,26 +18,32 @@ from titan_rl.serving.http.errors import OPENAI, ApiError, Dialect, api_error_of
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """
+    """Limits of a server.
+
     Args:
-        head_bytes: Of a request, its path, headers and trailers; the connection of one with more is closed.
-        head_s: Until a request's headers have arrived; later the connection is closed.
-        body_bytes: Of a request; more is a 413.
-        body_s: Until a request's body has arrived; later is a 408.
-        num_choices: Completions of one request (its `n`, and its prompts); more is a 400.
-        num_places: Completions under way at once; a request that finds too few free is a 429 with `Retry-After`.
-        request_s: Until a request is answered in full, pauses included; later is a 504. A stream that has begun ends
-            with the error as its last event.
-        read_s: Until a client goes on reading what is sent to it; later it counts as gone.
-        keep_alive_s: Between two signs of life of a stream that has nothing to tell.
-        num_conversations: That are remembered, to keep their tokens when they come back as messages.
-        conversation_turns: Of each of them; one with more begins anew.
-        conversation_bytes: About what all of them may keep in memory.
-        response_bytes: Of responses that are stored, with their conversations, to be gone on from or asked for again;
-            and as much of the conversations of message threads.
+        head_bytes: Maximum size of a request's path, headers and trailers. If a request exceeds it, the connection is
+            closed.
+        head_s: Time limit for the arrival of a request's headers, in seconds. Later the connection is closed.
+        body_bytes: Maximum size of a request's body. A larger one is answered with 413.
+        body_s: Time limit for the arrival of a request's body, in seconds. Later the answer is 408.
+        num_choices: Maximum number of completions of one request (its `n` times its prompts). More are answered with
+            400.
+        num_places: Maximum number of completions at a time. A request that finds too few free places is answered with
+            429 and `Retry-After`.
+        request_s: Time limit for the complete answer, pauses included, in seconds. Later the answer is 504. A stream
+            that has begun ends with the error as its last event.
+        read_s: Longest time for which a client does not read, in seconds. Later it counts as disconnected.
+        keep_alive_s: Interval of keep-alive comments in a stream without events, in seconds.
+        num_conversations: Maximum number of conversations that are remembered, so that they keep their tokens when a
+            client sends them back as messages.
+        conversation_turns: Maximum number of turns of each of them. A longer conversation is remembered anew from
+            there.
+        conversation_bytes: Approximate memory for all of them.
+        response_bytes: Memory for stored responses with their conversations, which clients can continue or retrieve,
+            and the same amount for the conversations of message threads.
 
     Raises:
-        ValueError: Names the limit that is not positive.
+        ValueError: A limit is not positive. The message names it.
     """
 
     head_bytes: int = 64 << 10
@@ -65,7 +71,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 
 
 class ServerMetrics:
-    """The metrics of one application; another in the same process has its own."""
+    """Metrics of one application. Another application in the same process has its own."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -99,15 +105,15 @@ class ServerMetrics:
 
 
 LIFE = b": waiting\n\n"
-"""A comment, which clients skip."""
+"""Keep-alive comment in a stream, which clients skip."""
 
 
 class Events:
-    """Queue of events to send. The sender waits in `next`, and is woken once for all events of one turn of the event
-    loop.
+    """Queue of events to send. The sender waits in `next`, and is woken once for all events of one iteration of the
+    event loop.
 
     Args:
-        keep_alive_s: Time without an event after which a keep-alive comment is sent.
+        keep_alive_s: Time without an event after which a keep-alive comment is sent, in seconds.
     """
 
     def __init__(self, keep_alive_s: float) -> None:
@@ -123,12 +129,12 @@ class Events:
         self.rouse()
 
     def rouse(self, _: object = None) -> None:
-        """Have `next` return, also without events."""
+        """Make `next` return, even without events."""
         if not self._wake.done():
             self._wake.set_result(None)
 
     async def next(self) -> bytes:
-        """Wait for events, and return all that came since the last call."""
+        """Wait for events, and return all that came since the previous call."""
         await self._wake
         self._wake, self._taken_at = self._loop.create_future(), self._loop.time()
         events, self._events = self._events, []
@@ -138,7 +144,7 @@ class Events:
         self._life.cancel()
 
     def _show_life(self) -> None:
-        """One timer for the whole stream: it looks whether an event came meanwhile."""
+        """Add a keep-alive comment if no event came meanwhile. There is one timer for the whole stream."""
         due_s = self._taken_at + self._keep_alive_s - self._loop.time()
         if due_s <= 0 and not self._events:
             self.add(LIFE)
@@ -146,10 +152,10 @@ class Events:
 
 
 Emit = Callable[[Any], None]
-"""Takes the next event of a stream, which is sent as JSON."""
+"""Function that takes the next event of a stream, which is sent as JSON."""
 
 LAST_WORD_S = 5.0
-"""For telling of an error whose request has no time left."""
+"""Time limit for sending an error when the request's own time is over, in seconds."""
 
 
 class ClientGoneError(Exception):
@@ -157,13 +163,13 @@ class ClientGoneError(Exception):
 
 
 class Exchanges:
-    """All requests in flight, and the places they take."""
+    """All requests in flight, and the places that they take."""
 
     def __init__(self, limits: ServerLimits, metrics: ServerMetrics) -> None:
         self.limits = limits
         self.metrics = metrics
         self._free = limits.num_places
-        self._open: dict[asyncio.Timeout, Exception | None] = {}  # and what it was ended with
+        self._open: dict[asyncio.Timeout, Exception | None] = {}  # by request: the error that has ended it
         self._closed = False
 
     @property
@@ -171,18 +177,19 @@ class Exchanges:
         return self.limits.num_places - self._free
 
     def close(self) -> None:
-        """End every request with a 503, and turn away later ones."""
+        """End every request with a 503, and refuse later ones."""
         self._closed = True
         for scope in list(self._open):
             self._end(scope, _closing())
 
     @asynccontextmanager
     async def open(self, receive: Receive, num_places: int) -> AsyncGenerator[None]:
-        """The block takes so many places, and is cancelled when its client goes away or its time is up.
+        """Context manager that takes `num_places` places. The block is cancelled if the client disconnects or its time
+        is up.
 
         Raises:
-            ClientGoneError: The client went away.
-            ApiError: 429 there are too few places; 503 the server closes; 504 the time is up.
+            ClientGoneError: The client has disconnected.
+            ApiError: With status 429 if there are too few places, 503 if the server closes, or 504 if the time is up.
         """
         if self._closed:
             raise _closing()
@@ -227,12 +234,12 @@ class Exchanges:
 
 
 class Answer:
-    """The answer to one request, an ASGI application. All that it does happens within `Exchanges.open`.
+    """Answer to one request, as an ASGI application. All work happens within `Exchanges.open`.
 
     Args:
-        work: Given None, returns the body. Given an `Emit`, tells it each event of the stream, and returns nothing.
-        num_places: Completions that it generates at once.
-        dialect: Of its protocol.
+        work: Called with None, returns the body. Called with an `Emit`, passes each event of the stream to it.
+        num_places: Number of completions that it generates at once.
+        dialect: Form of answers in the request's protocol.
     """
 
     def __init__(
@@ -263,7 +270,7 @@ class Answer:
         except Exception as error:
             reported = api_error_of(error, scope["request_id"])
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LAST_WORD_S):  # do not wait for a client that does not read
+                async with asyncio.timeout(LAST_WORD_S):  # the client may not read
                     if not response.started:
                         await send_error(send, reported, self._dialect)
                     elif self._is_stream:
@@ -271,8 +278,8 @@ class Answer:
                         await response.send_chunk(event + self._dialect.last, more=False)
 
     async def _stream(self, response: _Response) -> None:
-        """Send events as they are emitted: those of one turn of the event loop in one piece, and the last with the end.
-        The first of them begins the response, so that a failure before it is answered with a status of its own."""
+        """Send events as they are emitted: those of one iteration of the event loop in one piece, and the last with the
+        end. The first event starts the response, so that an earlier failure can be answered with its own status."""
         events = Events(self._exchanges.limits.keep_alive_s)
 
         def emit(data: Any) -> None:
@@ -316,7 +323,7 @@ class _Response:
         await self._send(message)
 
     async def send_chunk(self, chunk: bytes, *, more: bool) -> None:
-        """Send a part of a stream, which begins the response if nothing has been sent."""
+        """Send a part of a stream. Starts the response if nothing has been sent."""
         if not self.started:
             headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
             await send_start(self.send, 200, headers)
@@ -329,7 +336,7 @@ async def send_start(send: Send, status: int, headers: Mapping[str, str]) -> Non
 
 
 def encoded(body: Any) -> msgspec.Raw:
-    """A body encoded early, before steps that must not happen if it cannot be encoded."""
+    """Encode a body early, before steps that must not happen if it cannot be encoded."""
     return msgspec.Raw(msgspec.json.encode(body))
 
 

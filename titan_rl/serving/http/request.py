@@ -1,4 +1,4 @@
-"""Checks and reading of requests before an endpoint sees them: keys, sizes, time limits, bodies."""
+"""Checks and parsing of requests before an endpoint sees them: keys, sizes, time limits, bodies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
 
 Many = Annotated[list[T], Field(fail_fast=True)]
-"""A list of which the first wrong item is told, and no other looked at: there may be a million of them."""
+"""List of which only the first wrong item is reported, and no later one is checked, because there may be a million."""
 
 
 _SHORT = 1 << 16  # bytes
@@ -32,17 +32,18 @@ _MOST_FIELDS = 256
 
 
 class Body(BaseModel):
-    """A request. A field that is not listed is refused by its name."""
+    """Body of a request. Unknown fields are refused by name."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True)
 
 
 def read(request: Request, kind: type[M]) -> M:
-    """
+    """Parse the body of a request.
+
     Raises:
-        ApiError: 400, names the field that is wrong.
+        ApiError: With status 400. The message names the wrong field.
     """
-    body: bytes = request.scope["body"]  # which the middleware has read whole
+    body: bytes = request.scope["body"]  # the middleware has read the whole body
     if len(body) > _SHORT:
         _check_fields(body)
     try:
@@ -52,23 +53,24 @@ def read(request: Request, kind: type[M]) -> M:
 
 
 def _check_fields(body: bytes) -> None:
-    """Telling of a million fields one by one that they are not supported takes seconds."""
-    with suppress(msgspec.DecodeError, RecursionError):  # what it is instead is told by who reads it
+    """Refuse a body with too many fields, because reporting a million unknown fields one by one takes seconds."""
+    with suppress(msgspec.DecodeError, RecursionError):  # the parser reports these
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         if len(fields) > _MOST_FIELDS:
             raise ApiError(400, f"the body has {len(fields)} fields; no request has more than {_MOST_FIELDS}")
 
 
 class BodyReading:
-    """Reads requests beside the event loop: short ones at once, and long ones in a thread."""
+    """Runs the parsing of requests: of short ones at once, of long ones in a thread beside the event loop."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "reading")
 
     async def __call__(self, read: Callable[[Request], T], request: Request) -> T:
-        """
+        """Call `read` with the request, and return its result.
+
         Raises:
-            ApiError: What `read` raises.
+            ApiError: `read` raises it.
         """
         if len(request.scope["body"]) <= _SHORT:
             return read(request)
@@ -83,14 +85,14 @@ Admit = Callable[[str, bytes | None], tuple[str, object]]
 
 
 class RequestMiddleware:
-    """The outermost application. It reads a request's body whole, into its scope, and turns whatever is raised into an
-    answer.
+    """Outermost ASGI application. It reads the whole body of a request into its scope, and converts all exceptions to
+    answers.
 
     Args:
-        admit: Given a path and a key, says which path to serve and who asks, or raises an `ApiError`.
-        paths: Those that the metrics name.
-        dialects: Of paths whose errors are not told in OpenAI's form.
-        keyed: Whether clients need a key, which no page of another host has.
+        admit: Called with a path and a key. Returns the path to serve and the caller, or raises an `ApiError`.
+        paths: Paths that appear in the metrics.
+        dialects: Forms of errors by part of a path, for paths that do not use OpenAI's form.
+        keyed: Whether clients need a key. Pages of other hosts have no key.
     """
 
     def __init__(
@@ -132,12 +134,12 @@ class RequestMiddleware:
             path, caller = self._admit(scope["path"], _key(headers))
             body = await self._body(headers, receive)
             if scope["method"] == "POST" and not _is_json(headers):
-                # Else a page in somebody's browser could post to a server on loopback without being asked.
+                # Otherwise a page in a user's browser could post to a server on loopback without a preflight request.
                 raise ApiError(415, "the content-type is not application/json")
             if headers.get(b"content-encoding", b"identity") != b"identity":
                 raise ApiError(415, "the body is compressed; send it as it is, without a content-encoding")
             self._check_page(headers.get(b"origin"), _host(headers, scope["http_version"]), scope.get("server"))
-            # With an "app" in its scope, the router raises where it finds no route.
+            # With "app" in its scope, the router raises an exception if it finds no route.
             own = {"app": self, "path": path, "caller": caller, "body": body, "request_id": request_id.decode()}
             await self._app({**scope, **own}, receive, noted)
         except ClientDisconnect:
@@ -149,8 +151,8 @@ class RequestMiddleware:
             await send_error(noted, api_error_of(error, request_id.decode()), self._dialect(path))
 
     def _check_page(self, origin: bytes | None, host: bytes | None, server: tuple[str, int | None] | None) -> None:
-        """Browsers name the page that asks, unless they take the server for one of the page's own. They always name the
-        host, so that a request without one is none of theirs."""
+        """Refuse requests from pages of other hosts. Browsers send the page's origin, unless they take the server for
+        the page's own. They always send the host, so a request without a host is not from a browser."""
         if origin is not None and not names_this_machine(host_of(origin.decode(errors="replace"))):
             raise ApiError(403, "pages of other hosts are not answered")
         if self._keyed or host is None or server is None or not names_this_machine(server[0]):
@@ -163,7 +165,7 @@ class RequestMiddleware:
             )
 
     def _dialect(self, path: str) -> Dialect:
-        """Also of a path that is an episode's, to whoever is not let in, and of one below that there is not."""
+        """Return the form of errors for a path, also below an episode's path and for paths that do not exist."""
         return next((dialect for part, dialect in self._dialects.items() if part in path), OPENAI)
 
     async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
@@ -198,9 +200,10 @@ def _is_json(headers: dict[bytes, bytes]) -> bool:
 
 
 def _host(headers: dict[bytes, bytes], http_version: str) -> bytes | None:
-    """
+    """Return the Host header of a request; None if there is none.
+
     Raises:
-        ApiError: 400, a request has none that must have one.
+        ApiError: With status 400 if an HTTP/1.1 request has no Host header.
     """
     host = headers.get(b"host")
     if host is None and http_version == "1.1":
@@ -209,6 +212,6 @@ def _host(headers: dict[bytes, bytes], http_version: str) -> bytes | None:
 
 
 def _request_id(headers: dict[bytes, bytes]) -> bytes:
-    """The one that the client gives, so that it finds its request in logs, or a new one."""
+    """Return the id that the client sent, by which it finds its request in logs, or a new one."""
     given = headers.get(b"x-request-id", b"")
     return given if _REQUEST_ID.fullmatch(given) else b"req_" + uuid.uuid4().hex.encode()

@@ -1,1 +1,1 @@
-"""The protocols that clients speak: how each asks, and how it is told."""
+"""Protocols of clients: the form of requests and of answers."""

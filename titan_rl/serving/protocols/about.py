@@ -33,12 +33,13 @@ def about_routes(
     trouble: Callable[[], str | None] | None = None,
     version: Callable[[], int] | None = None,
 ) -> list[Route]:
-    """
+    """Make the routes for health, metrics and models.
+
     Args:
-        trouble: Returns why the policy cannot answer at present; None while it can.
-        version: Returns the policy version that answers new requests, for the model's card.
+        trouble: Returns the reason why the policy cannot answer at present; None while it can.
+        version: Returns the policy version that answers new requests, for the model's entry.
     """
-    # Of OpenAI's form and of Anthropic's, whose path is the same.
+    # The fields of OpenAI's and of Anthropic's form, because both have the same path.
     always: dict[str, object] = {
         "id": policy.model,
         "type": "model",
@@ -109,7 +110,8 @@ class Nothing(Body):
 
 
 def admin_routes(control: Control) -> list[Route]:
-    """Each answers 204 when it is done, and 409 where the policy's state does not allow it."""
+    """Make the routes of the admin calls. Each answers 204 when it is done, and 409 if the policy's state forbids
+    it."""
 
     async def pause(request: Request) -> Response:
         await control.pause(read(request, PauseBody).mode)
@@ -143,7 +145,7 @@ def admin_routes(control: Control) -> list[Route]:
         async def told(request: Request) -> Response:
             try:
                 return await endpoint(request)
-            except RuntimeError as error:  # paused already, or not paused
+            except RuntimeError as error:  # already paused, or not paused
                 raise ApiError(409, str(error)) from error
             except StateDictError as error:
                 raise ApiError(409, "no replica could pull this version; the server's log says why") from error
@@ -160,10 +162,11 @@ _SCHEMAS = "#/components/schemas/{model}"
 
 @dataclass(frozen=True, slots=True)
 class EndpointDescription:
-    """
+    """Description of one endpoint for OpenAPI.
+
     Args:
-        answers: Media types of the answer; empty without content.
-        errors: Schema of the errors.
+        answers: Media types of the answer; empty for an answer without content.
+        errors: Name of the schema of the errors.
         also_deletes: Whether the path also takes DELETE, which removes what GET returns.
     """
 
@@ -241,9 +244,10 @@ _KEYS = {
 
 @cache
 def openapi(paths: tuple[str, ...], *, with_keys: bool) -> dict[str, Any]:
-    """
+    """Describe the server in OpenAPI's form.
+
     Args:
-        paths: All paths of the server. Each has a description.
+        paths: All paths of the server. Each must have a description.
         with_keys: Whether clients need a key.
     """
     operations = {path: _OPERATIONS[path] for path in paths}

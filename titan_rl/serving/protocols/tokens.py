@@ -1,4 +1,4 @@
-"""Endpoints in tokens, in vLLM's form: `POST /inference/v1/generate`, `/tokenize` and `/detokenize`."""
+"""Endpoints for tokens in vLLM's form: `POST /inference/v1/generate`, `/tokenize` and `/detokenize`."""
 
 from __future__ import annotations
 
@@ -41,10 +41,11 @@ class TokenSampling(SamplingBody):
     n: Count | None = None
     max_tokens: Count | None = None
     logprobs: TopCount | None = None
-    """0 and 1 are the sampled tokens' alone; more is those of so many of the likeliest tokens, too."""
+    """0 and 1 report the logprobs of the sampled tokens alone; a larger number also those of so many of the
+    likeliest."""
     prompt_logprobs: TopCount | None = None
-    """Logprobs of the prompt's tokens, each with so many of the likeliest tokens in its place."""
-    skip_special_tokens: bool = True  # no text is made of them
+    """Number of likeliest tokens whose logprobs are reported at each token of the prompt, besides that token's own."""
+    skip_special_tokens: bool = True  # without effect, because no text is made
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
     stop: Annotated[Many[str], Field(max_length=0)] | None = None
@@ -71,9 +72,10 @@ class GenerateBody(Body):
 
 
 class TokenEndpoint:
-    """
+    """Endpoint of `POST /inference/v1/generate`.
+
     Args:
-        show: The text of tokens, for transcripts.
+        show: Returns the text of tokens, for transcripts.
     """
 
     def __init__(self, policy: ServedPolicy, exchanges: Exchanges, show: Show, stop_token_ids: Sequence[int]) -> None:
@@ -114,7 +116,8 @@ class TokenEndpoint:
         return Answer(self._exchanges, work, num_places=num_choices, stream=bool(body.stream))
 
     def _keep(self, talk: Talk, completions: Sequence[Completion]) -> None:
-        """Record completions, once the answer is encoded: what cannot be sent must not be remembered."""
+        """Record completions. Called once the answer is encoded, because completions that cannot be sent must not be
+        kept."""
         for index, completion in enumerate(completions):
             talk.record(index, completion, {"role": "assistant", "content": self._show(completion.token_ids)})
 
@@ -170,7 +173,8 @@ class TokenEndpoint:
 def _prompt_logprobs(
     prompt: Sequence[int], scores: PromptScores | None
 ) -> list[dict[str, dict[str, float]] | None] | None:
-    """Scores of a prompt in vLLM's form: for each token the logprobs by token id, None for the first."""
+    """Convert the scores of a prompt to vLLM's form: for each token the logprobs by token id; None for the first
+    token."""
     if scores is None:
         return None
     shown: list[dict[str, dict[str, float]] | None] = [None]
@@ -201,13 +205,13 @@ def _choice(index: int, tokens: Completion | TokenChunk, with_logprobs: bool) ->
 
 
 def _logprob(token_id: int, logprob: float) -> dict[str, Any]:
-    """`token` is what the client of the `renderers` package reads, `token_id` what vLLM's does."""
+    """Make the entry of one token. The client of the `renderers` package reads `token`, and vLLM's reads `token_id`."""
     value = max(logprob, LEAST_LOGPROB)
     return {"token": f"token_id:{token_id}", "token_id": token_id, "logprob": value}
 
 
 class TokenizeBody(Body):
-    """A `prompt`, or `messages`: those give the prompt that the chat endpoint would generate from."""
+    """Body with either a `prompt` or `messages`, which give the prompt that the chat endpoint would generate from."""
 
     model: str | None = None
     prompt: str | None = None

@@ -43,12 +43,12 @@ STRING = {"type": "string"}
 
 class StreamOptions(Body):
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None  # there is none
+    include_obfuscation: bool | None = None  # without effect
 
 
 class SamplingBody(Body):
-    """Sampling fields of a request; from `top_k` on they are vLLM's, in every protocol. Without `ignore_eos`,
-    the model's own stop tokens end a completion, too."""
+    """Sampling fields of a request. Those from `top_k` on are vLLM's, in every protocol. Without `ignore_eos`, the
+    model's own stop tokens end a completion, too."""
 
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -65,11 +65,11 @@ class SamplingBody(Body):
 
     @property
     def num_top_logprobs(self) -> int:
-        """Number of likeliest tokens to report with each sampled one."""
+        """Number of likeliest tokens to report with each sampled token."""
         return 0
 
     def sampling(self, model_stops: Sequence[int]) -> dict[str, Any]:
-        """Fields of `SamplingParams`, without the budget."""
+        """Return the fields of `SamplingParams` except the budget."""
         own = () if self.ignore_eos else model_stops
         return {
             "temperature": 1.0 if self.temperature is None else self.temperature,
@@ -88,17 +88,17 @@ class SamplingBody(Body):
 
 
 Forced = str | bool | None
-"""The tool that has to be called; True is any of those offered, and None says that none has to."""
+"""Name of the tool that must be called. True stands for any offered tool, None for no forced call."""
 
 
 def forced_in(choice: str | Mapping[str, Any] | None, name_in: Sequence[str]) -> Forced:
-    """The tool that a `tool_choice` forces.
+    """Return the tool that a `tool_choice` forces.
 
     Args:
-        name_in: Keys that lead to the name of a tool: ("function", "name").
+        name_in: Keys that lead to the name of a tool, such as ("function", "name").
 
     Raises:
-        ApiError: 400, it is no choice.
+        ApiError: With status 400 if the choice is not valid.
     """
     if choice in (None, "auto", "none"):
         return None
@@ -123,15 +123,15 @@ def constraint_of(
     one_call: bool,
     params: tuple[str, str],
 ) -> Constraint | None:
-    """The constraint on a reply; None where it is free.
+    """Make the constraint on a reply; None if the reply is free.
 
     Args:
-        tools: Offered, in the form of OpenAI's chat.
-        schema: Of the reply's text; True is any JSON object.
-        params: The fields that force a tool, and ask for a schema.
+        tools: Offered tools in the form of OpenAI's chat.
+        schema: Schema of the reply's text; True is any JSON object.
+        params: Names of the fields that force a tool and that ask for a schema.
 
     Raises:
-        ApiError: 400, there is no such tool.
+        ApiError: With status 400 if the forced tool is not offered.
     """
     if forced is None or forced is False:
         return None if schema is None else Constraint(params[1], schema=schema, one_call=one_call)
@@ -146,10 +146,10 @@ def constraint_of(
 
 
 def schema_in(kind: str, given: Mapping[str, Any] | None, param: str) -> Mapping[str, Any] | bool | None:
-    """The schema of a reply's text, by the type of the format that is asked for.
+    """Return the schema of a reply's text, by the type of the requested format.
 
     Raises:
-        ApiError: 400, a schema is asked for and not there.
+        ApiError: With status 400 if a schema is required and missing.
     """
     if kind == "json_schema" and given is None:
         raise ApiError(400, f"{param} is missing; it is the schema of the answer", param=param)
@@ -157,14 +157,15 @@ def schema_in(kind: str, given: Mapping[str, Any] | None, param: str) -> Mapping
 
 
 def wrong(param: str, message: str) -> ApiError:
-    """A 400 that names a field of a message."""
+    """Make an error with status 400 that names a field of the request."""
     return ApiError(400, f"{param} {message}", param=param)
 
 
 def string_in(given: Mapping[str, Any], name: str, where: str, *, default: str | None = None) -> str:
-    """
+    """Return a string field.
+
     Raises:
-        ApiError: 400, it is no string, or missing and there is no default.
+        ApiError: With status 400 if the field is not a string, or is missing without a default.
     """
     value = given.get(name)
     if value is None and default is not None:
@@ -175,9 +176,10 @@ def string_in(given: Mapping[str, Any], name: str, where: str, *, default: str |
 
 
 def objects_in(given: Any, where: str) -> list[Mapping[str, Any]]:
-    """
+    """Return a list of objects.
+
     Raises:
-        ApiError: 400, it is no list of objects.
+        ApiError: With status 400 if the value is not a list of objects.
     """
     if not isinstance(given, list):
         raise wrong(where, "must be a list")
@@ -189,10 +191,10 @@ def objects_in(given: Any, where: str) -> list[Mapping[str, Any]]:
 
 
 def text_in(content: Any, where: str, types: Sequence[str]) -> str:
-    """The text of content: a string, or parts of these types.
+    """Return the text of content: of a string, or of parts of these types.
 
     Raises:
-        ApiError: 400, names the part that is something else.
+        ApiError: With status 400. The message names the part of another type.
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -207,9 +209,10 @@ def text_in(content: Any, where: str, types: Sequence[str]) -> str:
 
 
 def turns_of(turns: Turns | None) -> Turns:
-    """
+    """Return the turns of a server that has a renderer.
+
     Raises:
-        ApiError: 400, there is no renderer.
+        ApiError: With status 400 if the server has no renderer.
     """
     if turns is None:
         raise ApiError(400, f"{NO_RENDERER}; ask /v1/completions or /inference/v1/generate")
@@ -217,9 +220,10 @@ def turns_of(turns: Turns | None) -> Turns:
 
 
 def check_choices(count: int, most: int, param: str) -> None:
-    """
+    """Check the number of completions of a request.
+
     Raises:
-        ApiError: 400, a request asks for more completions than it may.
+        ApiError: With status 400 if the request asks for more completions than allowed.
     """
     if count > most:
         raise ApiError(400, f"{param} asks for {count} completions; one request may have {most}", param=param)
@@ -228,8 +232,8 @@ def check_choices(count: int, most: int, param: str) -> None:
 def weight_versions(completion: Completion) -> list[dict[str, Any]]:
     """Policy versions and the tokens that each produced, in vLLM's form.
 
-    Example: five tokens, the last two of version 7: `[{"version": "6", "start": 0, "end": 3}, {"version": "7", "start":
-    3, "end": 5}]`.
+    Example: five tokens, the last two from version 7, give `[{"version": "6", "start": 0, "end": 3}, {"version": "7",
+    "start": 3, "end": 5}]`.
     """
     spans: list[dict[str, Any]] = []
     position = 0
@@ -253,10 +257,10 @@ def usage(num_prompt_tokens: int, completions: list[Completion]) -> dict[str, An
 
 
 def session_id_of(request: Request) -> str | None:
-    """The session a client names itself.
+    """Return the session that a client names; None if it names none.
 
     Raises:
-        ApiError: 400, it is too long.
+        ApiError: With status 400 if the name is too long.
     """
     given = request.headers.get("x-session-id")
     if given is not None and len(given) > 256:
@@ -268,9 +272,10 @@ Tokens = Completion | TokenChunk | Delta
 
 
 def token_logprobs(text: Text, tokens: Tokens) -> list[dict[str, Any]]:
-    """In the form of chat: each token with the likeliest ones in its place, where they were asked for.
+    """Convert logprobs to the form of chat: each token with the likeliest tokens at its position, if they were
+    requested.
 
-    Example, of a token that was the second likeliest, with `top_logprobs` of 2:
+    Example of a token that was the second likeliest, with `top_logprobs` of 2:
 
         [{"token": "b", "logprob": -1.1, "bytes": [98], "top_logprobs": [
             {"token": "a", "logprob": -0.7, "bytes": [97]}, {"token": "b", "logprob": -1.1, "bytes": [98]}]}]
@@ -285,8 +290,8 @@ def token_logprobs(text: Text, tokens: Tokens) -> list[dict[str, Any]]:
 
 
 def top_by_text(text: Text, tokens: Tokens) -> list[dict[str, float]] | None:
-    """In the form of text completions: by their text the likeliest tokens in each place, and the sampled one if it is
-    none of them. Of tokens with the same text, the likeliest."""
+    """Convert logprobs to the form of text completions: for each position the likeliest tokens by their text, and the
+    sampled token if it is not among them. Of several tokens with the same text, the likeliest counts."""
     if tokens.top_logprobs is None:
         return None
     told: list[dict[str, float]] = []
@@ -299,5 +304,5 @@ def top_by_text(text: Text, tokens: Tokens) -> list[dict[str, float]] | None:
 
 def _told(text: Text, token_id: int, logprob: float) -> dict[str, Any]:
     piece = text.piece(token_id)
-    in_bytes = None if "\ufffd" in piece else list(piece.encode())  # else its bytes are part of a character
+    in_bytes = None if "\ufffd" in piece else list(piece.encode())  # None if its bytes are part of a character
     return {"token": piece, "logprob": max(logprob, LEAST_LOGPROB), "bytes": in_bytes}

@@ -81,7 +81,7 @@ class ContextManagement(Body):
 
 
 class ConversationBody(SamplingBody):
-    """Fields that `/v1/messages` and `/v1/messages/count_tokens` have in common."""
+    """Fields of both `/v1/messages` and `/v1/messages/count_tokens`."""
 
     messages: Annotated[Many[AnthropicMessage], Field(min_length=1)]
     model: str | None = None
@@ -89,7 +89,7 @@ class ConversationBody(SamplingBody):
     tools: Many[Tool] | None = None
     tool_choice: ToolChoice | None = None
     chat_template_kwargs: TemplateKwargs | None = None
-    # These say nothing of the completion: how much it thinks is the policy's own.
+    # Fields without effect on the completion: the policy itself decides how much it thinks.
     thinking: dict[str, Any] | None = None
     output_config: OutputConfig | None = None
     cache_control: dict[str, Any] | None = None
@@ -115,9 +115,10 @@ Tell = Callable[[dict[str, Any]], None]
 
 
 def messages_from_blocks(body: ConversationBody) -> list[Message]:
-    """
+    """Convert a request's blocks to messages in the form of OpenAI's chat.
+
     Raises:
-        ApiError: 400, names the field that is wrong or not supported.
+        ApiError: With status 400. The message names the field that is wrong or not supported.
     """
     messages: list[Message] = []
     if system := system_of(body.system):
@@ -140,10 +141,10 @@ def messages_from_blocks(body: ConversationBody) -> list[Message]:
 
 
 def tools_from_anthropic(given: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """The tools in the form of OpenAI's chat.
+    """Convert tools to the form of OpenAI's chat.
 
     Raises:
-        ApiError: 400, one is run by the server, or has no name.
+        ApiError: With status 400 if a tool would have to be run by the server, or has no name.
     """
     tools: list[dict[str, Any]] = []
     for index, tool in enumerate(given or ()):
@@ -161,10 +162,10 @@ def tools_from_anthropic(given: Sequence[Mapping[str, Any]] | None) -> list[dict
 
 
 class ReplyBlocks:
-    """The blocks of one reply, and the events that tell of them.
+    """Blocks of one reply, and the events that report them.
 
     Attributes:
-        blocks: [thinking, text, uses of tools], those that there are.
+        blocks: Thinking, text and tool uses in this order, as far as the reply has them.
     """
 
     def __init__(self, tell: Tell) -> None:
@@ -210,8 +211,8 @@ class ReplyBlocks:
 
 
 def system_of(given: Any) -> str:
-    """The text of `system`, without the line by which Claude Code tells its vendor's billing which request it is. That
-    differs in each request, so that every turn would begin another conversation."""
+    """Return the text of `system` without the billing header of Claude Code. That line differs in each request, so with
+    it every turn would begin a new conversation."""
     if not isinstance(given, list):
         return _BILLING.sub("", text_in(given, "system", _TEXT))
     blocks = objects_in(given, "system")
@@ -219,7 +220,7 @@ def system_of(given: Any) -> str:
 
 
 def _of_user(content: Any, where: str) -> list[Message]:
-    """Results of tools are messages of their own, and text between them the user's."""
+    """Convert a user message. Results of tools become separate messages, and text between them user messages."""
     if not isinstance(content, list):
         return [{"role": "user", "content": text_in(content, where, _TEXT)}]
     messages: list[Message] = []

@@ -49,8 +49,8 @@ _TYPES = {
 
 
 def _error(error: ApiError) -> dict[str, Any]:
-    """The body of an error. It has no field for the parameter that is wrong, so the message names it. Clients act on
-    the code in its details, for example by going on without what is not supported."""
+    """Make the body of an error. It has no field for the parameter that is wrong, so the message names it. Clients act
+    on the code in `details`, for example by leaving out an unsupported feature."""
     message, param = error.message, error.param
     if param is not None and param not in message:
         message = f"{param}: {message}"
@@ -68,9 +68,10 @@ ANTHROPIC = Dialect(_error, named_event, _error, request_id_headers=(b"request-i
 
 @dataclass(frozen=True, slots=True)
 class WholeConversation:
-    """
+    """Complete conversation of a request, including the part that a thread holds.
+
     Args:
-        messages: In the form of OpenAI's chat, as are the tools.
+        messages: Messages in the form of OpenAI's chat, like the tools.
     """
 
     messages: Sequence[Message]
@@ -78,15 +79,15 @@ class WholeConversation:
 
 
 class Threads:
-    """Conversations by the ID of their last reply. The least recently used are forgotten. Each belongs to its caller,
-    and nobody else finds it.
+    """Conversations by the id of their last reply. The least recently used are forgotten. Each belongs to its caller,
+    and other callers do not find it.
 
-    Any reply that is held may be continued, and more than once: a retry, or a branch. The client gets these error
-    codes, which tell Anthropic's clients how to go on:
+    A reply that is held may be continued any number of times, for retries and branches. These error codes tell
+    Anthropic's clients how to proceed:
 
-        thread_not_found             the reply is not held (any more): the whole history under a new thread
-        thread_unsupported_request   another kind of thread: the whole history without one
-        thread_fingerprint_mismatch  `system` or `tools` of a request that continues are not those of the thread
+        thread_not_found             the reply is not held (any more): send the whole history under a new thread
+        thread_unsupported_request   another kind of thread: send the whole history without a thread
+        thread_fingerprint_mismatch  `system` or `tools` of a request that continues a thread differ from the thread's
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -94,10 +95,11 @@ class Threads:
         self._lock = threading.Lock()  # long requests are read in a thread
 
     def conversation(self, caller: Caller, body: MessagesBody) -> WholeConversation:
-        """The whole conversation of a request, with what its thread holds.
+        """Return the whole conversation of a request, including the part that its thread holds.
 
         Raises:
-            ApiError: 404, the thread is not held; 400, it cannot be continued like this, or a message is wrong.
+            ApiError: With status 404 if the thread is not held, 400 if it cannot be continued like this or a message is
+                wrong.
         """
         asked, messages = body.thread, messages_from_blocks(body)
         tools = tools_from_anthropic(body.tools)
@@ -118,7 +120,7 @@ class Threads:
     def hold(self, caller: Caller, message_id: str, conversation: WholeConversation, reply: Message) -> None:
         """Hold a conversation with its reply, so that it can be continued."""
         held = msgspec.json.encode({"messages": [*conversation.messages, reply], "tools": conversation.tools})
-        with suppress(ValueError), self._lock:  # one that is larger than all may be
+        with suppress(ValueError), self._lock:  # the conversation may be larger than the limit of all together
             self._held[caller.name, message_id] = held
 
     def _find(self, caller: Caller, message_id: Any) -> WholeConversation:
@@ -225,10 +227,10 @@ def _asked(
 
 
 class _Work:
-    """Answer of one turn, whole or as events.
+    """Answer of one turn, at once or as events.
 
     Args:
-        held: The thread that holds the conversation with its reply; None for a request without a thread.
+        held: Thread that will hold the conversation with its reply; None for a request without a thread.
     """
 
     def __init__(self, turn: ServedTurn, model: str, held: HeldThread | None, *, with_token_ids: bool) -> None:
@@ -293,8 +295,8 @@ class _Work:
         }
 
     def _usage(self, num_completion_tokens: int) -> dict[str, Any]:
-        """The prompt is counted as one, however much of it is cached: that is not known when a stream begins, and its
-        end must tell what its beginning told."""
+        """Report usage. Cached and other prompt tokens are one number, because the cached part is unknown when a stream
+        begins, and the end of the stream must report the same as its beginning."""
         return {
             "input_tokens": len(self._turn.prompt_token_ids),
             "cache_read_input_tokens": None,

@@ -1,4 +1,4 @@
-"""Request bodies of OpenAI's protocol as far as they are supported, and the messages and tools in them."""
+"""Supported part of the request bodies of OpenAI's protocol, and the messages and tools in them."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
 class TextBody(SamplingBody):
-    """Fields that chat and text completions have in common."""
+    """Fields of both chat and text completions."""
 
     model: str | None = None
     n: Count | None = None
@@ -132,7 +132,7 @@ class ChatBody(TextBody):
     continue_final_message: bool = False
     modalities: Annotated[Many[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
     store: Literal[False] | None = None
-    # These say nothing of the completion: how much it thinks is the policy's own.
+    # Fields without effect on the completion: the policy itself decides how much it thinks.
     reasoning_effort: str | None = None
     verbosity: str | None = None
     metadata: dict[str, str] | None = None
@@ -149,7 +149,7 @@ class JsonSchema(Body):
     name: Annotated[str, Field(max_length=256)] | None = None
     description: str | None = None
     json_schema: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
-    strict: bool | None = None  # it always is
+    strict: bool | None = None  # always enforced
 
 
 class ResponseFormat(Body):
@@ -186,7 +186,7 @@ class ResponsesBody(SamplingBody):
     background: Literal[False] | None = None
     return_token_ids: bool = False
     metadata: dict[str, str] | None = None
-    # These say nothing of the completion: how much it thinks is the policy's own.
+    # Fields without effect on the completion: the policy itself decides how much it thinks.
     reasoning: dict[str, Any] | None = None
     user: str | None = None
     prompt_cache_key: str | None = None
@@ -208,18 +208,19 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 def messages_from(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages in the form that a renderer takes: content is text, and a developer is the system.
+    """Convert messages to the form that a renderer takes: content is text, and the developer role becomes system.
 
     Raises:
-        ApiError: 400, names the field that is wrong or not supported.
+        ApiError: With status 400. The message names the field that is wrong or not supported.
     """
     return [_message(message, f"messages[{index}]") for index, message in enumerate(given)]
 
 
 def tools_from(given: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """
+    """Check the tools of a request.
+
     Raises:
-        ApiError: 400, one is no function, or has no name.
+        ApiError: With status 400 if a tool is not a function, or has no name.
     """
     for index, tool in enumerate(given or ()):
         if tool.get("type") != "function":
@@ -233,10 +234,11 @@ def tools_from(given: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]
 
 
 def begun_in(messages: list[dict[str, Any]], continue_final: bool, add_generation_prompt: bool | None) -> str | None:
-    """The text of the reply that the last message has begun, which is taken off; None where none is gone on with.
+    """Remove the last message if a reply continues it, and return its text. Returns None if no message is continued.
 
     Raises:
-        ApiError: 400, the last message is no text of the assistant's, or the two fields do not go together.
+        ApiError: With status 400 if the last message is not a text of the assistant, or the two fields contradict each
+            other.
     """
     if not continue_final:
         if add_generation_prompt is False:

@@ -86,7 +86,7 @@ def _constraint(body: ChatBody, tools: list[dict[str, Any]] | None) -> Constrain
 
 
 class _Work:
-    """Answer of one turn, whole or as events."""
+    """Answer of one turn, at once or as events."""
 
     def __init__(self, turn: ServedTurn, body: ChatBody, model: str, text: Text) -> None:
         self._turn = turn

@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: text that goes on from a prompt."""
+"""`POST /v1/completions`: text that continues a prompt."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from titan_rl.serving.text import Text, TextReader, Tokenizing
 from titan_rl.types import Completion, FinishReason, TokenChunk
 
 MAX_TOKENS = 16
-"""Default of OpenAI's protocol."""
+"""Default of `max_tokens` in OpenAI's protocol."""
 _CONTEXT = 8
-"""Tokens of the prompt whose text that of the completion depends on."""
+"""Number of tokens of the prompt that may influence the text of the completion."""
 
 
 class CompletionEndpoint:
@@ -128,7 +128,8 @@ class _Work:
         return await self._policy.complete(ask, lambda index, chunk: choices[index].take(chunk))
 
     def _keep(self, by_prompt: list[list[Completion]]) -> None:
-        """Record completions, once the answer is encoded: what cannot be sent must not be remembered."""
+        """Record completions. Called once the answer is encoded, because completions that cannot be sent must not be
+        kept."""
         for (talk, _), completions in zip(self._asks, by_prompt, strict=True):
             for index, completion in enumerate(completions):
                 talk.record(
@@ -149,7 +150,7 @@ class _Work:
 
 
 class _Choice:
-    """One completion, told of as it comes."""
+    """One completion, which is reported as it comes."""
 
     def __init__(self, work: _Work, index: int, prompt_token_ids: Any, emit: Emit | None) -> None:
         self._work = work
@@ -158,7 +159,7 @@ class _Choice:
         self._emit = emit
         self._reader = TextReader(work.text.decode, work.body.stops, self._prompt_token_ids[-_CONTEXT:])
         self._pieces: list[str] = []
-        self._offset = 0  # of the next token in the text
+        self._offset = 0  # position of the next token in the text
         self._is_first = True
         self._echo = work.text.decode(self._prompt_token_ids) if work.body.echo else ""
 
@@ -175,12 +176,13 @@ class _Choice:
         return {**self._told(text, completion, len(completion.token_ids)), **self._ending(completion)}
 
     def end(self, completion: Completion) -> dict[str, Any]:
-        """The last event."""
+        """Make the last event."""
         choice = {"index": self._index, "text": self._reader.end(), "logprobs": None, **self._ending(completion)}
         return {**self._work.envelope, "choices": [choice]}
 
     def _ending(self, completion: Completion) -> dict[str, Any]:
-        """Fields of the end. Called when the text has ended, since a stop string may end in its last character."""
+        """Make the fields of the end. Called after the text has ended, because a stop string may end in its last
+        character."""
         reason = completion.finish_reason if self._reader.stop is None else FinishReason.STOP
         return {"finish_reason": str(reason), "weight_versions": weight_versions(completion)}
 
@@ -216,7 +218,7 @@ class _Choice:
 
 
 def _given(body: CompletionBody) -> list[str | list[int]]:
-    """The prompts, each as it was given."""
+    """Return the prompts, each as it was given."""
     given: Any = body.prompt
     if isinstance(given, str):
         return [given]

@@ -54,14 +54,14 @@ class StoredResponses:
 
     def add(self, caller: Caller, response_id: str, response: msgspec.Raw, messages: Sequence[Message]) -> None:
         stored = _Stored(bytes(response), msgspec.json.encode(messages))
-        with suppress(ValueError), self._lock:  # one that is larger than all may be
+        with suppress(ValueError), self._lock:  # it may be larger than the limit of all together
             self._stored[caller.name, response_id] = stored
 
     def messages(self, caller: Caller, response_id: str | None) -> Sequence[Message]:
-        """The conversation that a request goes on from; none where it names no response.
+        """Return the conversation that a request continues; an empty one if it names no response.
 
         Raises:
-            ApiError: 400, there is none of this id, or it was forgotten.
+            ApiError: With status 400 if no response of this id is stored any more.
         """
         if response_id is None:
             return ()
@@ -73,7 +73,7 @@ class StoredResponses:
         return msgspec.json.decode(found.messages)
 
     def route(self) -> Route:
-        """`GET` and `DELETE /v1/responses/{id}`."""
+        """Make the route of `GET` and `DELETE /v1/responses/{id}`."""
 
         async def one(request: Request) -> Response:
             key = caller_of(request).name, request.path_params["id"]
@@ -98,14 +98,14 @@ def _num_bytes(stored: _Stored) -> int:
 _TOOL_FIELDS = ("name", "description", "parameters", "strict")
 
 Tell = Callable[[str, dict[str, Any]], None]
-"""Takes the type and the fields of the next event."""
+"""Function that takes the type and the fields of the next event."""
 
 
 def messages_from_input(given: str | Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Convert input items to messages. Consecutive reasoning, text and tool calls of the assistant are one message.
+    """Convert input items to messages. Consecutive reasoning, text and tool calls of the assistant become one message.
 
     Raises:
-        ApiError: 400, names the field that is wrong or not supported.
+        ApiError: With status 400. The message names the field that is wrong or not supported.
     """
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
@@ -131,10 +131,10 @@ def messages_from_input(given: str | Sequence[Mapping[str, Any]]) -> list[Messag
 
 
 def tools_from_responses(given: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """The tools in the form of OpenAI's chat.
+    """Convert tools to the form of OpenAI's chat.
 
     Raises:
-        ApiError: 400, one is no function, or has no name.
+        ApiError: With status 400 if a tool is not a function, or has no name.
     """
     tools: list[dict[str, Any]] = []
     for index, tool in enumerate(given or ()):
@@ -150,10 +150,10 @@ def tools_from_responses(given: Sequence[Mapping[str, Any]] | None) -> list[dict
 
 
 class OutputItems:
-    """The items of one reply, and the events that tell of them.
+    """Items of one reply, and the events that report them.
 
     Attributes:
-        items: [reasoning, message, calls of tools], those that there are.
+        items: Reasoning, message and tool calls in this order, as far as the reply has them.
     """
 
     def __init__(self, response_id: str, tell: Tell, *, with_logprobs: bool) -> None:
@@ -161,13 +161,14 @@ class OutputItems:
         self._suffix = response_id.partition("_")[2]
         self._tell = tell
         self._with_logprobs = with_logprobs
-        self._part: dict[str, Any] | None = None  # of the item that is being told of
+        self._part: dict[str, Any] | None = None  # of the item that is being reported
         self._logprobs: list[dict[str, Any]] = []
 
     def take(self, delta: Delta, logprobs: Sequence[dict[str, Any]]) -> None:
-        """
+        """Add a delta of the reply.
+
         Args:
-            logprobs: Of the tokens of this delta. Those of a whole reply are its text's.
+            logprobs: Logprobs of the tokens of this delta. If the delta is a whole reply, all belong to its text.
         """
         self._logprobs += logprobs
         if delta.reasoning:
@@ -182,9 +183,10 @@ class OutputItems:
             self._call(call)
 
     def end(self, status: str) -> None:
-        """
+        """Complete the last item.
+
         Args:
-            status: Of the item that is not whole yet: "completed" or "incomplete".
+            status: Status of the item that is not complete yet: "completed" or "incomplete".
         """
         if not self.items:
             self._open_message()
@@ -263,7 +265,7 @@ def _add_message(messages: list[Message], item: Mapping[str, Any], where: str) -
 
 
 def _reply(messages: list[Message], *taken: str) -> dict[str, Any]:
-    """The reply that is being said, or a new one where it says one of these already."""
+    """Return the assistant's current message, or a new one if that already has one of the fields in `taken`."""
     if not messages or messages[-1].get("role") != "assistant" or any(messages[-1].get(name) for name in taken):
         messages.append({"role": "assistant", "content": ""})
     last = messages[-1]
@@ -333,7 +335,7 @@ def _constraint(body: ResponsesBody, tools: list[dict[str, Any]] | None) -> Cons
 
 
 class _Work:
-    """Answer of one turn, whole or as events."""
+    """Answer of one turn, at once or as events."""
 
     def __init__(
         self,
@@ -382,7 +384,8 @@ class _Work:
         return response
 
     def error_event(self, error: ApiError) -> dict[str, Any]:
-        """The clients of OpenAI raise what is under `error`; the rest is the event as it is documented."""
+        """Make the event of an error. OpenAI's clients raise the content of `error`; the other fields are the
+        documented form."""
         told = error.body()["error"]
         code = told["code"] or told["type"]
         event = {"type": "error", "code": code, "message": told["message"], "param": told["param"]}
@@ -464,5 +467,5 @@ def _format_of(body: ResponsesBody) -> dict[str, Any]:
 
 
 def _with_bytes(told: dict[str, Any]) -> dict[str, Any]:
-    """The types of this protocol have no null there."""
+    """Replace a null in `bytes` by an empty list, because the types of this protocol do not allow null there."""
     return {**told, "bytes": told["bytes"] or []}
