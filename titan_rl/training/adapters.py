@@ -15,11 +15,11 @@ class AdapterTrainers:
     """Trainers of several adapters of one model, or the one trainer of a run, by name.
 
     Each adapter has a `TrainerCore` with its own matrices, optimizer, settings and version, and its own random state.
-    They share the weights that none of them changes. So every adapter has the same bits as if it were trained alone.
+    They share the weights that none of them changes, so every adapter has the same bits as if it were trained alone.
 
     Args:
-        policies: Settings of each adapter, which trains in a world of one rank if there are several.
-        seed, num_threads: of each trainer; see `TrainerCore`.
+        policies: Settings by adapter name. With several adapters, each trains in a world of one rank.
+        seed, num_threads: Arguments of each trainer; see `TrainerCore`.
 
     Raises:
         ModelError, ConfigError: See `TrainerCore`.
@@ -53,7 +53,10 @@ class AdapterTrainers:
 
     @contextmanager
     def turn(self, name: str) -> Generator[TrainerCore]:
-        """In the block, the trainer of one adapter computes, with that adapter's random state. One block at a time."""
+        """Give the block the trainer of one adapter, and set torch's random state to that adapter's.
+
+        Blocks must not overlap.
+        """
         if name != self._current:
             self._random[self._current] = torch.get_rng_state()
             torch.set_rng_state(self._random[name])

@@ -1,4 +1,4 @@
-"""Named options of the parts of a trainer. Settings check them, the parts act on them."""
+"""Named options of the parts of a trainer. The settings check them, and the parts act on them."""
 
 from typing import Literal
 

@@ -11,7 +11,7 @@ class Comparison:
 
     Attributes:
         name: Short name, such as "logprobs".
-        subject: The two computations, as in "A against B".
+        subject: The two computations, for example "the trainer's against transformers'".
         unit: "nats", or "relative" for a difference relative to the largest entry.
 
     Example: `Comparison("logprobs", "the trainer's against transformers'", 1.2e-6, 2e-5, "nats")`
@@ -25,7 +25,7 @@ class Comparison:
 
     @property
     def holds(self) -> bool:
-        """Whether the difference is within the tolerance. One that is not a number is not."""
+        """Whether the difference is within the tolerance; False if it is not a number."""
         return self.difference <= self.tolerance
 
     def __str__(self) -> str:

@@ -1,10 +1,10 @@
-"""Off-policy corrections: weights and masks of tokens that another policy than the learning one sampled.
+"""Off-policy corrections: weights and masks of tokens that a policy other than the learning one sampled.
 
     rho_t = pi_prox(t) / pi_behaviour(t)
 
 weighs or masks the loss of each token. pi_behaviour is the generator's distribution under the weights that sampled the
-token. With hot swaps the tokens of a sequence have different weights, so everything here is computed for each token.
-pi_prox is the policy that ratios are clipped against:
+token. With hot swaps, the tokens of a sequence are sampled by different weights, so everything here is computed for
+each token. pi_prox is the policy that ratios are clipped against:
 
     behaviour      pi_prox = pi_behaviour: no correction beyond the clip ("bypass")
     recomputed     the policy at the start of the update, by a forward pass of the trainer
@@ -16,7 +16,7 @@ Weights, with a cap C (without one, C is infinity):
     token          min(rho_t, C)                     truncated importance sampling (Ionides, 2008; Yao et al., 2025)
     sequence       min(prod_t rho_t, C)              the same for a whole sequence
 
-Masks. Logarithms are compared up to their rounding, so that a value at a bound is kept:
+Masks keep these tokens. Logarithms are compared up to their rounding, so that a value at a bound is kept:
 
     token          rho_t in [low, high]              IcePop (Ring-1T, arXiv:2510.18855) with token weights without a cap
     sequence       prod_t rho_t in [low, high]       masked importance sampling
@@ -39,7 +39,7 @@ from titan_rl.training.losses import MAX_LOG_RATIO, mean_by_sequence, sum_by_seq
 from titan_rl.training.settings import CorrectionConfig
 
 ROUNDING = 1e-5
-"""Rounding of logprobs in float32, in which exp(log(0.1)) < 0.1. A log-ratio this far beyond a bound still counts as
+"""Rounding of logprobs in float32, where exp(log(0.1)) < 0.1. A log-ratio this far beyond a bound still counts as
 within it."""
 
 
@@ -54,13 +54,13 @@ class Correction:
 def interpolated_logprobs(
     logprobs_N: torch.Tensor, behaviour_logprobs_N: torch.Tensor, versions_N: torch.Tensor, version: int
 ) -> torch.Tensor:
-    """Return log pi_prox between the behaviour policy and the current one, by the age of the token.  # [N]
+    """Interpolate log pi_prox between the behaviour policy and the current one, by the age of each token.  # [N]
 
-    The update goes from `version` (v_prox) to the one after it (v_theta). A token of `version` itself has its
-    behaviour logprob, and an old one nearly the current policy's.
+    The update goes from `version` (v_prox) to the one after it (v_theta). For a token of `version` itself the result is
+    its behaviour logprob, and for an old token nearly the current policy's logprob.
 
     Args:
-        versions_N: of the weights that sampled each token, at most `version`.
+        versions_N: Version of the weights that sampled each token, at most `version`.
     """
     age_N = (version - versions_N).clamp(min=0).to(logprobs_N.dtype)
     return torch.lerp(behaviour_logprobs_N, logprobs_N.detach(), age_N / (age_N + 1))
@@ -73,7 +73,8 @@ def correct(
     num_sequences: int,
     config: CorrectionConfig,
 ) -> Correction:
-    """Weights and masks of finite tokens. Log-ratios of tokens and of whole sequences are clamped to +-20."""
+    """Compute the weights and masks of tokens whose logprobs are finite. Log-ratios of tokens and of whole sequences
+    are clamped to +-20."""
     with torch.no_grad():
         log_rho_N = _clamp(proximal_logprobs_N - behaviour_logprobs_N)
         log_product_N = _clamp(sum_by_sequence(log_rho_N, sequences_N, num_sequences))[sequences_N]

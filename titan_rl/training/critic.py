@@ -13,7 +13,7 @@ weights at the start of a step. Then, for each minibatch, the critic minimizes
 with K the number of actions in the minibatch, over all ranks. Source: the clipped value loss of PPO's implementation
 (Engstrom et al., 2020, arXiv:2005.12729, section 3), which has no effect on the first update of a step.
 
-Weights, gradients and moments of the trunk are sharded like the policy's; every rank has the w and b.
+Weights, gradients and moments of the trunk are sharded like the policy's; every rank has w and b.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from titan_rl.training.state.train_state import Trained
 from titan_rl.training.tensor_batch import Minibatch, TensorBatch
 
 CLIP = 0.2
-"""Largest change of a value in one step that its loss rewards."""
+"""Largest change of a value in one step that the value loss rewards."""
 
 LEAST_STD = 1e-6
 """Added to the standard deviation that advantages are divided by."""
 
 
 class ValueHead(nn.Module):
-    """The linear function of a hidden state. It begins as 0.
+    """Value of a state as a linear function of its hidden state. The initial function is 0.
 
     Args:
         size: Entries of a hidden state.
@@ -74,7 +74,7 @@ class _Judged:
     batch: TensorBatch
     estimate: AdvantageEstimate
     values_N: NDArray[np.float64]  # at the start of the step
-    hidden_ND: torch.Tensor | None  # of the policy, if that is the trunk
+    hidden_ND: torch.Tensor | None  # hidden states of the policy, if the policy is the trunk
 
 
 class Critic:
@@ -82,7 +82,7 @@ class Critic:
 
     Args:
         trunk: Model that computes the hidden states.
-        is_trained: The trunk is trained. Otherwise it is the policy.
+        is_trained: Whether the trunk is a model of its own, which is trained. Otherwise it is the policy.
     """
 
     def __init__(self, trunk: Policy, world: World, training: TrainingConfig, *, is_trained: bool) -> None:
@@ -102,7 +102,7 @@ class Critic:
             spec = replace(spec, state_dtype=training.optimizer_dtype, offload=offload)
             self._modules["trunk"] = trunk.model
             self._optimizers["trunk"] = Optimizers(trunk.model, training.optimizer, spec)
-        self._judged: dict[int, _Judged] = {}  # of the present step, by the id of the micro-batch
+        self._judged: dict[int, _Judged] = {}  # micro-batches of the current step, by their id()
 
     @property
     def _trains_trunk(self) -> bool:
@@ -117,8 +117,8 @@ class Critic:
         """Compute the values of a step's states and, from them and the rewards, the advantages of its tokens. All ranks
         call this at the same time.
 
-        Advantages are standardized over the tokens of all ranks. Advantages that the tokens have already, such as those
-        from a teacher, are added to that.
+        Advantages are standardized over the tokens of all ranks. Advantages that the tokens already have, such as those
+        from a teacher, are added to the result.
 
         Returns:
             The minibatches with these advantages, and the metric `explained_variance`: 1 minus the variance of target -
@@ -173,7 +173,8 @@ class Critic:
         return _Judged(batch, made, values_M[:size], None if self._trains_trunk else hidden_MD[:size])
 
     def _seen(self, batch: TensorBatch) -> TensorBatch:
-        """The batch without the policy's experts, which are not those of another trunk."""
+        """Return the batch without the policy's choice of experts if the trunk is another model, which chooses its
+        own."""
         return replace(batch, experts_BLRK=None) if self._trains_trunk else batch
 
     def update(self, minibatch: Minibatch, lr: float) -> float:
@@ -181,20 +182,19 @@ class Critic:
         time.
 
         Args:
-            minibatch: One that `judge` returned, for the first time.
-            lr: Present learning rate of the policy, to which that of the critic is proportional.
+            minibatch: A minibatch that `judge` returned. Each can be passed only once.
+            lr: Current learning rate of the policy. The critic's learning rate is proportional to it.
 
         Returns:
-            The loss before the first step.
+            The loss before the first of these steps.
 
         Raises:
-            UntrainableError: Loss or gradient is not finite; raised on all ranks. If that is so in the first step,
-                nothing has changed.
+            UntrainableError: The loss or the gradient is not finite; raised on all ranks. If this happens in the first
+                step, nothing has changed.
         """
-        judged = [self._judged.pop(id(batch)) for batch in minibatch.batches]  # each once: frees them after its update
-        (count,) = self._world.sum([float(sum(each.estimate.acts_N.sum() for each in judged))])
-        losses: list[float] = []
-        try:
+        judged = [self._judged.pop(id(batch)) for batch in minibatch.batches]  # popped, so that they are freed after
+        the update (count,) = self._world.sum([float(sum(each.estimate.acts_N.sum() for each in judged))]) losses:
+        list[float] = [] try:
             for _ in range(self._epochs if count else 0):
                 with span("critic", "trainer"):
                     losses.append(self._accumulate(judged, count))
@@ -233,7 +233,8 @@ class Critic:
         return 0.5 * torch.maximum((values_K - targets_K).square(), (clipped_K - targets_K).square()).sum()
 
     def _average_and_clip(self, count: float) -> float:
-        """Average the gradients, and scale them down together to `training.max_grad_norm`. Returns the norm before."""
+        """Average the gradients, and scale them down together to `training.max_grad_norm`. Return the norm before
+        scaling."""
         own: list[Any] = [each.grad for each in self._head.parameters()]
         flat = self._world.sum(torch.cat([each.flatten() for each in own]).tolist())
         for each, whole in zip(own, torch.tensor(flat).split([each.numel() for each in own]), strict=True):
@@ -252,7 +253,7 @@ class Critic:
         return norm
 
     def _spread(self, values: Sequence[NDArray[np.float64]]) -> tuple[float, float, float]:
-        """Number, mean and standard deviation over all ranks."""
+        """Number, mean and standard deviation of the values of all ranks."""
         own = np.concatenate([*values, np.zeros(0)])
         count, total = self._world.sum([float(len(own)), float(own.sum())])
         mean = total / count if count else 0.0

@@ -14,15 +14,15 @@ PREFIX = "causal."
 """Prefix of parameter names in a module of the transformers implementation."""
 
 READS_PARTS = "reads_weights_of_parts"
-"""Attribute of modules whose forward pass reads the weights of modules in them without calling these, so that hooks of
-these do not run."""
+"""Attribute of modules whose forward pass reads the weights of submodules without calling them, so that the hooks of
+these submodules do not run."""
 
 
 class NameAdapter(Protocol):
     """Translation between the parameters of a module and the tensors of a Hugging Face folder."""
 
     def to_hf(self, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Convert parameters to tensors of the folder. A parameter that is tied to another has none."""
+        """Convert parameters to tensors of the folder. A parameter that is tied to another one has no tensor there."""
         ...
 
     def from_hf(self, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -42,11 +42,11 @@ class DecoderModel(Protocol):
     """Decoder of a policy, whose parameters have no memory before `allocate`.
 
     Attributes:
-        module: Holds all parameters. FSDP, optimizers and checkpoints use it.
-        head_dim: Entries of a query head.
+        module: Module with all parameters, for FSDP, optimizers and checkpoints.
+        head_dim: Size of a query head.
         is_tied: Whether the output layer shares the embedding's weights.
         has_variants: Whether some attention differs from plain causal attention; see `Variant`.
-        optional_names: Tensors of the folder that are ignored.
+        optional_names: Names of tensors that are ignored if the folder has them.
         optional_patterns: Regular expressions of further such names.
     """
 
@@ -95,7 +95,7 @@ class DecoderModel(Protocol):
         ...
 
     def allocate(self, device: torch.device, *, on_host: bool) -> None:
-        """Allocate parameters, without values, and buffers, with theirs.
+        """Allocate the parameters without values, and the buffers with their values.
 
         Args:
             on_host: Keep the parameters in the host's memory.
@@ -103,7 +103,7 @@ class DecoderModel(Protocol):
         ...
 
     def wrap_blocks(self, checkpointing: Any) -> None:
-        """Checkpoint the activations of the blocks, with a policy of torchtitan's."""
+        """Checkpoint the activations of the blocks, as a checkpointing policy of torchtitan says."""
         ...
 
     def split_matrices(self, dims: Any) -> None:
@@ -118,7 +118,7 @@ class DecoderModel(Protocol):
         """Shard the parameters with FSDP2, layer by layer.
 
         Args:
-            dtype: Dtype in which parameters are gathered.
+            dtype: Dtype in which the parameters are gathered.
             same_experts: Mesh of the ranks with the same experts, if experts are divided.
         """
         ...

@@ -1,4 +1,5 @@
-"""Divergence between the policy and a teacher over the teacher's K likeliest tokens and all others as one.
+"""Divergence between the policy and a teacher over the teacher's K likeliest tokens, with all other tokens merged into
+one.
 
     forward   KL(q || p) = sum_k q_k (log q_k - log p_k) + q_0 (log q_0 - log p_0)
     reverse   KL(p || q) = sum_k p_k (log p_k - log q_k) + p_0 (log p_0 - log q_0)
@@ -17,10 +18,11 @@ import torch
 from titan_rl.training.choices import DistillKind
 
 LEAST_REST = 1e-6
-"""Least probability of all other tokens: rounding makes it 0 or negative, and its logarithm would not be finite."""
+"""Least probability of all other tokens together. Rounding can make it 0 or negative, and its logarithm would not be
+finite."""
 
 LEAST_LOGPROB = -50.0
-"""Logprobs are clamped from below, so that a token that one of the two excludes does not make the loss infinite."""
+"""Lower limit of logprobs, so that a token that the policy or the teacher excludes does not make the loss infinite."""
 
 
 def divergence(kind: DistillKind, logprobs_NK: torch.Tensor, teacher_NK: torch.Tensor) -> torch.Tensor:
@@ -28,8 +30,8 @@ def divergence(kind: DistillKind, logprobs_NK: torch.Tensor, teacher_NK: torch.T
 
     Args:
         kind: "forward" or "reverse".
-        logprobs_NK: of the policy for the teacher's likeliest tokens, with gradient.
-        teacher_NK: of the teacher.
+        logprobs_NK: Policy's logprobs of the teacher's likeliest tokens, with gradient.
+        teacher_NK: Teacher's logprobs of the same tokens.
 
     Example: p = [0.5, 0.25] and q = [0.25, 0.5] leave 0.25 to the others in both: 0.1733 nats in either direction.
     """

@@ -49,14 +49,15 @@ def export_checkpoint(
     merged into the weights of its base as the run has trained with them: the sum is rounded once, to `dtype`.
 
     Args:
-        source: The folder of the model that was trained.
-        renderer: with which it was trained; the chat template is fitted to it.
+        source: Folder of the model that was trained.
+        renderer: `model.renderer` of the run. The chat template is fitted to it.
         as_adapter: Write the adapter alone instead, in PEFT's format.
 
     Raises:
-        DamagedCheckpointError: its bytes are not those that were written.
-        CheckpointError: it is of another model, or the folder could not be written, or reads back differently.
-        ModelError: The folder of the model lacks a file.
+        DamagedCheckpointError: The checkpoint's bytes are not those that were written.
+        CheckpointError: The checkpoint is of another model, or the folder could not be written, or it reads back
+            differently.
+        ModelError: The model's folder lacks a file.
     """
     verify(checkpoint)
     files = TensorFiles([checkpoint / name for name in read_checksums(checkpoint) if name.endswith(SUFFIX)])
@@ -94,13 +95,13 @@ def merge_peft(source: Path, adapter: Path, directory: Path, dtype: DType = "flo
     once, to `dtype`.
 
     Args:
-        source: The folder of the base model.
-        adapter: The folder in PEFT's format.
-        renderer: The chat template is fitted to it.
+        source: Folder of the base model.
+        adapter: Adapter folder in PEFT's format.
+        renderer: `model.renderer` of the run. The chat template is fitted to it.
 
     Raises:
-        ModelError: A folder lacks a file, or the adapter is not of this model or not of a supported kind.
-        CheckpointError: The folder could not be written, or reads back differently.
+        ModelError: A folder lacks a file, or the adapter does not fit this model or is of an unsupported kind.
+        CheckpointError: The folder could not be written, or it reads back differently.
     """
     settings = peft_settings(adapter)
     policy = Policy(  # computes nothing
@@ -117,7 +118,7 @@ def merge_peft(source: Path, adapter: Path, directory: Path, dtype: DType = "flo
 
 
 def _trained_in(checkpoint: Path) -> DType:
-    """`model.dtype` of the run of a checkpoint; float32 for one without a run."""
+    """`model.dtype` of the run that wrote a checkpoint; float32 if no run wrote it."""
     try:
         settings = parse_json((checkpoint / "run_state.json").read_text())["settings"]
     except (OSError, ValueError, KeyError):
@@ -126,7 +127,11 @@ def _trained_in(checkpoint: Path) -> DType:
 
 
 def _base_dtype(source: Path, trained_in: DType = "float32") -> DType:
-    """Smallest dtype that holds the weights of a folder as a run in a dtype has trained with them."""
+    """Smallest dtype that represents the weights of a folder exactly as a run trained with them.
+
+    Args:
+        trained_in: `model.dtype` of the run.
+    """
     if trained_in != "float32":
         return trained_in
     for path in source.glob("*.safetensors"):
@@ -144,10 +149,10 @@ def _write_model(policy: Policy, source: Path, directory: Path, dtype: DType, re
 
 
 def check_export(path: Path, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Read an exported safetensors file back.
+    """Read an exported safetensors file back and compare it with its tensors.
 
     Raises:
-        CheckpointError: it does not hold exactly these tensors, bit by bit.
+        CheckpointError: The file does not hold exactly these tensors, bit by bit.
     """
     with safe_open(path, framework="pt") as file:
         left = set(file.keys())
@@ -171,19 +176,20 @@ def export_hf(
     dtype: str,
     chat_template: str | None = None,
 ) -> None:
-    """Write `named_tensors`, one at a time, with the config, tokenizer and chat template of `source`, all or nothing.
+    """Write a Hugging Face folder, all or nothing: `named_tensors`, one at a time, with the config, tokenizer and chat
+    template of `source`.
 
     Args:
-        layout: See `write_tensors`.
+        layout: Dtypes and shapes of the tensors; see `write_tensors`.
         named_tensors: Hugging Face names and tensors.
-        source: The folder of the original model. All its files without weights are copied, except for `MADE_BY_SFT`:
-            `titan-rl sft` must not replace the exported folder.
-        dtype: Recorded in config.json, so that readers load the weights unchanged: "float32".
-        chat_template: Replaces that of `source`.
+        source: Folder of the original model. All files without weights are copied, except `MADE_BY_SFT`, so that
+            `titan-rl sft` does not replace the exported folder.
+        dtype: Dtype to record in config.json, such as "float32", so that readers load the weights unchanged.
+        chat_template: Chat template that replaces that of `source`.
 
     Raises:
         NoSpaceError: The disk is full.
-        CheckpointError: it could not be written; `directory` is unchanged.
+        CheckpointError: The folder could not be written; `directory` is unchanged.
     """
     with atomic_directory(directory) as temporary:
         for file in source.iterdir():
@@ -199,7 +205,8 @@ def export_hf(
 
 
 def _replace_template(folder: Path, template: str) -> None:
-    """Write the template, and remove that of older folders in the tokenizer's config, where some readers look first."""
+    """Write the chat template, and remove any other from the tokenizer's config: older folders have it there, and some
+    readers look there first."""
     (folder / "chat_template.jinja").write_text(template)
     if (path := folder / "tokenizer_config.json").is_file():
         config: dict[str, Any] = parse_json(path.read_text())

@@ -1,5 +1,5 @@
-"""Checks of a family with a tiny model of it: that its logprobs are those of transformers' own layers, and that packed
-sequences do not see each other. `titan_rl.run.machine.engine_check` compares an engine with it."""
+"""Checks of a model family with a tiny model of it: its logprobs must be those of transformers' own layers, and packed
+sequences must not see each other. `titan_rl.run.machine.engine_check` compares an engine with it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from titan_rl.training.policy import Policy, score
 from titan_rl.training.tensor_batch import make_tensor_batch
 
 CONTEXT = 128
-"""Most tokens of a sequence of a check."""
+"""Most tokens of a sequence in a check."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class Tolerances:
     """Largest differences that rounding in float32 explains, for tiny models.
 
     Attributes:
-        logprobs: between logprobs in float32 and in float64, in nats.
-        gradients: between gradients, relative to the largest entry.
-        engine: between the logprobs of an engine and of the trainer, in nats.
+        logprobs: Difference between logprobs in float32 and in float64, in nats.
+        gradients: Difference between gradients, relative to the largest entry.
+        engine: Difference between the logprobs of an engine and of the trainer, in nats.
     """
 
     logprobs: float
@@ -54,24 +54,24 @@ TOLERANCES: Mapping[str, Tolerances] = {
 
 
 ROUNDINGS = 4
-"""Logprobs may differ by so many times the rounding of transformers' own forward pass in float32."""
+"""Largest difference of logprobs, as a multiple of the rounding of transformers' own forward pass in float32."""
 
 MOST_ROUNDING = 10
-"""Most that a tolerance grows by rounding, as a factor: a larger difference would not be told from an error."""
+"""Largest factor by which rounding may raise a tolerance: a larger difference could not be told from an error."""
 
 
 def logprob_tolerance(folder: Path, sequences: Sequence[Sequence[int]], least: float) -> float:
-    """Largest difference of logprobs that rounding in float32 explains for a tiny model. In some families it is larger
-    than in others, such as those that scale embeddings or logits.
+    """Largest difference of logprobs that rounding in float32 explains for a tiny model, in nats. It is larger in some
+    families, such as those that scale embeddings or logits.
 
     Args:
-        least: Tolerance of most families.
+        least: Tolerance for most families, in nats.
     """
     return min(max(least, ROUNDINGS * rounding_error(folder, sequences)), MOST_ROUNDING * least)
 
 
 def rounding_error(folder: Path, sequences: Sequence[Sequence[int]]) -> float:
-    """Largest difference between logprobs of transformers in float32 and in float64."""
+    """Largest difference between the logprobs of transformers in float32 and in float64, in nats."""
     pairs = zip(
         eager_logprobs(folder, sequences, torch.float32), eager_logprobs(folder, sequences, torch.float64), strict=True
     )
@@ -79,21 +79,21 @@ def rounding_error(folder: Path, sequences: Sequence[Sequence[int]]) -> float:
 
 
 MOSTLY_ROUNDING = 0.01
-"""Gradients are compared relative to at least this part of the model's largest. Smaller ones are sums of larger terms
-that cancel, and are mostly rounding, as those of keys' biases are, which change no attention."""
+"""Smallest scale of the comparison of a gradient, as a share of the model's largest gradient. Smaller gradients are
+sums of larger terms that cancel, so they are mostly rounding. For example, the biases of keys change no attention."""
 
 
 def tolerances_of(device: torch.device) -> Tolerances:
-    """Tolerances of a device."""
+    """Tolerances for a device."""
     return TOLERANCES.get(device.type, TOLERANCES["cuda"])
 
 
 def check_family(folder: Path, implementation: Implementation = "auto") -> tuple[Comparison, ...]:
     """Compare a tiny model, such as `tiny_of_folder` writes, with transformers' eager forward pass, and packed
-    sequences with separate ones. It computes in float32 on this process's device, whatever `model.dtype` is.
+    sequences with separate ones. Everything is computed in float32 on this process's device, whatever `model.dtype` is.
 
     Raises:
-        ModelError: it cannot be trained.
+        ModelError: The model cannot be trained.
     """
     policy = tiny_policy(folder, implementation)
     tolerances = tolerances_of(policy.device)
@@ -135,7 +135,7 @@ def tiny_policy(folder: Path, implementation: Implementation = "auto") -> Policy
 
 @contextmanager
 def exact_products() -> Generator[None]:
-    """In the block, GPUs multiply matrices in float32 with all digits, also if the program allows TF32."""
+    """In the block, make GPUs multiply float32 matrices in full precision, even if the program allows TF32."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -145,7 +145,7 @@ def exact_products() -> Generator[None]:
 
 
 def require_proved(folder: Path, implementation: Implementation) -> None:
-    """Check a tiny model of a family that the library's tests do not have, which takes a second or two.
+    """Check a tiny model if the library's tests do not cover the family. This takes a second or two.
 
     Raises:
         ModelError: The family cannot be trained.
@@ -164,7 +164,7 @@ def require_proved(folder: Path, implementation: Implementation) -> None:
 
 
 def draw_sequences(*lengths: int) -> list[list[int]]:
-    """Random token ids."""
+    """Draw random token ids.  # [num_sequences][length]"""
     rng = random.Random(0)
     return [[rng.randrange(2, VOCABULARY) for _ in range(length)] for length in lengths]
 
@@ -172,10 +172,11 @@ def draw_sequences(*lengths: int) -> list[list[int]]:
 def eager_logprobs(
     folder: Path, sequences: Sequence[Sequence[int]], dtype: torch.dtype = torch.float64
 ) -> list[torch.Tensor]:
-    """Logprobs of each sequence's tokens but the first, by transformers, in float64.  # [num_sequences][length - 1]
+    """Compute the logprobs of each sequence's tokens after the first with transformers. The results are float64.  #
+    [num_sequences][length - 1]
 
     Args:
-        dtype: of the computation.
+        dtype: Dtype of the computation.
     """
     model: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
@@ -190,7 +191,8 @@ def eager_logprobs(
 
 
 def logprob_error(policy: Policy, folder: Path, sequences: Sequence[Sequence[int]]) -> float:
-    """Largest difference between a policy's logprobs of packed sequences and transformers' of each."""
+    """Largest difference between a policy's logprobs of packed sequences and transformers' logprobs of the separate
+    sequences, in nats."""
     found = score(policy, World(), sequences, max_context=CONTEXT)
     expected = eager_logprobs(folder, sequences)
     return max(
@@ -200,8 +202,8 @@ def logprob_error(policy: Policy, folder: Path, sequences: Sequence[Sequence[int
 
 
 def packing_error(policy: Policy) -> tuple[float, tuple[str, ...]]:
-    """Largest relative difference between gradients of packed sequences, some of which share their prompt, and the sum
-    of those of each alone; and the names of parameters without a gradient."""
+    """Compare the gradient of packed sequences, some of which share their prompt, with the sum of the gradients of the
+    separate sequences. Return the largest relative difference, and the names of parameters without a gradient."""
     samples = _samples()
     packed = find_families(samples, 4 * CONTEXT)
     together = _gradients(policy, [packed])
@@ -220,8 +222,8 @@ def packing_error(policy: Policy) -> tuple[float, tuple[str, ...]]:
 
 @torch.no_grad()
 def leakage(policy: Policy) -> float:
-    """Largest change of a sequence's logprobs when another sequence in its row changes, after a shared prompt or as a
-    whole. Only a model that carries something from one packed sequence to the next has more than rounding."""
+    """Largest change of a sequence's logprobs when another sequence in its row changes, as a whole or after a shared
+    prompt. It exceeds rounding only if the model carries a state from one packed sequence to the next."""
     samples = _samples()
     expected = _logprobs_by_sample(policy, samples)
     found: list[float] = []

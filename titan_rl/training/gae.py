@@ -6,13 +6,14 @@ For the actions k = 0 .. K-1 of a rollout, each with the value V_k of the state 
     A_k      = delta_k + gamma * lambda * A_{k+1},    A_K = 0
     target_k = A_k + V_k
 
-V_K is 0 after the end of a rollout, and the value of the last state where the rollout was truncated. lambda = 1 gives
-the sum of the discounted rewards minus the value, lambda = 0 the error of one action alone.
+V_K is 0 if the rollout has ended, and the value of the last state if it was truncated. With lambda = 1, A_k is the sum
+of the discounted rewards minus the value; with lambda = 0, it is the error delta_k of one action alone.
 
-Tokens of the prompt and of the environment are states, and not actions: the state before the first token of a turn is
+Tokens of the prompt and of the environment are states, not actions: the state before the first token of a turn is
 the whole context, with the environment's answer. So gamma and lambda apply once between the last token of a turn and
-the first one of the next. With turns as actions, gamma and lambda apply once a turn, the value of a turn is that of the
-state before its first token, its reward the sum over its tokens, and all of its tokens have its advantage.
+the first token of the next one. With turns as actions, gamma and lambda apply once per turn; the value of a turn is
+that of the state before its first token, its reward is the sum over its tokens, and all of its tokens have its
+advantage.
 
 Sources: Schulman et al., 2016, arXiv:1506.02438, eq. 16 (GAE); Schulman et al., 2017, arXiv:1707.06347, eq. 11 and 12
 (its truncated form, in PPO).
@@ -32,12 +33,12 @@ from titan_rl.training.choices import GAEOver
 def gae(
     rewards: Sequence[float], values: Sequence[float], last_value: float, *, gamma: float, lam: float
 ) -> list[float]:
-    """Advantages of the actions of one rollout; see the module.  # [num_actions]
+    """Advantages of the actions of one rollout; the module's docstring has the formula.  # [num_actions]
 
     Args:
-        rewards: After each action.
-        values: of the state before each action.
-        last_value: of the state after the last action: 0 if the rollout has ended.
+        rewards: Reward after each action.
+        values: Value of the state before each action.
+        last_value: Value of the state after the last action; 0 if the rollout has ended.
 
     Example: `gae([0, 1], [0.5, 0.25], 0, gamma=1, lam=1)` is `[0.5, 0.75]`.
     """
@@ -55,8 +56,8 @@ class AdvantageEstimate:
     """Advantages and value targets of the trained tokens of a micro-batch."""
 
     advantages_N: NDArray[np.float64]
-    targets_N: NDArray[np.float64]  # of the values of the states before actions
-    acts_N: NDArray[np.bool_]  # whether an action begins with the token, so that its state has a target
+    targets_N: NDArray[np.float64]  # targets for the values of the states before actions
+    acts_N: NDArray[np.bool_]  # whether an action begins with the token, so that the state before it has a target
 
 
 def estimate(
@@ -73,8 +74,8 @@ def estimate(
     """Estimate the advantages of N trained tokens of S sequences.
 
     Args:
-        values_N: of the state before each token.
-        last_values_S: of the state after each sequence; 0 where its rollout has ended.
+        values_N: Value of the state before each token.
+        last_values_S: Value of the state after each sequence; 0 where its rollout has ended.
         sequences_N: Number of each token's sequence, ascending.
         turns_N: Number of each token's turn in its sequence, ascending.
     """

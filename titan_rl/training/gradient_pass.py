@@ -1,8 +1,8 @@
 """Forward and backward passes of a minibatch, up to the averaged and clipped gradient.
 
-On processors several micro-batches are computed at the same time, one in a thread: torch's own threads would share out
-each small operation, and wait for each other at its end. The gradients are summed in the order of the micro-batches, so
-the number of threads does not change the result.
+On CPUs, several micro-batches are computed at the same time, each in a thread: torch's own threads would split each
+small operation, and wait for each other at its end. The gradients are summed in the order of the micro-batches, so the
+number of threads does not change the result.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from titan_rl.training.tensor_batch import Minibatch, TensorBatch
 
 @dataclass(frozen=True, slots=True)
 class MinibatchGradient:
-    """Results of the passes over a minibatch, besides the gradients in the parameters. They are equal on all ranks,
-    except `stats`, which has this rank's tokens."""
+    """Results of the passes over a minibatch, besides the gradients, which are in the parameters. They are equal on all
+    ranks, except `stats`, which covers this rank's tokens."""
 
     loss: float
     norm: float  # before clipping
@@ -38,12 +38,13 @@ class MinibatchGradient:
 
 
 class GradientPass:
-    """Computes the gradient of a minibatch's loss, the mean over all ranks' tokens, in the policy's parameters.
+    """Computes the gradient of a minibatch's loss, the mean over the tokens of all ranks, and leaves it in the policy's
+    parameters.
 
     Args:
-        reference: for the KL term of the loss; None without one.
-        row_tokens: of the packer, for messages.
-        num_threads: Micro-batches that are computed at the same time, where policy and reference allow it.
+        reference: Reference model for the KL term of the loss; None if there is no such term.
+        row_tokens: Most tokens of a packed row, for error messages.
+        num_threads: Micro-batches to compute at the same time, if the policy and the reference allow it.
     """
 
     def __init__(
@@ -64,29 +65,32 @@ class GradientPass:
         self._parameters = [each for each in policy.model.parameters() if each.requires_grad]
         self._max_grad_norm = max_grad_norm
         self._row_tokens = row_tokens
-        self._taught_share = 1.0  # of the present minibatch
-        self._objective_lock = threading.Lock()  # a loss of the user's is called for one micro-batch at a time
+        self._taught_share = 1.0  # result of `_count_taught` for the current minibatch
+        self._objective_lock = threading.Lock()  # calls of a user's loss must not overlap
         in_threads = all(each.runs_in_threads for each in (policy, reference) if each is not None)
         self._num_threads = num_threads
         self._threads = ThreadPoolExecutor(num_threads, "micro-batch") if in_threads and num_threads > 1 else None
 
     def proximal_logprobs(self, minibatches: Sequence[Minibatch]) -> dict[int, torch.Tensor]:
-        """Logprobs under the weights at the start of the step, by the id of the micro-batch. Empty if the forward pass
-        of the update computes them: with a single minibatch it uses the same weights."""
+        """Logprobs under the weights at the start of the step, by the id() of the micro-batch. Empty if they are not
+        needed, or if the forward pass of the update computes them, as with a single minibatch, which uses the same
+        weights."""
         if len(minibatches) == 1 or not self._objective.recomputes_proximal:
             return {}
         with span("proximal logprobs", "trainer"), torch.no_grad():
             return {id(b): self._policy.logprobs(b)[0] for minibatch in minibatches for b in minibatch.batches}
 
     def run(self, minibatch: Minibatch, proximal: dict[int, torch.Tensor], *, version: int) -> MinibatchGradient:
-        """Run all micro-batches of a minibatch, and sum over the ranks.
+        """Run all micro-batches of a minibatch, and sum the gradients over the ranks. All ranks call this at the same
+        time.
 
         Args:
-            proximal: Result of `proximal_logprobs`.
-            version: of the weights.
+            proximal: Result of `proximal_logprobs` for the step.
+            version: Version of the weights at the start of the step.
 
         Raises:
-            UntrainableError: No token can be trained on, or loss or gradient is not finite; raised on all ranks.
+            UntrainableError: No token can be trained on, or the loss or the gradient is not finite; raised on all
+                ranks.
         """
         self._taught_share = self._count_taught(minibatch)
         by_batch = self._accumulate(minibatch.batches, proximal, version)
@@ -101,7 +105,7 @@ class GradientPass:
         """Compute only the loss, without gradients. All ranks call this at the same time.
 
         Raises:
-            UntrainableError: No token counts.
+            UntrainableError: No token contributes to the loss.
             TrainingError: The loss is not finite.
         """
         self._taught_share = self._count_taught(minibatch)
@@ -112,8 +116,8 @@ class GradientPass:
         return loss
 
     def _count_taught(self, minibatch: Minibatch) -> float:
-        """The denominator of the loss over the number of tokens that a teacher has scored, on all ranks; 1 without
-        such tokens."""
+        """Denominator of the loss divided by the number of tokens that a teacher has scored, both over all ranks; 1
+        without such tokens."""
         if not self._objective.distills:
             return 1.0
         counts = [self._objective.counts(batch) for batch in minibatch.batches]
@@ -121,7 +125,7 @@ class GradientPass:
         return denominator / scored if scored else 1.0
 
     def _mean(self, by_batch: Sequence[TokenStats], minibatch: Minibatch) -> tuple[float, float]:
-        """The mean over all ranks' tokens, and its denominator."""
+        """Mean loss over the tokens of all ranks, and its denominator."""
         summed, denominator = self._world.sum(
             [
                 float(torch.cat([stats.loss_M for stats in by_batch]).sum()) if by_batch else 0.0,
@@ -137,8 +141,8 @@ class GradientPass:
         return summed / denominator, denominator
 
     def _refuse(self, minibatch: Minibatch, reason: str, by_batch: Sequence[TokenStats] = ()) -> NoReturn:
-        """Raise, naming the rollouts of all ranks and those with a token whose loss is not finite. All ranks call
-        this."""
+        """Raise an `UntrainableError` that names the rollouts of all ranks, and those with a token whose loss is not
+        finite. All ranks call this."""
         at_fault: list[str] = []
         for batch, stats in zip(minibatch.batches, by_batch, strict=False):
             sequences_M = batch.sequences_N[stats.valid_N]
@@ -150,8 +154,8 @@ class GradientPass:
     def _accumulate(
         self, batches: Sequence[TensorBatch], proximal: dict[int, torch.Tensor], version: int
     ) -> list[TokenStats]:
-        """Add the gradients of the micro-batches' summed losses. They are divided once the tokens of the whole batch
-        are counted."""
+        """Add up the gradients of the micro-batches' summed losses. The caller divides them once the tokens of the
+        whole batch are counted."""
         by_batch: list[TokenStats] = []
         if self._threads is None or len(batches) == 1:
             for batch in batches:
@@ -159,8 +163,7 @@ class GradientPass:
                 summed.backward()
                 by_batch.append(stats)
             return by_batch
-        # Batches are submitted as they are taken from here, no more than there are threads, because each result is as
-        # large as the model.
+        # At most as many batches are submitted as there are threads, because each result is as large as the model.
         submitted = (
             self._threads.submit(self._gradient_of, batch, proximal.get(id(batch)), version) for batch in batches
         )
@@ -174,7 +177,7 @@ class GradientPass:
                 by_batch.append(stats)
                 running.extend(islice(submitted, 1))
         finally:
-            wait(running)  # no thread may read weights that change after an error
+            wait(running)  # after an error the weights may change, so no thread may still read them
         return by_batch
 
     def _gradient_of(
@@ -183,7 +186,7 @@ class GradientPass:
         proximal_N: torch.Tensor | None,
         version: int,
     ) -> tuple[list[torch.Tensor | None], TokenStats]:
-        """The gradient of one micro-batch's summed loss, in the order of the parameters."""
+        """Gradient of one micro-batch's summed loss, in the order of the parameters."""
         summed, stats = self._forward(batch, proximal_N, version)
         gradients = torch.autograd.grad(summed, self._parameters, allow_unused=True)
         return [None if gradient is None else gradient.contiguous() for gradient in gradients], stats
@@ -191,7 +194,7 @@ class GradientPass:
     def _forward(
         self, batch: TensorBatch, proximal_N: torch.Tensor | None, version: int
     ) -> tuple[torch.Tensor, TokenStats]:
-        """The micro-batch's summed loss, and the statistics of its tokens."""
+        """Summed loss of a micro-batch, and the statistics of its tokens."""
         reference_N = None
         if self._reference is not None:
             with torch.no_grad():
@@ -216,11 +219,11 @@ class GradientPass:
 
 
 def average_and_clip(parameters: Sequence[nn.Parameter], denominator: float, max_norm: float) -> float:
-    """Divide the gradients in place, and scale them down to `max_norm` if their total norm is larger. All ranks call
-    this at the same time.
+    """Divide the gradients by the denominator in place, and scale them down to `max_norm` if their total norm is then
+    larger. All ranks call this at the same time.
 
     Returns:
-        Norm before clipping.
+        The total norm before clipping.
     """
     norms: list[torch.Tensor] = []
     groups = by_mesh(parameter for parameter in parameters if parameter.grad is not None)

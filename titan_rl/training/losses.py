@@ -1,6 +1,8 @@
-"""Interface of policy losses, and the losses that `training.loss` names: the library's, or yours as "module:function".
+"""Interface of policy losses, and lookup of the loss that `training.loss` names: the library's, or yours as
+"module:function".
 
-The library's are in the files of `titan_rl.training.algorithms`. Importing this module imports neither them nor torch.
+The library's losses are in the files of `titan_rl.training.algorithms`. Importing this module imports neither these
+files nor torch.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, slots=True)
 class LossTokens:
-    """The trained tokens of one micro-batch, all of them finite. N tokens of S sequences."""
+    """Trained tokens of one micro-batch: N tokens of S sequences, all with finite values."""
 
     logprobs_N: torch.Tensor  # log pi_theta, with gradient
     proximal_logprobs_N: torch.Tensor  # log pi_prox, the policy that ratios are clipped against
@@ -40,7 +42,7 @@ class LossTokens:
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """The loss of each token, not yet averaged: the denominator belongs to the whole batch, not to one micro-batch."""
+    """Loss of each token, not yet averaged: the denominator is that of the whole batch, not of one micro-batch."""
 
     loss_N: torch.Tensor
     clipped_N: torch.Tensor  # bool: the token's ratio was bounded
@@ -48,7 +50,7 @@ class TokenLoss:
 
 @dataclass(frozen=True, slots=True)
 class ClipRange:
-    """Ratios are clipped to [1 - low, 1 + high]."""
+    """Interval to which ratios are clipped: [1 - low, 1 + high]."""
 
     low: float
     high: float
@@ -76,7 +78,7 @@ def clipped_surrogate(ratios_N: torch.Tensor, tokens: LossTokens, clip: ClipRang
     """`-min(ratio * A, clip(ratio) * A)`, the clipped objective of PPO (arXiv:1707.06347, eq. 7).
 
     Args:
-        ratios_N: with gradient.
+        ratios_N: Policy ratios, with gradient.
     """
     free_N = ratios_N * tokens.advantages_N
     bounded_N = clip.clamp(ratios_N) * tokens.advantages_N
@@ -84,7 +86,7 @@ def clipped_surrogate(ratios_N: torch.Tensor, tokens: LossTokens, clip: ClipRang
 
 
 def without_bounds(loss_N: torch.Tensor) -> TokenLoss:
-    """The loss of tokens whose ratio is not bounded."""
+    """Wrap the loss of tokens whose ratio is not bounded."""
     return TokenLoss(loss_N, loss_N.detach().new_zeros(len(loss_N)).bool())
 
 
@@ -102,19 +104,19 @@ def find_loss(name: str) -> LossFn:
     """Look up the loss that `training.loss` names.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: No loss has that name.
     """
     found: Any = find_function("training.loss", BY_NAME.get(name, name), BY_NAME)
     return found
 
 
 def loss_problem(name: str, clip: ClipRange) -> str | None:
-    """Call a user's loss once on a few tokens, before processes start, and return what is wrong with it.
+    """Call a user's loss once on a few tokens, before any process starts, and return what is wrong with it.
 
-    None for the library's losses, which are not called, and where torch is not installed.
+    Return None if nothing is wrong, for the library's losses, which are not called, and if torch is not installed.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: No loss has that name.
     """
     if name in BY_NAME:
         return None

@@ -1,8 +1,9 @@
 """Memory of one rank of the trainer, computed from a model's config.json and the settings. No weights are read.
 
 Weights, gradients and optimizer states follow from the shapes of the parameters, which the model's own code declares
-without memory. `passes.py` computes what a forward and a backward pass keep. FSDP, optimizers and publishing follow
-from formulas, which are here. Peaks on a CPU differ from these figures by at most 10% (`python -m benchmarks.fit`).
+without memory. `passes.py` computes what a forward and a backward pass keep. The memory of FSDP, optimizers and
+publishing is computed by formulas in this file. Peaks on a CPU differ from these figures by at most 10% (`python -m
+benchmarks.fit`).
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from titan_rl.training.settings import ModelConfig, TrainingConfig
 BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 
 SPLIT = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size", "vocab_size")
-"""Dimensions of config.json that tensor-parallel ranks share."""
+"""Dimensions of config.json that are split over tensor-parallel ranks."""
 
 UPDATE_BYTES = {"float32": 14, "bfloat16": 22, "int8": 41}
-"""Bytes per entry of the parameter that `CompactAdam` updates, by the dtype of the moments: moments in float32,
-divisor, random bits and codes. Another 8 are for weight and gradient in float32, if they are stored in bfloat16."""
+"""Temporary bytes per entry of the parameter that `CompactAdam` is updating, by the dtype of the moments: moments in
+float32, divisor, random bits and codes. If weight and gradient are stored in bfloat16, their float32 copies need
+another 8 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +38,11 @@ class RankMemory:
     """Peak memory of a rank.
 
     Attributes:
-        device: Bytes by component in the GPU's memory, or in that of the process on a CPU.
+        device: Bytes by component in the GPU's memory or, on a CPU, in the process's memory.
         host: Bytes by component that `training.offload` keeps in the host's memory.
         at_rest: Bytes on the device between two steps.
-        parameters: of the whole model.
-        frozen: Bytes of the weights that an adapter leaves as they are.
+        parameters: Number of parameters of the whole model.
+        frozen: Bytes of the weights that an adapter leaves frozen.
     """
 
     device: dict[str, int]
@@ -56,7 +58,7 @@ class RankMemory:
     @staticmethod
     def of_adapters(ranks: Sequence[RankMemory]) -> RankMemory:
         """Memory of a rank that trains several adapters in turn: the frozen weights once, the matrices and optimizer
-        states of all adapters, and the rest of the adapter that needs most of it."""
+        states of all adapters, and for every other component the largest need of one adapter."""
         device, host = _of_adapters([each.device for each in ranks]), _of_adapters([each.host for each in ranks])
         shared, frozen = len(ranks) - 1, ranks[0].frozen
         name = next(name for name in device if name.endswith("weights"))
@@ -66,7 +68,8 @@ class RankMemory:
 
 
 def _of_adapters(parts: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Bytes by component, of components that each adapter has, or that the one that computes has."""
+    """Bytes by component: the sum over the adapters for components that each of them has, and the largest value for
+    components of the adapter that is computing."""
     names = dict.fromkeys(name for part in parts for name in part)
     return {
         name: (sum if name in ("weights", "master weights", "optimizer states") else max)(
@@ -78,18 +81,19 @@ def _of_adapters(parts: Sequence[Mapping[str, int]]) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Numbers of parameters of one rank.
+    """Numbers of parameters of one rank. FSDP splits the first dimension of each parameter; "its part" is what this
+    rank holds.
 
     Attributes:
-        held: of its part: FSDP splits the first dimension of each parameter.
-        frozen: of its part, without those that are trained.
-        matrices: of its part of trained matrices in the layers.
-        whole: of all parts with equal matrices: of all ranks but tensor-parallel ones.
-        layer: of the largest layer, whole.
-        embedding: of the embedding, whole.
-        is_tied: Whether it is the output layer, too.
-        cast: of trained parameters that a forward pass under autocast converts, without the output layer.
-        largest: of its part of the largest parameter.
+        held: Parameters of its part.
+        frozen: Parameters of its part that are not trained.
+        matrices: Parameters of its part that are in trained matrices of the layers.
+        whole: Parameters of the parts of all ranks except other tensor-parallel ones.
+        layer: Parameters of the whole largest layer.
+        embedding: Parameters of the whole embedding.
+        is_tied: Whether the embedding is also the output layer.
+        cast: Trained parameters that a forward pass under autocast converts, without the output layer.
+        largest: Entries of its part of the largest parameter.
     """
 
     held: int
@@ -112,7 +116,7 @@ class Declared:
     """A parameter of a model.
 
     Attributes:
-        block: Index of its layer; -1 outside the layers.
+        block: Index of the parameter's layer; -1 outside the layers.
     """
 
     shape: tuple[int, ...]
@@ -122,7 +126,7 @@ class Declared:
 
 @lru_cache(maxsize=64)
 def _declared(source: BuiltFrom) -> tuple[tuple[Declared, ...], tuple[int, ...], bool]:
-    """All parameters, the shape of the embedding, and whether it is the output layer, too."""
+    """All parameters, the shape of the embedding, and whether the embedding is also the output layer."""
     decoder = source.build()
     blocks = {id(each): at for at, block in enumerate(decoder.blocks.values()) for each in block.parameters()}
     parameters = tuple(
@@ -136,7 +140,7 @@ def count_parameters(source: BuiltFrom, shards: int) -> Numbers:
     """Count the parameters of a model as its code declares them.
 
     Args:
-        shards: Ranks that share each parameter by FSDP.
+        shards: Number of ranks that share each parameter by FSDP.
     """
     parameters, embedding, is_tied = _declared(source)
     layers: dict[int, int] = {}
@@ -168,15 +172,15 @@ def count_parameters(source: BuiltFrom, shards: int) -> Numbers:
 def rank_memory(
     model: ModelConfig, training: TrainingConfig, *, device: str = "cuda", hf: Mapping[str, Any] | None = None
 ) -> RankMemory:
-    """Peak memory of the trainer's rank that has the most, while it trains full rows, of whose tokens all are trained.
+    """Peak memory of the trainer's rank that needs most, while it trains full rows in which every token is trained.
 
     Args:
-        model: its folder needs only a config.json.
-        device: "cuda" or "cpu", on which attention is computed in different ways.
-        hf: config.json, if there is no folder.
+        model: Settings of the model. Its folder needs only a config.json.
+        device: "cuda" or "cpu"; they compute attention in different ways.
+        hf: Content of config.json, if there is no folder.
 
     Raises:
-        ModelError: there is no config.json, it lacks a dimension, or no implementation trains its model.
+        ModelError: The config.json is missing or lacks a dimension, or no implementation can train the model.
     """
     hf = read_hf_config(Path(model.path)) if hf is None else hf
     chosen = choose_implementation(
@@ -209,7 +213,7 @@ def rank_memory(
         checkpointing=training.activation_checkpointing,
     )
     if training.expert_parallel > 1:
-        # A rank gathers its own experts only, and computes as many tokens with them as a rank that has all of them.
+        # A rank gathers only its own experts, and computes as many tokens with them as a rank that has all experts.
         own = _divided(hf, training.expert_parallel)
         source = replace(source, text=json.dumps(own, sort_keys=True))
         numbers = replace(numbers, layer=count_parameters(source, 1).layer)
@@ -224,7 +228,7 @@ def rank_memory(
     state["gradients"] = numbers.trained * master
     moments = _moments(training, numbers)
     (at_host if offload & {"optimizer", "parameters"} else on_device)["optimizer states"] = moments
-    if training.critic == "model":  # its gradients and the policy's are never there at the same time
+    if training.critic == "model":  # gradients of critic and policy never exist at the same time
         state["critic"] = weights
         (at_host if offload & {"optimizer", "parameters"} else on_device)["critic's optimizer states"] = moments
     if training.kl_coef and not training.adapter.is_on:
@@ -261,7 +265,7 @@ def adapter_parameters(model: ModelConfig, targets: tuple[str, ...]) -> int:
 
 
 def whole_parameters(hf: Mapping[str, Any], implementation: Any) -> int:
-    """Number of parameters of a model."""
+    """Number of parameters of a whole model."""
     source = BuiltFrom(json.dumps(dict(hf), sort_keys=True), implementation)
     return count_parameters(source, 1).whole
 
@@ -270,7 +274,7 @@ def _split(hf: Mapping[str, Any], ranks: int) -> dict[str, Any]:
     """config.json of the model that one tensor-parallel rank computes.
 
     Raises:
-        ModelError: A dimension is not divisible.
+        ModelError: A dimension is not divisible by the number of ranks.
     """
     if ranks == 1:
         return dict(hf)
@@ -288,7 +292,8 @@ def _split(hf: Mapping[str, Any], ranks: int) -> dict[str, Any]:
 
 
 def _divided(hf: Mapping[str, Any], ranks: int) -> dict[str, Any]:
-    """config.json of a model that has the experts of one expert-parallel rank, but at least as many as a token uses."""
+    """config.json of a model with as many experts as one expert-parallel rank has, but at least as many as a token
+    uses."""
     made = dict(hf)
     top_k = next((hf[name] for name in TOP_KS if hf.get(name)), 1)
     for name in EXPERT_COUNTS:
@@ -298,7 +303,11 @@ def _divided(hf: Mapping[str, Any], ranks: int) -> dict[str, Any]:
 
 
 def update_bytes(training: TrainingConfig, size: int) -> int:
-    """Most bytes that the update of a parameter of that size needs for a moment."""
+    """Peak of the temporary bytes for the update of a parameter.
+
+    Args:
+        size: Number of entries of the parameter.
+    """
     if not _is_compact(training):
         return 0
     copies = 8 if training.master_dtype == "bfloat16" else 0
@@ -307,7 +316,7 @@ def update_bytes(training: TrainingConfig, size: int) -> int:
 
 
 def _is_compact(training: TrainingConfig) -> bool:
-    """Whether adam's states are other than float32 on the device."""
+    """Whether `CompactAdam` is used: not all of Adam's weights and moments are float32 on the device."""
     if training.optimizer not in ("adamw", "adam"):
         return False
     moved = {"optimizer", "parameters"} & {*training.offload}
@@ -315,7 +324,7 @@ def _is_compact(training: TrainingConfig) -> bool:
 
 
 def _moments(training: TrainingConfig, numbers: Numbers) -> int:
-    """Bytes of optimizer states. An optimizer of the user's is taken to have two moments in float32, as adam has."""
+    """Bytes of the optimizer states. A user's own optimizer is assumed to have two moments, as Adam has."""
     match training.optimizer:
         case "sgd":
             return numbers.trained * BYTES[training.master_dtype] if training.betas[0] else 0
@@ -326,12 +335,12 @@ def _moments(training: TrainingConfig, numbers: Numbers) -> int:
 
 
 def _gathered(numbers: Numbers, head: int, layer: int, compute: int) -> list[tuple[int, int]]:
-    """(Work space, gathered weights and gradients) of FSDP in three stages of a backward pass, in bytes.
+    """(Work space, gathered weights and gradients) of FSDP in three stages of a backward pass, in bytes:
 
-    - The output layer: its weights, and those of the last layer, which FSDP gathers ahead.
-    - Summing of the output layer's gradient: in the dtype of the computation, and in float32.
-    - A layer: its weights and those of the next one, its gradient, and that in float32. A tied embedding stays gathered
-      with its gradient.
+    - The output layer: its weights, and those of the last layer, which FSDP gathers ahead of time.
+    - The sum of the output layer's gradient over the ranks: in the dtype of the computation, and in float32.
+    - A layer: its weights and those of the next one, and its gradient in both dtypes. A tied embedding stays gathered,
+    with its gradient.
     """
     outer, inner = numbers.embedding, numbers.layer
     tied = 2 * outer * compute if numbers.is_tied else 0

@@ -36,6 +36,6 @@ def find_algorithm(name: str) -> Algorithm:
     """Look up the algorithm that `training.algorithm` names.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: No algorithm has that name.
     """
     return find_named("training.algorithm", name, BY_NAME, Algorithm)

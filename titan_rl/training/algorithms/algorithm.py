@@ -58,15 +58,15 @@ class Algorithm:
     Args:
         about: One sentence for people who choose between algorithms.
         source: Paper and equations.
-        advantage: Function from the rewards of siblings to their advantages; those of a module.
-        advantage_formula: The same in ASCII.
-        loss: Function from the tokens of a micro-batch to the loss of each; of a module.
-        loss_formula: The same in ASCII, of one token. r is pi_theta / pi_prox, and sg[] stops the gradient.
-        average: Denominator of the loss; see the module.
+        advantage: Function from the rewards of siblings to their advantages. It must be importable from a module.
+        advantage_formula: Formula of the advantage in ASCII.
+        loss: Function from the tokens of a micro-batch to the loss of each. It must be importable from a module.
+        loss_formula: Formula of one token's loss in ASCII. r is pi_theta / pi_prox, and sg[] stops the gradient.
+        average: Denominator of the loss; see the module's docstring.
         clip: Bounds of the ratio, [1 - low, 1 + high]; None if the loss has none.
         kl_coef: Weight of the KL divergence to the reference model; 0 needs no such model.
         kl: Estimate of that divergence.
-        distill_coef: Weight of distillation from a teacher; 0 needs none.
+        distill_coef: Weight of distillation from a teacher; 0 needs no teacher.
         distill: Divergence from the teacher; see `training.distill`.
         critic: Critic that computes the advantages from the rewards; see `training.critic`.
         needs: Requirements besides the reference model, such as group sizes.
@@ -88,10 +88,10 @@ class Algorithm:
     needs: str = ""
 
     def settings(self) -> dict[str, Any]:
-        """The settings of `[training]` that the algorithm stands for.
+        """Return the settings of `[training]` that the algorithm stands for.
 
         Raises:
-            ConfigError: A function is not one of a module, so that other processes could not import it.
+            ConfigError: A function cannot be imported from a module, so other processes could not use it.
         """
         made: dict[str, Any] = {
             "loss": _named("loss", self.loss, LOSSES),

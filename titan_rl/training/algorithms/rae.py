@@ -4,10 +4,10 @@
     loss   = -A_i * log pi_theta(t)
     b_role = 0.95 * b_role + 0.05 * r_i, after each rollout
 
-The roles of a game have different chances: who moves first wins more often. A baseline over both would reinforce every
-action of the one and none of the other. Source: Liu et al., 2025, arXiv:2506.24119 (SPIRAL), section 3.3. The paper
-updates the baseline with a rollout before it is subtracted from its reward; here the baselines are those before the
-batch, so that the estimate has no bias. They are saved in checkpoints.
+The roles of a game have different chances: the first to move may win more often. A baseline over both roles would
+reinforce every action of one and none of the other. Source: Liu et al., 2025, arXiv:2506.24119 (SPIRAL), section 3.3.
+The paper updates the baseline with a rollout before it is subtracted from its reward; here the baselines are those
+before the batch, so that the estimate has no bias. They are saved in checkpoints.
 
 There is no ratio: tokens of older weights need [correction], or another loss, such as loss = "grpo".
 """

@@ -36,14 +36,14 @@ _scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce
 
 @dataclass(frozen=True, slots=True)
 class ContextRanks:
-    """The ranks that share the tokens of a row, with this one's number among them."""
+    """The ranks that share the tokens of a row, and this rank's number among them."""
 
     rank: int
     size: int
     group: Any
 
     def gather(self, own_PNH: torch.Tensor) -> torch.Tensor:
-        """The tensors of all ranks, laid end to end. Its gradient is summed over the ranks, so all of them must use the
+        """Concatenate the tensors of all ranks. The gradient is summed over the ranks, so all of them must use the
         result: otherwise the others would wait in the backward pass.  # [size * P, N, H]"""
         return _GatherTokens.apply(own_PNH, self)
 
@@ -52,8 +52,8 @@ class ContextRanks:
         each receives the gradient of its own entries.
 
         Args:
-            own_M: This rank's entries, with any further dimensions.
-            at_M: Indices of the entries in the result.
+            own_M: This rank's entries; they may have further dimensions.
+            at_M: Indices of the entries in the result.  # int64 [M]
             size: Length of the result.
         """
         return _SpreadEntries.apply(own_M, at_M, size, self)
@@ -104,7 +104,7 @@ def share_tokens(
     """Share the tokens of a batch among ranks.
 
     Args:
-        multiple_of: Chunks have a multiple of this many tokens.
+        multiple_of: The length of each chunk is a multiple of this number.
     """
     size = -(-num_tokens // (2 * ranks.size * multiple_of)) * multiple_of
     last = 2 * ranks.size - 1
@@ -152,7 +152,7 @@ class _SpreadEntries(torch.autograd.Function):
 
 
 FLASH_HEAD_DIM = 256
-"""Most entries of a head that the flash kernel takes."""
+"""Largest head size that the flash kernel supports."""
 
 
 class Layout(Protocol):
@@ -188,14 +188,14 @@ class Bucket:
     width: int
     prefix_tokens: torch.Tensor | None = None  # [num_documents * prefix_width], padded with token 0
     mask: Mask | None = None  # [num_documents, 1, width, prefix_width + width]; without it causal
-    causal: dict[torch.device, Mask] = field(default_factory=dict, compare=False)  # made when a mask is needed
+    causal: dict[torch.device, Mask] = field(default_factory=dict, compare=False)  # created when a mask is needed
 
     @property
     def num_slots(self) -> int:
         return self.num_documents * self.width
 
     def mask_of(self, variant: Variant, device: torch.device) -> Mask | None:
-        """Mask of an attention; None if it is plain and causal."""
+        """Mask for a variant of attention; None if plain causal attention gives the same result."""
         if self.mask is not None:
             return self.mask
         is_narrow = variant.window is not None and variant.window < self.width
@@ -217,10 +217,10 @@ class Kernel:
 
 
 def choose_kernel(device_type: str, dtype: torch.dtype, head_dim: int, *, masked: bool) -> Kernel:
-    """Choose a kernel that keeps no scores for the backward pass, if there is one for such heads.
+    """Choose a kernel that keeps no scores for the backward pass, if one supports these heads.
 
-    By default, torch falls back to its math kernel on CUDA for grouped heads with a mask or in float32. That keeps 12
-    bytes of each score, head and layer: tens of gigabytes for a model of 0.6B parameters.
+    By default, torch falls back to its math kernel on CUDA for grouped heads with a mask or in float32. That kernel
+    keeps 12 bytes for each score of each head and layer: tens of gigabytes for a model of 0.6B parameters.
     """
     if device_type != "cuda" or head_dim * dtype.itemsize % 16:
         return Kernel()
@@ -230,12 +230,13 @@ def choose_kernel(device_type: str, dtype: torch.dtype, head_dim: int, *, masked
 
 
 class Mask:
-    """Additive attention mask. All layers share one tensor for each window, which is kept for the backward pass.
+    """Additive attention mask. There is one tensor for each window, which all layers share and which is kept for the
+    backward pass.
 
     Args:
-        allowed: Pairs of tokens of a document, in causal order.  # bool [D or 1, 1, Q, K]
+        allowed: Whether a query may attend to a key.  # bool [D or 1, 1, Q, K]
         queries_DQ: Positions of the queries in their documents.  # int64 [D or 1, Q]
-        keys_DK: Positions of the keys.
+        keys_DK: Positions of the keys in their documents.  # int64 [D or 1, K]
     """
 
     def __init__(self, allowed: torch.Tensor, queries_DQ: torch.Tensor, keys_DK: torch.Tensor) -> None:
@@ -244,7 +245,11 @@ class Mask:
         self._added: dict[tuple[int | None, torch.dtype], torch.Tensor] = {}
 
     def added(self, dtype: torch.dtype, window: int | None = None) -> torch.Tensor:
-        """0 where attention is allowed, and minus infinity elsewhere."""
+        """Values to add to the scores: 0 where attention is allowed, and minus infinity elsewhere.
+
+        Args:
+            window: Tokens that a query may attend to, itself included; None for no limit.
+        """
         if (found := self._added.get((window, dtype))) is None:
             allowed = self._allowed
             if window is not None:
@@ -258,8 +263,8 @@ class Mask:
 class DocumentLayout:
     """Slot of every token of a batch when its documents are gathered into buckets.
 
-    `slots` are the positions of all buckets, laid end to end. Where ranks share the batch, tokens are those of this
-    rank, and prefixes those of all ranks.
+    `slots` are the positions of all buckets, laid end to end. If ranks share the batch, the tokens are those of this
+    rank, and the prefixes those of all ranks.
 
     Example: one row of five tokens, documents of lengths 3 and 2, in two buckets:
 
@@ -284,7 +289,7 @@ class DocumentLayout:
         enable_gqa: bool = False,
         variant: Variant = PLAIN,
     ) -> torch.Tensor:
-        """Attend within documents. Heads of values may have another size than those of queries and keys.
+        """Attend within documents. Value heads may differ in size from query and key heads.
         # [B, L, N, H]"""
         q, *kv = (x.flatten(0, 1) for x in (q_BLNH, k_BLNH, v_BLNH))
         of_all = kv
@@ -335,8 +340,8 @@ def layout_documents(
     """Sort documents into buckets, those with a prefix apart from those without.
 
     Args:
-        documents: in token order; together they cover every token of the batch, padding included.
-        ranks: Share the tokens; None if this rank has all.
+        documents: Documents in token order. Together they cover every token of the batch, padding included.
+        ranks: Ranks that share the tokens; None if this rank has all of them.
     """
     num_tokens = sum(document.length for document in documents)
     share = share_tokens(num_tokens, ranks, device=device) if ranks is not None else None
@@ -430,8 +435,8 @@ def _bucket(pieces: Sequence[_Piece], share: TokenShare | None, device: torch.de
 
 
 class _Gather(torch.autograd.Function):
-    """Tokens to slots. Each token has one slot that is not padding, so the gradient is also a gather, not a
-    scatter-add."""
+    """Copy tokens to slots. Each token has exactly one slot that is not padding, so the gradient is also a gather, not
+    a scatter-add."""
 
     @staticmethod
     def forward(ctx: Any, x_TNH: torch.Tensor, layout: DocumentLayout) -> torch.Tensor:
@@ -444,7 +449,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Ungather(torch.autograd.Function):
-    """Slots back to tokens. Padded slots are not read and receive no gradient."""
+    """Copy slots back to tokens. Padded slots are not read and receive no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x_SNH: torch.Tensor, layout: DocumentLayout) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Documents of packed rows, and one sequence for each of them: for layers that are not attention, and pass a state from
+"""Documents of packed rows, and one sequence for each of them, for layers other than attention that pass a state from
 token to token. This file needs only torch.
 
 A sequence begins with the document's prefix, if it has one, so a prefix that documents share is in several sequences.
-Sequences of similar length form a batch. They are padded at the end, where no token of a causal layer sees it.
+Sequences of similar length form a batch. They are padded at the end, where no token of a causal layer sees the padding.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 MIN_FILL = 0.75
-"""A batch takes documents at least this long relative to its longest one."""
+"""Smallest length of a document in a batch, relative to the longest one there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,11 @@ class DocumentSequences:
     """Sequences of the documents of a batch. They are computed when a layer needs them, once for all layers.
 
     Args:
-        documents: in token order; together they cover every token of the batch, padding included.
+        documents: Documents in token order. Together they cover every token of the batch, padding included.
 
     Example: a prefix of tokens 0 and 1, continued by tokens 2 and 3 in one document and by token 4 in another, is in
-    two sequences, 0 1 2 3 and 0 1 4. A layer computes them as one batch, `[[0, 1, 2, 3], [0, 1, 4, 0]]`, of which the
-    last token is padding.
+    two sequences, 0 1 2 3 and 0 1 4. A layer computes them as one batch, `[[0, 1, 2, 3], [0, 1, 4, 0]]`, whose last
+    token is padding.
     """
 
     def __init__(self, documents: Sequence[Document], device: torch.device | str = "cpu") -> None:
@@ -43,11 +43,12 @@ class DocumentSequences:
         self._device = device
 
     def apply(self, layer: Callable[[torch.Tensor], torch.Tensor], x_BLC: torch.Tensor) -> torch.Tensor:
-        """Compute a causal layer in each sequence from its own beginning.
+        """Apply a causal layer to each sequence separately.
 
         Args:
-            layer: Computes outputs of [num_sequences, W, C'] for inputs of [num_sequences, W, C], several times.
-            x_BLC: Inputs of all tokens of the packed rows.
+            layer: Function from inputs [num_sequences, W, C] to outputs [num_sequences, W, C']. It is called once for
+                each batch of sequences.
+            x_BLC: Inputs for all tokens of the packed rows.
 
         Returns:
             The outputs of all tokens, [B, L, C'].

@@ -1,7 +1,7 @@
 """Attention inside documents as one kernel over all rows of a batch: torch's flex attention.
 
-The kernel skips every block of queries and keys in which no token may attend to another, so the cost of a row is that
-of its documents, which determine the blocks. On CPUs, which only tests use, a mask of all pairs of tokens is made.
+The kernel skips every block of queries and keys in which no token may attend to another, so a row costs as much as its
+documents, which determine the blocks. On CPUs, which only tests use, a mask of all pairs of tokens is built instead.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from titan_rl.training.attention.documents import Document, DocumentSequences
 from titan_rl.training.attention.variants import PLAIN, Variant
 
 BLOCK = 128
-"""Tokens on each side of a block."""
+"""Side of a block, in tokens."""
 
 KERNEL: FlexKernelOptions = {"BACKEND": "TRITON"}
-"""The kernel for sequences of any length. For less than `BLOCK` queries torch otherwise selects its decoding kernel,
-which does not compile for a number of queries that varies."""
+"""The kernel for sequences of any length. For fewer than `BLOCK` queries torch would otherwise select its decoding
+kernel, which does not compile for a varying number of queries."""
 
 MAX_KERNELS = 64
-"""Most kernels that are compiled. Each dtype, number of heads, scale and use of gradients needs its own, and torch
-stops compiling after 8 by default."""
+"""Most kernels to compile. Each combination of dtype, number of heads, scale and use of gradients needs its own, and
+torch stops compiling after 8 by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class BlockLayout:
         """Attend within documents.  # [B, L, N, H]
 
         Raises:
-            ConfigError: The attention is not plain.
+            ConfigError: The variant is not plain attention.
         """
         if variant is not PLAIN:
             raise ConfigError(
@@ -88,8 +88,8 @@ def layout_blocks(
     """Find the blocks in which tokens attend to each other.
 
     Args:
-        documents: in token order; together they cover every token of the batch, padding included.
-        ranks: Share the tokens; None if this rank has all.
+        documents: Documents in token order. Together they cover every token of the batch, padding included.
+        ranks: Ranks that share the tokens; None if this rank has all of them.
     """
     num_tokens = sum(document.length for document in documents)
     share, sequences = None, DocumentSequences(documents, device)
@@ -136,11 +136,11 @@ def _blocks(documents: Sequence[Document]) -> tuple[torch.Tensor, torch.Tensor]:
 def _attends(
     documents: Sequence[Document], queries_Q: torch.Tensor, keys_K: torch.Tensor, device: torch.device | str
 ) -> Callable[[Any, Any, torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Make the function that decides whether a query attends to a key, by their positions.
+    """Build the function that decides whether a query attends to a key, by their positions.
 
     Args:
-        queries_Q: Tokens of the queries.
-        keys_K: Tokens of the keys.
+        queries_Q: Token index of each query.
+        keys_K: Token index of each key.
     """
     lengths = torch.tensor([document.length for document in documents])
 
@@ -167,8 +167,8 @@ def _attends(
 
 @cache
 def _compiled() -> Any:
-    """Compiled kernel. Uncompiled, flex attention keeps every score in memory, so a failure to compile is an error:
-    `fullgraph`."""
+    """Compiled kernel. Uncompiled, flex attention keeps every score in memory, so `fullgraph` makes a failure to
+    compile an error."""
     limit = torch._dynamo.config.recompile_limit
     torch._dynamo.config.recompile_limit = max(limit, MAX_KERNELS)
     return torch.compile(flex_attention, fullgraph=True)
@@ -192,8 +192,8 @@ def _lower(blocks: slice, diagonal: int = 0) -> torch.Tensor:
 
 
 def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Number of key blocks of each block of queries, and the indices of all key blocks, these first.  # int32 [1, 1,
-    Q], [1, 1, Q, K]"""
+    """Number of key blocks that each block of queries attends to, and the indices of all key blocks, with those first.
+    # int32 [1, 1, Q], [1, 1, Q, K]"""
     counts = blocks.sum(-1, dtype=torch.int32)
     indices = blocks.int().argsort(dim=-1, descending=True, stable=True).int()
     return counts[None, None], indices[None, None].contiguous()

@@ -13,9 +13,9 @@ class Variant:
     """Differences from plain causal attention.
 
     Attributes:
-        window: A token attends to this many tokens at most, itself included.
-        softcap: Scores x become softcap * tanh(x / softcap) (arXiv:2408.00118, section 2).
-        sinks_N: for each head, the score of a token that has no value, which takes a part of the attention
+        window: Most tokens that a token attends to, itself included; None for no limit.
+        softcap: Bound of the scores: x becomes softcap * tanh(x / softcap) (arXiv:2408.00118, section 2).
+        sinks_N: Score of a token without a value, which takes a part of the attention, for each of the N heads
             (arXiv:2309.17453, section 3).
     """
 
@@ -25,7 +25,8 @@ class Variant:
 
     @property
     def needs_scores(self) -> bool:
-        """Whether torch's kernels cannot compute it, so that the scores of all pairs of tokens are in memory."""
+        """Whether torch's kernels cannot compute this variant, so that the scores of all pairs of tokens must be in
+        memory."""
         return self.softcap is not None or self.sinks_N is not None
 
 
@@ -43,11 +44,11 @@ def attend_by_scores(
     """Compute attention from the scores of all pairs of tokens, in at least float32.
 
     Args:
-        mask: Added to the scores, which limits them to the variant's window.  # [D or 1, 1, Q, K]
-        scale: of the scores; by default the inverse root of the size of a head.
+        mask: Values added to the scores; they also exclude tokens outside the variant's window.  # [D or 1, 1, Q, K]
+        scale: Factor of the scores. By default, the inverse square root of the head size.
 
     Returns:
-        [D, Q, N, H]
+        Results of the attention.  # [D, Q, N, H]
     """
     groups = q_DQNH.shape[2] // k_DKMH.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q_DQNH, k_DKMH, v_DKMH))

@@ -1,4 +1,4 @@
-"""Encodes demonstrations as the tokens that rollouts of them would have. Imports no torch."""
+"""Encoding of demonstrations as the tokens that rollouts with the same messages would have. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from titan_rl.training.data.sample import TrainingSample
 
 @dataclass(frozen=True, slots=True)
 class DemonstrationTokens:
-    """A conversation in tokens, with a mask of the assistant's.
+    """Tokens of a conversation, with a mask of the assistant's tokens.
 
     Example: for "2 + 3?" and the answer "5", which ends with a stop token, the mask is False for all tokens of the
     prompt, and True for two: those of "5" and the stop token.
@@ -27,10 +27,10 @@ class DemonstrationTokens:
     loss_mask: Sequence[bool]  # [num_tokens]
 
     def sample(self, name: str) -> TrainingSample:
-        """A training sample for a loss that uses no advantage.
+        """Build a training sample for a loss that uses no advantages.
 
         Args:
-            name: of the conversation, unique in its batch.
+            name: Name of the conversation, unique in its batch.
         """
         nothing = NumberArray[float](array(LOGPROBS, (0.0,)) * len(self.token_ids))
         return TrainingSample(
@@ -46,14 +46,14 @@ class DemonstrationTokens:
 
 
 def encode(renderer: Renderer, demonstration: Demonstration) -> DemonstrationTokens:
-    """Encode a conversation as a rollout whose policy gives the assistant's answers: each answer ends with a stop
-    token, and the next prompt begins with all tokens so far.
+    """Encode a conversation as if it were a rollout in which the policy gave the assistant's answers: each answer ends
+    with a stop token, and the next prompt begins with all tokens so far.
 
     Messages after the last answer are left out.
 
     Raises:
         DataError: The conversation does not begin with a prompt, the assistant says nothing in it or speaks twice in a
-            row, or the renderer cannot render it so.
+            row, or the renderer cannot render it as a rollout.
     """
     messages = renderable(demonstration.messages)
     tools: list[Any] | None = None if demonstration.tools is None else renderable(demonstration.tools)

@@ -2,18 +2,19 @@
 
 The siblings of a group share their prompt. As a `Family`, one prefix followed by a suffix for each of them, the prompt
 goes through the model once instead of `group_size` times. The last token before the first trained one stays with each
-suffix, because its output differs in what it predicts. Invariant: a token is in the prefix only if every sample of the
-family begins with it, none trains it, and it predicts no trained token.
+suffix, because its output predicts another token in each. Invariant: a token is in the prefix only if every sample of
+the family begins with it, none trains it, and it predicts no trained token.
 
 Rows are packed by best-fit decreasing (Johnson, 1973): the longest first, each into the fullest row that still has
-room. Rows are then levelled: the same number of rows is packed again with the least capacity that holds, because a
-batch is padded to its longest row. Where ranks share the rows and best fit leaves one without, rows are split until
-each has its own: between families, and where a row is one family, between its samples, whose prefix is then computed in
-both.
+room. Rows are then levelled: the families are packed again into the same number of rows with the smallest capacity that
+is enough, because a batch is padded to its longest row. If ranks share the rows and best fit leaves a rank without one,
+rows are split until each rank has its own: between families or, if a row is one family, between its samples, whose
+prefix is then computed in both rows.
 
-Invariants of every packing: each sample is in one row or dropped, with its family unless that had to be split; no row
-exceeds the capacity; a family is dropped only where it is longer than a row; of two rows or more for one rank, the mean
-row is over half the capacity; the rows are a multiple of the ranks, unless there are fewer samples than that.
+Invariants of every packing: each sample is in one row or dropped, together with its family unless that had to be split;
+no row exceeds the capacity; a family is dropped only if it is longer than a row; if one rank has two rows or more, they
+fill over half of the capacity on average; the number of rows is a multiple of the number of ranks, unless there are
+fewer samples than ranks.
 
 It imports no torch: the controller plans, ranks compute. `step_plan.py` shares out the rows.
 """
@@ -29,15 +30,16 @@ from titan_rl.core.arrays import common_length, token_array
 from titan_rl.training.data.sample import TrainingSample
 
 SHORTEST = 8
-"""Shorter prefixes do not pay for the longer attention of the suffixes."""
+"""Shortest prefix that is shared. Shorter ones do not pay for the longer attention of the suffixes."""
 
 LONGEST = 4096
-"""Longer samples are laid out alone: the mask of a suffix over its prefix costs the product of their lengths."""
+"""Longest sample that shares a prefix. Longer ones are laid out alone: the mask of a suffix over its prefix costs the
+product of their lengths."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Samples of one group that share their first `prefix_length` tokens. A single sample shares none.
+    """Samples of one group that share their first `prefix_length` tokens. A family of one sample has no prefix.
 
     Example: the prompt [7, 8, 9, 5] with the answers [1, 2] and [3] is the prefix [7, 8, 9] and the suffixes
     [5, 1, 2] and [5, 3]: 8 tokens instead of 11.
@@ -59,7 +61,7 @@ class Family:
 
 
 def find_families(samples: Iterable[TrainingSample], row_tokens: int) -> list[Family]:
-    """Join the samples of each group that share a prefix. No family of several samples is longer than a row."""
+    """Join the samples of each group that share a prefix. No family of several samples is longer than `row_tokens`."""
     by_group: dict[str, list[TrainingSample]] = {}
     for sample in samples:
         by_group.setdefault(sample.group_id, []).append(sample)
@@ -93,7 +95,7 @@ def _shared(samples: Sequence[TrainingSample]) -> int:
 
 
 def _num_untrained(sample: TrainingSample) -> int:
-    """Tokens at the start that are neither trained nor predict one that is."""
+    """Number of tokens at the start that are not trained and predict no trained token."""
     try:
         first_trained = sample.loss_mask.index(True)
     except ValueError:
@@ -103,7 +105,7 @@ def _num_untrained(sample: TrainingSample) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Families of samples laid out in rows. Positions restart with each, attention stays inside it.
+    """Families of samples laid out in rows. Positions restart with each sample, and attention stays inside it.
 
     Example: families of 5, 3 and 9 tokens, rows of 8: `Packing(rows=[[five, three]], dropped=[nine])`.
     """
@@ -126,9 +128,9 @@ def pack(families: Sequence[Family], row_tokens: int, *, multiple_of: int = 1) -
     """Pack families into as few rows as best-fit decreasing needs. The same input gives the same rows.
 
     Args:
-        row_tokens: The most tokens in one row.
-        multiple_of: Number of ranks that share the rows. If there are enough samples, each rank gets equally many
-            rows, which are then shorter, so that no rank idles. The longest rows come first then.
+        row_tokens: Most tokens of a row.
+        multiple_of: Number of ranks that share the rows. If there are enough samples, each rank gets equally many rows,
+            so that no rank idles; the rows may then be shorter, and the longest come first.
     """
     assert all(family.num_tokens for family in families), "a family has no tokens"
     fitting = [family for family in families if family.num_tokens <= row_tokens]
@@ -183,7 +185,7 @@ def _length(row: Sequence[Family]) -> int:
 
 
 def _best_fit(families: Sequence[Family], capacity: int) -> list[list[Family]]:
-    """Rows of `families`, which come longest first and are no longer than `capacity`."""
+    """Pack families into rows. They must come longest first, and none may be longer than `capacity`."""
     rows: list[list[Family]] = []
     free: list[tuple[int, int]] = []  # (tokens left, row), sorted
     for family in families:

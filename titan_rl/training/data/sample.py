@@ -1,4 +1,4 @@
-"""One row of training data. Standard library only, so schedulers and journals can hold it without torch."""
+"""Training samples. Standard library only, so schedulers and journals can hold them without torch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class SampleRewards:
     """Rewards of a sample's tokens, from which a critic computes advantages.
 
     Args:
-        rewards: After each token.
-        turns: Number of the completion that each token belongs to; -1 outside completions.
-        is_truncated: Whether rewards would have followed the last token, so that the value of the last state stands for
+        rewards: Reward after each token.
+        turns: Index of the completion that each token belongs to; -1 outside completions.
+        is_truncated: Whether rewards would have followed the last token. The value of the last state then stands for
             them.
     """
 
@@ -31,16 +31,18 @@ class TrainingSample:
     makes packed ones, see `titan_rl.core.arrays`.
 
     Position t holds the values of token t itself, not of the token after it. Where `loss_mask[t]` is False
-    (prompt and environment tokens) logprob, advantage and a temperature of its own are 0 and version is -1.
+    (prompt and environment tokens), logprob, advantage and, in a sequence of temperatures, the temperature are 0, and
+    the version is -1.
 
     `temperature` is the temperature at which the trained tokens were sampled and are scored by the loss: one number if
     it is the same for all of them, otherwise a number for each token.
 
     `loss_weights[t]` multiplies the loss of token t; None stands for 1.
 
-    `teacher` has the likeliest tokens of a teacher, where the loss has a term of distillation.
+    `teacher` has the likeliest tokens of a teacher, if the loss has a distillation term.
 
-    `episode` has the rewards, where a critic computes the advantages; `advantages` then holds what is added to them.
+    `episode` has the rewards, if a critic computes the advantages; the values of `advantages` are then added to the
+    critic's.
 
     `routed_experts[t]` are the experts of the forward pass that produced token t from the tokens before it.
 
@@ -61,7 +63,7 @@ class TrainingSample:
     temperature: float | Sequence[float]  # [num_tokens] if it differs
     routed_experts: Sequence[Any] | None = None  # [num_tokens], each [num_layers, top_k], or None if the router chooses
     loss_weights: Sequence[float] | None = None  # [num_tokens]
-    teacher: PromptScores | None = None  # of all num_tokens, not a number where there is no score
+    teacher: PromptScores | None = None  # scores of all num_tokens; NaN where there is no score
     episode: SampleRewards | None = None
 
     @property

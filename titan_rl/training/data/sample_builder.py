@@ -1,4 +1,4 @@
-"""Builds training samples from finished rollouts. Imports no torch.
+"""Building of training samples from finished rollouts. Imports no torch.
 
 Invariant: a completion token is trained in exactly one sample, in the context in which it was sampled; every other
 token is masked. As long as each turn's prompt extends the previous prompt and completion, a rollout is one sample. A
@@ -33,7 +33,7 @@ from titan_rl.training.losses import MAX_LOG_RATIO
 from titan_rl.types import Completion, PromptScores, SamplingParams, float_or_none
 
 UNSHAPED = SamplingParams(max_tokens=1)
-"""Sampling parameters that do not change the tokens' probabilities, which the loss requires."""
+"""Sampling parameters that do not change the probabilities of tokens, as the loss requires."""
 
 
 def build_samples(
@@ -47,32 +47,32 @@ def build_samples(
 ) -> list[TrainingSample]:
     """Build the samples of a group's rollouts.
 
-    Rollouts that were aborted, ended in a fault that is not the policy's, or have no advantage or no completion token
-    give no samples.
+    Rollouts that were aborted, that ended in a fault that is not the policy's, or that have no advantage or no
+    completion token give no samples.
 
     A token's advantage is that of its rollout, plus its own if the environment gave one.
 
     Args:
-        temperature: of turns without `Turn.sampling`. The others have their own temperature there, which may differ
+        temperature: Temperature of turns without `Turn.sampling`. Other turns record their own, which may differ
             between turns: the loss scores each token at the temperature at which it was sampled.
-        oldest_version: Tokens of earlier versions are context and are not trained. A sample with only such tokens is
-            left out.
-        constrained: Treatment of tokens that were sampled under a constraint which excluded other tokens, that is,
-            with `Completion.allowed_logprobs` below 0. The behaviour logprob of such a token is always that of the
-            policy without the constraint, so that ratios compare like with like.
+        oldest_version: Oldest version whose tokens are trained. Tokens of earlier versions are only context, and a
+            sample without other tokens is left out.
+        constrained: Treatment of tokens that were sampled under a constraint that excluded other tokens, that is, with
+            `Completion.allowed_logprobs` below 0. The behaviour logprob of such a token is always that of the policy
+            without the constraint, so that ratios compare like with like.
 
             masked               context, and not trained
-            trained              like any other token, which is biased: they are not the policy's own choice
+            trained              like any other token. This is biased, because they are not the policy's own choice
             corrected            each token of the rollout is weighed by the probability of its constrained tokens under
-                                 the policy over that under the constraint, prod_t Z_t. The expected gradient is that of
-                                 the policy without constraint, over the texts that the constraint allows.
+                                 the policy divided by that under the constraint, prod_t Z_t. The expected gradient is
+                                 that of the policy without constraint, over the texts that the constraint allows.
             corrected_by_token   each constrained token is weighed by its own Z_t: more is learned from improbable
                                  texts, and the contexts stay those that the constraint leads to
 
             where Z_t <= 1 is the probability that the policy gives to what was allowed at t.
-        distillation: Use of the teacher's scores (`Turn.teacher`). By default they are left out.
-        episodes: Place the rewards for a critic, which computes the advantages. A rollout's advantage is then the sum
-            of its rewards.
+        distillation: Use of the teacher's scores (`Turn.teacher`). By default, they are left out.
+        episodes: Placement of the rewards for a critic, which then computes the advantages; the advantage of a rollout
+            must be the sum of its rewards. By default, there is no critic.
 
     Example: two turns, the second prompt being the first prompt [7, 8], its completion [5, 1] and an answer [9]:
 
@@ -80,11 +80,11 @@ def build_samples(
         loss_mask = [False, False, True, True, False, True, True]
 
     Raises:
-        ValueError: Names the rollout and the setting. The loss cannot account for the sampling of a turn: it was at
-            temperature 0, so there is no behaviour distribution, or tokens were excluded by `top_p`, `top_k`, `min_p`
-            or `min_tokens`, or changed by penalties or biases. Or the turn was sampled under a constraint, but has no
-            `allowed_logprobs`. Or neither the turn nor `temperature` gives a temperature, or they differ. Or a
-            completion lacks rows of its routed experts.
+        ValueError: The loss cannot account for the sampling of a turn: the temperature was 0, so there is no behaviour
+            distribution, or `top_p`, `top_k`, `min_p` or `min_tokens` excluded tokens, or penalties or biases changed
+            their probabilities. Or a turn was sampled under a constraint, but has no `allowed_logprobs`. Or neither the
+            turn nor `temperature` gives a temperature, or they differ. Or a completion lacks rows of its routed
+            experts. The message names the rollout and the setting.
     """
     if temperature is not None:
         value = float_or_none(temperature)
@@ -123,10 +123,11 @@ class Distillation:
     """Use of a teacher's scores in samples.
 
     Args:
-        kind: "sampled" adds `coef * (log pi_T(t) - log pi_b(t))` to the advantage of each scored token: the policy
-            gradient of the reverse KL divergence, whose estimate on the sampled token that is, with its sign changed.
-            "forward" and "reverse" put the teacher's likeliest tokens into the samples, for a term of the loss.
-        coef: Weight; 0 leaves scores out.
+        kind: "sampled" adds `coef * (log pi_T(t) - log pi_b(t))` to the advantage of each scored token. This is the
+            negated estimate of the reverse KL divergence on the sampled token, so the policy gradient lowers the
+            divergence. "forward" and "reverse" put the teacher's likeliest tokens into the samples, for a term of the
+            loss.
+        coef: Weight of the distillation; 0 leaves the scores out.
     """
 
     kind: DistillKind = "sampled"
@@ -137,27 +138,27 @@ class Distillation:
 class RewardPlacement:
     """Placement of a rollout's rewards at its tokens, for a critic.
 
-    A reward of a turn, which the environment gives, is placed at the last token of the turn, and the rest of the
-    rollout's reward at its last token. A sample whose rollout goes on in another sample, because the history was
-    edited, has the rewards that follow at its end.
+    A reward that the environment gives in a turn is placed at the last token of the turn, and the rest of the rollout's
+    reward at the last token of the rollout. If a rollout continues in another sample, because its history was edited,
+    the later rewards are placed at the end of the earlier sample.
 
     A truncated rollout has not earned its final reward: only rewards of turns are placed, and the value of its last
     state stands for what would have followed.
 
     Args:
-        weights: of the environment's rewards in the reward of a rollout, by name.
-        truncation_ends: Truncated rollouts have a reward of their own, which is final. Nothing follows it.
+        weights: Weights of the environment's rewards in the reward of a rollout, by name.
+        truncation_ends: Whether truncated rollouts have a final reward of their own, which nothing follows.
     """
 
     weights: Mapping[str, float] = field(default_factory=dict[str, float])
     truncation_ends: bool = False
 
     def place(self, rollout: Rollout, turns: Sequence[Turn], num_turns: int) -> SampleRewards:
-        """Rewards of a sample.
+        """Place the rewards of a sample at its tokens.
 
         Args:
-            turns: of the sample.
-            num_turns: of the rollout up to the end of this sample.
+            turns: Turns of the sample.
+            num_turns: Number of turns of the rollout up to the end of this sample.
         """
         rewards, numbers = array(LOGPROBS), array(VERSIONS)
         for number, turn in enumerate(turns):
@@ -199,7 +200,7 @@ class _Treatment:
         return advantages
 
     def scores_of(self, turn: Turn) -> PromptScores | None:
-        """The teacher's scores that the loss needs."""
+        """Return the teacher's scores of a turn if the loss needs them, otherwise None."""
         has_term = self.distillation.coef and self.distillation.kind != "sampled"
         return turn.teacher if has_term and turn.teacher is not None and turn.teacher.top_k else None
 
@@ -218,7 +219,7 @@ class _Treatment:
 
 
 def _rollout_weight(rollout: Rollout) -> float:
-    """Probability of a rollout's constrained tokens under the policy, relative to that under their constraints."""
+    """Probability of a rollout's constrained tokens under the policy, divided by that under their constraints."""
     return math.exp(sum(sum(turn.completion.allowed_logprobs or ()) for turn in rollout.turns))
 
 
@@ -272,7 +273,7 @@ class _SampleTokens:
         self._versions = array(VERSIONS)
         self._temperatures: list[tuple[float, int]] = []  # each with its number of tokens
         self._trained_at: set[float] = set()
-        self._experts: list[ExpertRows | int] = []  # or the number of tokens for which the router chooses
+        self._experts: list[ExpertRows | int] = []  # an int is a number of tokens for which the router chooses
         self._scores: list[tuple[int, PromptScores]] = []  # each with the place of its first token
 
     def add_context(self, token_ids: NumberArray[int]) -> None:
@@ -339,7 +340,7 @@ class _SampleTokens:
         )
 
     def _joined_scores(self) -> PromptScores | None:
-        """Scores of all tokens of the sample, not a number where there is none."""
+        """Scores of all tokens of the sample; NaN where there is none. None if no token has a score."""
         if not self._scores:
             return None
         size, top_k = len(self.token_ids), self._scores[0][1].top_k
@@ -369,7 +370,7 @@ def _policy_logprobs(completion: Completion) -> NumberArray[float]:
 
 
 def _temperature_of(turn: Turn, rollout: Rollout, otherwise: float | None) -> float:
-    """Temperature at which a turn was sampled, if its tokens can be trained."""
+    """Return the temperature at which a turn was sampled. Its tokens must be trainable; see `build_samples`."""
     turn_of = f"turn {turn.completion.request_id!r} of rollout {rollout.rollout_id!r}"
     if turn.sampling is None:
         if otherwise is None:

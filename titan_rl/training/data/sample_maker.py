@@ -1,4 +1,4 @@
-"""From a batch of groups to training samples: advantages over the whole batch, then the samples of each group."""
+"""Training samples of a batch of groups: first the advantages over the whole batch, then the samples of each group."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from titan_rl.training.data.sample_builder import Distillation, RewardPlacement,
 
 
 class SampleMaker:
-    """Makes the samples of a batch. The advantages within each group are there already, see `Rollouter`.
+    """Makes the samples of a batch. The advantages within each group have been computed before; see `Rollouter`.
 
     Args:
         advantages: Advantage function of each task, by the task's name.
         constrained: Treatment of tokens sampled under a constraint; see `build_samples`.
         distillation: Use of the teacher's scores; see `build_samples`.
-        episodes: Placement of the rewards of each task, by its name, where a critic computes advantages from them; see
+        episodes: Placement of the rewards of each task, by its name, if a critic computes advantages from them; see
             `build_samples`.
-        max_token_age: Largest age, in versions, of a token that is trained. By default there is no limit.
-        state: Earlier result of `state`. By default the run begins.
+        max_token_age: Largest age of a trained token, in versions. By default, there is no limit.
+        state: Result of an earlier call of `state`. By default, the run begins.
 
     Example: `SampleMaker({"sums": batch_mean}).samples(batch.groups, version=12)`
     """
@@ -44,7 +44,7 @@ class SampleMaker:
         self._distillation = distillation
         self._episodes = episodes or {}
         self._max_token_age = max_token_age
-        self._states: dict[str, dict[str, Any]] = _json_copy(state or {})  # of running advantages, by task
+        self._states: dict[str, dict[str, Any]] = _json_copy(state or {})  # state of running advantages, by task
 
     def state(self) -> dict[str, Any]:
         """State of the advantages that depend on earlier batches, by task, as JSON values.

@@ -1,7 +1,7 @@
 """Plan of an optimizer step: its minibatches, and the micro-batches of each data-parallel rank, balanced by cost.
 
-Ranks gather the parameters of each layer together, so in every micro-batch all wait for the one whose rows cost most.
-Rows of equally many tokens do not cost the same: attention costs the square of a document's length. So families are
+Ranks gather the parameters of each layer together, so in every micro-batch all wait for the rank whose rows cost most.
+Rows with equally many tokens do not cost the same: attention costs the square of a document's length. So families are
 dealt to the ranks by cost, the most costly first, each to the micro-batch that costs least so far (LPT: Graham, 1969),
 and then packed into rows. Families that are too costly to be balanced are split, which computes their prefix again.
 
@@ -9,7 +9,7 @@ Several ways are tried: the rows of all ranks packed together and dealt in turn,
 and more of them split. The plan is the one that takes the least time, which is the sum over the micro-batches of
 the cost of their slowest rank. The same samples give the same plan.
 
-It imports no torch: the controller plans, ranks compute.
+This file imports no torch: the controller plans, and the ranks compute.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ from titan_rl.training.data.sample import TrainingSample
 from titan_rl.training.settings import TrainingConfig
 
 MicroBatch = list[list[Family]]
-"""Rows of families that one forward and backward pass takes; empty where a rank only accompanies the others."""
+"""Rows of families for one forward and backward pass; empty if a rank only takes part in the communication."""
 
 
 @dataclass(frozen=True, slots=True)
 class MinibatchPlan:
-    """One optimizer step as one rank sees it. All ranks have as many micro-batches."""
+    """One optimizer step as one rank sees it. All ranks have equally many micro-batches."""
 
     micro_batches: list[MicroBatch]
     num_samples: int  # of all ranks
-    num_dropped: int  # of all ranks; longer than a row
+    num_dropped: int  # samples of all ranks that are longer than a row
 
 
 StepPlan = list[MinibatchPlan]
 """The minibatches of one rank in a step."""
 
 PAIR_COST = 4e-5
-"""Default cost of a pair of tokens in attention: that of Qwen3-8B."""
+"""Default cost of a pair of tokens in attention, which is that of Qwen3-8B; see `pair_cost`."""
 
 TRIED = 4
-"""Number of micro-batches that are compared for each family, those that cost least so far."""
+"""Number of micro-batches to compare for each family: those with the least cost so far."""
 
 ROUNDS = 24
-"""Most ways that are tried, each with one more family split."""
+"""Most ways to try, each with one more family split."""
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Cost of rows in a forward and backward pass. The unit is one token in everything but attention.
+    """Cost of rows in a forward and backward pass. The unit is the cost of one token outside attention.
 
     Args:
-        pair: Cost of a query and a key in attention.
+        pair: Cost of a query-key pair in attention.
     """
 
     pair: float = PAIR_COST
@@ -68,7 +68,7 @@ class Costs:
         try:
             return cls(pair_cost(parse_json((folder / "config.json").read_text())))
         except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError):
-            return cls()  # loading the model says what is wrong with it
+            return cls()  # loading the model reports what is wrong with its config
 
     def attention(self, family: Family) -> float:
         """Cost of the attention of a family: a suffix attends to its prefix and, causally, to itself."""
@@ -81,7 +81,7 @@ class Costs:
         return family.num_tokens + self.attention(family)
 
     def micro_batch(self, rows: MicroBatch) -> float:
-        """Cost of rows that are padded to the longest of them."""
+        """Cost of rows that are padded to the longest one."""
         if not rows:
             return 0.0
         longest = max(sum(family.num_tokens for family in row) for row in rows)
@@ -89,11 +89,12 @@ class Costs:
 
 
 def pair_cost(hf: Mapping[str, Any]) -> float:
-    """Cost of a pair of tokens in attention relative to one token in all matrices of a model, by their FLOPs: 4 H of
-    the scores and the weighted sum, of L layers whose query heads have H entries together, over 2 P of P parameters.
+    """Cost of a pair of tokens in attention, relative to that of one token in all matrices of a model, in FLOPs. It is
+    4 L H / 2 P for L layers whose query heads together have H entries (2 H for the scores, 2 H for the weighted sum)
+    and P parameters in the matrices.
 
     Args:
-        hf: config.json. Of a mixture, the parameters of the experts of one token count.
+        hf: config.json of the model. For a mixture of experts, only the experts of one token count.
 
     Raises:
         KeyError: A dimension is missing.
@@ -111,15 +112,16 @@ def pair_cost(hf: Mapping[str, Any]) -> float:
 def plan_step(
     samples: Sequence[TrainingSample], training: TrainingConfig, costs: Costs | None = None
 ) -> list[StepPlan]:
-    """Split samples into minibatches, siblings together and groups in order; pack each, and deal its rows to ranks.
+    """Split samples into minibatches, siblings together and groups in order; pack each minibatch, and deal its rows to
+    ranks.
 
     There are at most as many minibatches as groups.
 
     Args:
-        costs: of the model, by which ranks are balanced.
+        costs: Costs of the model, by which the ranks are balanced.
 
     Returns:
-        One plan for each of `training.data_parallel`. A sample is in one of them, or dropped.
+        One plan for each of the `training.data_parallel` ranks. Each sample is in one plan, or dropped.
     """
     ranks, row_tokens = training.data_parallel, training.row_tokens
     groups = list(dict.fromkeys(sample.group_id for sample in samples))
@@ -174,18 +176,18 @@ class _Deal:
         return sum(max(map(self._costs.micro_batch, step)) for step in steps)
 
     def _in_turn(self) -> list[list[MicroBatch]]:
-        """Rows that are neighbours in the packing, and so have similar lengths, dealt to the ranks in turn.
+        """Deal the rows of the packing to the ranks in turn. Neighbours in the packing have similar lengths.
 
         Returns:
-            [number of micro-batches of a rank][ranks]
+            Micro-batches as [number of micro-batches of a rank][ranks].
         """
         rows, at_once = self.packing.rows, self._ranks * self._most_rows
         starts = range(0, len(rows), at_once)
         return [[rows[start + rank : start + at_once : self._ranks] for rank in range(self._ranks)] for start in starts]
 
     def _ways(self, num_steps: int) -> Iterator[list[list[MicroBatch]]]:
-        """Families dealt by cost. At first those are split that cost more than the mean micro-batch, and then in each
-        round one of the micro-batch that costs most."""
+        """Deal families by cost, in several ways. At first, families that cost more than the mean micro-batch are
+        split, and then, in each round, one family of the most costly micro-batch."""
         count = self._ranks * num_steps
         families = self._split(sum(map(self._costs.family, self._families)) / count)
         for _ in range(ROUNDS):
@@ -201,14 +203,14 @@ class _Deal:
             families += split.halves()
 
     def _by_cost(self, families: Sequence[Family], count: int) -> list[MicroBatch] | None:
-        """Deal families to micro-batches, and pack those of each. The most costly come first, so that ranks compute
-        similar costs at the same time. None if a micro-batch has too many rows."""
+        """Deal families to micro-batches, and pack the families of each. The most costly micro-batches come first, so
+        that ranks compute similar costs at the same time. None if a micro-batch has too many rows."""
         families = sorted(families, key=self._costs.family, reverse=True)
         parts = [_Part(index) for index in range(count)]
         cheapest = [(0.0, index) for index in range(count)]
         for family in families:
             attention = self._costs.attention(family)
-            # A family may begin another row, which costs as much as the longest, or one too many.
+            # A family may begin another row, which costs as much as the longest one or exceeds the limit of rows.
             tried: list[tuple[float, int]] = []
             cost, chosen = inf, 0
             while cheapest and (len(tried) < TRIED or cost == inf):
@@ -226,7 +228,8 @@ class _Deal:
         return sorted(batches, key=self._costs.micro_batch, reverse=True)
 
     def _cost_with(self, part: _Part, family: Family, attention: float) -> float:
-        """Cost of a part with another family, if rows can be packed without gaps; infinite if there are too many."""
+        """Cost of a part with another family, if rows can be packed without gaps; infinite if that makes too many
+        rows."""
         tokens = part.tokens + family.num_tokens
         num_rows = -(-tokens // self._row_tokens)
         if num_rows > self._most_rows:
@@ -234,7 +237,7 @@ class _Deal:
         return max(tokens, num_rows * max(part.longest, family.num_tokens)) + part.attention + attention
 
     def _split(self, most: float) -> list[Family]:
-        """Families that cost at most that much, or have one sample."""
+        """Split families until each costs at most `most` or has a single sample."""
         found: list[Family] = []
         waiting = self._families[::-1]
         while waiting:
@@ -246,7 +249,7 @@ class _Deal:
         return found
 
     def _to_ranks(self, steps: Sequence[Sequence[MicroBatch]]) -> list[list[MicroBatch]]:
-        """Give the most costly rows of each micro-batch to the rank with the least cost so far."""
+        """Give the most costly rows of each step to the rank with the least cost so far."""
         dealt: list[list[MicroBatch]] = [[] for _ in range(self._ranks)]
         so_far = [0.0] * self._ranks
         for step in steps:

@@ -1,5 +1,5 @@
-"""Model families: the parts of torchtitan's models that they share, and the interface by which a family is trained from
-a Hugging Face folder.
+"""Parts that torchtitan's model families share, and the interface by which a family is trained from a Hugging Face
+folder.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torchtitan.models.common.rope import RoPE
 
 
 class VocabularyHead(Linear):
-    """torchtitan's output layer, which also scores tokens. With tensor parallelism each rank has a part of the
+    """torchtitan's output layer, extended to score tokens. With tensor parallelism each rank has a part of the
     vocabulary, and scoring gathers no logits."""
 
     @dataclass(kw_only=True, slots=True)
@@ -41,8 +41,8 @@ class VocabularyHead(Linear):
         targets_N: torch.Tensor | None = None,
         temperatures_N: torch.Tensor | None = None,
     ) -> Any:
-        """Without targets, the logits, whole on every rank: [N, V]. With targets and their temperatures, the result of
-        `selected_logprobs`."""
+        """Return the whole logits on every rank, [N, V]. With targets and their temperatures, return the result of
+        `selected_logprobs` instead."""
         weight_VD, shard = self.weight, None
         if torch.is_autocast_enabled(hidden_ND.device.type):
             dtype = torch.get_autocast_dtype(hidden_ND.device.type)
@@ -85,8 +85,8 @@ class Architecture:
     """One `model_type` of config.json.
 
     Args:
-        build: Makes torchtitan's model config from the dimensions and config.json.
-        adapter: torchtitan's translation of parameter names.
+        build: Builds torchtitan's model config from the dimensions and config.json.
+        adapter: Class of torchtitan that translates parameter names.
         plan_sharding: Sets the tensor-parallel sharding in a model config.
     """
 
@@ -108,7 +108,7 @@ class Dimensions:
     num_kv_heads: int
     head_dim: int
     max_context: int
-    rope: Mapping[str, Any] = field(default_factory=dict[str, Any])  # rope_theta and its scaling
+    rope: Mapping[str, Any] = field(default_factory=dict[str, Any])  # rope_theta and the scaling
     tied: bool = False
 
     @classmethod
@@ -177,10 +177,10 @@ class Dimensions:
 
 
 class HalvesRoPE(CosSinRoPE):
-    """torchtitan's rotation of a head's halves, scaled as YaRN scales it.
+    """torchtitan's rotation of the halves of a head, with YaRN's attention factor.
 
-    torchtitan omits YaRN's factor on attention scores. With the factor in cosines and sines, queries and keys each
-    carry its root, as in transformers and vLLM.
+    torchtitan omits YaRN's factor on attention scores. Here it is applied to cosines and sines, as in transformers and
+    vLLM: queries and keys are each scaled by its square root.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -194,7 +194,7 @@ class HalvesRoPE(CosSinRoPE):
 
 
 class PairsRoPE(ComplexRoPE):
-    """torchtitan's rotation of neighbouring entries, scaled as `HalvesRoPE` is."""
+    """torchtitan's rotation of neighbouring entries, with YaRN's attention factor; see `HalvesRoPE`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ComplexRoPE.Config):
@@ -207,7 +207,7 @@ class PairsRoPE(ComplexRoPE):
 
 
 def rope_scaling(rope: Mapping[str, Any], supported: tuple[str, ...]) -> dict[str, Any]:
-    """Arguments of `HalvesRoPE.Config` and `PairsRoPE.Config` for `rope_parameters` of config.json.
+    """Convert `rope_parameters` of config.json to arguments of `HalvesRoPE.Config` and `PairsRoPE.Config`.
 
     Raises:
         ModelError: The type is not supported, or a value is missing.
@@ -248,7 +248,7 @@ def rope_scaling(rope: Mapping[str, Any], supported: tuple[str, ...]) -> dict[st
 
 
 def _attention_factor(rope: Mapping[str, Any]) -> float:
-    """The scale of YaRN's cosines and sines (arXiv:2309.00071, section 3.4)."""
+    """Scale of YaRN's cosines and sines (arXiv:2309.00071, section 3.4)."""
     if (given := rope.get("attention_factor")) is not None:
         return float(given)
 

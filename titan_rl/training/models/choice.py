@@ -1,7 +1,7 @@
 """Choice between the two implementations of a policy, from config.json alone.
 
 torchtitan's models have tensor parallelism, flex attention and compiled blocks; transformers' modeling code has all
-other families. Importing this file needs neither of them.
+other families. Importing this file imports neither library.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ TORCHTITAN_FIELDS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_moe": {**_QWEN3, "decoder_sparse_step": 1, "mlp_only_layers": []},
     "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
 }
-"""Required values of fields of config.json, which are also their defaults, by `model_type`."""
+"""Values that torchtitan's models require of fields of config.json, by `model_type`. They are also the fields'
+defaults."""
 
 TORCHTITAN_ROPE: Mapping[str, tuple[str, ...]] = {
     "qwen3": ("default", "yarn"),
     "qwen3_moe": ("default", "yarn"),
     "llama": ("default", "llama3", "yarn"),
 }
-"""Types of rotary embeddings by `model_type`."""
+"""Types of rotary embeddings that torchtitan's models support, by `model_type`."""
 
 PROVED = frozenset(
     {
@@ -65,7 +66,7 @@ UNTESTED = "its adapters have not been compared between transformers and vLLM"
 """Reason for families in neither `ADAPTED` nor `UNADAPTED`."""
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
-"""Names of the number of experts of a layer in config.json."""
+"""Names of the number of experts per layer in config.json."""
 
 DIVIDED = frozenset(
     {
@@ -94,7 +95,7 @@ RECURRENT: Mapping[str, str] = {
     "qwen3_next": "Qwen3NextGatedDeltaNet",
 }
 """Families with layers that pass a state from token to token, by `model_type`, and the class of transformers that
-computes them: `recurrent.py` gives it one document at a time."""
+computes these layers. `recurrent.py` gives this class one document at a time."""
 
 _UNDIVIDED = "its {} pass a state from token to token, and titan_rl does not compute them one document at a time"
 
@@ -115,10 +116,10 @@ REFUSED: Mapping[str, str] = {
     "bloom": "its modeling code in transformers does not use the attention interface",
     "mpt": "its modeling code in transformers does not use the attention interface",
 }
-"""Families that transformers has and that are not trained, with the reason."""
+"""Families that transformers has but that cannot be trained, with the reason."""
 
 TOP_KS = ("num_experts_per_tok", "moe_topk", "moe_k")
-"""Names of the number of experts of a token in config.json."""
+"""Names of the number of experts per token in config.json."""
 
 SIZES = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
@@ -132,7 +133,7 @@ STATEFUL = frozenset({"linear_attention", "conv", "mamba", "recurrent", "hybrid"
 
 @dataclass(frozen=True, slots=True)
 class ChosenImplementation:
-    """The implementation of a policy, and the reason for it."""
+    """Implementation of a policy, and the reason for the choice."""
 
     name: Literal["torchtitan", "transformers"]
     reason: str
@@ -151,11 +152,12 @@ def choose_implementation(
 
     Args:
         hf: config.json of the model.
-        has_adapter: Whether an adapter is trained, which of transformers' families only those in `ADAPTED` have.
+        has_adapter: Whether an adapter is trained. transformers' implementation supports that only for the families in
+            `ADAPTED`.
 
     Raises:
-        ModelError: No implementation, or not the one that is asked for, can train the model, or config.json
-            contradicts itself.
+        ModelError: No implementation can train the model, the one that `asked` names cannot, or config.json contradicts
+            itself.
 
     Example: Qwen2.5, whose model_type is "qwen2", is trained with transformers, and Qwen3 with torchtitan.
     """
@@ -203,8 +205,8 @@ def check_numbers(hf: Mapping[str, Any]) -> None:
     """Check the numbers in config.json: sizes of heads, layers, experts and vocabulary, and bases of rotary embeddings.
 
     Raises:
-        ModelError: A size is no number of at least 1, or does not fit another; a base is not above 0; or a value is not
-            a number.
+        ModelError: A size is not an integer of at least 1, or does not fit another size; a base is not above 0; or a
+            value is not a number.
     """
     for name, value in dotted(hf):
         if isinstance(value, float) and math.isnan(value):
@@ -214,7 +216,7 @@ def check_numbers(hf: Mapping[str, Any]) -> None:
             raise ModelError(f"config.json has {name} = {value!r}; it must be a number above 0")
     for name in SIZES:
         value = hf.get(name)
-        if value is None or isinstance(value, list):  # of a family that computes it, or has one for each layer
+        if value is None or isinstance(value, list):  # the family computes the value, or has one for each layer
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ModelError(f"config.json has {name} = {value!r}; it must be an integer of at least 1")
@@ -234,7 +236,7 @@ def check_numbers(hf: Mapping[str, Any]) -> None:
 
 
 def is_longrope(hf: Mapping[str, Any]) -> bool:
-    """Whether tokens are turned by one set of frequencies in short sequences, and by another in long ones."""
+    """Whether the model rotates tokens with one set of frequencies in short sequences and with another in long ones."""
     rope = _rope(hf)
     return rope.get("rope_type", rope.get("type")) == "longrope"
 
@@ -242,8 +244,8 @@ def is_longrope(hf: Mapping[str, Any]) -> bool:
 def longest_context(hf: Mapping[str, Any]) -> int | None:
     """Most positions of a sequence that trainer and engines compute alike; None if config.json sets no limit.
 
-    With longrope they are those of the short sequences: as a sequence grows beyond them, transformers turns all of its
-    tokens in another way, also those whose keys a generator has cached.
+    With longrope, the limit is that of the short sequences: if a sequence grows beyond it, transformers rotates all of
+    its tokens with the other frequencies, including those whose keys a generator has cached.
     """
     most: int | None = hf.get("max_position_embeddings")
     if not is_longrope(hf):
@@ -288,8 +290,7 @@ def torchtitan_lacks(hf: Mapping[str, Any]) -> str | None:
 
 
 def transformers_refuses(hf: Mapping[str, Any]) -> str | None:
-    """Reason why a model is not trained with transformers' modeling code; None if it is, as far as its config.json
-    tells."""
+    """Reason why transformers' modeling code cannot train a model; None if config.json shows no such reason."""
     name: Any = hf.get("model_type")
     if name in REFUSED:
         return f"model_type {name!r} is refused: {REFUSED[name]}"

@@ -1,13 +1,13 @@
-"""Expert parallelism: the experts of each layer are divided over ranks, and tokens are sent to the ranks of their
-experts (GShard, arXiv:2006.16668).
+"""Expert parallelism: the experts of each layer are divided over ranks, and tokens are sent to the ranks that hold
+their experts (GShard, arXiv:2006.16668).
 
 Each rank holds a range of the experts of every layer. In a forward pass an all-to-all sends each routed token to the
 rank of its expert, which multiplies the tokens of each expert by its matrices; a second all-to-all sends the results
-back, where they are weighted and summed. The backward pass sends gradients the same way. So a rank gathers no expert
-of another rank, and the gradient of an expert is complete on the rank that holds it, up to the sum over the ranks that
-share the same experts by FSDP.
+back, where they are weighted and summed. The backward pass sends gradients the same way. So a rank gathers no expert of
+another rank, and the gradient of an expert needs no sum except over the ranks that share the expert by FSDP.
 
-The exchange is torchtitan's. `divide_experts` is for torchtitan's layers, `ExpertsOnRanks` for those of transformers.
+The exchange is torchtitan's. `divide_experts` is for torchtitan's layers, and `ExpertsOnRanks` for those of
+transformers.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
 
 def divide_experts(routed: RoutedExperts, mesh: Any) -> None:
-    """Divide the experts of torchtitan's layer over the ranks of a mesh, in place and before they have memory."""
+    """Divide the experts of a torchtitan layer over the ranks of a mesh, in place, before their memory is allocated."""
     experts: Any = routed.inner_experts
     routed.token_dispatcher = _exchange(experts.num_experts, routed.token_dispatcher.top_k, mesh)
     _divide_parameters(experts, mesh)
 
 
 class ExpertsOnRanks:
-    """Forward pass of a block of experts of transformers whose experts are divided over ranks. Each rank runs
-    transformers' code on its own experts, with one expert for each token.
+    """Forward pass of a transformers block whose experts are divided over ranks. Each rank runs transformers' code on
+    its own experts, with one expert for each routed token.
 
     Args:
-        experts: The block, whose parameters have one matrix for each expert in their first dimension and no memory yet.
-        top_k: Experts of a token.
-        mesh: The ranks.
+        experts: Block of experts. The first dimension of its parameters is that of the experts, and their memory is not
+            yet allocated.
+        top_k: Number of experts per token.
+        mesh: Ranks over which the experts are divided.
     """
 
     def __init__(self, experts: Any, top_k: int, mesh: Any) -> None:
@@ -56,12 +57,12 @@ class ExpertsOnRanks:
         experts.forward = torch.compiler.disable(self.forward)
 
     def forward(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-        """Weighted sum of each token's experts.  # [T, D]"""
+        """Compute the weighted sum of each token's experts.  # [T, D]"""
         counts_E = ids_TK.flatten().bincount(minlength=self._num_experts)
         routed_RD, own_counts_E, sent = self._exchange.dispatch(x_TD, weights_TK, ids_TK, counts_E)
         own_ids_R = torch.arange(len(own_counts_E), device=x_TD.device).repeat_interleave(own_counts_E)
         size = len(routed_RD)
-        if not size:  # one row, so that all parameters have a gradient, which FSDP sums over ranks
+        if not size:  # one row, so that all parameters have a gradient for FSDP to sum over ranks
             routed_RD, own_ids_R = nn.functional.pad(routed_RD, (0, 0, 0, 1)), own_ids_R.new_zeros(1)
         given = dict(self._experts._parameters)
         self._experts._parameters.update({name: _own(parameter) for name, parameter in given.items()})
@@ -75,15 +76,15 @@ class ExpertsOnRanks:
 def shard_experts(experts: nn.Module, mesh: Any, **options: Any) -> None:
     """Shard divided experts with FSDP, over the ranks that hold the same ones.
 
-    A dimension that is divisible by the ranks is split: torch cannot locate the parts of one that is split twice and
-    unevenly.
+    The dimension that is split must be divisible by the number of ranks: torch cannot locate the parts of a dimension
+    that is split twice and unevenly.
 
     Args:
         mesh: these ranks; FSDP needs one also if there is only one.
-        options: of `fully_shard`.
+        options: Further options of `fully_shard`.
 
     Raises:
-        ModelError: No dimension is divisible.
+        ModelError: No dimension is divisible by the number of ranks.
     """
 
     def placement(parameter: nn.Parameter) -> Shard:
@@ -109,7 +110,7 @@ def _exchange(num_experts: int, top_k: int, mesh: Any) -> AllToAllTokenDispatche
 
 
 def _divide_parameters(experts: nn.Module, mesh: Any) -> None:
-    """Replace parameters by DTensors whose first dimension is split."""
+    """Replace the parameters by DTensors whose first dimension is split over the mesh."""
     split = partial(distribute_tensor, device_mesh=mesh, placements=[Shard(0)], src_data_rank=None)
     for name, parameter in experts.named_parameters(recurse=False):
         assert parameter.is_meta, "experts are divided before they have memory"

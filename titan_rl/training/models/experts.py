@@ -19,14 +19,15 @@ from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, Tok
 from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 
 _ALIGNMENT = 16
-"""Torch's grouped kernel needs matrix rows of a multiple of this many bytes."""
+"""Alignment that torch's grouped kernel needs: matrix rows must have a multiple of this many bytes."""
 
 FREE = -1
 """Placeholder for an expert that the router chooses itself."""
 
 
 class Experts(GroupedExperts):
-    """Experts that compute in the dtype of their input, as the sampling engine does. torchtitan's cast to bfloat16."""
+    """Experts that compute in the dtype of their input, as the sampling engine does. torchtitan's own cast to
+    bfloat16."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
@@ -36,7 +37,8 @@ class Experts(GroupedExperts):
         """Apply the experts.
 
         Args:
-            x_RD: Routed tokens, sorted by expert.
+            x_RD: Hidden states of the routed tokens, sorted by expert.
+            num_tokens_per_expert_E: Number of these tokens for each expert.
         """
         w1_EFD, w2_EDF, w3_EFD = (
             weight.to_local() if isinstance(weight, DTensor) else weight
@@ -48,17 +50,17 @@ class Experts(GroupedExperts):
 
 
 def grouped_linear(x_RI: torch.Tensor, weight_EOI: torch.Tensor, num_tokens_E: torch.Tensor) -> torch.Tensor:
-    """Multiply the rows of each expert by its matrix, in the dtype of autocast if that is on.
+    """Multiply the rows of each expert by its matrix, in autocast's dtype if autocast is on.
 
     The gradient of the stack of matrices is computed once. Indexing the stack for each expert would compute a gradient
     of the whole stack for each of them, which is quadratic in the number of experts.
 
     Args:
-        x_RI: Sorted by expert.
-        num_tokens_E: Rows of each expert.
+        x_RI: Input rows, sorted by expert.
+        num_tokens_E: Number of rows of each expert.
 
     Returns:
-        Rows in the same order.  # [R, O]
+        Output rows in the same order.  # [R, O]
     """
     if torch.is_autocast_enabled(x_RI.device.type):
         x_RI = x_RI.to(torch.get_autocast_dtype(x_RI.device.type))
@@ -85,7 +87,7 @@ class Router(TokenChoiceTopKRouter):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.replayed_BLK: torch.Tensor | None = None  # FREE where the router chooses
+        self.replayed_BLK: torch.Tensor | None = None  # expert ids; FREE where the router chooses
 
     def forward(
         self, x_BLD: torch.Tensor, expert_bias_E: torch.Tensor | None = None

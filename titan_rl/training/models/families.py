@@ -93,4 +93,4 @@ LLAMA3 = Architecture(
 )
 
 ARCHITECTURES: dict[str, Architecture] = {"qwen3": QWEN3, "qwen3_moe": QWEN3, "llama": LLAMA3}
-"""Families by the `model_type` of their config.json. `choice.py` has the fields that they support."""
+"""Families by the `model_type` of their config.json. `choice.py` lists the values of its fields that they support."""

@@ -1,15 +1,15 @@
-"""The model of a Hugging Face folder: loading its weights, and the slices that each rank publishes.
+"""Model of a Hugging Face folder: loading of its weights, and the slices that each rank publishes.
 
 The folder's config and weights are compared by name and shape before anything is loaded, so that a mismatch is an
 error that names the tensor, not a model that generates noise.
 
-No rank holds more than its part of the model and one tensor: the model is built without memory, sharded over the
-ranks, and each rank then reads its part from the files.
+No rank holds more than its part of the model and one tensor at a time: the model is built without memory, sharded over
+the ranks, and each rank then reads its part from the files.
 
-If the module and the folder only name a parameter differently, or if it is one tensor in the module and one or several
-for each row in the folder (experts, with gate and up projection in one matrix or two), the ranks that hold it publish
-it without communication. A tensor that a translation computes (torchtitan's queries and keys of Llama) is gathered,
-and the ranks take turns in publishing such tensors.
+A parameter may have only another name in the folder than in the module, or may be one tensor in the module and one or
+several per row in the folder (experts, with gate and up projection in one matrix or two). The ranks that hold such a
+parameter publish it without communication. A tensor that a translation has to compute (Llama's queries and keys in
+torchtitan) is gathered, and the ranks take turns in publishing such tensors.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from titan_rl.weights.types import SlicePosition, TensorSlice
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
-    """The folder's config.json.
+    """Read the config.json of a folder.
 
     Raises:
-        ModelError: it is missing, or not a JSON object.
+        ModelError: The file is missing, or is not a JSON object.
     """
     path = folder / "config.json"
     try:
@@ -56,21 +56,20 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
 
 
 class HFModel:
-    """A decoder and its names in a Hugging Face folder.
+    """A decoder, and the names of its parameters in a Hugging Face folder.
 
-    It has no memory before `load`, so that it can be sharded first.
+    No memory is allocated before `load`, so that the decoder can be sharded first.
 
     Args:
-        max_context: Most positions that will be used, which sizes the rotary caches.
-        dtype: of the trained parameters. Buffers, such as rotary caches, are float32.
-        adapter: Settings of an adapter, with which nothing else is trained.
-        base_dtype: of the parameters that an adapter leaves frozen.
-        seed: of the adapter's first values.
-        implementation: See `choose_implementation`.
+        max_context: Most positions that will be used; this determines the size of the rotary caches.
+        dtype: Dtype of the trained parameters. Buffers, such as rotary caches, are float32.
+        adapter: Settings of an adapter, which is then the only part that is trained.
+        base_dtype: Dtype of the parameters that an adapter leaves frozen.
+        seed: Seed of the adapter's initial values.
+        implementation: Implementation to use; see `choose_implementation`.
 
     Raises:
-        ModelError: The folder lacks a file, is of a model that cannot be trained, or its config and weights do not fit
-            together.
+        ModelError: The folder lacks a file, its model cannot be trained, or its config and weights do not fit together.
     """
 
     def __init__(
@@ -144,11 +143,11 @@ class HFModel:
             self.adapter.begin(self._seed)
 
     def share(self, other: HFModel, device: torch.device) -> None:
-        """Allocate the decoder's memory as `load` does, but use the weights of another model of the same folder, which
-        nobody changes. Only the adapter has memory of its own. In a world of one rank.
+        """Allocate the decoder's memory as `load` does, but share the frozen weights of another model of the same
+        folder. Only the adapter has memory of its own. The world must have one rank.
 
         Args:
-            other: It has loaded its weights, in the same dtype.
+            other: Model that has loaded its weights, in the same dtype.
         """
         self.decoder.allocate(device, on_host=False)
         theirs = dict(other.decoder.module.named_parameters(remove_duplicate=False))
@@ -163,7 +162,8 @@ class HFModel:
             self.adapter.begin(self._seed)
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter under its Hugging Face name, detached and whole. It shares the model's memory if possible.
+        """Iterate over all parameters, detached and whole, with their Hugging Face names. A tensor shares the model's
+        memory if possible.
 
         An adapter is merged into the weights: W + (alpha / rank) B A, computed in float32. All ranks iterate at the
         same time. With tied embeddings there is no `lm_head.weight`.
@@ -175,14 +175,15 @@ class HFModel:
                 yield name, weight.float() + deltas[name]() if name in deltas else weight
 
     def held_slices(self, dtype: torch.dtype) -> list[tuple[str, TensorSlice]]:
-        """(Hugging Face name, slice) pairs that this rank publishes: of the adapter if there is one. All ranks call
-        this at the same time.
+        """(Hugging Face name, slice) pairs that this rank publishes: those of the adapter if there is one. All ranks
+        call this at the same time.
 
-        Together the ranks have every element once. The first rank names every tensor, even those that others have
-        whole, so that readers notice a missing part.
+        Together the ranks have every element once. The first rank names every tensor, even those that other ranks hold
+        completely, so that readers notice a missing part.
 
         Args:
-            dtype: of gathered tensors, which have memory of their own. All others share the parameters' memory.
+            dtype: Dtype of gathered tensors, which have memory of their own. All others share the parameters' memory
+                and dtype.
         """
         if self.adapter is not None:
             return self.adapter.held_slices(dtype, self._world)
@@ -204,19 +205,19 @@ class HFModel:
         return found
 
     def _computed(self, parameter: str, position: SlicePosition) -> torch.Tensor:
-        """A whole parameter that the translation computes from its Hugging Face tensors."""
+        """Read the Hugging Face tensors of a parameter, and translate them to the whole parameter."""
         translation = self.decoder.adapter
         names = translation.to_hf({parameter: torch.empty(position.whole_shape, device="meta")})
         return translation.from_hf({name: self._weights.read(name) for name in names})[parameter]
 
     def _base(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Parameters by the module's names, without those of an adapter."""
+        """Iterate over the parameters with the module's names, without those of an adapter."""
         for name, tensor in self.decoder.module.state_dict().items():
             if ".lora_a." not in name and ".lora_b." not in name:
                 yield name, tensor
 
     def _hf_weight(self, parameter: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
-        """Hugging Face name and layout of one weight."""
+        """Translate one weight to its Hugging Face name and layout."""
         ((name, weight),) = self.decoder.adapter.to_hf({parameter: tensor}).items()
         return name, weight
 
@@ -228,7 +229,7 @@ def _cut(whole: torch.Tensor, piece: TensorSlice) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RowPart:
-    """Place of a Hugging Face tensor in a parameter that is a stack of them.
+    """Place of a Hugging Face tensor in a parameter that stacks several of them.
 
     Example: the up projection of expert 3, if `gate_up_proj` stacks gates of 768 rows upon ups, is at `row` 3 from
     `first` 768, of `size` 768.
@@ -240,19 +241,19 @@ class RowPart:
 
 
 Places = Mapping[str, RowPart | None]
-"""Hugging Face tensors that a parameter consists of, by name; None for one that is the parameter. A parameter that is
-tied to another has none."""
+"""Places, by name, of the Hugging Face tensors in a parameter; None for a tensor that is the whole parameter. A
+parameter that is tied to another one has no tensors."""
 
 
 def _hf_names(translation: Any, parameter: str, shape: torch.Size) -> Places | None:
-    """Hugging Face names of a parameter, with their places in it; None if the translation computes these tensors."""
+    """Hugging Face tensors of a parameter, by name, with their places in it; None if the translation computes them."""
     tensor = torch.empty(shape, device="meta")
     made: dict[str, torch.Tensor] = translation.to_hf({parameter: tensor})
     if all(value is tensor for value in made.values()):
         return dict.fromkeys(made)
     if len(shape) < 2 or len(made) < shape[0]:
         return None
-    # Numbered entries, of short rows, show which rows a tensor has, and in what order.
+    # Rows of numbered entries show which rows a tensor has, and in which order.
     short = [2 for _ in shape[2:]]
     numbered = torch.arange(shape[0] * shape[1] * prod(short)).view(*shape[:2], *short)
     places: dict[str, RowPart] = {}
@@ -266,8 +267,8 @@ def _hf_names(translation: Any, parameter: str, shape: torch.Size) -> Places | N
 
 
 def _of_place(piece: TensorSlice, place: RowPart | None) -> TensorSlice | None:
-    """Slice of a Hugging Face tensor that a slice of the parameter has, sharing its memory; None if it has nothing of
-    the tensor."""
+    """The part of a Hugging Face tensor that a slice of the parameter contains, sharing its memory; None if it contains
+    nothing of the tensor."""
     if place is None:
         return piece
     row, first, *start = piece.position.start
@@ -285,12 +286,12 @@ class HFWeights:
     """Weight files of a Hugging Face folder, whose names and shapes are compared before any weight is read.
 
     Args:
-        expected: Shapes by name, as config.json describes them.
+        expected: Shapes by tensor name, as config.json describes them.
         optional: Names of tensors that are ignored if the folder has them, besides rotary frequencies.
         patterns: Regular expressions of further such names.
 
     Raises:
-        ModelError: The folder has no weights, or other ones.
+        ModelError: The folder has no weights, or they differ from the expected ones in name or shape.
     """
 
     def __init__(
@@ -326,7 +327,7 @@ class HFWeights:
     def copy_into(self, target: torch.Tensor, name: str, position: SlicePosition | None = None) -> None:
         """Fill a tensor, on any device and of any dtype, with the tensor of that name, or with its slice at a position.
 
-        The file is mapped only meanwhile, because mapped pages count as this process's memory.
+        The file is mapped only during the call, because mapped pages count as this process's memory.
 
         Raises:
             ModelError: The file cannot be read.

@@ -54,7 +54,7 @@ def find_optimizer(name: str) -> OptimizerFn:
     """The function that `training.optimizer` names.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: No optimizer has that name.
     """
     found: Any = find_function("training.optimizer", BY_NAME.get(name, name), BY_NAME)
     return found
