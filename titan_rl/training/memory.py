@@ -88,7 +88,7 @@ class Numbers:
         held: Parameters of its part.
         frozen: Parameters of its part that are not trained.
         matrices: Parameters of its part that are in trained matrices of the layers.
-        whole: Parameters of the parts of all ranks except other tensor-parallel ones.
+        whole: Parameters that all FSDP ranks hold together, without the parts of other tensor-parallel ranks.
         layer: Parameters of the whole largest layer.
         embedding: Parameters of the whole embedding.
         is_tied: Whether the embedding is also the output layer.

@@ -1,4 +1,5 @@
-"""Objective of a step: a policy loss with off-policy correction, and terms of a KL divergence or a teacher on request.
+"""Objective of a step: a policy loss with off-policy correction and, on request, terms of a KL divergence and a
+teacher.
 
 It also collects per-token statistics, from which `token_metrics` computes the metrics of a step.
 """
@@ -23,17 +24,18 @@ from titan_rl.training.tensor_batch import TensorBatch
 class Objective:
     """`sum(loss_N * share_N) / denominator`, where the denominator is summed over the whole batch.
 
-    The term of a teacher has a denominator of its own, the number of scored tokens: it is summed with the others after
-    multiplication by `denominator / scored tokens`, which `GradientPass` counts beforehand.
+    The teacher term has a denominator of its own, the number of scored tokens. So it is multiplied by `denominator /
+    scored tokens`, which `GradientPass` counts beforehand, before it is added to the other terms.
 
-    A token with a value that is not finite contributes to neither; a token that a correction masks, only to the
-    denominator. The weights of a sample's tokens (`TrainingSample.loss_weights`) multiply those of the correction.
+    A token with a value that is not finite contributes to neither the sum nor the denominator, and a token that a
+    correction masks only to the denominator. The weights of a sample's tokens (`TrainingSample.loss_weights`) multiply
+    those of the correction.
 
     Args:
-        max_context: Divides the sum over a sequence if `training.average` is "constant".
+        max_context: Divisor of the sum over a sequence if `training.average` is "constant".
 
     Raises:
-        ConfigError: there is no such `training.loss`.
+        ConfigError: No loss is named `training.loss`.
 
     Example: `Objective(TrainingConfig(loss="gspo"), CorrectionConfig(weight="token"), max_context=512)`
     """
@@ -51,11 +53,12 @@ class Objective:
 
     @property
     def distills(self) -> bool:
-        """Whether the loss has a term of a teacher's likeliest tokens."""
+        """Whether the loss has a term over a teacher's likeliest tokens."""
         return bool(self._distill_coef)
 
     def counts(self, batch: TensorBatch) -> tuple[float, float]:
-        """The denominator of a micro-batch, and its scored tokens, as far as they are known before the forward pass."""
+        """Denominator and number of scored tokens of a micro-batch, as far as they are known before the forward
+        pass."""
         finite_N = torch.isfinite(batch.behaviour_logprobs_N)
         _, denominator = self._shares(
             batch.sequences_N[finite_N], batch.num_sequences, batch.behaviour_logprobs_N[finite_N]
@@ -80,14 +83,15 @@ class Objective:
         taught_logprobs_NK: torch.Tensor | None = None,
         taught_share: float = 1.0,
     ) -> tuple[torch.Tensor, TokenStats]:
-        """The summed loss of a micro-batch, for `backward`, and the statistics of its tokens.
+        """Compute the summed loss of a micro-batch, for `backward`, and the statistics of its tokens.
 
         Args:
-            version: of the weights at the start of the update.
-            proximal_logprobs_N: Under those weights; by default `logprobs_N`.
-            reference_logprobs_N: of the reference model, if there is one.
-            taught_logprobs_NK: of the policy for the teacher's likeliest tokens, with gradient, if there is a teacher.
-            taught_share: The denominator of the whole batch over its number of scored tokens.
+            version: Version of the weights at the start of the update.
+            proximal_logprobs_N: Logprobs under the weights at the start of the update; by default, `logprobs_N`.
+            reference_logprobs_N: Logprobs of the reference model, if there is one.
+            taught_logprobs_NK: Policy's logprobs of the teacher's likeliest tokens, with gradient, if there is a
+                teacher.
+            taught_share: Denominator of the whole batch divided by its number of scored tokens.
         """
         old_N = self._proximal_logprobs(batch, logprobs_N, proximal_logprobs_N, version)
         log_ratio_N = logprobs_N.detach() - batch.behaviour_logprobs_N
@@ -112,7 +116,7 @@ class Objective:
         taught_M = torch.full_like(loss_M, torch.nan)
         if taught_logprobs_NK is not None and batch.teacher is not None:
             scored_M = batch.teacher.scored_N[at] & torch.isfinite(taught_logprobs_NK.detach()).all(-1)[at]
-            # Unscored tokens are taken out before the arithmetic, whose gradient would not be a number.
+            # Unscored tokens are removed before the arithmetic, because their gradient would be NaN.
             places = scored_M.nonzero().squeeze(-1)
             kl_S = divergence(self._distill, taught_logprobs_NK[at[places]], batch.teacher.logprobs_NK[at[places]])
             taught_M = taught_M.index_copy(0, places, kl_S.detach())
@@ -149,7 +153,7 @@ class Objective:
     def _shares(
         self, sequences_M: torch.Tensor, num_sequences: int, like_M: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each token's share of the sum, and the denominator of this micro-batch."""
+        """Share of each token in the sum, and the denominator of this micro-batch."""
         ones_M = torch.ones_like(like_M)
         counts_S = sum_by_sequence(ones_M, sequences_M, num_sequences)
         num_present = (counts_S > 0).sum().to(like_M.dtype)
@@ -173,7 +177,7 @@ class TokenStats:
     weight_M: torch.Tensor  # of the off-policy correction
     masked_M: torch.Tensor  # bool, by the off-policy correction
     kl_M: torch.Tensor  # to the reference model
-    taught_M: torch.Tensor  # divergence from the teacher, not a number where there is none
+    taught_M: torch.Tensor  # divergence from the teacher; NaN where there is none
     entropy_M: torch.Tensor
     version_M: torch.Tensor
     oldest_version_M: torch.Tensor
@@ -187,23 +191,23 @@ class TokenStats:
 
 
 def token_metrics(stats: TokenStats, version: int, world: World | None = None) -> dict[str, float]:
-    """Metrics over the tokens of all ranks that count. There must be at least one.
+    """Compute the metrics over the finite tokens of all ranks. There must be at least one such token.
 
     Args:
-        version: of the weights at the start of the step.
+        version: Version of the weights at the start of the step.
 
     Returns:
-        ratio_mean, ratio_max: of policy to behaviour probability.
+        ratio_mean, ratio_max: Ratio of policy to behaviour probability.
         clip_fraction: Share of tokens whose ratio was bounded.
-        entropy: Mean, in nats, of the distribution each token was drawn from.
-        approx_kl: Mean of ratio - 1 - log(ratio), the k3 estimate (Schulman, 2020) of KL(behaviour || policy).
+        entropy: Mean entropy of the distribution from which each token was drawn, in nats.
+        approx_kl: Mean of ratio - 1 - log(ratio), the k3 estimate (Schulman, 2020) of KL(behaviour || policy), in nats.
         reference_kl: Mean estimate of the KL to the reference model; 0 without one.
         teacher_kl: Mean divergence from the teacher over its likeliest tokens. Absent if there is none.
         staleness_mean, staleness_max: Optimizer steps between the weights that sampled a token and `version`.
-        num_tokens: Tokens that count.
-        num_nonfinite_tokens: Tokens left out because one of their logprobs is not finite.
-        correction_weight_mean, correction_weight_max: of the off-policy correction, masked tokens included as 0.
-        correction_masked_fraction: Share of tokens that it masks.
+        num_tokens: Number of finite tokens.
+        num_nonfinite_tokens: Number of tokens left out because one of their logprobs is not finite.
+        correction_weight_mean, correction_weight_max: Weight of the off-policy correction; masked tokens count as 0.
+        correction_masked_fraction: Share of tokens that the off-policy correction masks.
         on_policy_logprob_diff_mean, on_policy_logprob_diff_max: Absolute difference between the trainer's and the
             generator's logprob of the same token under the same weights. Only samples whose tokens all have this
             version count: later tokens of other samples were sampled with keys and values of older weights. Absent if

@@ -1,4 +1,4 @@
-"""Sharding: the `World` of the ranks that train one policy together, and the part of the model that each rank holds.
+"""Sharding: the `World` of ranks that train one policy together, and the part of the model that each rank holds.
 
 Parameters are sharded by FSDP2, tensor parallelism, expert parallelism, or FSDP2 with one of the others.
 """
@@ -33,9 +33,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The ranks as one of them sees them. Tensor-parallel ranks, which share tokens, have consecutive numbers; then
-    come context-parallel ranks, which share rows, and data-parallel ranks, which have rows of their own.
-    Expert-parallel ranks are consecutive ones of these, and share the experts of each layer.
+    """The ranks that train together, as one of them sees them. Ranks are numbered with tensor-parallel ranks, which
+    share tokens, innermost; then context-parallel ranks, which share rows; and data-parallel ranks, which have rows of
+    their own, outermost. Expert-parallel ranks are consecutive context- and data-parallel ranks, and share the experts
+    of each layer.
 
     Example: of 2 x 1 x 2 ranks, rank 3 has `data_rank` 1 and holds the second half of each matrix.
     """
@@ -52,10 +53,10 @@ class World:
     def join(
         *, data_parallel: int = 1, context_parallel: int = 1, tensor_parallel: int = 1, expert_parallel: int = 1
     ) -> World:
-        """Join the other ranks by torch.distributed's environment variables. A single rank needs none.
+        """Join the other ranks, which torch.distributed's environment variables describe. A single rank needs none.
 
         Raises:
-            TrainingError: The number of processes is another one.
+            TrainingError: The number of processes is not the product of the parallel sizes.
         """
         size = data_parallel * context_parallel * tensor_parallel
         found = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
@@ -84,8 +85,8 @@ class World:
         return World(data_parallel, context_parallel, tensor_parallel, expert_parallel, dist.get_rank(), dims)
 
     def with_own_group(self) -> World:
-        """The same ranks for another thread, whose messages do not mix with this thread's. All ranks call this at the
-        same time. They may wait for one another for a day."""
+        """Return the same ranks with a process group for another thread, so that its messages do not mix with this
+        thread's. All ranks call this at the same time. In the new group, a rank waits up to a day for the others."""
         if self.size == 1:
             return self
         return replace(self, group=dist.new_group(backend="gloo", timeout=timedelta(days=1)))
@@ -100,7 +101,7 @@ class World:
 
     @property
     def context(self) -> ContextRanks | None:
-        """The ranks that share the tokens of this one's rows; None if this rank has them alone."""
+        """Ranks that share the tokens of this rank's rows; None if this rank has them alone."""
         if self.context_parallel == 1:
             return None
         return ContextRanks(self._context_rank, self.context_parallel, self.dims.get_mesh("cp").get_group())
@@ -114,7 +115,7 @@ class World:
         return self.rank == 0
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Each value summed over the data-parallel ranks. Ranks that share rows pass equal values."""
+        """Sum each value over the data-parallel ranks. Ranks that share rows must pass equal values."""
         counted = values if self._context_rank == 0 else [0.0] * len(values)
         return self._reduce(counted, dist.ReduceOp.SUM)
 
@@ -122,16 +123,17 @@ class World:
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def agree(self, problem: str | None, error: type[TitanRLError] = TrainingError) -> None:
-        """Fail on all ranks if one has a problem. Every rank calls this.
+        """Raise an error on all ranks if one of them has a problem. All ranks call this.
 
         Raises:
-            TrainingError: with the first problem. Or `error`, if given.
+            TrainingError: A rank has a problem; the message is that of the first such rank. If `error` is given, that
+                type is raised instead.
         """
         if (first := next((each for each in self.gather(problem) if each is not None), None)) is not None:
             raise error(first)
 
     def gather(self, value: T) -> list[T]:
-        """Values of all ranks, in the order of the ranks. All ranks call this."""
+        """Collect the values of all ranks, in the order of the ranks. All ranks call this."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -165,16 +167,17 @@ def parallelize(
     activation_checkpointing: ActivationCheckpointing = "none",
     offload_parameters: bool = False,
 ) -> None:
-    """Compile the model and checkpoint its activations on request and, with several ranks, shard the parameters, all in
-    place.
+    """Compile the model and checkpoint its activations on request, and shard the parameters if there are several ranks,
+    all in place.
 
-    Gradients are summed over the ranks, not averaged: the loss has its own denominator.
+    Gradients are summed over the ranks, not averaged, because the loss has its own denominator.
 
     Args:
-        dtype: in which the ranks gather parameters and compute. Parameters are kept and gradients summed in float32.
-        offload_parameters: Keep parameters and gradients in the host's memory, and gather those of a layer on the
-            device only for its computation. Allocate the parameters on the CPU afterwards. Needs several ranks: a
-            single one gathers nothing.
+        dtype: Dtype in which the ranks gather parameters and compute. Parameters are kept, and gradients summed, in
+            float32.
+        offload_parameters: Whether to keep parameters and gradients in the host's memory, and gather those of a layer
+            on the device only for its computation. The caller must then allocate the parameters on the CPU. This needs
+            several ranks: a single rank gathers nothing.
     """
     assert world.size > 1 or not offload_parameters, "FSDP moves parameters, and takes several ranks"
     if world.tensor_parallel > 1:
@@ -183,7 +186,7 @@ def parallelize(
     if world.expert_parallel > 1:
         model.divide_experts(world.dims.get_mesh("ep"))
         same_experts = world.dims.get_mesh("efsdp")
-    if compile:  # inside checkpointing, because torch does not compile around it
+    if compile:  # before checkpointing wraps the blocks, because torch cannot compile a checkpointed block as a whole
         _compile_blocks(model)
     if (checkpointing := _CHECKPOINTING.get(activation_checkpointing)) is not None:
         model.wrap_blocks(checkpointing().build(dump_folder=""))
@@ -206,8 +209,8 @@ def _leave_unpinned(module: FSDPModule) -> None:
 
 
 def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Group tensors by the mesh of ranks that holds their parts: torch's operations on lists take only such of one
-    mesh. With expert parallelism experts have another mesh than the rest."""
+    """Group tensors by the mesh of ranks that holds their parts, because torch's operations on lists require tensors of
+    one mesh. With expert parallelism, experts are on another mesh than the other parameters."""
     found: dict[Any, list[torch.Tensor]] = {}
     for tensor in tensors:
         found.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
@@ -215,12 +218,12 @@ def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Gather a sharded tensor; all ranks call this. A tensor that is whole is returned as it is."""
+    """Gather a sharded tensor; all ranks call this. A plain tensor is returned unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor as a plain tensor."""
+    """Return this rank's part of a DTensor as a plain tensor. A plain tensor is returned unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -248,7 +251,8 @@ def owned_slice(tensor: torch.Tensor, world: World) -> TensorSlice | None:
 
 
 def own_copy(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor converted, in memory of its own: a view would keep the whole gathered parameter allocated."""
+    """Convert a tensor, and copy it to memory of its own if it is a view, which would keep the whole gathered parameter
+    allocated."""
     converted = tensor.to(dtype)
     return converted.clone() if converted.untyped_storage().nbytes() > converted.nbytes else converted
 
@@ -256,7 +260,7 @@ def own_copy(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def entries_of(
     name: str, piece: TensorSlice | None, shape: torch.Size, dtype: torch.dtype, world: World
 ) -> Iterator[tuple[str, TensorSlice]]:
-    """The (name, slice) pair that this rank publishes of a tensor. The first rank names tensors of which it holds
+    """The (name, slice) pair that this rank publishes for a tensor. The first rank also names tensors of which it holds
     nothing, so that readers notice a missing part."""
     if piece is not None:
         yield name, piece
@@ -266,8 +270,8 @@ def entries_of(
 
 
 def _compile_blocks(model: DecoderModel) -> None:
-    """Compile in place, so that parameters keep their names. torch compiles during the first batches: with and without
-    gradients, and for one row and several.
+    """Compile the blocks in place, so that parameters keep their names. torch compiles during the first batches: with
+    and without gradients, and for one row and for several.
 
     Modules whose shapes depend on the batch run uncompiled between the compiled parts of a block; otherwise torch would
     recompile them for every batch. torchtitan's `apply_compile` does not support that.

@@ -2,8 +2,8 @@
 
 The model's own code runs, with its checkpointing and output layer, on tensors that have a shape but no memory (torch's
 FakeTensorMode), while a `MemoryTracker` adds up the bytes of the tensors that are alive. So no family needs a formula
-of its own. Models of more than `TRACED` layers are run with fewer, in two numbers, and continued linearly: every
-further layer keeps the same.
+of its own. A model of more than `TRACED` layers is run twice, with different, smaller numbers of layers, and
+extrapolated linearly, because every further layer keeps equally many bytes.
 """
 
 from __future__ import annotations
@@ -35,20 +35,21 @@ from titan_rl.training.selected_logprobs import CHUNK_LOGITS
 from titan_rl.training.settings import AdapterConfig
 
 PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types", "layers_block_type")
-"""Fields of config.json with a list of values by layer."""
+"""Fields of config.json with one value per layer."""
 
 TRACED = 8
-"""Most layers of a model that is run whole."""
+"""Most layers to run."""
 
 CHUNKS = 4
-"""Most chunks of logits that are run."""
+"""Most chunks of logits to run."""
 
 RECURRENT_CONTEXT = 256
-"""Most tokens of a sequence of recurrent layers that are run, at least a chunk of theirs. They keep as much for each
-token, and transformers' code runs once for each chunk of a sequence."""
+"""Most tokens of a sequence to run in recurrent layers, at least one of their chunks. These layers keep equally many
+bytes for each token, and transformers' code loops over the chunks of a sequence."""
 
 TOKEN_BY_TOKEN: Mapping[str, int] = {"falcon_mamba": 32, "jamba": 32, "mamba": 32}
-"""The same for families, by `model_type`, whose code in transformers runs once for each token."""
+"""Most tokens of a sequence to run in recurrent layers, for families, by `model_type`, whose code in transformers loops
+over the tokens."""
 
 LAYERS = ("num_hidden_layers", "n_layer")
 """Names of the number of layers in config.json."""
@@ -56,11 +57,11 @@ LAYERS = ("num_hidden_layers", "n_layer")
 
 @dataclass(frozen=True, slots=True)
 class BuiltFrom:
-    """Source of a decoder without memory.
+    """Description from which a decoder without memory can be built.
 
     Args:
-        text: config.json.
-        adapter_rank: of an adapter that is trained alone; 0 without one.
+        text: Content of config.json.
+        adapter_rank: Rank of the adapter that is trained alone; 0 if all weights are trained.
     """
 
     text: str
@@ -71,10 +72,10 @@ class BuiltFrom:
     adapter_targets: tuple[str, ...] = ()
 
     def build(self, num_layers: int | None = None) -> DecoderModel:
-        """The decoder, of fewer layers if their number is given.
+        """Build the decoder, with only `num_layers` layers if that is given.
 
         Raises:
-            ModelError: The config lacks a dimension, or the library does not know the family.
+            ModelError: The config lacks a dimension, or the family is unknown.
         """
         hf = _with_one_rope(json.loads(self.text))
         if num_layers is not None:
@@ -100,13 +101,13 @@ class BuiltFrom:
                 return TransformersDecoder(
                     Path(folder), max_context=1, dtype=trained, adapter=adapter, base_dtype=frozen
                 )
-            except ModelError as error:  # the folder is not the user's
+            except ModelError as error:  # the message must not name the temporary folder
                 raise ModelError(str(error).replace(f" in {folder}", "").replace(folder, "its folder")) from error
 
 
 def _with_one_rope(hf: dict[str, Any]) -> dict[str, Any]:
-    """config.json with plain rotary embeddings instead of longrope's, which need as much memory. The positions of a
-    batch choose between longrope's two sets of frequencies, and tensors without memory have no values."""
+    """Replace longrope's rotary embeddings in a config.json by plain ones, which need as much memory. Longrope chooses
+    between two sets of frequencies by the positions of a batch, and tensors without memory have no values."""
     if not is_longrope(hf):
         return hf
     for name in ("rope_parameters", "rope_scaling"):
@@ -118,13 +119,13 @@ def _with_one_rope(hf: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchShape:
-    """A micro-batch, and how it is computed.
+    """Shape of a micro-batch, and the settings of its computation.
 
     Args:
-        context: Tokens of one document, at most.
-        ranks_a_row: Context-parallel ranks that share the tokens.
-        gathers_documents: Attention gathers documents into batches; otherwise it is one kernel over all rows.
-        autocasts: Convert weights in each layer, as a single rank does.
+        context: Most tokens of one document.
+        ranks_a_row: Number of context-parallel ranks that share the tokens.
+        gathers_documents: Whether attention gathers documents into batches; otherwise it is one kernel over all rows.
+        autocasts: Whether each layer converts its weights, as with a single rank.
     """
 
     rows: int
@@ -138,7 +139,7 @@ class MicroBatchShape:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one rank."""
+        """Number of tokens of one rank."""
         return -(-self.rows * self.row_tokens // self.ranks_a_row)
 
 
@@ -147,9 +148,9 @@ class Passes:
     """Bytes of one micro-batch, besides parameters and their gradients.
 
     Attributes:
-        kept: Kept by the layers for the backward pass.
-        head: Most that the output layer needs in addition, with the gradient of its weights.
-        layer: Most that the backward pass of the layers needs in addition.
+        kept: Bytes that the layers keep for the backward pass.
+        head: Most bytes that the output layer needs in addition, including the gradient of its weights.
+        layer: Most bytes that the backward pass of the layers needs in addition.
     """
 
     kept: int
@@ -158,10 +159,10 @@ class Passes:
 
 
 def measure_passes(source: BuiltFrom, shape: MicroBatchShape) -> Passes:
-    """Bytes of a forward and a backward pass.
+    """Measure the bytes of a forward and a backward pass.
 
     Raises:
-        ModelError: See `BuiltFrom.build`; also if the model's code needs values, which shapes do not have.
+        ModelError: The decoder cannot be built (see `BuiltFrom.build`), or its code needs the values of tensors.
     """
     hf = json.loads(source.text)
     size = next((hf[name] for name in LAYERS if name in hf), TRACED)
@@ -182,7 +183,7 @@ def _trace(source: BuiltFrom, shape: MicroBatchShape, num_layers: int | None) ->
         decoder.wrap_blocks(policy.build(dump_folder=""))
     try:
         with ExitStack() as stack:
-            stack.enter_context(warnings.catch_warnings(action="ignore"))  # of kernels, which do not run
+            stack.enter_context(warnings.catch_warnings(action="ignore"))  # about kernels, which do not run here
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             _allocate(decoder.module)
             tracker = MemoryTracker((*decoder.module.parameters(), *decoder.module.buffers()))
@@ -203,13 +204,12 @@ def _run(decoder: DecoderModel, shape: MicroBatchShape, tracker: MemoryTracker, 
         hidden_BLD = decoder.hidden(ids, torch.zeros_like(ids), cast(Any, layout))
         tracker.restart()
         kept = tracker.live - begin
-        # All chunks of logits take the same memory, so that a few stand for all.
+        # All chunks of logits take the same memory, so a few of them represent all.
         scored = min(tokens, CHUNKS * max(1, CHUNK_LOGITS // decoder.vocab_size))
-        unscored = 2 * (tokens - scored) * hidden_BLD.shape[-1] * hidden_BLD.itemsize  # hidden states, their gradients
-        targets_N, temperatures_N = torch.zeros(scored, dtype=torch.long), torch.ones(scored)
-        hidden_ND = hidden_BLD.flatten(0, 1).index_select(0, targets_N)
-        del hidden_BLD
-        logprobs_N, _ = decoder.head(hidden_ND, targets_N, temperatures_N)
+        unscored = 2 * (tokens - scored) * hidden_BLD.shape[-1] * hidden_BLD.itemsize  # hidden states and their
+        gradients targets_N, temperatures_N = torch.zeros(scored, dtype=torch.long), torch.ones(scored) hidden_ND =
+        hidden_BLD.flatten(0, 1).index_select(0, targets_N) del hidden_BLD logprobs_N, _ = decoder.head(hidden_ND,
+        targets_N, temperatures_N)
     found: list[int] = []
 
     def begin_layers(gradient: torch.Tensor) -> None:
@@ -223,7 +223,8 @@ def _run(decoder: DecoderModel, shape: MicroBatchShape, tracker: MemoryTracker, 
 
 
 def _allocate(module: nn.Module) -> None:
-    """Replace parameters and buffers by those without memory on a CPU. Gradients are freed as soon as they are made."""
+    """Replace parameters and buffers by CPU tensors without memory. Gradients are freed as soon as they are
+    computed."""
     made: dict[int, nn.Parameter] = {}
     for each in module.modules():
         for name, parameter in each._parameters.items():
@@ -244,14 +245,14 @@ def _free(parameter: torch.Tensor) -> None:
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Counts the bytes of tensors that are made in its block and are still alive.
+    """Counts the bytes of tensors that are created in its block and are still alive.
 
     Args:
-        uncounted: Tensors that do not count.
+        uncounted: Tensors to leave out of the count.
 
     Attributes:
-        live: Bytes now.
-        peak: Most bytes since `restart`.
+        live: Bytes that are alive now.
+        peak: Most bytes that were alive at once since `restart`.
     """
 
     def __init__(self, uncounted: Iterable[torch.Tensor]) -> None:
@@ -260,7 +261,7 @@ class MemoryTracker(TorchDispatchMode):
         self._counted = {tensor.untyped_storage()._cdata for tensor in uncounted}
 
     def restart(self) -> int:
-        """Begin a new peak, and return the one before."""
+        """Begin a new peak, and return the previous one."""
         before, self.peak = self.peak, self.live
         return before
 
@@ -289,10 +290,10 @@ class MemoryTracker(TorchDispatchMode):
 
 
 class ShapeLayout:
-    """Layout of a micro-batch of which only the shape is known, filled with documents of equal length.
+    """Layout of a micro-batch that has a shape but no tokens, filled with documents of equal length.
 
     Args:
-        recurrent_context: Most tokens of a sequence of recurrent layers.
+        recurrent_context: Most tokens of a sequence in recurrent layers.
     """
 
     share = None
@@ -314,8 +315,8 @@ class ShapeLayout:
         enable_gqa: bool = False,
         variant: Variant = PLAIN,
     ) -> torch.Tensor:
-        """Allocate what attention does: copies of queries, keys and values where they are gathered, the result, and for
-        some variants all scores."""
+        """Allocate the tensors that attention allocates: copies of queries, keys and values if they are gathered, the
+        result, and for some variants all scores."""
         shape = self._shape
         q, k, v = q_BLNH, k_BLNH, v_BLNH
         if shape.ranks_a_row > 1:
@@ -345,7 +346,7 @@ class ShapeLayout:
 
 
 class _Attention(torch.autograd.Function):
-    """Kernel that keeps no scores: queries, keys, values, the result and a normalizer for each query."""
+    """Attention kernel that keeps no scores, but queries, keys, values, the result, and a normalizer for each query."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -359,7 +360,8 @@ class _Attention(torch.autograd.Function):
 
 
 def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    """Result of a grouped matrix product: of rows and a stack of matrices, or of columns and rows of each group."""
+    """Allocate the result of a grouped matrix product: of rows with a stack of matrices, or of the columns and rows of
+    each group."""
     if a.ndim == b.ndim == 2:
         return a.new_empty(len(offs), a.shape[0], b.shape[1])
     return a.new_empty(a.shape[-2], b.shape[-1])

@@ -1,6 +1,6 @@
-"""The policy, or its reference model: scores tokens and draws sequences.
+"""A policy or its reference model, which scores tokens and draws sequences.
 
-Its weights may be kept in the host's memory between passes, and can be rounded like published ones.
+The weights may be kept in the host's memory between passes, and can be rounded like published weights.
 """
 
 from __future__ import annotations
@@ -38,17 +38,18 @@ from titan_rl.weights.types import TensorSlice
 _LAY_OUT: dict[Attention, Callable[..., Layout]] = {"document": layout_documents, "flex": layout_blocks}
 
 FLEX_HEAD_DIM = 16
-"""Smallest head of flex attention's kernel."""
+"""Smallest head size that flex attention's kernel supports."""
 
 
 def choose_attention(attention: Attention, device_type: str, head_dim: int, *, has_variants: bool = False) -> Attention:
     """Resolve `training.attention` on a device to "document" or "flex".
 
     Args:
-        has_variants: Whether the model has sliding windows, caps on scores or sinks, which flex does not have.
+        has_variants: Whether the model has sliding windows, caps on scores or sinks, which flex attention does not
+            support.
 
     Raises:
-        ConfigError: Flex is asked for and cannot compute the model.
+        ConfigError: The setting is "flex", which cannot compute the model.
     """
     if attention == "flex" and has_variants:
         raise ConfigError(
@@ -64,24 +65,25 @@ class Policy:
     """The model of a Hugging Face folder, on this process's device. With `dtype = "bfloat16"` the forward pass
     runs in bfloat16.
 
-    Its batches are made with its `lay_out`. In a world of several ranks each holds a part, and all of them call every
-    method at the same time.
+    Batches for it must be made with its `lay_out`. In a world of several ranks each rank holds a part of the model, and
+    all of them call every method at the same time.
 
     Args:
         max_context: Most tokens of a sequence.
-        master_dtype: of the trained weights and their gradients between passes.
-        base_dtype: of weights that an adapter leaves frozen; by default `dtype`.
-        adapter: Settings of an adapter, with which nothing else is trained.
-        seed: of the adapter's first values.
+        master_dtype: Dtype of the trained weights and their gradients between passes.
+        base_dtype: Dtype of weights that an adapter leaves frozen; by default, `dtype`.
+        adapter: Settings of an adapter, which is then the only part that is trained.
+        seed: Seed of the adapter's initial values.
         row_tokens: Most tokens of a row.
-        offload_activations: Keep tensors for the backward pass on the host. This pays if they are few: with full
-            checkpointing, one hidden state for each layer.
-        offload_weights: Keep the weights of a model that is not trained on the host between passes.
-        offload_parameters: See `parallelize`.
-        implementation: See `choose_implementation`.
-        has_head: False leaves the output layer unused, and frozen, for a model of which only `states` are used.
-        base: Policy of the same folder with another adapter, whose frozen weights this one uses. In a world of one
-            rank.
+        offload_activations: Whether to keep tensors for the backward pass in the host's memory. This pays off if they
+            are few: with full checkpointing, one hidden state for each layer.
+        offload_weights: Whether to keep the weights of a model that is not trained in the host's memory between passes.
+        offload_parameters: Whether to offload parameters and gradients; see `parallelize`.
+        implementation: Implementation to use; see `choose_implementation`.
+        has_head: Whether the output layer is used. If only `states` is called, set this to False, which freezes the
+            output layer.
+        base: Policy of the same folder with another adapter, whose frozen weights this one shares. The world must have
+            one rank.
 
     Raises:
         ModelError: The folder lacks a file, or its config and weights do not fit together.
@@ -112,7 +114,7 @@ class Policy:
         self.device = local_device()
         self._world_size = world.size
         self.dtype: torch.dtype = getattr(torch, dtype)
-        # Positions restart with every sample, so rows may be longer than the longest context.
+        # Positions restart with every sample, so rows may be longer than the model's context.
         positions = longest_context(read_hf_config(folder))
         self._longest = max(max_context, row_tokens if positions is None else min(row_tokens, positions))
         self._hf = HFModel(
@@ -142,8 +144,8 @@ class Policy:
             activation_checkpointing=activation_checkpointing,
             offload_parameters=offload_parameters,
         )
-        # Several ranks gather parameters in that dtype. Autocast would convert them in each layer and keep them until
-        # its backward pass.
+        # Several ranks gather parameters in this dtype. Autocast would convert them in each layer and keep the result
+        # until its backward pass.
         self._autocasts = world.size == 1 and self.dtype is not torch.float32
         if base is None:
             self._hf.load(self.device, on_host=offload_parameters)
@@ -157,14 +159,15 @@ class Policy:
 
     @property
     def runs_in_threads(self) -> bool:
-        """Whether several threads may compute with it at the same time, each with its own batch: on processors, by one
-        rank, and without state that a pass leaves for its backward pass, such as the experts of a mixture."""
+        """Whether several threads may compute with this policy at the same time, each with its own batch. This requires
+        a CPU, a single rank, and a model that keeps no state for the backward pass, such as the experts of a
+        mixture."""
         is_alone = self.device.type == "cpu" and self._world_size == 1
         return is_alone and self._keeps_no_state and not self._routers and self._host_weights is None
 
     @property
     def adapter(self) -> Adapter | None:
-        """The adapter that is trained; None if all weights are."""
+        """The adapter that is trained; None if all weights are trained."""
         return self._hf.adapter
 
     @property
@@ -174,12 +177,12 @@ class Policy:
 
     @property
     def hidden_size(self) -> int:
-        """Entries of a hidden state."""
+        """Number of entries of a hidden state."""
         weight: Any = self._decoder.head.weight
         return weight.shape[-1]
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `HFModel.named_tensors`; here in the policy's dtype."""
+        """Iterate over all parameters in the policy's dtype; see `HFModel.named_tensors`."""
         for name, tensor in self._hf.named_tensors():
             yield name, tensor.to(self.dtype)
 
@@ -188,12 +191,12 @@ class Policy:
         return {name: tensor.to(self.dtype) for name, tensor in self._hf.layout.items()}
 
     def held_slices(self) -> list[tuple[str, TensorSlice]]:
-        """See `HFModel.held_slices`."""
+        """Slices that this rank publishes, in the policy's dtype; see `HFModel.held_slices`."""
         return self._hf.held_slices(self.dtype)
 
     @contextmanager
     def as_published(self) -> Generator[None]:
-        """In the block, compute logprobs of the published weights, in float32 and without gradients."""
+        """Compute with the published weights in the block, in float32 and without gradients."""
         if self.dtype is torch.float32:
             yield
             return
@@ -209,25 +212,26 @@ class Policy:
         return self._head_of(batch, batch.predictors_N, batch.targets_N, batch.temperatures_N)
 
     def logprobs_of(self, batch: TensorBatch, others_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logprobs of the trained tokens and of K other tokens in their places, in this order, and entropies.
+        """Logprobs of the trained tokens and of K other tokens in their places, in this order, and the entropies.
         # [N, 1 + K], [N]"""
         targets_NJ = torch.cat([batch.targets_N[:, None], others_NK], dim=-1)
         return self._head_of(batch, batch.predictors_N, targets_NJ, batch.temperatures_N)
 
     def logits(self, batch: TensorBatch) -> torch.Tensor:
-        """Logits of the predictions for the trained tokens, which should be few.  # [N, V]"""
+        """Logits that predict the trained tokens. There should be few of these tokens.  # [N, V]"""
         return self._head_of(batch, batch.predictors_N)
 
     def states(self, batch: TensorBatch, places_M: torch.Tensor) -> torch.Tensor:
-        """Hidden states before the output layer, at these positions of the flattened rows.  # [M, D]"""
+        """Hidden states before the output layer, at positions of the flattened rows.  # [M, D]"""
         return self._head_of(batch, places_M, is_bare=True)
 
     def _head_of(
         self, batch: TensorBatch, predictors_M: torch.Tensor, *scored: torch.Tensor, is_bare: bool = False
     ) -> Any:
-        """Output of the head for the hidden states at some positions, or `is_bare` these states themselves.
+        """Output of the head for the hidden states at some positions or, if `is_bare`, these hidden states themselves.
 
-        A mixture of experts uses the batch's experts until the next call, because backward may recompute the pass.
+        A mixture of experts uses the batch's experts until the next call, because the backward pass may recompute the
+        forward pass.
         """
         token_ids_BL, positions_BL, experts_BLRK = batch.token_ids_BL, batch.positions_BL, batch.experts_BLRK
         mine_M, size = None, len(predictors_M)
@@ -252,14 +256,14 @@ class Policy:
         return tuple(map(spread, found)) if scored else spread(found)
 
     def _bare(self, hidden_MD: torch.Tensor) -> torch.Tensor:
-        """States that also pass through the output layer, without rows: FSDP gathers and frees its weights together
-        with those of the last norm, and would wait for it."""
+        """Return the states after passing zero rows through the output layer: FSDP gathers and frees its weights
+        together with those of the last norm, and would wait for its call."""
         if self._world_size == 1:
             return hidden_MD
         return hidden_MD + self._decoder.head(hidden_MD[:0]).sum().to(hidden_MD.dtype)
 
     def complaint(self, batch: TensorBatch) -> str | None:
-        """Reason why this batch cannot be scored, such as a token id outside the vocabulary; None if it can."""
+        """Reason why a batch cannot be scored, such as a token id outside the vocabulary; None if it can be scored."""
         if not 0 <= int(batch.token_ids_BL.min()) <= int(batch.token_ids_BL.max()) < self.vocab_size:
             return f"a sample has token id {int(batch.token_ids_BL.max())}; the vocabulary is {self.vocab_size}"
         if (length := int(batch.positions_BL.max()) + 1) > self._longest:
@@ -278,16 +282,16 @@ class Scorer(Protocol):
 
     @property
     def runs_in_threads(self) -> bool:
-        """See `Policy.runs_in_threads`."""
+        """Whether several threads may score at the same time; see `Policy.runs_in_threads`."""
         ...
 
     def logprobs(self, batch: TensorBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Policy.logprobs`."""
+        """Logprobs and entropies of the trained tokens; see `Policy.logprobs`."""
         ...
 
 
 class BaseOfAdapter:
-    """The model that a policy's adapter changes, as a reference model. It shares all of the policy's memory."""
+    """Reference model that is the base of a policy's adapter. It shares all of the policy's memory."""
 
     def __init__(self, policy: Policy) -> None:
         assert policy.adapter is not None
@@ -295,18 +299,18 @@ class BaseOfAdapter:
 
     @property
     def runs_in_threads(self) -> bool:
-        """False: other threads would compute without the adapter, too, while it is off."""
+        """Always False: while the adapter is off, other threads would also compute without it."""
         return False
 
     def logprobs(self, batch: TensorBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Policy.logprobs`; without the adapter."""
+        """Logprobs and entropies of the trained tokens without the adapter; see `Policy.logprobs`."""
         with self._adapter.off():
             return self._policy.logprobs(batch)
 
 
 @torch.no_grad()
 def score(policy: Policy, world: World, sequences: Sequence[Sequence[int]], *, max_context: int) -> list[list[float]]:
-    """See `TrainerCore.score`."""
+    """Score sequences with a policy; see `TrainerCore.score`."""
     row: list[Family] = []
     for sequence in sequences:
         length = len(sequence)
@@ -325,7 +329,7 @@ def score(policy: Policy, world: World, sequences: Sequence[Sequence[int]], *, m
 
 @torch.no_grad()
 def draw(policy: Policy, num_sequences: int, length: int, seed: int) -> list[list[int]]:
-    """See `TrainerCore.draw`."""
+    """Draw sequences from a policy; see `TrainerCore.draw`."""
     if not num_sequences:
         return []
     generator = torch.Generator().manual_seed(seed)
@@ -341,21 +345,22 @@ def draw(policy: Policy, num_sequences: int, length: int, seed: int) -> list[lis
 
 
 def _asking(token_ids: Sequence[int], mask: list[bool]) -> Family:
-    """Sample for scoring the masked tokens at temperature 1, without values for training."""
+    """Build a sample to score the masked tokens at temperature 1. Its training values are zeros."""
     blank, versions = [0.0] * len(token_ids), [0] * len(token_ids)
     return Family((TrainingSample("", "", token_ids, mask, blank, blank, versions, temperature=1.0),))
 
 
 @contextmanager
 def rounded_weights(model: nn.Module, dtype: torch.dtype) -> Generator[None]:
-    """In the block, the model computes in float32 with weights that are rounded to `dtype`, without gradients.
+    """Make the model compute in float32 with weights that are rounded to `dtype` in the block, without gradients.
 
-    Rounding intermediate results too, as training does, hides how a step of a small learning rate changes logprobs. The
-    weights of one module at a time are in memory twice.
+    Rounding intermediate results too, as training does, would hide how a step with a small learning rate changes
+    logprobs. Only one module at a time has its weights in memory twice.
     """
     with ExitStack() as undone:
         if any(module._compiled_call_impl is not None for module in model.modules()):
-            # Compiled blocks have their own weights in them. Elsewhere the kernel of flex attention stays compiled.
+            # Compiled blocks would use their original weights. Outside blocks, the kernel of flex attention stays
+            # compiled.
             undone.enter_context(torch.compiler.set_stance("force_eager"))
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -363,17 +368,17 @@ def rounded_weights(model: nn.Module, dtype: torch.dtype) -> Generator[None]:
             for part in module.modules() if getattr(module, READS_PARTS, False) else [module]:
                 if part._parameters:
                     rounded = _Rounded(part, dtype)
-                    # After the hook that gathers the module's parameters, and before the one that frees them.
+                    # This runs after the hook that gathers the module's parameters, and before the one that frees them.
                     undone.callback(module.register_forward_pre_hook(rounded.enter).remove)
                     undone.callback(module.register_forward_hook(rounded.leave, prepend=True, always_call=True).remove)
         yield
 
 
 class _Rounded:
-    """Hooks that round the weights of a module for the time of a forward pass, its own or that of a module around it.
+    """Hooks that round the weights of a module during a forward pass of the module itself or of a module around it.
 
     Args:
-        part: The module with the weights.
+        part: Module with the weights.
     """
 
     def __init__(self, part: nn.Module, dtype: torch.dtype) -> None:
@@ -393,7 +398,8 @@ class _Rounded:
 
 
 def _keep_inputs(module: FSDPModule) -> Any:
-    """Keep FSDP from casting a module's inputs to the dtype in which it gathers parameters."""
+    """Keep FSDP from casting a module's inputs to the dtype in which it gathers parameters. Return a function that
+    undoes this."""
     state: Any = module._get_fsdp_state()
     policy = state._mp_policy
     state._mp_policy = replace(policy, cast_forward_inputs=False)
@@ -405,11 +411,12 @@ def _keep_inputs(module: FSDPModule) -> Any:
 
 
 class HostWeights:
-    """Keeps the weights of a model that is not trained on the host, and frees their memory on the device.
+    """Keeps the weights of a model that is not trained in the host's memory, and frees their memory on the device.
 
     Args:
-        by_layer: Move them to the device one layer at a time. With several ranks each moves its part for the whole
-            pass, because FSDP gathers the layers from it in streams of its own.
+        by_layer: Whether to move the weights to the device one layer at a time. With several ranks this is False: each
+            rank moves its whole part for the duration of a pass, because FSDP gathers layers from it in streams of its
+            own.
     """
 
     def __init__(self, decoder: DecoderModel, *, by_layer: bool) -> None:
@@ -424,7 +431,7 @@ class HostWeights:
 
     @contextmanager
     def brought(self) -> Generator[None]:
-        """In the block, the model can compute."""
+        """Bring the weights to the device for the block, so that the model can compute."""
         if self._by_layer:
             yield
             return
@@ -447,7 +454,7 @@ class HostWeights:
 
     def _release(self, module: nn.Module, *_: Any) -> None:
         for storage in _storages(module):
-            if storage._cdata not in self._kept:  # FSDP moved the parameter in its first pass, to pad it
+            if storage._cdata not in self._kept:  # in its first pass, FSDP moves the parameter to pad it
                 self._kept[storage._cdata] = (storage, _on_host(storage))
             storage.resize_(0)
 

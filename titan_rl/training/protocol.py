@@ -25,23 +25,27 @@ class SkippedMinibatch:
 class StepResult:
     """Version and metrics of one step.
 
-    `metrics` holds loss and grad_norm (means over its minibatches), lr, num_tokens (trained), num_samples,
-    num_dropped_samples (longer than a row), padding_fraction, wait_for_copy_s (time until the optimizer could change
-    weights that were being published), the metrics of `titan_rl.training.objective.token_metrics` and, with a
-    critic, value_loss and explained_variance. Another trainer
-    may leave out any of them. A step whose minibatches were all skipped has no loss and no grad_norm.
+    `metrics` holds loss and grad_norm (means over the step's minibatches), lr, num_tokens (trained), num_samples,
+    num_dropped_samples (longer than a row), padding_fraction, wait_for_copy_s (seconds until the optimizer could change
+    weights that were being published), the metrics of `titan_rl.training.objective.token_metrics` and, with a critic,
+    value_loss and explained_variance. A trainer of your own may leave out any of them. A step whose minibatches were
+    all skipped has no loss and no grad_norm.
     """
 
-    version: int  # of the weights after the step
+    version: int  # version of the weights after the step
     metrics: dict[str, float]
     skipped: tuple[SkippedMinibatch, ...] = ()
 
 
 def agreed_version(versions: Sequence[int], when: str) -> int:
-    """Check that all ranks have the same version, and return it.
+    """Check that all ranks have the same version, and return that version.
+
+    Args:
+        versions: Version of each rank.
+        when: When the versions were read, for the error message.
 
     Raises:
-        TrainingError: they differ.
+        TrainingError: The versions differ.
     """
     if len(set(versions)) != 1:
         raise TrainingError(f"the trainer's ranks have versions {list(versions)} {when}; all must have the same")
@@ -49,7 +53,7 @@ def agreed_version(versions: Sequence[int], when: str) -> int:
 
 
 class Trainer(Protocol):
-    """Interface of a trainer for the controller: an actor's handle in a run, a plain object in a test.
+    """Interface of a trainer as the controller uses it: an actor's handle in a run, a plain object in a test.
 
     The trainer assigns the policy versions. It completes every call, even if the caller no longer waits.
     """
@@ -60,17 +64,17 @@ class Trainer(Protocol):
         ...
 
     async def measure(self, samples: Sequence[TrainingSample]) -> float:
-        """The loss of samples under the current weights, which do not change."""
+        """Compute the loss of samples under the current weights, which do not change."""
         ...
 
     async def begin_publish(self) -> None:
-        """Begin to publish the current version. The next step may begin then: it changes no weight before it is
-        copied."""
+        """Begin to publish the current version. The next step may begin once this returns: it changes no weight before
+        that weight is copied."""
         ...
 
     async def finish_publish(self) -> Manifest:
-        """Wait until the version begun last can be read, and return its manifest. Called again if a version could not
-        be pulled."""
+        """Wait until the version begun last can be read, and return its manifest. The controller calls this again if a
+        version could not be pulled."""
         ...
 
     async def begin_save(self, root: Path, run_state: dict[str, Any]) -> int:
@@ -94,7 +98,7 @@ class Trainer(Protocol):
 
         Raises:
             NoSpaceError: The disk is full.
-            CheckpointError: it could not be written for another reason.
+            CheckpointError: The checkpoint could not be written for another reason.
         """
         ...
 
@@ -102,7 +106,7 @@ class Trainer(Protocol):
         """Continue from a checkpoint, when a run is resumed.
 
         Returns:
-            Its version.
+            The checkpoint's version.
         """
         ...
 
@@ -116,9 +120,10 @@ class HoldingTrainer(Protocol):
     """A trainer that can keep one published version for generators that start later."""
 
     async def hold_published(self, version: int | None) -> bool:
-        """Keep a published version beside the newest ones, in place of the one held before. None holds none.
+        """Keep a published version beside the newest ones, in place of the version held before. With None, hold no
+        version.
 
         Returns:
-            Whether the version is there and is kept.
+            Whether the version is available and is now kept.
         """
         ...

@@ -26,17 +26,18 @@ PROBE_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class ProbeDefaults:
-    """Number of probes, and the largest mean logprob difference of one. Rounding hides the change of a step, unless
-    there are many probes."""
+    """Number of probes, and the largest mean logprob difference of a probe, in nats. Unless there are many probes,
+    rounding hides the change of a step."""
 
     count: int
     tolerance: float
 
     @classmethod
     def of(cls, dtype: torch.dtype, device_type: str) -> ProbeDefaults:
-        """Defaults for weights of a dtype on a kind of device.
+        """Choose the defaults for weights of a dtype on a type of device.
 
-        Attention kernels of GPUs multiply float32 numbers as TF32, which has 10 bits of mantissa.
+        On GPUs the tolerance is larger, because attention kernels multiply float32 numbers as TF32, which has 10 bits
+        of mantissa.
         """
         if dtype is torch.bfloat16:
             return cls(32, 0.1)
@@ -45,12 +46,12 @@ class ProbeDefaults:
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """A rank's part of a version. The slices share the trainer's memory."""
+    """One rank's part of a version. The slices share the trainer's memory."""
 
     version: int
     slices: list[tuple[str, TensorSlice]]
     probes: tuple[Probe, ...]
-    side_stream: AbstractContextManager[object]  # in which the slices may be read by another thread
+    side_stream: AbstractContextManager[object]  # context in which another thread may read the slices
 
 
 class WeightPublisher:
@@ -60,10 +61,10 @@ class WeightPublisher:
     `NUM_KEPT` versions stay available.
 
     Args:
-        transport: of this rank.
-        num_probes: Sequences by which readers check a version. The default is that of `ProbeDefaults`.
-        tolerance: Largest mean logprob difference of a sequence. The default is that of `ProbeDefaults`.
-        seed: of the sequences.
+        transport: Transport of this rank. `close` closes it.
+        num_probes: Number of sequences by which readers check a version. By default, that of `ProbeDefaults`.
+        tolerance: Largest mean logprob difference of a sequence, in nats. By default, that of `ProbeDefaults`.
+        seed: Seed of the sequences.
 
     Example:
 
@@ -105,12 +106,12 @@ class WeightPublisher:
         """Wait until the version begun last is published or has failed, on all ranks. Any thread may call this.
 
         Returns:
-            A manifest of one shard. `titan_rl.weights.manifest.join` joins those of all ranks.
+            A manifest of one shard. `titan_rl.weights.manifest.join` joins the manifests of all ranks.
 
         Raises:
-            StateDictError: on all ranks, if one of them has published the version already, has no room for it, or
-                cannot write it. All ranks discard their parts; older versions stay. Also if no version was begun, or
-                it takes too long.
+            StateDictError: A rank has already published the version, has no room for it, or cannot write it. This is
+                raised on all ranks, which discard their parts; older versions stay. Also raised if no version was
+                begun, or if it takes too long.
         """
         if self._publishing is None:
             raise StateDictError("no version was begun to be published")
@@ -119,21 +120,22 @@ class WeightPublisher:
         return self._publishing.result()
 
     def publish(self) -> Manifest:
-        """`begin` and `finish` in one call. Raises the same errors as `finish`."""
+        """Call `begin` and `finish`. This raises the same errors as `finish`."""
         self.begin()
         return self.finish()
 
     def hold(self, version: int | None) -> bool:
-        """Keep a published version beside the newest ones, in place of the one held before. None holds none. Any thread
-        may call this.
+        """Keep a published version beside the newest ones, in place of the version held before. With None, hold no
+        version. Any thread may call this.
 
         Returns:
-            Whether the transport can hold a version, and has this one.
+            Whether the transport can hold a version and has this one.
         """
         return self._submit(lambda: self._hold(version)).result()
 
     def _submit(self, work: Callable[[], T]) -> Future[T]:
-        """Run work in the thread, in the caller's context: a transport over Monarch sends for the caller's actor."""
+        """Run work in the publisher's thread with the caller's context variables: a transport over Monarch sends as the
+        caller's actor."""
         return self._thread.submit(copy_context().run, work)
 
     def _hold(self, version: int | None) -> bool:
@@ -161,14 +163,15 @@ class WeightPublisher:
         self._transport.close()
 
     def _collect(self) -> _Snapshot:
-        """Do the collective part of publishing: score the probes, and gather tensors that cannot be published in
+        """Do the collective part of publishing: score the probes, and gather the tensors that cannot be published in
         slices."""
         probes = make_probes(self._trainer.score_published, self._probe_sequences)
         slices = self._trainer.held_slices()
         return _Snapshot(self._trainer.version, slices, probes if self._world.is_first else (), side_stream())
 
     def _write(self, snapshot: _Snapshot) -> Manifest | Exception:
-        """Copy this rank's slices without waiting for other ranks. An error is returned, for `_settle` to raise."""
+        """Copy this rank's slices without waiting for other ranks. An error is returned, so that `_settle` can raise
+        it."""
         try:
             with snapshot.side_stream, span("publish copy", "sync", lane="publish", version=snapshot.version):
                 named = list(self._as_published(snapshot))
@@ -178,7 +181,8 @@ class WeightPublisher:
             return error
 
     def _settle(self, written: Manifest | Exception) -> Manifest:
-        """Agree with the other ranks on the outcome: a version that one of them could not write is withdrawn by all."""
+        """Agree with the other ranks on the outcome. If one of them could not write the version, all of them withdraw
+        it."""
         problem = None
         if isinstance(written, Exception):
             problem = str(written) if isinstance(written, StateDictError) else repr(written)

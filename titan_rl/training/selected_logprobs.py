@@ -1,4 +1,4 @@
-"""Log probabilities of selected tokens, scored in chunks. This file needs only torch.
+"""Log probabilities of selected tokens, computed in chunks. This file needs only torch.
 
 The logits of all tokens would be the largest tensors of training: 14 bytes for each token and vocabulary entry. So
 tokens are scored in chunks, and the backward pass recomputes their logits.
@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 CHUNK_LOGITS = 2**26
-"""Most logits of a chunk: 256 MiB in float32. Logits that fit in one chunk are kept for the backward pass."""
+"""Most logits of a chunk: 256 MiB in float32. If all logits fit in one chunk, they are kept for the backward pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +23,10 @@ class VocabularyShard:
     """Part of the vocabulary for which a rank has the logits."""
 
     start: int  # the first entry
-    mesh: Any  # of the ranks that share the vocabulary
+    mesh: Any  # mesh of the ranks that share the vocabulary
 
     def reduce(self, tensor: torch.Tensor, operation: Any = dist.ReduceOp.SUM) -> None:
-        """All-reduce over these ranks, in place."""
+        """All-reduce a tensor over the ranks that share the vocabulary, in place."""
         dist.all_reduce(tensor, operation, group=self.mesh.get_group())
 
 
@@ -41,22 +41,22 @@ def selected_logprobs(
     shard: VocabularyShard | None = None,
     chunk_logits: int = CHUNK_LOGITS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprobs of the targets and the entropy of the whole distribution, both at each place's temperature.
+    """Logprobs of the targets and entropies of the whole distributions, both at the temperature of each place.
 
-    Logits are computed in the dtype of the hidden states, everything from there on in float32 (float64 if they are).
-    The entropy is a metric and carries no gradient.
+    Logits are computed in the dtype of the hidden states, and everything after them in float32, or in float64 if the
+    logits are float64. The entropy is a metric and carries no gradient.
 
     Args:
-        targets_N: One token for each place, or several: [N, J].
-        weight_VD: Weights of the output layer, or this rank's rows of them.
-        bias_V: of the output layer.
-        softcap: Logits x become softcap * tanh(x / softcap), before the temperature.
-        shard: Position of these rows. The ranks of its mesh call this together, with the same tokens, and all get the
-            results.
+        targets_N: Token id for each place, or several of them: [N, J].
+        weight_VD: Weights of the output layer, or this rank's rows of the weights.
+        bias_V: Biases of the output layer.
+        softcap: Bound of the logits: x becomes softcap * tanh(x / softcap), before the temperature is applied.
+        shard: Position of this rank's rows in the vocabulary. The ranks of its mesh call this together, with the same
+            tokens, and all get the whole results.
         chunk_logits: Most logits of a chunk.
 
     Returns:
-        logprobs in the shape of the targets, and entropies, in nats.  # [N] or [N, J], [N]
+        Logprobs in the shape of the targets, and entropies, both in nats.  # [N] or [N, J], [N]
     """
     chunk = max(1, chunk_logits // max(1, len(weight_VD)))
     targets_NJ = targets_N if targets_N.dim() == 2 else targets_N[:, None]
@@ -69,14 +69,14 @@ def selected_logprobs(
 
 @dataclass(frozen=True, slots=True)
 class _OutputLayer:
-    """The output layer, besides its weights."""
+    """Properties of the output layer besides its weights."""
 
     softcap: float | None
     shard: VocabularyShard | None
 
 
 class _SelectedLogprobs(torch.autograd.Function):
-    """One exponential per logit serves the logprob, the entropy and the gradient."""
+    """Implementation of `selected_logprobs`. Logprob, entropy and gradient share one exponential per logit."""
 
     @staticmethod
     def forward(
@@ -135,7 +135,8 @@ class _SelectedLogprobs(torch.autograd.Function):
             if grad_bias_V is not None:
                 grad_bias_V += grad_NV.sum(0)
             grad_hidden_ND[rows] = grad_NV @ weight_VD
-            # No name keeps the product of a chunk, which is as large as the weight, until the result is converted.
+            # The product of a chunk is as large as the weight. No variable refers to it, so it is freed before the
+            # result is converted.
             if grad_weight_VD is None:
                 grad_weight_VD = _wide(grad_NV.T @ hidden_ND[rows])
             else:
@@ -167,8 +168,9 @@ def _distribution(
     temperatures_N: torch.Tensor,
     layer: _OutputLayer,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Logits minus the maximum over the whole vocabulary, their probabilities, the log-normalizers that turn the former
-    into logprobs, and the slope of the cap on the logits, if there is one.  # [N, V], [N, V], [N], [N, V]"""
+    """Logits minus the maximum over the whole vocabulary, their probabilities, the log-normalizers to subtract from
+    these logits to obtain logprobs, and the slope of the cap on the logits, if there is one.  # [N, V], [N, V], [N],
+    [N, V]"""
     shard = layer.shard
     logits_NV, slope_NV = _wide(F.linear(hidden_ND, weight_VD, bias_V)), None
     if layer.softcap is not None:
@@ -190,7 +192,7 @@ def _distribution(
 def _places(
     targets_NJ: torch.Tensor, weight_VD: torch.Tensor, shard: VocabularyShard | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions of the targets' logits on this rank, and whether it has them.  # int64 [N, J], bool [N, J]"""
+    """Positions of the targets' logits on this rank, and whether this rank has them.  # int64 [N, J], bool [N, J]"""
     at_NJ = targets_NJ - (shard.start if shard else 0)
     is_here_NJ = (at_NJ >= 0) & (at_NJ < len(weight_VD))
     return at_NJ.where(is_here_NJ, 0), is_here_NJ

@@ -4,15 +4,15 @@ A teacher is a `GenerateFn` that returns the logprobs of a prompt (`SamplingPara
 policy's own generators. It reads the policy's tokens as they are; nothing is tokenized again. The scores are logprobs
 at temperature 1. They are stored in the turns of a rollout, so the journal records them.
 
-Self-distillation: the policy itself is the teacher, and reads another prompt, with the answer, feedback or a hint. Only
-the tokens before the first completion differ.
+In self-distillation the policy itself is the teacher, and reads another prompt, with the answer, feedback or a hint.
+Only the tokens before the first completion differ:
 
     student   prompt              completion  observation  completion
     teacher   privileged prompt   completion  observation  completion
                                   scored                   scored
 
-If the history of a rollout is edited, later turns are scored in the same way as long as their prompts begin with the
-first prompt, and have no score otherwise.
+If the history of a rollout is edited, later turns are scored in the same way if their prompts begin with the first
+prompt, and have no score otherwise.
 """
 
 from __future__ import annotations
@@ -33,28 +33,29 @@ from titan_rl.training.data.sample_builder import extending_runs
 from titan_rl.types import GenerateFn, PromptScores, SamplingParams
 
 OUTAGE_S = 1800.0
-"""Longest outage of a teacher. Groups wait for it in their slots, so it delays the run and loses nothing."""
+"""Longest outage of a teacher, in seconds. Groups wait in their slots meanwhile, so an outage delays the run but loses
+nothing."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0
 
 MOST_IN_FLIGHT = 64
-"""Requests to one teacher at a time."""
+"""Most simultaneous requests to one teacher."""
 
 PromptFn = Callable[[Rollout], Sequence[int]]
-"""Function from a rollout to the tokens that its teacher reads in the place of its first prompt."""
+"""Function from a rollout to the tokens that the teacher reads instead of the rollout's first prompt."""
 
 
 class Teacher:
     """Scores finished rollouts with a model.
 
     Args:
-        name: For messages: the folder or URL of the model.
-        generate: Gives the logprobs of prompts.
-        max_context: Most tokens that the model reads. Later ones stay without a score.
+        name: Folder or URL of the model, for messages.
+        generate: Function that returns the logprobs of prompts.
+        max_context: Most tokens that the model reads. Later tokens get no score.
         top_k: Number of likeliest tokens to ask for at each position.
-        prompt: Replaces the first prompt of a rollout, for self-distillation.
-        outage_s: Longest time in which the teacher may fail.
-        console: Shows outages, and that rollouts are too long for the teacher.
+        prompt: Function that replaces the first prompt of a rollout, for self-distillation.
+        outage_s: Longest time that the teacher may keep failing, in seconds.
+        console: Console for reports of outages and of rollouts that are too long for the teacher.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Teacher:
         self._is_length_reported = False
 
     async def score(self, group: RolloutGroup) -> None:
-        """Score the turns of a finished group that may be trained on, in place. Turns with scores keep them.
+        """Score, in place, the turns of a finished group that may be trained on. Turns that have scores keep them.
 
         Sets the rollouts' metrics `teacher_seconds` and `teacher_kl`.
 
@@ -97,9 +98,10 @@ class Teacher:
                 task.cancel()
 
     async def _score(self, rollout: Rollout, asked: dict[tuple[int, ...], asyncio.Task[PromptScores]]) -> None:
-        """
+        """Score the turns of one rollout, in place.
+
         Args:
-            asked: Requests of the group by their tokens. Siblings that said the same share one.
+            asked: Requests of the group by their tokens. Siblings with the same tokens share a request.
         """
         clock = asyncio.get_running_loop().time
         began, turns = clock(), list[Turn]()
@@ -109,7 +111,7 @@ class Teacher:
             for number, run in enumerate(extending_runs(rollout)):
                 request_id = f"{rollout.rollout_id}/teacher/{number}"
                 if tuple(run[0].prompt_token_ids[: len(replaced)]) != replaced:
-                    turns += run  # there is no place for the privileged prompt in an edited history
+                    turns += run  # without scores: an edited history has no place for the privileged prompt
                 else:
                     turns += await self._score_run(run, request_id, len(replaced), instead, asked)
         rollout.turns[:] = turns
@@ -128,7 +130,7 @@ class Teacher:
         """Score turns that extend each other, with one request.
 
         Args:
-            num_replaced: Number of their first tokens in whose place the teacher reads `instead`.
+            num_replaced: Number of the first tokens of the turns that `instead` replaces for the teacher.
         """
         if all(turn.teacher is not None for turn in run):
             return list(run)
@@ -150,7 +152,7 @@ class Teacher:
         return scored
 
     def _report_length(self, first: Turn, num_instead: int, num_tokens: int) -> None:
-        """Report, once, that privileged context leaves too little room for the policy's tokens."""
+        """Report, only once, that the privileged prompt leaves too little room for the policy's tokens."""
         if self._is_length_reported:
             return
         self._is_length_reported = True
@@ -161,7 +163,7 @@ class Teacher:
         )
 
     async def _ask(self, prompt: Sequence[int], request_id: str) -> PromptScores:
-        """Scores of a prompt. A failing teacher is asked again after growing pauses."""
+        """Request the scores of a prompt. A failing teacher is asked again after growing pauses."""
         backoff: Backoff | None = None
         attempt = 0
         while True:
@@ -176,7 +178,7 @@ class Teacher:
                 self._outage.answered()
                 return scores
             self._outage.failed(error, self._outage_s)
-            if backoff is None:  # from its first failure on: it may have waited for a place for long
+            if backoff is None:  # begins at the first failure: the request may have waited long for a place before
                 backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, limit_s=self._outage_s)
             if backoff.is_over:
                 raise TrainingError(f"the teacher {self.name} has failed for {self._outage_s:g} s: {error}") from error
@@ -209,8 +211,8 @@ def _checked(scores: PromptScores, num_tokens: int, name: str) -> PromptScores:
 
 
 def sampled_kl(turns: Sequence[Turn]) -> float | None:
-    """Mean of log pi - log pi_T over the scored tokens, an estimate of the reverse KL divergence for each token; None
-    without any."""
+    """Mean of log pi - log pi_T over the scored tokens, in nats: an estimate of the reverse KL divergence per token.
+    None without scored tokens."""
     differences = [
         own - taught
         for turn in turns

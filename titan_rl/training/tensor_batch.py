@@ -1,4 +1,4 @@
-"""Micro-batches and minibatches as tensors: inputs of the model, and values of the trained tokens for the loss."""
+"""Micro-batches and minibatches as tensors: inputs of the model, and the values of the trained tokens for the loss."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from titan_rl.training.models.experts import FREE
 from titan_rl.training.parallel import World
 
 PLACEHOLDER = Family((TrainingSample("", "", [0, 0], [False, False], [0.0, 0.0], [0.0, 0.0], [-1, -1], 1.0),))
-"""Row that a rank without rows passes through the model, since every layer is collective."""
+"""Row that a rank without rows passes through the model, because the ranks compute every layer together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Minibatch:
     batches: list[TensorBatch]
     rollout_ids: list[str]  # of this rank's samples, including those without a token to train on
     num_samples: int  # of all ranks
-    num_dropped: int  # of all ranks; longer than a row
+    num_dropped: int  # samples of all ranks that are longer than a row
     num_padding: int
     num_positions: int
 
@@ -38,11 +38,11 @@ class Minibatch:
     def from_plan(
         plan: MinibatchPlan, device: torch.device, *, alone: bool, lay_out: LayOut = layout_documents
     ) -> Minibatch:
-        """Lay out the rows.
+        """Lay out the rows of a plan as tensors.
 
         Args:
-            alone: there is no other rank, so micro-batches without a trained token are left out.
-            lay_out: See `make_tensor_batch`.
+            alone: Whether there is no other rank. Micro-batches without a trained token are then left out.
+            lay_out: Function that lays out the documents; see `make_tensor_batch`.
         """
         batches = [make_tensor_batch(rows or [[PLACEHOLDER]], device, lay_out) for rows in plan.micro_batches]
         idle = [not rows for rows in plan.micro_batches]
@@ -61,8 +61,8 @@ class Minibatch:
 
 
 def packing_metrics(minibatches: Sequence[Minibatch], world: World) -> dict[str, float]:
-    """Metrics of minibatches over all ranks: num_samples (trained), num_dropped_samples (longer than a row) and
-    padding_fraction (share of positions without a sample)."""
+    """Compute the metrics of minibatches over all ranks: num_samples (trained), num_dropped_samples (longer than a row)
+    and padding_fraction (share of positions without a sample)."""
     num_samples = sum(minibatch.num_samples for minibatch in minibatches)
     num_dropped = sum(minibatch.num_dropped for minibatch in minibatches)
     num_padding, num_positions = world.sum(
@@ -79,12 +79,13 @@ def packing_metrics(minibatches: Sequence[Minibatch], world: World) -> dict[str,
 
 
 ROW_MULTIPLE = 16
-"""Rows are padded to a multiple of this, so that few distinct shapes occur."""
+"""Multiple to which the length of rows is padded, so that few distinct shapes occur."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorBatch:
-    """One micro-batch. B rows of L tokens, N of them trained; a padded tail is a document of its own, untrained."""
+    """One micro-batch: B rows of L tokens, with N trained tokens altogether. Padding at the end of a row is an
+    untrained document of its own."""
 
     token_ids_BL: torch.Tensor  # int64
     positions_BL: torch.Tensor  # int64, restart at 0 with every document
@@ -96,12 +97,13 @@ class TensorBatch:
     temperatures_N: torch.Tensor  # float32
     loss_weights_N: torch.Tensor  # float32, 1 by default
     versions_N: torch.Tensor  # int64
-    oldest_versions_N: torch.Tensor  # int64, of any token of the same sample
-    sequences_N: torch.Tensor  # int64, the number of the sample in this micro-batch
-    rollout_ids: tuple[str, ...]  # of the samples, by their number
+    oldest_versions_N: torch.Tensor  # int64, oldest version of any token of the same sample
+    sequences_N: torch.Tensor  # int64, index of the sample in this micro-batch
+    rollout_ids: tuple[str, ...]  # of the samples, in the order of their indices
     teacher: TeacherTokens | None  # None if no sample has any scores
     episodes: EpisodeTokens | None  # None unless all samples have rewards
-    experts_BLRK: torch.Tensor | None  # int64, of R routers; FREE where they choose. None if no sample has any
+    experts_BLRK: torch.Tensor | None  # int64, expert ids of R routers; FREE where they choose. None if no sample has
+        any
     num_padding: int
 
     @property
@@ -118,7 +120,7 @@ class TeacherTokens:
     """The K likeliest tokens of a teacher in the place of each trained token."""
 
     ids_NK: torch.Tensor  # int64; 0 where a token has no score
-    logprobs_NK: torch.Tensor  # float32, not a number where a token has no score
+    logprobs_NK: torch.Tensor  # float32, NaN where a token has no score
 
     @property
     def scored_N(self) -> torch.Tensor:
@@ -130,7 +132,7 @@ class TeacherTokens:
 class EpisodeTokens:
     """Rewards of the N trained tokens of S samples, on the host."""
 
-    rewards_N: NDArray[np.float64]  # with those of the untrained tokens up to the next trained one
+    rewards_N: NDArray[np.float64]  # include the rewards of the untrained tokens up to the next trained one
     turns_N: NDArray[np.int64]
     lasts_S: NDArray[np.int64]  # position in the flattened rows of the last token of each sample
     is_truncated_S: NDArray[np.bool_]
@@ -142,12 +144,12 @@ LayOut = Callable[[Sequence[Document], torch.device | str], Layout]
 def make_tensor_batch(
     rows: Sequence[Sequence[Family]], device: torch.device | str = "cpu", lay_out: LayOut = layout_documents
 ) -> TensorBatch:
-    """Lay rows out as tensors, padded to the longest of them.
+    """Lay out rows as tensors, padded to the longest row.
 
     The first token of a document has no context to be predicted from, so it is never trained.
 
     Args:
-        lay_out: of the attention in use.
+        lay_out: Function that lays out the documents for the attention in use.
     """
     width = max(sum(family.num_tokens for family in row) for row in rows)
     width += -width % ROW_MULTIPLE
@@ -274,7 +276,8 @@ def _episode_tokens(trained: Sequence[_TrainedTokens]) -> EpisodeTokens | None:
 
 
 def _teacher_tokens(trained: Sequence[_TrainedTokens], device: torch.device | str) -> TeacherTokens | None:
-    """The likeliest tokens of all samples. Those of a sample without scores are not numbers."""
+    """The teacher's likeliest tokens for all samples, with NaN logprobs for samples without scores. None if no sample
+    has scores."""
     top_k = max((each.teacher[0].shape[1] for each in trained if each.teacher is not None), default=0)
     if not top_k:
         return None
@@ -290,7 +293,8 @@ def _teacher_tokens(trained: Sequence[_TrainedTokens], device: torch.device | st
 
 
 def _experts_of(sample: TrainingSample, start: int, prefix_length: int) -> dict[int, Any]:
-    """Known experts of the tokens after the prefix, by the position of the token that the router sees."""
+    """Known experts [num_layers, top_k] for the tokens after the prefix, by the position of the token that the router
+    sees."""
     rows_TRK = np.asarray(expert_rows(sample.routed_experts))
     known = np.flatnonzero(rows_TRK[:, 0, 0] != FREE_ROW)
     return {start + int(t) - 1: rows_TRK[t] for t in known if t > prefix_length}

@@ -1,4 +1,4 @@
-"""The trainer of one policy: its model, an optimizer, and a step for each batch of samples."""
+"""Trainer of one policy: its model, its optimizers, and a step for each batch of samples."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from titan_rl.training.tensor_batch import Minibatch, packing_metrics
 from titan_rl.weights.types import TensorSlice
 
 READ_LIMIT_S = 300.0
-"""Time limit for a copy of the weights."""
+"""Time limit for a copy of the weights, in seconds."""
 
 
 class Readers:
-    """Reads of the weights by other threads. Each is in progress until its future is done."""
+    """Reads of the weights by other threads. A read is in progress until its future is done."""
 
     def __init__(self) -> None:
         self._reads: list[Future[Any]] = []
@@ -54,7 +54,7 @@ class Readers:
             Seconds waited; exactly 0 if there was no read.
 
         Raises:
-            TrainingError: A read does not end in time.
+            TrainingError: A read does not end within `READ_LIMIT_S`.
         """
         if not self._reads:
             return 0.0
@@ -75,13 +75,13 @@ class TrainerCore:
     `dtype = "bfloat16"` the forward pass runs in bfloat16, and published and exported weights are bfloat16.
 
     Args:
-        seed: of torch's random state; equal seeds, weights and samples give bit-identical results on one machine.
-        num_threads: Micro-batches that are computed at the same time on processors. It does not change results.
-        base: Trainer of another adapter of the same model, whose frozen weights this one uses; see `AdapterTrainers`.
+        seed: Seed of torch's random state. Equal seeds, weights and samples give bit-identical results on one machine.
+        num_threads: Number of micro-batches to compute at the same time on CPUs. It does not change the results.
+        base: Trainer of another adapter of the same model, whose frozen weights this one shares; see `AdapterTrainers`.
 
     Raises:
         ModelError: The folder lacks a file, or its config and weights do not fit together.
-        ConfigError: there is no such `training.loss` or `training.optimizer`, or settings contradict each other.
+        ConfigError: `training.loss` or `training.optimizer` does not exist, or settings contradict each other.
 
     Example:
 
@@ -129,7 +129,7 @@ class TrainerCore:
         self._writer = TrainStateWriter(self._world)
         self._readers = Readers()
         self._version = 0
-        self._is_between_versions = False  # a step failed after some of its minibatches had changed the weights
+        self._is_between_versions = False  # whether a step failed after some of its minibatches had changed the weights
 
     def _make_reference(self, training: TrainingConfig) -> Policy | BaseOfAdapter | None:
         if not training.kl_coef:
@@ -140,7 +140,7 @@ class TrainerCore:
 
     @property
     def adapter(self) -> Adapter | None:
-        """The adapter that is trained; None if all weights are."""
+        """The adapter that is trained; None if all weights are trained."""
         return self._policy.adapter
 
     @property
@@ -149,8 +149,8 @@ class TrainerCore:
 
     @property
     def _other_state(self) -> Mapping[str, Trained]:
-        """State of a checkpoint besides that of the policy: of a critic, and of a reference that is not the initial
-        model."""
+        """State for a checkpoint besides the policy's: that of a critic, and that of a reference model that is
+        updated."""
         state = {} if self._critic is None else dict(self._critic.state)
         if self._training.reference_interval and isinstance(self._reference, Policy):
             state["reference"] = (self._reference.model, ())
@@ -158,7 +158,7 @@ class TrainerCore:
 
     @property
     def version(self) -> int:
-        """Policy version of the current weights: 0 when loaded, one more after each step."""
+        """Policy version of the current weights: 0 for the initial weights, and one more after each step."""
         return self._version
 
     @property
@@ -185,26 +185,27 @@ class TrainerCore:
         """Run one step over all samples: an optimizer step for each of `training.minibatches`, in as many micro-batches
         as they need. The split into micro-batches and over ranks does not change the step.
 
-        Every rank receives all samples; with `train` it receives only its own rows.
+        Every rank must be given all samples. With `train`, a rank is given only its own rows.
 
         Args:
             skip: Leave out minibatches that cannot be trained on, instead of raising `UntrainableError`, and name them
                 in the result. The version increases by one even if every minibatch is skipped.
 
         Raises:
-            UntrainableError: A minibatch has no token to train on, a token id is outside the vocabulary, or loss or
-                gradient is not finite. Weights, optimizer state and version are those before that minibatch.
+            UntrainableError: A minibatch has no token to train on, a token id is outside the vocabulary, or the loss or
+                the gradient is not finite. Weights, optimizer state and version are those before that minibatch.
         """
         return self.train(plan_step(samples, self._training, self._costs)[self._world.data_rank], skip=skip)
 
     def train(self, plan: StepPlan, *, skip: bool = False) -> StepResult:
-        """Run this rank's share of a step: the plan of `plan_step` for its data-parallel rank.
+        """Run this rank's share of a step: the plan that `plan_step` made for its data-parallel rank.
 
         Args:
-            skip: See `step`; the same on all ranks.
+            skip: Whether to leave out minibatches that cannot be trained on; see `step`. It must be the same on all
+                ranks.
 
         Raises:
-            UntrainableError: See `step`; raised on all ranks.
+            UntrainableError: A minibatch cannot be trained on; see `step`. Raised on all ranks.
         """
         minibatches, refused = self._minibatches(plan)
         if refused and not skip:
@@ -248,13 +249,13 @@ class TrainerCore:
         return StepResult(self._version, metrics, tuple(skipped))
 
     def measure(self, samples: Sequence[TrainingSample]) -> float:
-        """The loss of samples under the current weights, which do not change.
+        """Compute the loss of samples under the current weights, which do not change.
 
-        Every rank receives all samples; with `measure_plan` it receives only its own rows.
+        Every rank must be given all samples. With `measure_plan`, a rank is given only its own rows.
 
         Raises:
-            TrainingError: there is no token to measure, a token id is outside the vocabulary, or the loss is not
-                finite.
+            TrainingError: The samples have no token to measure, a token id is outside the vocabulary, or the loss is
+                not finite.
         """
         return self.measure_plan(plan_step(samples, self._training, self._costs)[self._world.data_rank])
 
@@ -266,10 +267,10 @@ class TrainerCore:
         return fmean(self._gradient_pass.measure(minibatch, version=self._version) for minibatch in minibatches)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Logprobs at temperature 1 of each sequence's tokens after the first, under the current weights.
+        """Compute the logprobs at temperature 1 of each sequence's tokens after the first, under the current weights.
 
         Returns:
-            [num_sequences][len(sequence) - 1]
+            Logprobs as [num_sequences][len(sequence) - 1].
 
         Raises:
             TrainingError: A token id is outside the vocabulary.
@@ -278,8 +279,8 @@ class TrainerCore:
         return score(self._policy, self._world, sequences, max_context=self.max_context)
 
     def score_published(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Score with the weights as published, in `model.dtype`, but compute in float32, so that the logprobs of every
-        engine are close to these. See `score`."""
+        """Score like `score`, with the weights as published, in `model.dtype`, but computing in float32, so that every
+        engine's logprobs are close to the result."""
         with self._policy.as_published():
             return self.score(sequences)
 
@@ -288,13 +289,13 @@ class TrainerCore:
         per token, so it is meant for a few short probe sequences, not for rollouts.
 
         Returns:
-            [num_sequences][length]
+            Token ids as [num_sequences][length].
         """
         return draw(self._policy, num_sequences, length, seed)
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter under its Hugging Face name, whole and in `model.dtype`, with an adapter merged into it. All
-        ranks iterate at the same time.
+        """Iterate over all parameters with their Hugging Face names, whole and in `model.dtype`. An adapter is merged
+        into them. All ranks iterate at the same time.
 
         In float32 the tensors of a single rank share the trainer's memory: copy them before the next step. With tied
         embeddings there is no `lm_head.weight`.
@@ -302,8 +303,8 @@ class TrainerCore:
         return self._policy.named_tensors()
 
     def held_slices(self) -> list[tuple[str, TensorSlice]]:
-        """Slices of parameters that this rank publishes, by Hugging Face name: those of the adapter if there is one.
-        Together the ranks publish each element once.
+        """Slices of parameters that this rank publishes, with their Hugging Face names: those of the adapter if there
+        is one. Together the ranks publish each element once.
 
         All ranks call this at the same time. The slices have `training.master_dtype` and share the trainer's memory,
         except for gathered tensors (see `titan_rl.training.models.hf_model`): copy them before the next step.
@@ -311,18 +312,18 @@ class TrainerCore:
         return self._policy.held_slices()
 
     def hold_weights(self, until: Future[Any]) -> None:
-        """Prevent steps from changing a weight until this future is done, because another thread reads the weights. Its
-        error, if any, is ignored here."""
+        """Prevent steps from changing a weight until a future is done, because another thread reads the weights until
+        then. An error of the future is ignored here."""
         self._readers.add(until)
 
     def save(self, directory: str | Path) -> None:
-        """Write model, optimizer, version and random state. After `load` on equally many ranks, training continues
+        """Write model, optimizers, version and random state. After a `load` on equally many ranks, training continues
         bit-identically.
 
         The folder appears whole or not at all; an existing one is replaced.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: The checkpoint could not be written.
         """
         self.begin_save(directory)
         self.finish_save()
@@ -331,10 +332,11 @@ class TrainerCore:
         """Begin a `save`, and return once everything is copied; the next step may then begin.
 
         Args:
-            files: Further files of the folder: name -> text.
+            files: Texts of further files of the folder, by file name.
 
         Raises:
-            CheckpointError: A step failed after some of its minibatches, so these weights have no version.
+            CheckpointError: A step failed after some of its minibatches had changed the weights, which therefore have
+                no version.
         """
         if self._is_between_versions:
             raise CheckpointError(
@@ -352,21 +354,21 @@ class TrainerCore:
         )
 
     def finish_save(self) -> None:
-        """Wait until the folder begun last is whole. Other threads may call this.
+        """Wait until the folder begun last is complete. Other threads may call this.
 
         Raises:
             NoSpaceError: The disk is full.
-            CheckpointError: it could not be written for another reason.
+            CheckpointError: The checkpoint could not be written for another reason.
         """
         self._writer.finish()
 
     def load(self, directory: str | Path) -> None:
-        """Continue from a checkpoint, also on another number of ranks. Every byte is verified first.
+        """Continue from a checkpoint, which may be of another number of ranks. Every byte is verified first.
 
         Raises:
-            DamagedCheckpointError: its bytes are not those that were written. The trainer is unchanged.
-            CheckpointError: there is no checkpoint, or it is of another model. The trainer may have loaded part of it
-                and must not be used.
+            DamagedCheckpointError: The checkpoint's bytes are not those that were written. The trainer is unchanged.
+            CheckpointError: The checkpoint does not exist, or it is of another model. The trainer may have loaded a
+                part of it and must no longer be used.
         """
         self._readers.wait()
         self._version = load_train_state(
@@ -380,14 +382,14 @@ class TrainerCore:
         self._is_between_versions = False
 
     def export_hf(self, directory: str | Path, fit: TemplateFit | None = None) -> None:
-        """Write a Hugging Face folder: weights, config, and the tokenizer files of the folder the model came from,
-        with a chat template that keeps the same reasoning as the prompts of training.
+        """Write a Hugging Face folder: weights, config, and the tokenizer files of the model's original folder, with a
+        chat template that keeps the same reasoning as the prompts of training.
 
         Args:
-            fit: Fit of the model's chat template. By default it is found here, which imports transformers.
+            fit: Fit of the model's chat template. By default, it is determined here, which imports transformers.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: The folder could not be written.
         """
         tensors = self.named_tensors()
         try:
@@ -401,8 +403,8 @@ class TrainerCore:
         self._world.barrier()
 
     def _minibatches(self, plan: StepPlan) -> tuple[list[Minibatch], list[UntrainableError]]:
-        """The minibatches of a plan as tensors, and an error for each minibatch with a sample that does not fit the
-        model, on any rank. All ranks have the same errors."""
+        """Lay out the minibatches of a plan as tensors. Return those that fit the model, and an error for each
+        minibatch with a sample that does not fit it on some rank. All ranks return the same errors."""
         device, lay_out, alone = self._policy.device, self._policy.lay_out, self._world.size == 1
         minibatches = [Minibatch.from_plan(minibatch, device, alone=alone, lay_out=lay_out) for minibatch in plan]
         fitting: list[Minibatch] = []
@@ -418,20 +420,20 @@ class TrainerCore:
         return fitting, refused
 
     def _complaint(self, minibatch: Minibatch) -> tuple[str | None, list[str]]:
-        """Reason why this rank cannot score a minibatch, and its rollouts in the minibatch."""
+        """Reason why this rank cannot score a minibatch, or None, and the rollouts of this rank in the minibatch."""
         complaints = (self._policy.complaint(batch) for batch in minibatch.batches)
         return next((each for each in complaints if each is not None), None), minibatch.rollout_ids
 
     def _update(
         self, minibatch: Minibatch, proximal: dict[int, torch.Tensor], lr: float, value_losses: list[float]
     ) -> tuple[MinibatchGradient, float]:
-        """Run one optimizer step; after an error nothing has changed. Gradients take no memory before and after it.
+        """Run one optimizer step; after an error, nothing has changed. Gradients take memory only during the step.
 
         Args:
-            value_losses: The critic's loss is appended.
+            value_losses: List to which the critic's loss is appended.
 
         Returns:
-            The gradient, and the seconds of waiting for reads of the weights.
+            The gradient, and the seconds spent waiting for reads of the weights.
         """
         try:
             with span("forward and backward", "trainer", positions=minibatch.num_positions):
@@ -456,11 +458,11 @@ class TrainerCore:
         pairs = zip(self._reference.model.state_dict().values(), self._model.state_dict().values(), strict=True)
         with torch.no_grad():
             for kept, current in pairs:
-                local(kept).copy_(local(current))  # both are divided alike, but offloaded ones are not on the GPU
+                local(kept).copy_(local(current))  # both are sharded alike, but offloaded parameters are not on the GPU
 
 
 def _make_critic(policy: Policy, model: ModelConfig, training: TrainingConfig, world: World) -> Critic | None:
-    """Build the critic of the policy, which begins with its weights; None if the settings ask for none."""
+    """Build the critic, whose trunk begins with the policy's weights; None if the settings ask for none."""
     match training.critic:
         case "none":
             return None
@@ -481,11 +483,11 @@ def _make_policy(
     has_head: bool = True,
     base: Policy | None = None,
 ) -> Policy:
-    """Build the policy, the reference model if it is not trained, or the trunk of a critic if it has no head.
+    """Build the policy; or the reference model, if not `is_trained`; or the trunk of a critic, if not `has_head`.
 
     Raises:
         ConfigError: The weights cannot be kept in `training.master_dtype`, or a single rank cannot offload parameters.
-        ModelError: See `Policy`.
+        ModelError: The model cannot be loaded; see `Policy`.
     """
     if training.master_dtype == "bfloat16" and model.dtype != "bfloat16":
         raise ConfigError(
@@ -538,9 +540,10 @@ def learning_rate(step: int, training: TrainingConfig) -> float:
     is constant. Steps past the end keep the last step's rate.
 
     Args:
-        step: Counted from 0.
+        step: Index of the step, counted from 0.
 
-    Example: lr 1.0, 2 warm-up steps, linear to 0.0 over 6 steps gives 0.5, 1.0, 0.75, 0.5, 0.25, 0.0.
+    Example: for lr 1.0, 2 warm-up steps and a linear decay to 0.0 over 6 steps, the rates are 0.5, 1.0, 0.75, 0.5,
+    0.25, 0.0.
     """
     if step < training.warmup_steps:
         return training.peak_lr * (step + 1) / training.warmup_steps

@@ -80,7 +80,7 @@ def shard_experts(experts: nn.Module, mesh: Any, **options: Any) -> None:
     that is split twice and unevenly.
 
     Args:
-        mesh: these ranks; FSDP needs one also if there is only one.
+        mesh: Ranks that hold the same experts. FSDP needs a mesh even for a single rank.
         options: Further options of `fully_shard`.
 
     Raises:

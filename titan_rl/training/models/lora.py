@@ -1,10 +1,10 @@
 """LoRA adapters: low-rank changes of a frozen model's linear layers (arXiv:2106.09685).
 
-torchtitan's models are converted by torchtitan's converter, and those of transformers by `adapt_layers`.
+torchtitan's converter adapts torchtitan's models, and `adapt_layers` those of transformers.
 
-A layer with weight W computes y = W x + (alpha / rank) B A x. A begins with random numbers and B with zeros, so that
-the adapted model begins as its base. Only A and B are trained, published and saved; with the adapter switched off the
-model is its base, which is the reference model of `training.kl_coef`.
+A layer with weight W computes y = W x + (alpha / rank) B A x. A is initialized with random numbers and B with zeros, so
+that the adapted model initially equals its base. Only A and B are trained, published and saved; with the adapter
+switched off the model is its base, which is the reference model of `training.kl_coef`.
 """
 
 from __future__ import annotations
@@ -43,14 +43,15 @@ TITAN_NAMES = {
     "up_proj": "w3",
     "down_proj": "w2",
 }
-"""Names of torchtitan's layer configs by those of Hugging Face. Keys and values are built from one config."""
+"""Names of torchtitan's layer configs by Hugging Face's names of the layers. Keys and values are built from one
+config."""
 
 
 def with_adapter(config: Any, adapter: AdapterConfig) -> Any:
     """Convert a torchtitan model config: the targets get adapters, and everything else is frozen.
 
     Raises:
-        ModelError: The model has no layer of a target's name.
+        ModelError: The model has no layer with the name of a target, or only one of `k_proj` and `v_proj` is a target.
     """
     names = {name.rpartition(".")[2] for name, part, *_ in config.traverse(Module.Config, recurse=True)
              if isinstance(part, Linear.Config)}  # fmt: skip
@@ -76,7 +77,7 @@ class AdaptedLinear(nn.Module):
     The matrices A and B are the weights of `lora_a` and `lora_b`, as in a layer that torchtitan has converted.
 
     Args:
-        layer: whose weight and bias it takes.
+        layer: Linear layer whose weight and bias are used.
     """
 
     def __init__(self, layer: nn.Linear, adapter: AdapterConfig) -> None:
@@ -91,20 +92,21 @@ class AdaptedLinear(nn.Module):
         self._lora_scaling = adapter.scale
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in] -> [..., out]"""
+        """Apply the layer and its adapter.  # [..., in] -> [..., out]"""
         return F.linear(x, self.weight, self.bias) + self._lora_scaling * self.lora_b(self.lora_a(x))
 
 
 def adapt_layers(model: nn.Module, blocks: nn.Module, adapter: AdapterConfig) -> None:
-    """Give the targets among the linear layers of transformers' blocks an adapter, and freeze everything else.
+    """Add an adapter to the targeted linear layers of transformers' blocks, and freeze everything else.
 
-    In a mixture of experts, layers beside the experts (their router, shared experts) stay as they are.
+    In a mixture of experts, linear layers beside the experts (the router, shared experts) get no adapter.
 
     Args:
-        model: Contains the blocks.
+        model: Model that contains the blocks. All of its parameters are frozen.
 
     Raises:
-        ModelError: The blocks have no layer of a target's name, or by default, layers of other names.
+        ModelError: The blocks have no layer with the name of a target, or, without targets, they have linear layers
+            with other names than `TARGETS`.
     """
     mixtures = [f"{path}." for path, module in blocks.named_modules() if hasattr(module, "experts")]
     layers = {
@@ -138,8 +140,8 @@ class AdaptedLayer:
 
     Attributes:
         name: Hugging Face name of the layer: "model.layers.0.self_attn.q_proj".
-        module: The layer, whose `lora_a` and `lora_b` have the matrices.
-        rows: Order of the rows of B in Hugging Face; None if it is that of the module.  # [out]
+        module: Layer whose `lora_a` and `lora_b` have the matrices.
+        rows: Order of the rows of B in Hugging Face; None if it is the same as in the module.  # int64 [out]
     """
 
     name: str
@@ -157,10 +159,11 @@ class AdaptedLayer:
 
 
 class Adapter:
-    """The adapted layers of a model. Made before the model is sharded.
+    """The adapted layers of a model. It must be created before the model is sharded.
 
     Args:
-        hf_weight: from the module's name of a weight and a tensor of its shape to Hugging Face's name and tensor.
+        hf_weight: Function from the module's name of a weight and a tensor of its shape to Hugging Face's name and
+            tensor.
     """
 
     def __init__(
@@ -178,7 +181,7 @@ class Adapter:
 
     @property
     def num_elements(self) -> int:
-        """Sum of rank x (in + out) over the layers."""
+        """Number of entries of all matrices: the sum of rank x (in + out) over the layers."""
         return sum(matrix.numel() for layer in self.layers for matrix in layer.matrices)
 
     @property
@@ -192,7 +195,7 @@ class Adapter:
 
     @contextmanager
     def off(self) -> Generator[None]:
-        """In the block, the model computes as its base."""
+        """Switch the adapter off in the block, so that the model computes as its base."""
         scales = [layer.module._lora_scaling for layer in self.layers]
         for layer in self.layers:
             layer.module._lora_scaling = 0.0
@@ -204,11 +207,11 @@ class Adapter:
 
     @torch.no_grad()
     def begin(self, seed: int) -> None:
-        """Fill the matrices: from the folder `training.adapter.start`, or A uniform in +-1 / sqrt(in), as PEFT and
-        torchtitan initialize it, and B with zeros. They are the same for any number of ranks.
+        """Fill the matrices from the folder `training.adapter.start` or, without one, A uniformly in +-1 / sqrt(in), as
+        PEFT and torchtitan initialize it, and B with zeros. The values are the same for any number of ranks.
 
         Raises:
-            ModelError: See `read_peft`.
+            ModelError: The folder does not fit; see `read_peft`.
         """
         start = None
         if self.settings.start is not None:
@@ -223,7 +226,8 @@ class Adapter:
                 piece.tensor.copy_(whole[tuple(slice(first, first + size) for first, size in box)])
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every matrix under its Hugging Face name, whole and detached. All ranks iterate at the same time."""
+        """Iterate over all matrices, whole and detached, with their Hugging Face names. All ranks iterate at the same
+        time."""
         for layer in self.layers:
             a, b = (full_tensor(matrix.detach()) for matrix in layer.matrices)
             yield layer.names[0], a
@@ -233,7 +237,7 @@ class Adapter:
         """(Hugging Face name, slice) pairs that this rank publishes, as `HFModel.held_slices` returns them.
 
         Args:
-            dtype: of matrices whose rows are reordered, which have memory of their own.
+            dtype: Dtype of matrices whose rows are reordered, which have memory of their own.
         """
         turns, found = count(), list[tuple[str, TensorSlice]]()
         for layer in self.layers:
@@ -254,14 +258,14 @@ class Adapter:
         write_peft(directory, dict(self.named_tensors()), self.settings, base=base, targets=targets)
 
     def deltas(self) -> dict[str, Callable[[], torch.Tensor]]:
-        """Functions that compute (alpha / rank) B A in float32, by the Hugging Face name of the weight that it is added
-        to. All ranks call them at the same time."""
+        """Functions that compute (alpha / rank) B A in float32, by the Hugging Face name of the weight to which this
+        change is added. All ranks call each function at the same time."""
         return {f"{layer.name}.weight": WeightChange(layer, self.settings.scale) for layer in self.layers}
 
 
 @dataclass(frozen=True, slots=True)
 class WeightChange:
-    """Change of one weight by its adapter."""
+    """Function that computes the change of one weight by its adapter: [out, in], float32."""
 
     layer: AdaptedLayer
     scale: float
@@ -276,9 +280,9 @@ class WeightChange:
 def _order(
     parameter: str, shape: torch.Size, hf_weight: Callable[[str, torch.Tensor], tuple[str, torch.Tensor]]
 ) -> tuple[str, torch.Tensor | None]:
-    """Hugging Face name of a weight, and the order of its rows there; None if it is the same.
+    """Hugging Face name of a weight, and the order of its rows there; None if the order is the same as in the module.
 
-    Llama's queries and keys are in another order in Hugging Face, because it rotates the halves of a head.
+    The rows of Llama's queries and keys are in another order in Hugging Face, which rotates the halves of a head.
     """
     numbers = torch.arange(shape[0], dtype=torch.int32)
     name, found = hf_weight(parameter, numbers[:, None].expand(shape))

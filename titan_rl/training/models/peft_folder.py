@@ -30,13 +30,13 @@ def write_peft(
     """Write a folder that `peft.PeftModel.from_pretrained` loads, all or nothing.
 
     Args:
-        tensors: by their Hugging Face names without PEFT's prefix.
+        tensors: Matrices by their Hugging Face names, without PEFT's prefix.
         base: Folder of the model that the adapter changes.
-        targets: Last parts of the names of the changed layers.
+        targets: Last parts of the names of the changed layers, such as "q_proj".
 
     Raises:
         NoSpaceError: The disk is full.
-        CheckpointError: it could not be written; `directory` is unchanged.
+        CheckpointError: The folder could not be written; `directory` is unchanged.
     """
     config = {
         "peft_type": "LORA",
@@ -59,14 +59,14 @@ def write_peft(
 
 
 def read_peft(folder: Path, settings: AdapterConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-    """Matrices of the folder `training.adapter.start`, by their Hugging Face names.
+    """Read the matrices of the folder `training.adapter.start`, by their Hugging Face names.
 
     Args:
-        shapes: of the matrices that the model needs.
+        shapes: Shapes of the matrices that the model needs, by their Hugging Face names.
 
     Raises:
-        ModelError: The folder lacks a file, is of another kind of adapter, rank, alpha or layers, or has values that
-            are not finite.
+        ModelError: The folder lacks a file; its adapter is of another kind or has another rank, alpha or other layers;
+            or it has values that are not finite.
     """
     where = f"training.adapter.start = {str(folder)!r}"
     check_same_settings(read_adapter_config(folder, where), settings, where)

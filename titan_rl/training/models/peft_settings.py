@@ -1,4 +1,4 @@
-"""Settings of adapters in folders in PEFT's format, and the names in their files; torch is not needed."""
+"""Settings of adapters in folders in PEFT's format, and the names in the folders' files. Imports no torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def read_adapter_config(folder: Path, where: str) -> dict[str, Any]:
         where: Beginning of error messages, such as the setting that names the folder.
 
     Raises:
-        ModelError: there is no such file, it is not JSON, or it describes a kind of adapter that is not supported.
+        ModelError: The file does not exist, it is not JSON, or it describes an unsupported kind of adapter.
     """
     if not (folder / CONFIG).is_file():
         raise ModelError(f"{where} has no {CONFIG}; name a folder that titan-rl export --adapter or PEFT has written")
@@ -44,13 +44,13 @@ def read_adapter_config(folder: Path, where: str) -> dict[str, Any]:
 
 
 def peft_settings(folder: Path, where: str | None = None) -> AdapterConfig:
-    """Settings of the adapter in a folder in PEFT's format, which start from that folder.
+    """Settings that train the adapter of a folder in PEFT's format further, starting from that folder.
 
     Args:
-        where: See `read_adapter_config`; by default the folder.
+        where: Beginning of error messages; by default, the folder.
 
     Raises:
-        ModelError: it has no readable adapter_config.json, or is of a kind of adapter that is not supported.
+        ModelError: The folder has no readable adapter_config.json, or its adapter is of an unsupported kind.
     """
     where = where or str(folder)
     config = read_adapter_config(folder, where)
@@ -66,10 +66,11 @@ def peft_settings(folder: Path, where: str | None = None) -> AdapterConfig:
 
 
 def check_same_settings(config: Mapping[str, Any], adapter: AdapterConfig, where: str) -> None:
-    """Compare rank and alpha of a folder's adapter_config.json with those of an adapter that is trained from it.
+    """Compare rank and alpha of a folder's adapter_config.json with the settings of an adapter that starts from the
+    folder.
 
     Raises:
-        ModelError: they differ.
+        ModelError: Rank or alpha differ.
     """
     for name, setting, expected in (("r", "rank", adapter.rank), ("lora_alpha", "alpha", adapter.alpha)):
         if config.get(name) != expected:

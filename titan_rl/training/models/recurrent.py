@@ -1,9 +1,9 @@
 """Recurrent layers of transformers in packed rows: the gated delta rule, Mamba and short convolutions.
 
 The layer of a block that mixes tokens, the mixer, passes a state from each token to the next, so in a packed row the
-state of one document would leak into the next one. Here transformers' own mixer computes each document as a sequence of
-its own, with the prompt that it shares, and everything else of the model computes packed rows. The mixers of a family
-are named in `choice.RECURRENT`; a model with any other sign of a recurrent state is refused.
+state of one document would leak into the next one. Here transformers' own mixer computes each document as a separate
+sequence, together with its shared prompt if it has one, and everything else in the model computes packed rows. The
+mixers of a family are named in `choice.RECURRENT`; a model with any other sign of a recurrent state is refused.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _POSITIONS = frozenset({"position_ids", "position_embeddings", "cache_position"}
 """Arguments that restate the positions of tokens, which mixers do not use: each sequence begins at position 0."""
 
 _STATES = ("cache_params", "cache_param", "conv_state", "recurrent_state", "ssm_state")
-"""Arguments of modules that take a state of earlier tokens."""
+"""Arguments by which modules receive a state of earlier tokens."""
 
 _PARAMETERS = ("A_log", "dt_bias")
 """Parameters of modules that compute a recurrent state."""
 
 
 class LayoutSource(Protocol):
-    """Source of the layout of the batch that is computed."""
+    """Source of the layout of the batch that is being computed."""
 
     def get(self) -> Layout:
         """The current layout."""
@@ -39,25 +39,26 @@ class LayoutSource(Protocol):
 
 
 class RecurrentMixer:
-    """Replaces the forward pass of a mixer by one of its documents, each from its own beginning.
+    """Replaces the forward pass of a mixer by one that computes each document of the batch separately.
 
     Args:
-        mixer: of transformers; computes outputs from `hidden_states` of [num_sequences, length, hidden_size].
-        layouts: Give the documents of each batch.
+        mixer: Mixer of transformers, which computes outputs from `hidden_states` of [num_sequences, length,
+            hidden_size].
+        layouts: Source of the documents of each batch.
     """
 
     def __init__(self, mixer: Any, layouts: LayoutSource) -> None:
         self._name = type(mixer).__name__
         self._forward = mixer.forward
         self._layouts = layouts
-        setattr(mixer, READS_PARTS, True)  # such as those of its convolution
+        setattr(mixer, READS_PARTS, True)  # for example, of its convolution
         mixer.forward = torch.compiler.disable(self.forward)  # the shapes depend on the documents
 
     def forward(self, hidden_states: torch.Tensor, **given: Any) -> torch.Tensor:
-        """Outputs of packed rows.  # [B, L, D]
+        """Compute the outputs of packed rows.  # [B, L, D]
 
         Raises:
-            ModelError: transformers passes something else that has a value for each token, or ranks share the rows.
+            ModelError: The model's code passes another argument with a value for each token, or ranks share the rows.
         """
         unknown = [name for name, value in given.items() if name not in _POSITIONS and _is_given(value)]
         if unknown:
@@ -72,10 +73,10 @@ class RecurrentMixer:
 
 
 def divide_mixers(causal: Any, layouts: LayoutSource) -> None:
-    """Make all mixers of a model compute each document from its own beginning.
+    """Make all mixers of a model compute each document separately.
 
     Raises:
-        ModelError: A module has a sign of a recurrent state, and is not known as a mixer of the family.
+        ModelError: A module shows a sign of a recurrent state, but is not known as a mixer of the family.
     """
     family = causal.config.model_type
     modules: Mapping[str, nn.Module] = dict(causal.named_modules())
@@ -108,5 +109,5 @@ def _sign(module: nn.Module) -> str | None:
 
 
 def _is_given(value: Any) -> bool:
-    """Whether an argument has values that belong to tokens, instead of being absent or a flag."""
+    """Whether an argument may have values for tokens: it is neither absent nor a plain value, such as a flag."""
     return value is not None and not isinstance(value, bool | int | float | str)

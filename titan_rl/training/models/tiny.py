@@ -1,4 +1,4 @@
-"""Tiny models with the structure of any config.json, and random weights: to try a family without its weights."""
+"""Tiny models with the structure of any config.json and random weights, to try a family without its real weights."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ WINDOW = 8
 HEADS = 4
 HEAD_DIM = 32
 STATE = 16
-"""Entries of the state of a Mamba layer by channel."""
+"""Entries of the state of a Mamba layer for each channel."""
 
 CHUNK = 16
-"""Tokens of a chunk of a Mamba layer: fewer than a document has, so that a state passes from chunk to chunk."""
+"""Tokens of a chunk of a Mamba layer. A document has more, so that a state passes from chunk to chunk."""
 
 INITIALIZER_RANGE = 0.02
-"""Most standard deviation of the weights of models with Mamba layers. With their own, five times as large, logits are
-large, and so is their rounding."""
+"""Largest initial standard deviation of the weights of models with Mamba layers. With their usual one, which is five
+times as large, the logits are large, and so is their rounding."""
 
 POSITIONS = 2048
 TRAINED_POSITIONS = 512
-"""Positions of the training that a scaled rotary embedding extends."""
+"""Positions for which the original model of a scaled rotary embedding was trained."""
 
 MOST_EXPERTS = 8
 MOST_LAYERS = 8
-"""Layers of a repeated pattern that are kept in a row; of a longer one, the first layer of each kind is kept."""
+"""Most consecutive layers to keep so that a repeated pattern is whole. If the pattern is longer, the first layer of
+each kind is kept."""
 
 MOST_PARAMETERS = 20_000_000
 
@@ -65,34 +66,34 @@ _SIZES: Mapping[str, int] = {
     "mamba_chunk_size": CHUNK,
     "chunk_size": CHUNK,
 }
-"""Values of a tiny config, for fields in which a config has a number."""
+"""Values of a tiny config, for the fields that are numbers in the original config."""
 
 _HIDDEN = ("hidden_size", "n_embd", "word_embed_proj_dim", "block_dim", "conv_dim", "conv_dim_out")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
 _FIRST_LAYERS = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
-"""Numbers of layers before the first mixture."""
+"""Fields with the number of layers before the first mixture of experts."""
 
 _STEPS = (
     "interleave_moe_layer_step", "decoder_sparse_step", "moe_layer_interval", "expert_layer_period",
     "attn_layer_period",
 )  # fmt: skip
-"""Periods of mixtures, and of attention, among the layers."""
+"""Fields with the period of mixtures of experts, or of attention, among the layers."""
 
 _STATE_HEADS = (("mamba_n_heads", "mamba_d_head"), ("mamba_num_heads", "mamba_head_dim"), ("num_heads", "head_dim"))
-"""Numbers of heads of Mamba layers, and their sizes."""
+"""Fields with the number of heads of Mamba layers and with their size."""
 
 _LAYER_LISTS = ("mlp_only_layers", "attn_layer_indices")
-"""Lists of the indices of layers of a kind."""
+"""Fields with the indices of the layers of a kind."""
 
 
 def tiny_config(config: Any, **fields: Any) -> Any:
-    """A copy of a config of transformers with small dimensions, and as many layers as show all kinds of layers.
+    """Copy a config of transformers with small dimensions, and with just enough layers to show all kinds of layers.
 
-    Everything else stays: types and scales of rotary embeddings, ratios of heads, tied embeddings, biases, norms, caps,
-    multipliers, and the routing of experts.
+    Everything else is kept: types and scales of rotary embeddings, ratios of heads, tied embeddings, biases, norms,
+    caps, multipliers, and the routing of experts.
 
     Args:
-        fields: Further values.
+        fields: Further values to set in the copy.
 
     Example: 28 query heads and 4 key-value heads, 7 for each, become 8 and 2, 4 for each, since 4 are enough to show
     that they share keys. Layer types of 5 sliding windows and 1 full attention, repeated, become 6 layers.
@@ -130,8 +131,8 @@ def _number(config: Any, name: str) -> int:
 
 
 def _shrink_heads(tiny: Any, config: Any) -> None:
-    """Shrink heads so that queries share keys in the same ratio, up to 4, and that all heads together are as wide as
-    the hidden states only if they were."""
+    """Shrink the heads. Queries share keys in the same ratio, up to 4, and all heads together are as wide as the hidden
+    states only if they were so before."""
     old_head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     if kv_heads in (None, 1, heads):
@@ -166,7 +167,7 @@ def _shrink_states(tiny: Any) -> None:
         if found := _number(tiny, name):
             setattr(tiny, name, min(2, found))
     if getattr(tiny, "num_attention_heads", None) is None and _number(tiny, "intermediate_size"):
-        tiny.intermediate_size = width  # not of a feed-forward layer
+        tiny.intermediate_size = width  # here not the width of a feed-forward layer
 
 
 def _shrink_widths(tiny: Any) -> None:
@@ -192,7 +193,7 @@ def _shrink_experts(tiny: Any) -> None:
 
 
 def _shorten(tiny: Any, config: Any) -> None:
-    """Keep the first layers, at least two, up to one of each kind."""
+    """Keep the first layers, at least two, until every kind of layer occurs."""
     total: int = config.num_hidden_layers
     lists = {name: value for name, value in vars(tiny).items() if isinstance(value, list) and len(value) == total}
     bounds = {name: found for name in _FIRST_LAYERS if (found := _number(tiny, name))}
@@ -208,7 +209,7 @@ def _shorten(tiny: Any, config: Any) -> None:
     kept: Sequence[int] = range(size) if size <= MOST_LAYERS or max(steps) > 1 else sorted({0, 1, *firsts})
     for name, value in lists.items():
         setattr(tiny, name, [value[layer] for layer in kept])
-    if windows_begin := _number(tiny, "max_window_layers"):  # the list of layer types says the same
+    if windows_begin := _number(tiny, "max_window_layers"):  # must agree with the list of layer types
         bounds["max_window_layers"] = windows_begin
     for name, found in bounds.items():
         setattr(tiny, name, sum(layer < found for layer in kept))
@@ -220,7 +221,8 @@ def _shorten(tiny: Any, config: Any) -> None:
 
 
 def _tiny_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary embeddings of the same type for small heads and few positions. Some families have them by layer type."""
+    """Shrink rotary embeddings to small heads and few positions, with the same type. Some families have embeddings by
+    layer type."""
     tiny: dict[str, Any] = {
         name: _tiny_rope(value) if name.endswith("_attention") else value for name, value in rope.items()
     }
@@ -234,10 +236,10 @@ def _tiny_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_tiny(config: Any, folder: Path, *, seed: int = 0) -> Path:
-    """Write a folder of a model with random weights: config.json and model.safetensors.
+    """Write a model folder with random weights: config.json and model.safetensors.
 
     Raises:
-        ModelError: transformers cannot build it, or it is not tiny.
+        ModelError: The model cannot be built by transformers, or it is not tiny.
     """
     try:
         _require_tiny(config)
@@ -261,9 +263,10 @@ def make_tiny(config: Any, folder: Path, *, seed: int = 0) -> Path:
 
 
 def _require_tiny(config: Any) -> None:
-    """
+    """Check that a model of a config is tiny.
+
     Raises:
-        ModelError: A model of this config has more than `MOST_PARAMETERS`.
+        ModelError: The model has more than `MOST_PARAMETERS` parameters.
     """
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -278,10 +281,10 @@ def _require_tiny(config: Any) -> None:
 
 
 def tiny_of_folder(folder: Path, out: Path) -> Path:
-    """Write a tiny model of the family and the structure of a model's config.json.
+    """Write a tiny model with the family and the structure of a model's config.json.
 
     Raises:
-        ModelError: transformers does not know the family, or cannot build a tiny model of it.
+        ModelError: The family is unknown to transformers, or no tiny model of it can be built.
     """
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

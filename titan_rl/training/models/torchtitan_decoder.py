@@ -1,4 +1,4 @@
-"""torchtitan's model of a Hugging Face folder, as a `DecoderModel`."""
+"""torchtitan's implementation of the model of a Hugging Face folder, as a `DecoderModel`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from torchtitan.protocols.sharding import ShardingConfig
 
 
 class TorchtitanAdapter:
-    """torchtitan's translation of names."""
+    """torchtitan's translation between its own parameters and those of a Hugging Face folder."""
 
     def __init__(self, architecture: Architecture, config: Any) -> None:
         self._architecture, self._config = architecture, config
@@ -46,15 +46,15 @@ class TorchtitanDecoder:
     """A decoder of a family in `ARCHITECTURES`.
 
     Args:
-        hf: config.json.
-        max_context: Most positions that will be used, which sizes the rotary caches.
-        dtype: of the trained parameters. Buffers, such as rotary caches, are float32.
-        splits_matrices: Prepare the sharding of tensor parallelism.
-        adapter: Settings of an adapter, with which nothing else is trained.
-        base_dtype: of the parameters that an adapter leaves frozen.
+        hf: Content of config.json.
+        max_context: Most positions that will be used; this determines the size of the rotary caches.
+        dtype: Dtype of the trained parameters. Buffers, such as rotary caches, are float32.
+        splits_matrices: Whether to prepare the sharding of tensor parallelism.
+        adapter: Settings of an adapter, which is then the only part that is trained.
+        base_dtype: Dtype of the parameters that an adapter leaves frozen.
 
     Raises:
-        ModelError: config.json lacks a field.
+        ModelError: A field is missing in config.json.
     """
 
     has_variants = False

@@ -1,7 +1,7 @@
-"""transformers' modeling code of a Hugging Face folder, as a `DecoderModel`.
+"""transformers' implementation of the model of a Hugging Face folder, as a `DecoderModel`.
 
-The library's attention, output layer, packing and router replay are plugged in; everything else of a family is
-transformers'. Whatever cannot be plugged in is an error, before anything is trained.
+The library's attention, output layer, packing and router replay are plugged into transformers' modeling code. If a
+model does not let one of them be plugged in, an error is raised before anything is trained.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from titan_rl.training.selected_logprobs import capped, selected_logprobs
 from titan_rl.training.settings import AdapterConfig
 
 ATTENTION = "titan_rl"
-"""Name of the library's attention in transformers."""
+"""Name under which the library's attention is registered in transformers."""
 
 _WITHOUT_EFFECT = frozenset(
     {"position_ids", "position_embeddings", "cache_position", "use_cache", "past_key_values", "output_attentions",
      "output_hidden_states", "output_router_logits", "return_dict", "is_causal", "layer_idx", "token_type_ids",
      "logits_to_keep", "num_items_in_batch"}
 )  # fmt: skip
-"""Arguments of an attention that say nothing about its scores, or that are the default of a decoder."""
+"""Arguments of attention functions that do not affect the scores, or that are the default of a decoder."""
 
 
 class CurrentLayout:
-    """The layout of the batch that a decoder computes in this thread; in a thread of torch's, which may compute a part
-    again for its backward pass, that of the last batch. The attention modules of a decoder share it."""
+    """Layout of the batch that a decoder is computing in this thread, shared by its attention modules. In a thread of
+    torch, which may recompute a part for the backward pass, it is the layout of the last batch."""
 
     def __init__(self) -> None:
         self._of_thread = threading.local()
@@ -84,19 +84,20 @@ def attend(
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of transformers' interface by the layout of the batch.
+    """Compute attention, called through transformers' interface, by the layout of the batch.
 
     Args:
-        query: [B, N, L, H]
-        key: [B, M, L, H]
-        attention_mask: None: the layout has the mask.
-        s_aux: Sinks of the heads.
+        query: Queries, [B, N, L, H].
+        key: Keys, [B, M, L, H].
+        value: Values, [B, M, L, H'].
+        attention_mask: Must be None: the layout has the mask.
+        s_aux: Sinks of the heads, [N]; see `Variant`.
 
     Returns:
-        [B, L, N, H], and no weights.
+        Outputs, [B, L, N, H'], and None in place of the attention weights.
 
     Raises:
-        ModelError: The model asks for something that the library's attention does not have.
+        ModelError: The model uses a feature that the library's attention does not have.
     """
     unknown = [name for name, given in others.items() if given is not None and name not in _WITHOUT_EFFECT]
     if dropout:
@@ -126,9 +127,9 @@ class ScoringHead(nn.Module):
     """Output layer that also scores tokens.
 
     Args:
-        layer: transformers' output layer, whose parameters it takes.
-        scale: Logits are multiplied with it.
-        softcap: See `selected_logprobs`.
+        layer: Output layer of transformers, whose parameters are used.
+        scale: Factor of the logits.
+        softcap: Bound of the logits; see `selected_logprobs`.
     """
 
     def __init__(self, layer: nn.Linear, *, scale: float = 1.0, softcap: float | None = None) -> None:
@@ -145,7 +146,8 @@ class ScoringHead(nn.Module):
         targets_N: torch.Tensor | None = None,
         temperatures_N: torch.Tensor | None = None,
     ) -> Any:
-        """Without targets, logits: [N, V]. With targets and their temperatures, the result of `selected_logprobs`."""
+        """Return logits, [N, V]. With targets and their temperatures, return the result of `selected_logprobs`
+        instead."""
         weight_VD, bias_V = self.weight, self.bias
         if torch.is_autocast_enabled(hidden_ND.device.type):
             dtype = torch.get_autocast_dtype(hidden_ND.device.type)
@@ -161,10 +163,11 @@ class ScoringHead(nn.Module):
 
 
 class _GivenExperts(TorchFunctionMode):
-    """In the block, the choice of the best experts gives these instead, with their own scores.
+    """Block in which `topk` over expert scores returns the given experts instead of the best ones, with the scores of
+    the given experts.
 
     Args:
-        experts_TK: FREE where the router chooses.
+        experts_TK: Expert ids; FREE where the router chooses.
     """
 
     def __init__(self, experts_TK: torch.Tensor, num_experts: int) -> None:
@@ -188,7 +191,7 @@ class Routing:
     """Routing of one block of experts, which can be replayed.
 
     Args:
-        block: has the router and the experts.
+        block: Module with the router and the experts.
     """
 
     def __init__(self, block: Any, num_experts: int, top_k: int) -> None:
@@ -198,10 +201,10 @@ class Routing:
         block.forward = torch.compiler.disable(self.forward)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward pass of the block, with the experts that are given.
+        """Compute the block's forward pass with the experts that `replayed_BLK` gives.
 
         Raises:
-            ModelError: The router does not choose the best experts of a token by `topk`, so it cannot be given others.
+            ModelError: The router does not choose a token's experts by `topk`, so they cannot be replaced.
         """
         if self.replayed_BLK is None:
             return self._forward(*args, **kwargs)
@@ -216,11 +219,11 @@ class Routing:
 
 
 class TransformersAdapter:
-    """transformers' translation between the parameters of its models and the tensors of its folders, which have
-    the experts one by one, for instance.
+    """transformers' translation between the parameters of its models and the tensors of Hugging Face folders, which
+    have, for example, a tensor for each expert.
 
     Args:
-        tied: Name of the output layer's weight, if it is the embedding.
+        tied: Name of the output layer's weight if it is tied to the embedding; otherwise None.
     """
 
     def __init__(self, causal: Any, tied: str | None) -> None:
@@ -259,7 +262,7 @@ class TransformersAdapter:
 
 
 class _HiddenStates(nn.Module):
-    """A causal language model of transformers, whose forward pass ends before the output layer."""
+    """Causal language model of transformers with a forward pass that ends before the output layer."""
 
     def __init__(self, causal: Any) -> None:
         super().__init__()
@@ -274,15 +277,15 @@ class TransformersDecoder:
     """A decoder of any family that transformers has, except those in `REFUSED`.
 
     Args:
-        folder: has config.json.
+        folder: Folder with a config.json.
         max_context: Most positions that will be used.
-        dtype: of the trained parameters. Buffers, such as rotary frequencies, are float32.
-        adapter: Settings of an adapter, with which nothing else is trained.
-        base_dtype: of the parameters that an adapter leaves frozen.
+        dtype: Dtype of the trained parameters. Buffers, such as rotary frequencies, are float32.
+        adapter: Settings of an adapter, which is then the only part that is trained.
+        base_dtype: Dtype of the parameters that an adapter leaves frozen.
 
     Raises:
-        ModelError: transformers does not have the family, something of it cannot be plugged in, or the adapter does not
-            fit it.
+        ModelError: The family is unknown to transformers, a part of the library cannot be plugged into it, or the
+            adapter does not fit it.
     """
 
     def __init__(
@@ -346,7 +349,7 @@ class TransformersDecoder:
 
     @property
     def uncompiled(self) -> Sequence[nn.Module]:
-        return ()  # what depends on the batch is disabled where it is defined
+        return ()  # functions that depend on the batch disable compilation themselves
 
     def hidden(self, token_ids_BL: torch.Tensor, positions_BL: torch.Tensor, layout: Layout) -> torch.Tensor:
         self._layout.set(layout)
@@ -401,7 +404,8 @@ class TransformersDecoder:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """In the block, parameters of new modules have no memory. Buffers, which no folder has, get their values."""
+    """Create the parameters of new modules without memory in the block. Buffers, which folders do not have, get their
+    values."""
     register = nn.Module.register_parameter
 
     def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -429,7 +433,7 @@ def _check_positions(config: Any, max_context: int) -> None:
 
 
 def _find_blocks(causal: Any) -> tuple[Any, str, nn.ModuleList]:
-    """The decoder without its output layer, and the name and the list of its blocks."""
+    """Find the decoder without its output layer, and the name and the list of its blocks."""
     base = causal.base_model
     size = causal.config.num_hidden_layers
     for name, module in base.named_children():
@@ -439,7 +443,7 @@ def _find_blocks(causal: Any) -> tuple[Any, str, nn.ModuleList]:
 
 
 def _plug_head(causal: Any, config: Any) -> ScoringHead:
-    """Replace the output layer."""
+    """Replace the output layer by a `ScoringHead`."""
     layer = causal.get_output_embeddings()
     if not isinstance(layer, nn.Linear):
         raise ModelError(f"{type(causal).__name__} of transformers has no linear output layer; it cannot be trained")

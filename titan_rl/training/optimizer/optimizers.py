@@ -1,13 +1,13 @@
-"""The library's optimizers, and `Optimizers`, which steps those of a run.
+"""The library's optimizers, and `Optimizers`, which steps all optimizers of one model.
 
-A function makes an optimizer from the named parameters of the model and an `OptimizerSpec`. With several ranks the
-parameters are DTensors, of which torch's optimizers update each rank's part.
+A function builds an optimizer from the named parameters of the model and an `OptimizerSpec`. With several ranks the
+parameters are DTensors, and torch's optimizers update each rank's part.
 
-`CompactAdam` is Adam with moments of few bytes or in the host's memory, which also trains bfloat16 weights. Numbers are
-stored in few bits with stochastic rounding: up or down with probabilities that make the mean exact. With rounding to
-nearest, an average that moves by less than half a unit in each step would never change, nor would a bfloat16 weight at
-a small learning rate. The random bits are determined by the step and the position of the numbers, so a run that is
-resumed on equally many ranks gets the same ones.
+`CompactAdam` is Adam with moments that take few bytes or are in the host's memory. It can also train bfloat16 weights.
+Numbers are stored in few bits with stochastic rounding: up or down with probabilities that make the mean exact. With
+rounding to nearest, an average that moves by less than half a unit in each step would never change, nor would a
+bfloat16 weight at a small learning rate. The random bits are determined by the step and the position of the numbers, so
+a run that is resumed on equally many ranks gets the same bits.
 
 8-bit moments are logarithms, in steps of an eighth of a factor of two, relative to the largest of their row. The first
 moment has a sign and spans a factor of 2^15.75. The second, whose root is a divisor, spans 2^31.75 and is never rounded
@@ -41,7 +41,8 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 PER_OCTAVE = 8
 """Number of 8-bit codes for a factor of two."""
 LAST_SIGNED, LAST_SQUARE = 126, 254
-"""The smallest magnitude of each kind is 2^(-last / PER_OCTAVE) of the row's largest."""
+"""Last codes of signed and of squared numbers: their smallest magnitude is 2^(-last / PER_OCTAVE) of the row's
+largest."""
 ZERO_SQUARE = 255
 SMALLEST = 1e-38
 
@@ -50,10 +51,11 @@ class CompactAdam(Optimizer):
     """Adam, or with `decoupled` AdamW. It updates one parameter at a time, so that only one is in float32.
 
     Args:
-        state_dtype: of the moments. With "int8" those of vectors, such as the weights of norms, are float32.
-        offload: Keep the moments in the host's memory.
-        device: of the computation. Parameters on another device are moved there and back, one at a time. By default
-            that of each parameter.
+        state_dtype: Dtype of the moments. With "int8", the moments of vectors, such as the weights of norms, are
+            float32.
+        offload: Whether to keep the moments in the host's memory.
+        device: Device of the computation. Parameters on another device are moved there and back, one at a time. By
+            default, the device of each parameter.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class CompactAdam(Optimizer):
                 index += 1
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load groups and moments unchanged. torch's own method would convert moments to the parameters' dtype."""
+        """Load groups and moments unchanged. torch's own method would convert the moments to the parameters' dtype."""
         super().load_state_dict({**state_dict, "state": {}})
         ids = [each for group in state_dict["param_groups"] for each in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -138,7 +140,7 @@ class CompactAdam(Optimizer):
         return state
 
     def _read(self, state: dict[str, torch.Tensor], name: str, device: torch.device) -> torch.Tensor:
-        """A moment in float32 on a device, without a copy if it is stored so."""
+        """Read a moment as float32 on a device, without a copy if it is stored that way."""
         kept = local(state[name]).to(device, non_blocking=True)
         if kept.dtype.is_floating_point:
             return kept.float()
@@ -166,7 +168,7 @@ def rounded(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def encode_square(value: torch.Tensor, scale: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Codes of numbers in [0, scale], rounded stochastically.  # uint8"""
+    """Encode numbers in [0, scale], rounded stochastically.  # uint8"""
     ratio = (value / scale.clamp_min(SMALLEST)).clamp_(min=2 ** (-LAST_SQUARE / PER_OCTAVE), max=1.0)
     code = _code(ratio, LAST_SQUARE, generator)
     return code.where(value > 0, ZERO_SQUARE).to(torch.uint8)
@@ -177,7 +179,7 @@ def decode_square(code: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def encode_signed(value: torch.Tensor, scale: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Codes of numbers in [-scale, scale], rounded stochastically, 0 for 0.  # int8"""
+    """Encode numbers in [-scale, scale], rounded stochastically; the code of 0 is 0.  # int8"""
     ratio = (value.abs() / scale.clamp_min(SMALLEST)).clamp_(max=1.0)
     return ((LAST_SIGNED + 1 - _code(ratio, LAST_SIGNED, generator)) * value.sign()).to(torch.int8)
 
@@ -188,7 +190,7 @@ def decode_signed(code: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _code(ratio: torch.Tensor, last: int, generator: torch.Generator) -> torch.Tensor:
-    """Number of steps of 2^(-1 / PER_OCTAVE) from 1 down to a ratio; `last + 1` stands for 0."""
+    """Number of factors 2^(-1 / PER_OCTAVE) from 1 down to a ratio, rounded stochastically; `last + 1` stands for 0."""
     code = (ratio.log2() * -PER_OCTAVE).floor_().clamp_(min=0, max=last)
     above = torch.exp2(code / -PER_OCTAVE)
     below = torch.exp2((code + 1) / -PER_OCTAVE).where(code < last, 0.0)
@@ -198,7 +200,7 @@ def _code(ratio: torch.Tensor, last: int, generator: torch.Generator) -> torch.T
 
 
 def _row_max(kept: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude of each row, including the parts of rows on other ranks."""
+    """Largest magnitude of each row, including the parts of rows on other ranks."""
     found = moment.abs().amax(-1, keepdim=True) if moment.shape[-1] else moment.new_zeros((*moment.shape[:-1], 1))
     if isinstance(kept, DTensor):
         for mesh_dim, placement in enumerate(kept.placements):
@@ -208,7 +210,7 @@ def _row_max(kept: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
 
 
 def _like(parameter: torch.Tensor, own: torch.Tensor, *, is_scale: bool = False) -> torch.Tensor:
-    """DTensor of this rank's part, sharded like the parameter, on any device."""
+    """Wrap this rank's part, on any device, as a DTensor that is sharded like the parameter."""
     if not isinstance(parameter, DTensor):
         return own
     shape, placements = parameter.shape, parameter.placements
@@ -243,14 +245,14 @@ def sgd(parameters: NamedParameters, spec: OptimizerSpec) -> Optimizer:
 
 def muon(parameters: NamedParameters, spec: OptimizerSpec) -> list[Optimizer]:
     """Muon with the momentum `betas[0]` for the matrices of the layers, and AdamW for the rest: embeddings, the head,
-    norms, experts, which are stacks of matrices, and the decays of Mamba's states.
+    norms, experts (which are stacks of matrices), and the decays of Mamba's states.
 
     Updates of a matrix are about as large as with AdamW at the same learning rate (arXiv:2502.16982, eq. 4).
     """
     matrices = [
         (name, p)
         for name, p in parameters
-        if _is_of_a_layer(name) and p.ndim == 2 and not name.endswith(".A_log")  # which multiplies no vector
+        if _is_of_a_layer(name) and p.ndim == 2 and not name.endswith(".A_log")  # A_log multiplies no vector
     ]
     names = {name for name, _ in matrices}
     return [
@@ -266,7 +268,7 @@ def muon(parameters: NamedParameters, spec: OptimizerSpec) -> list[Optimizer]:
 
 
 def _is_of_a_layer(name: str) -> bool:
-    """Whether a parameter is of a numbered layer: `layers.3.attention.wq.weight` in torchtitan's models, and
+    """Whether a parameter belongs to a numbered layer: `layers.3.attention.wq.weight` in torchtitan's models, and
     `causal.model.layers.3.self_attn.q_proj.weight` or `causal.transformer.h.3...` in those of transformers."""
     return any(part.isdecimal() for part in name.split("."))
 
@@ -275,11 +277,11 @@ class Optimizers:
     """The optimizers of one model, stepped together.
 
     Args:
-        name: Value of `training.optimizer`.
+        name: Name of the optimizer: the value of `training.optimizer`.
 
     Raises:
-        ConfigError: there is no such `training.optimizer`, it does not return optimizers, or they do not have every
-            parameter once.
+        ConfigError: No optimizer has this name, its function does not return optimizers, or a parameter does not belong
+            to exactly one of them.
     """
 
     def __init__(self, model: nn.Module, name: str, spec: OptimizerSpec) -> None:
@@ -304,14 +306,14 @@ class Optimizers:
             part.step()
 
     def _groups(self) -> list[dict[str, Any]]:
-        """The current groups: loading a checkpoint replaces them."""
+        """Parameter groups, read anew each time because loading a checkpoint replaces them."""
         return [group for part in self.parts for group in part.param_groups]
 
 
 def _adam(
     optimizer: type[torch.optim.Adam | torch.optim.AdamW], parameters: NamedParameters, spec: OptimizerSpec
 ) -> Optimizer:
-    """Fused optimizer of torch for float32 weights and moments on the device, otherwise `CompactAdam`."""
+    """Build torch's fused optimizer for float32 weights and moments on the device, otherwise `CompactAdam`."""
     is_plain = spec.state_dtype == "float32" and not spec.offload
     if not is_plain or any(parameter.dtype is not torch.float32 for _, parameter in parameters):
         return CompactAdam(
@@ -336,9 +338,9 @@ def _adam(
 
 
 def _step_by_mesh(optimizer: Optimizer, step: Callable[[], Any], closure: None = None) -> None:
-    """Step of an optimizer whose parameters are on several meshes of ranks, one mesh at a time, because torch's fused
-    updates take DTensors of one mesh. Parameters of the others have no gradient meanwhile, so they are left as they
-    are."""
+    """Step an optimizer whose parameters are on several meshes of ranks, one mesh at a time, because torch's fused
+    updates require DTensors of one mesh. Meanwhile, parameters on other meshes have no gradient, so they do not
+    change."""
     gradients = {parameter: parameter.grad for parameter in _parameters(optimizer)}
     try:
         for group in by_mesh(gradients):

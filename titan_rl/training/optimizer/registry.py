@@ -1,4 +1,4 @@
-"""Optimizers by name, the library's or yours as "module:function", and their arguments.
+"""Optimizers by name, either the library's or yours as "module:function", and their arguments.
 
 Importing this module imports no optimizer and no torch: the library's optimizers are also given as "module:function".
 """
@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 
 
 NamedParameters = Sequence[tuple[str, "nn.Parameter"]]
-"""Pairs with torchtitan's names, such as "layers.0.attention.wo.weight", which torch's optimizers accept."""
+"""Pairs of a parameter's name in the model, such as "layers.0.attention.wo.weight", and the parameter. torch's
+optimizers accept them."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:
     """The settings of `[training]` for an optimizer.
 
-    The last two are for adam and adamw, and have their defaults for every other optimizer.
+    `state_dtype` and `offload` are for adam and adamw, and have their defaults for every other optimizer.
     """
 
     lr: float
@@ -37,8 +38,8 @@ class OptimizerSpec:
 
 
 OptimizerFn = Callable[[NamedParameters, OptimizerSpec], "Optimizer | list[Optimizer]"]
-"""Each parameter belongs to one of the optimizers. The learning rates of their groups follow the schedule, in constant
-proportion to `spec.lr`."""
+"""Function that builds the optimizers. Each parameter must belong to exactly one of them. The learning rates of their
+groups follow the schedule, in constant proportion to `spec.lr`."""
 
 
 BY_NAME = {
@@ -51,7 +52,7 @@ BY_NAME = {
 
 
 def find_optimizer(name: str) -> OptimizerFn:
-    """The function that `training.optimizer` names.
+    """Look up the function that `training.optimizer` names.
 
     Raises:
         ConfigError: No optimizer has that name.

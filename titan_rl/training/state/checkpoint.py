@@ -1,8 +1,8 @@
 """Checkpoint folders: atomic writing, retention, and checksums of their files. Standard library only.
 
 A checkpoint is written to a hidden folder next to its final path, flushed to disk, and then renamed. A trainer that is
-cut off does not know that another has taken over, so several may write the same checkpoint: each writes under a name of
-its own, and the process that started them renames one.
+cut off does not know that another trainer has replaced it, so several trainers may write the same checkpoint: each
+writes under a name of its own, and the process that started them renames one of the folders.
 
 `checksums.json` lists all other files of a folder: `{"state.json": {"bytes": 4182, "crc32": 2774310163}, ...}`.
 Checksums protect against accidents, not against an adversary.
@@ -33,11 +33,12 @@ _STEP = re.compile(r"step-(\d+)")
 def atomic_directory(path: Path) -> Iterator[Path]:
     """Give the block a folder that is moved to `path` when the block ends, and removed if the block raises.
 
-    An existing folder at `path` stays valid until then. Leftovers of a killed writer are removed.
+    An existing folder at `path` stays valid until the block ends. Leftovers of a killed writer are removed.
 
     Raises:
         NoSpaceError: The disk is full.
-        CheckpointError: Anything else in the block or the move failed; see its cause. Interrupts pass unchanged.
+        CheckpointError: Anything else in the block failed, or the move failed; see the error's cause. Interrupts pass
+            unchanged.
     """
     temporary = temporary_of(path)
     try:
@@ -55,11 +56,11 @@ def atomic_directory(path: Path) -> Iterator[Path]:
 
 
 def put_in_place(written: Path, path: Path) -> None:
-    """Rename a finished folder to `path` next to it. An existing folder there stays valid until then.
+    """Rename a finished folder to `path` beside it. An existing folder there stays valid until the rename.
 
     Raises:
         NoSpaceError: The disk is full.
-        CheckpointError: it could not be renamed; `path` is unchanged.
+        CheckpointError: The folder could not be renamed; `path` is unchanged.
     """
     replaced = path.with_name(f".{path.name}.old.tmp")
     try:
@@ -81,7 +82,7 @@ def put_in_place(written: Path, path: Path) -> None:
 
 
 def unwritten(path: Path, error: Exception) -> CheckpointError:
-    """Error for a folder that could not be written because of `error`."""
+    """Build the error for a folder that could not be written because of `error`."""
     if means_no_space(error):
         return NoSpaceError(f"no space left in {path.parent}, where {path.name} was being written")
     return CheckpointError(f"{path} could not be written: {error}")
@@ -98,22 +99,23 @@ def written_by(writer: str, path: Path) -> Path:
 
 
 def being_written(root: Path, name: str = "step-") -> list[Path]:
-    """Temporary folders in `root` for names with this prefix: in progress, or left by a killed writer."""
+    """List the temporary folders in `root` for names with a prefix. They are in progress, or left by a killed
+    writer."""
     return [*root.glob(f".*{name}*")]
 
 
 def step_directory(root: Path, step: int) -> Path:
-    """`step_directory(Path("checkpoints"), 40)` is `checkpoints/step-000040`."""
+    """Folder of a checkpoint: `step_directory(Path("checkpoints"), 40)` is `checkpoints/step-000040`."""
     return root / f"step-{step:06d}"
 
 
 def step_of(checkpoint: Path) -> int:
-    """`step_of(Path("checkpoints/step-000040"))` is 40."""
+    """Step of a checkpoint: `step_of(Path("checkpoints/step-000040"))` is 40."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """The complete checkpoints under `root`, oldest first."""
+    """List the complete checkpoints in `root`, oldest first."""
     if not root.is_dir():
         return []
     found = [(int(match[1]), path) for path in root.iterdir() if (match := _STEP.fullmatch(path.name))]
@@ -121,7 +123,7 @@ def list_checkpoints(root: Path) -> list[Path]:
 
 
 def latest(root: Path) -> Path | None:
-    """The newest complete checkpoint under `root`, or None."""
+    """Newest complete checkpoint in `root`; None if there is none."""
     checkpoints = list_checkpoints(root)
     return checkpoints[-1] if checkpoints else None
 
@@ -130,7 +132,7 @@ def keep_last(root: Path, count: int) -> None:
     """Delete all but the newest `count` checkpoints. Errors of deletion are ignored.
 
     Raises:
-        ValueError: Count is below 1.
+        ValueError: The count is below 1.
     """
     if count < 1:
         raise ValueError(f"count is {count}; at least the newest checkpoint is kept")
@@ -177,7 +179,7 @@ class SummingWriter:
     """Writes a file and computes its checksum, each in its own thread.
 
     Args:
-        progress: Counts the written bytes, a block at a time.
+        progress: Counter of the written bytes, updated after each block.
     """
 
     def __init__(self, file: BinaryIO, progress: WriteProgress) -> None:
@@ -191,7 +193,7 @@ class SummingWriter:
         """Write bytes.
 
         Args:
-            data: [num_bytes]
+            data: Bytes to write.  # uint8 [num_bytes]
         """
         for at in range(0, len(data), BLOCK):
             block = data[at : at + BLOCK]
@@ -264,10 +266,12 @@ def verify(folder: Path, *, share: int = 0, of: int = 1) -> None:
     """Read every file of a checkpoint and compare it with its checksum.
 
     Args:
-        share: Number of the share to read, of `of` equal shares of the files; by default all files.
+        share: Index of the share to read if the files are divided into `of` equal shares; by default, all files are
+            read.
 
     Raises:
-        DamagedCheckpointError: with the first file that is missing, cannot be read, or is not what was written.
+        DamagedCheckpointError: A file is missing, cannot be read, or is not what was written. The message names the
+            first such file.
     """
     checksums = sorted(read_checksums(folder).items())[share::of]
     with ThreadPoolExecutor(THREADS, thread_name_prefix="checksum") as pool:
@@ -300,6 +304,6 @@ def _summed(file: FileIO, block_bytes: int = BLOCK) -> tuple[int, int]:
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a name is a path below the folder."""
+    """Whether a name is a relative path that stays inside its folder."""
     parts = PurePosixPath(name).parts
     return bool(parts) and not name.startswith("/") and ".." not in parts

@@ -2,8 +2,8 @@
 
 A checkpoint's folder:
 
-    rank-0.safetensors   that rank's slices of parameters, optimizer state and random state, with their positions
-    state.json           the version, the values of the optimizers' state that are not tensors, and the settings of an
+    rank-0.safetensors   rank 0's slices of parameters, optimizer state and random state, with their positions
+    state.json           the version, the values in the optimizers' state that are not tensors, and the settings of an
                          adapter
     checksums.json       checksums of all other files
 
@@ -64,7 +64,7 @@ _NAMES = {
 
 
 def write_slices(path: Path, slices: Mapping[str, TensorSlice], progress: WriteProgress | None = None) -> FileChecksum:
-    """Write slices of tensors for `TensorFiles` to read. See `write_tensors`."""
+    """Write slices of tensors to a file that `TensorFiles` can read; see `write_tensors`."""
     places = {name: [each.position.start, each.position.whole_shape] for name, each in slices.items()}
     tensors = {name: each.tensor for name, each in slices.items()}
     return write_tensors(path, tensors, tensors.items(), {_PLACES: json.dumps(places)}, progress)
@@ -80,12 +80,12 @@ def write_tensors(
     """Write a safetensors file of tensors on any device, copying one tensor at a time.
 
     Args:
-        layout: Their dtypes and shapes, also as tensors without memory.
-        tensors: in the order of the layout.
-        progress: Counts the written bytes.
+        layout: Dtypes and shapes of the tensors. It may consist of tensors without memory.
+        tensors: Names and tensors, in the order of the layout.
+        progress: Counter of the written bytes.
 
     Raises:
-        OSError: The disk is full, or cannot be written.
+        OSError: The disk is full, or the file cannot be written.
         TypeError: The format does not support the dtype of a tensor.
         ValueError: The tensors are not those of the layout.
     """
@@ -121,7 +121,7 @@ class StoredSlice:
 
 
 class TensorFiles:
-    """The tensors of several files, each joined from its slices.
+    """Tensors of several files, each joined from its slices.
 
     Raises:
         DamagedCheckpointError: A file was not written by `write_slices`, or is damaged.
@@ -153,10 +153,10 @@ class TensorFiles:
             return file.get_slice(name).get_dtype() == dtype
 
     def read(self, wanted: Mapping[str, TensorSlice]) -> None:
-        """Fill slices in place. The files may slice the tensors in another way.
+        """Fill slices in place. The files may have sliced the tensors differently.
 
         Raises:
-            ValueError: A tensor has another shape or dtype than the wanted one, or is incomplete.
+            ValueError: A tensor is incomplete, or its shape or dtype is not that of the wanted one.
         """
         by_path: dict[Path, list[tuple[str, StoredSlice]]] = {}
         for name, target in wanted.items():
@@ -184,7 +184,7 @@ class TensorFiles:
 
 
 def _common(stored: StoredSlice, target: TensorSlice) -> tuple[tuple[slice, ...], tuple[slice, ...], int]:
-    """Overlap of two slices of a tensor: its box in the one, its box in the other, and its number of elements."""
+    """Overlap of two slices of a tensor: its box in `stored`, its box in `target`, and its number of elements."""
     there: list[slice] = []
     here: list[slice] = []
     count = 1
@@ -202,15 +202,15 @@ Trained = tuple[nn.Module, Sequence[Optimizer]]
 """A module, and the optimizers of its parameters."""
 
 STALL_S = 1800.0
-"""Longest time without progress of a write."""
+"""Longest time that a write may make no progress, in seconds."""
 
 COMPUTATION = {"amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"}
-"""Options of torch's Adam for the computation of an update, which follow from the settings. Other optimizers with the
-same state, such as one with offloaded moments, need not have them."""
+"""Options of torch's Adam that affect only the computation of an update, and that follow from the settings. Other
+optimizers with the same state, such as one with offloaded moments, may lack them."""
 
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
-"""Options of torch's functions: a checkpoint holds only trained parameters. An adapter's base stays in its folder.
-`_compare` checks that no parameter is missing."""
+"""Options of torch's functions with which a checkpoint holds only trained parameters. An adapter's base stays in its
+model folder. `_compare` checks that no parameter is missing."""
 
 STATE = "state.json"
 ADAPTER = "adapter"
@@ -218,10 +218,10 @@ FORMAT = 1
 
 
 class TrainStateWriter:
-    """Writes model, optimizers, version and torch's random state, each rank its part, one checkpoint at a time.
+    """Writes model, optimizers, version and torch's random state. Each rank writes its part, one checkpoint at a time.
 
-    All ranks call `begin` and then `finish` at the same time. A thread writes to disk; the ranks' threads communicate
-    in a process group of their own.
+    All ranks call `begin` at the same time, and then `finish`. A thread of each rank writes to disk; these threads
+    communicate in a process group of their own.
     """
 
     def __init__(self, world: World) -> None:
@@ -236,7 +236,7 @@ class TrainStateWriter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         self._progress = WriteProgress()
-        self._with_others = False  # waiting for other ranks, which are still writing
+        self._with_others = False  # whether this rank is waiting for others, which are still writing
 
     def begin(
         self,
@@ -248,16 +248,16 @@ class TrainStateWriter:
         adapter: AdapterConfig | None = None,
         others: Mapping[str, Trained] | None = None,
     ) -> None:
-        """Copy the state, so that the next step may change it, and begin to write. Waits for the previous write, whose
-        errors `finish` raises.
+        """Copy the state, so that the next step may change it, and begin to write. First wait for the previous write,
+        whose errors `finish` raises.
 
         Args:
-            files: Further files of the folder: name -> text.
-            adapter: whose parameters alone are trained; recorded for `adapter_of`.
-            others: Further modules, by name, which an export leaves out.
+            files: Texts of further files of the folder, by file name.
+            adapter: Settings of the adapter if only its parameters are trained. They are recorded for `adapter_of`.
+            others: Further modules with their optimizers, by name. An export leaves them out.
 
         Raises:
-            CheckpointError: The previous write makes no progress. Or an optimizer's state has a value that a checkpoint
+            CheckpointError: The previous write makes no progress, or an optimizer's state has a value that a checkpoint
                 cannot hold.
         """
         self._wait()
@@ -280,7 +280,7 @@ class TrainStateWriter:
 
         Raises:
             NoSpaceError: The disk is full; an existing folder is unchanged.
-            CheckpointError: it could not be written, or the write makes no progress.
+            CheckpointError: The checkpoint could not be written, or the write makes no progress.
         """
         self._wait()
         if self._writing is not None:
@@ -328,7 +328,7 @@ class TrainStateWriter:
                 write_checksums(folder, {name: each for name, each in checksums.items() if each is not None})
 
     def _agree(self, problem: Exception | None) -> None:
-        """Fail on all ranks with the same error if one has a problem."""
+        """Raise the same error on all ranks if one of them has a problem."""
         self._with_others = True
         self._world.agree(str(problem) if isinstance(problem, NoSpaceError) else None, NoSpaceError)
         self._world.agree(None if problem is None else str(problem), CheckpointError)
@@ -336,7 +336,7 @@ class TrainStateWriter:
 
 
 def adapter_of(directory: Path) -> AdapterConfig | None:
-    """Settings of the adapter that a checkpoint holds; None if it holds all weights.
+    """Read the settings of the adapter that a checkpoint holds; None if it holds all weights.
 
     Raises:
         DamagedCheckpointError: The checkpoint cannot be read.
@@ -356,19 +356,19 @@ def load_train_state(
     adapter: AdapterConfig | None = None,
     others: Mapping[str, Trained] | None = None,
 ) -> int:
-    """Read a checkpoint of a `TrainStateWriter` in place, also one of another number of ranks. All ranks call this at
-    the same time. Nothing is changed before every file is verified.
+    """Read a checkpoint of a `TrainStateWriter` into the model and the optimizers. It may have been written by another
+    number of ranks. All ranks call this at the same time. Nothing is changed before every file is verified.
 
     Args:
-        adapter: whose parameters alone are trained.
-        others: Further modules, by name; see `TrainStateWriter.begin`.
+        adapter: Settings of the adapter if only its parameters are trained.
+        others: Further modules with their optimizers, by name; see `TrainStateWriter.begin`.
 
     Returns:
-        The version.
+        The version of the weights.
 
     Raises:
-        DamagedCheckpointError: its bytes are not those that were written.
-        CheckpointError: there is no checkpoint, or it is of another model or optimizer.
+        DamagedCheckpointError: The checkpoint's bytes are not those that were written.
+        CheckpointError: The checkpoint does not exist, or it is of another model or optimizer.
     """
     if not directory.is_dir():
         raise CheckpointError(f"there is no checkpoint at {directory}")
@@ -446,7 +446,7 @@ def _state_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, An
     fresh = [optimizer for optimizer in optimizers if not optimizer.state]
     model_state, optimizer_state = get_state_dict(model, optimizers, options=TRAINED)
     for optimizer in fresh:
-        # Their state was just made by a step without gradients, which they must not count.
+        # `get_state_dict` has just made their state by a step without gradients, which must not count.
         for state in optimizer.state.values():
             if isinstance(step := state.get("step"), torch.Tensor):
                 step.zero_()
@@ -457,10 +457,10 @@ PLAIN = (type(None), bool, int, float, str)
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Tensors and plain values of nested mappings and lists, by path.
+    """Collect the tensors and the plain values of nested mappings and lists, by path.
 
     Raises:
-        TypeError: A value is neither, so a checkpoint cannot hold it.
+        TypeError: A value is neither a tensor nor plain, so a checkpoint cannot hold it.
 
     Example:
         flatten({"optimizer": {"param_groups": [{"lr": 0.1, "betas": (0.9, 0.99)}]}})
@@ -484,11 +484,11 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, torch.
 
 
 def fill(tree: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
-    """Copy of a tree with these values in place of its own. Tensors stay, and lists become tuples where the tree has
-    tuples.
+    """Copy a tree with its plain values replaced by those of `values`. Tensors stay, and lists become tuples where the
+    tree has tuples.
 
     Raises:
-        KeyError: A value is missing.
+        KeyError: A value is missing in `values`.
     """
     if isinstance(tree, torch.Tensor):
         return tree
@@ -500,7 +500,7 @@ def fill(tree: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
 
 
 def _children(value: Any) -> Mapping[Any, Any] | None:
-    """Children of a mapping, or of a list that has values other than plain ones."""
+    """Children of a mapping, or of a list that has values other than plain ones; None for anything else."""
     if isinstance(value, Mapping):
         return cast("Mapping[Any, Any]", value)
     if isinstance(value, list) and not _is_plain(cast("object", value)):

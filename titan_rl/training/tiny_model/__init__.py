@@ -1,4 +1,4 @@
-"""Models of about a million parameters with a tokenizer made for a task, so that two cores can train them."""
+"""Models of about a million parameters with a tokenizer built for a task, so that two cores can train them."""
 
 from titan_rl.training.tiny_model.folder import make_tiny_model
 

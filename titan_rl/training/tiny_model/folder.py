@@ -1,4 +1,4 @@
-"""Writes a tiny model as a Hugging Face folder. It needs neither torch nor transformers."""
+"""Creation of a tiny model as a Hugging Face folder. Needs neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from titan_rl.training.choices import Level
 
 CHAT_TEMPLATE = Path(__file__).parent / "chat_template.jinja"
 INITIAL_STD = 0.02
-"""Standard deviation of the matrices, as transformers initializes those of a Qwen3."""
+"""Standard deviation of the matrices, as in transformers' initialization of Qwen3."""
 
 
 def make_tiny_model(
@@ -29,24 +29,24 @@ def make_tiny_model(
 ) -> Shape:
     """Write an untrained Qwen3 with a tokenizer for some texts. Existing files are replaced.
 
-    Embeddings are untied. The chat template is Qwen3's without the rewriting of earlier turns, so that every
+    The embeddings are untied. The chat template is Qwen3's, but does not rewrite earlier turns, so that every
     conversation, with or without tools, can be extended turn by turn. Answers end with `<|im_end|>`.
 
     Args:
         texts: Examples of the texts that the model will read and write, such as a few hundred conversations, whole or
             message by message. Used only for `level = "word"`.
-        level: "byte": a token for each UTF-8 byte. "word": also a token for each word of the texts, and for each longer
-            phrase that about a tenth of them contain; any other text falls back to bytes.
+        level: Kind of tokens. "byte": a token for each UTF-8 byte. "word": also a token for each word of the texts, and
+            for each longer phrase that at least about a tenth of the texts contain; any other text falls back to bytes.
         parameters: Approximate number of parameters.
         max_context: Most tokens of a conversation.
-        seed: of the weights.
+        seed: Seed of the weights.
 
     Returns:
         Shape of the model.
 
     Raises:
-        ValueError: The vocabulary alone needs more parameters.
-        MissingExtraError: The libraries that write such folders are not installed.
+        ValueError: The smallest model with this vocabulary has more than twice as many parameters.
+        MissingExtraError: A library that is needed to write the folder is not installed.
 
     Example:
 
@@ -115,13 +115,13 @@ def _write(file: Path, values: dict[str, Any]) -> None:
 
 
 HEAD_DIM = 32  # smallest head of vLLM's CPU kernels
-PAIR = 2 * HEAD_DIM  # widths are multiples of this, so that two heads share keys and values
+PAIR = 2 * HEAD_DIM  # widths are multiples of this, so that each two heads share keys and values
 WIDEST = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a Qwen3."""
+    """Dimensions of a Qwen3 model."""
 
     vocab_size: int
     width: int
@@ -150,7 +150,7 @@ class Shape:
         return 2 * self.vocab_size * width + width + self.layers * layer
 
     def matrices(self) -> Mapping[str, tuple[int, int]]:
-        """The size of each matrix by its Hugging Face name: (outputs, inputs)."""
+        """Size of each matrix, (outputs, inputs), by its Hugging Face name."""
         width, mlp, kv = self.width, self.mlp_width, self.kv_heads * HEAD_DIM
         named = {"model.embed_tokens": (self.vocab_size, width), "lm_head": (self.vocab_size, width)}
         for layer in self._layers():
@@ -166,7 +166,7 @@ class Shape:
         return {f"{name}.weight": size for name, size in named.items()}
 
     def norms(self) -> Mapping[str, int]:
-        """The size of each norm's weight by its Hugging Face name."""
+        """Size of each norm's weight by its Hugging Face name."""
         named = {"model.norm": self.width}
         for layer in self._layers():
             named |= {f"{layer}.{norm}": self.width for norm in ("input_layernorm", "post_attention_layernorm")}
@@ -183,7 +183,7 @@ def fitting_shape(parameters: int, vocab_size: int) -> Shape:
     Example: 900,000 parameters and 402 tokens are 4 layers of width 128.
 
     Raises:
-        ValueError: The smallest shape has more than twice as many.
+        ValueError: The smallest shape has more than twice as many parameters.
     """
     shapes = [
         Shape(vocab_size, width, layers)
@@ -199,7 +199,7 @@ def fitting_shape(parameters: int, vocab_size: int) -> Shape:
 
 
 def _draw_weights(shape: Shape, seed: int) -> dict[str, Any]:
-    """Matrices are drawn from a normal distribution; norms are 1."""
+    """Draw the matrices from a normal distribution, and set the norms to 1."""
     rng = np.random.default_rng(seed)
     weights = {name: np.ones(size, np.float32) for name, size in shape.norms().items()}
     for name, size in shape.matrices().items():

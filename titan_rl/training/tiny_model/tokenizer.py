@@ -1,9 +1,9 @@
-r"""Tokenizer of a few hundred tokens, with the words and phrases of a task.
+r"""Tokenizer of a few hundred tokens that has the words and phrases of a task.
 
 Each word and fixed phrase is one token; any other text falls back to its UTF-8 bytes, so that decoding gives back
-exactly what was encoded. A model of a million parameters has nothing to learn from spelling an instruction.
+exactly what was encoded. A model of a million parameters has nothing to gain from spelling out an instruction.
 
-Example: for texts of names, "AdaWolf // new name!\n" is four tokens, "Ada", "Wolf", " // new name!" and "\n".
+Example: for texts with names, "AdaWolf // new name!\n" is four tokens, "Ada", "Wolf", " // new name!" and "\n".
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL = (PAD, TURN_START, TURN_END)
 MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 HEADS = ("system\n", "user\n", "assistant\n")
-"""Headers after the start of a turn. No phrase begins within one, so that an answer has the same tokens after its
+"""Headers after the start of a turn. No phrase begins within a header, so that an answer has the same tokens after its
 generation prompt as in a whole conversation."""
 SCAFFOLD = (*HEADS, "system", "user", "assistant", "\n\n")
 """Text of the chat template itself."""
 
 WORD = r"\p{Lu}?\p{Ll}+|\p{Lu}+(?!\p{Ll})"
-"""A change of case begins a new word. Digits, and letters without case, are tokens of their own."""
+"""Pattern of a word. A change of case begins a new word. Digits, and letters without case, are tokens of their own."""
 
 
 def build_tokenizer(texts: Iterable[str], level: Level) -> Tokenizer:
     """Build a tokenizer.
 
     Args:
-        texts: Searched for words and phrases if `level` is "word".
+        texts: Texts to search for words and phrases if `level` is "word".
     """
     phrases, words = _words_and_phrases(texts) if level == "word" else ([], [])
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    # BPE without merges: what the pre-tokenizer splits off is a token where the vocabulary has it, else bytes.
+    # This is BPE without merges: a piece of the pre-tokenizer is one token if the vocabulary has it, else bytes.
     tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens += [byte_level.pre_tokenize_str(text)[0][0] for text in (*phrases, *words)]
     tokenizer = Tokenizer(BPE({token: i for i, token in enumerate(tokens)}, [], ignore_merges=True))
@@ -64,40 +64,40 @@ def _words_and_phrases(texts: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 def _whole(phrase: str) -> str:
-    """Pattern of the phrase, except where it would end within a word."""
+    """Pattern that matches the phrase, except where it would end within a word."""
     return re.escape(phrase) + (r"(?!\p{Ll})" if phrase[-1].isalpha() else "")
 
 
 MOST_WORDS = 8192
 SELDOM = 10
-"""A phrase occurs at least this often, and at least in one of this many texts."""
+"""Minimum frequency of a phrase: it occurs at least this often, and on average at least once in this many texts."""
 
 SEED = 3
-"""Most pieces that identify the beginning of a run."""
+"""Largest number of pieces that identify the beginning of a run."""
 
 Piece = str
 Seed = tuple[Piece, ...]
 Place = tuple[int, int]
-"""The number of a text, and of a piece in it."""
+"""Index of a text, and index of a piece in it."""
 
 
 def frequent_words(pieces: Sequence[Sequence[Piece]]) -> list[Piece]:
-    """The words, the most frequent first. Single characters are covered by bytes.  # at most [MOST_WORDS]"""
+    """List the words, the most frequent first. Single characters are covered by bytes.  # at most [MOST_WORDS]"""
     counts = Counter(piece for text in pieces for piece in text if len(piece) > 1)
     return [word for word, _ in counts.most_common(MOST_WORDS)]
 
 
 def fixed_phrases(pieces: Sequence[Sequence[Piece]], num_texts: int) -> list[Piece]:
-    """Runs of pieces that always continue in the same way, such as those of an instruction.
+    """Find runs of pieces that always continue in the same way, such as those of an instruction.
 
     A run begins with up to `SEED` pieces, and extends as long as all its occurrences are followed by the same piece.
     A run whose rest also follows another first piece is left out: the rest is fixed, but not a name before it.
 
     Args:
-        pieces: of each part of a text: words, and single characters of anything else.
+        pieces: Pieces of each part of a text: words, and single characters of anything else.
         num_texts: Number of texts.
 
-    Example: of "What is 3 + 4?", "What is 2 + 9?" and more of their kind, "What is " is one.
+    Example: in "What is 3 + 4?", "What is 2 + 9?" and more questions of this form, "What is " is a phrase.
     """
     least = max(SELDOM, num_texts / SELDOM)
     places = _seeds(pieces)
@@ -125,7 +125,7 @@ def _count(pieces: Sequence[Sequence[Piece]], places: Mapping[Seed, Sequence[Pla
 
 
 def _seeds(pieces: Sequence[Sequence[Piece]]) -> dict[Seed, list[Place]]:
-    """Positions of the possible first pieces of a run, the shortest first."""
+    """Places of each possible beginning of a run, the shortest beginnings first."""
     places: dict[Seed, list[Place]] = defaultdict(list)
     for length in range(1, SEED + 1):
         for number, text in enumerate(pieces):
@@ -135,12 +135,12 @@ def _seeds(pieces: Sequence[Sequence[Piece]]) -> dict[Seed, list[Place]]:
 
 
 def _length(pieces: Sequence[Sequence[Piece]], occurrences: Sequence[Place], length: int) -> int:
-    """Length of the run, of at least `length` pieces, that begins at each of these places."""
+    """Number of pieces of the run that begins at each of these places. It is at least `length`."""
     while None not in (following := _after(pieces, occurrences, length)) and len(following) == 1:
         length += 1
     return length
 
 
 def _after(pieces: Sequence[Sequence[Piece]], occurrences: Sequence[Place], offset: int) -> set[Piece | None]:
-    """The pieces `offset` after the start of each occurrence; None for the end of a text."""
+    """Pieces at `offset` after the start of each occurrence; None for the end of a text."""
     return {pieces[number][at + offset] if at + offset < len(pieces[number]) else None for number, at in occurrences}
