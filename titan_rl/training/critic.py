@@ -192,9 +192,10 @@ class Critic:
             UntrainableError: The loss or the gradient is not finite; raised on all ranks. If this happens in the first
                 step, nothing has changed.
         """
-        judged = [self._judged.pop(id(batch)) for batch in minibatch.batches]  # popped, so that they are freed after
-        the update (count,) = self._world.sum([float(sum(each.estimate.acts_N.sum() for each in judged))]) losses:
-        list[float] = [] try:
+        judged = [self._judged.pop(id(batch)) for batch in minibatch.batches]  # popped, so that the update frees them
+        (count,) = self._world.sum([float(sum(each.estimate.acts_N.sum() for each in judged))])
+        losses: list[float] = []
+        try:
             for _ in range(self._epochs if count else 0):
                 with span("critic", "trainer"):
                     losses.append(self._accumulate(judged, count))

@@ -206,10 +206,11 @@ def _run(decoder: DecoderModel, shape: MicroBatchShape, tracker: MemoryTracker, 
         kept = tracker.live - begin
         # All chunks of logits take the same memory, so a few of them represent all.
         scored = min(tokens, CHUNKS * max(1, CHUNK_LOGITS // decoder.vocab_size))
-        unscored = 2 * (tokens - scored) * hidden_BLD.shape[-1] * hidden_BLD.itemsize  # hidden states and their
-        gradients targets_N, temperatures_N = torch.zeros(scored, dtype=torch.long), torch.ones(scored) hidden_ND =
-        hidden_BLD.flatten(0, 1).index_select(0, targets_N) del hidden_BLD logprobs_N, _ = decoder.head(hidden_ND,
-        targets_N, temperatures_N)
+        unscored = 2 * (tokens - scored) * hidden_BLD.shape[-1] * hidden_BLD.itemsize  # hidden states, their gradients
+        targets_N, temperatures_N = torch.zeros(scored, dtype=torch.long), torch.ones(scored)
+        hidden_ND = hidden_BLD.flatten(0, 1).index_select(0, targets_N)
+        del hidden_BLD
+        logprobs_N, _ = decoder.head(hidden_ND, targets_N, temperatures_N)
     found: list[int] = []
 
     def begin_layers(gradient: torch.Tensor) -> None:

@@ -102,8 +102,7 @@ class TensorBatch:
     rollout_ids: tuple[str, ...]  # of the samples, in the order of their indices
     teacher: TeacherTokens | None  # None if no sample has any scores
     episodes: EpisodeTokens | None  # None unless all samples have rewards
-    experts_BLRK: torch.Tensor | None  # int64, expert ids of R routers; FREE where they choose. None if no sample has
-        any
+    experts_BLRK: torch.Tensor | None  # int64, of R routers; FREE where they choose. None if no sample has any
     num_padding: int
 
     @property
