@@ -34,7 +34,7 @@ def _logprob(state: int, token: int, version: int) -> float:
 def scripted_logprobs(token_ids: Sequence[int], version: int, seed: int = 0) -> list[float]:
     """Logprobs that a `ScriptedEngine` gives to a sequence's tokens after the first.
 
-    They differ between versions, which reveals a token that is marked with the wrong version.
+    The logprobs differ between versions, so that tests notice a token that is marked with the wrong version.
 
     Returns:
         [len(token_ids) - 1], each in (-4, 0]
@@ -52,10 +52,10 @@ class CostModel:
     """Duration of simulated work, in seconds."""
 
     step: float = 0.0  # every step, however many requests run
-    request: float = 0.0  # and for each running request
-    prompt_token: float = 0.0  # and for each prompt token that is not in the prefix cache
-    context_token: float = 0.0  # and for each token that the running requests have in the KV cache
-    load: float = 0.0  # one state dict
+    request: float = 0.0  # added for each running request
+    prompt_token: float = 0.0  # added for each prompt token that is not in the prefix cache
+    context_token: float = 0.0  # added for each token that the running requests have in the KV cache
+    load: float = 0.0  # loading one state dict
 
     def step_seconds(self, num_running: int, num_prompt_tokens: int, num_context_tokens: int = 0) -> float:
         return (
@@ -76,10 +76,10 @@ class _Sequence:
 
 
 class ScriptedPolicy:
-    """One of several adapters of a `ScriptedEngine`, with a version of its own.
+    """One of several adapters of a `ScriptedEngine`, with its own version.
 
     Attributes:
-        versions: Every version loaded, the current one last.
+        versions: All versions loaded so far, the current one last.
     """
 
     def __init__(self, version: int, seed: int) -> None:
@@ -99,19 +99,25 @@ class ScriptedPolicy:
 
 
 class ScriptedEngine:
-    """Generates tokens that are a pure function of the context so far and `seed`.
+    """Engine that generates tokens as a pure function of the context so far and `seed`.
 
     An interrupted completion that is continued from its tokens is therefore equal to an uninterrupted one. The sampling
     seed of a request has no effect.
 
     Args:
-        script: Returns the next token for a context (prompt and completion so far). By default a hash of it.
-        mean_tokens: Expected length after which a request with stop tokens samples one; None leaves it to the script.
-        tokens_depend_on_version: Tokens are also a function of the loaded version. Logprobs always are.
-        experts: Number of layers, of experts taken per layer and of all experts, of a simulated mixture of experts.
+        vocab_size: Number of tokens in the vocabulary.
+        seed: Seed of the tokens and logprobs.
+        version: Version that is loaded at first.
+        script: Returns the next token for a context (prompt and completion so far). By default a hash of the context.
+        mean_tokens: Expected length of a completion with stop tokens; None samples no stop tokens except by `script`.
+        tokens_depend_on_version: Whether tokens also depend on the loaded version, as logprobs always do.
+        max_context: Largest number of tokens of prompt and completion.
+        max_running: Largest number of requests that run at a time.
+        experts: Simulated mixture of experts: numbers of layers, of chosen experts per layer, and of all experts.
+        cost: Duration of the simulated work; by default none.
         sleep: Called with the seconds of `cost`. In virtual time, a function that advances the clock.
-        fail_at_step: The step, counted from 1, that raises RuntimeError.
-        block_at_step: The step that sets `started` and waits for `release`.
+        fail_at_step: Step, counted from 1, that raises RuntimeError.
+        block_at_step: Step that sets `started` and waits for `release`.
     """
 
     scores_prompts = True
@@ -133,7 +139,7 @@ class ScriptedEngine:
         fail_at_step: int | None = None,
         block_at_step: int | None = None,
     ) -> None:
-        self.versions = [version]  # every version loaded, the current one last
+        self.versions = [version]  # all versions loaded so far, the current one last
         self.state_dict: dict[str, Any] = {}
         self.num_steps = 0
         self.num_score_steps = 0
@@ -206,7 +212,7 @@ class ScriptedEngine:
 
     def held_weights(self) -> Iterable[HeldTensor]:
         for name, tensor in self.state_dict.items():
-            if hasattr(tensor, "shape"):  # tests load anything
+            if hasattr(tensor, "shape"):  # tests also load values that are not tensors
                 shape = tuple(tensor.shape)
                 yield HeldTensor(name, name, tensor, (0,) * len(shape), shape)
 
@@ -296,7 +302,7 @@ class ScriptedEngine:
         return [(token, logprob) for logprob, token in heapq.nlargest(count, scored)]
 
     def _route(self, state: int) -> list[list[int]]:
-        """[num_layers, top_k]"""
+        """Routed experts of one token.  # [num_layers, top_k]"""
         assert self._experts is not None
         layers, top_k, num_experts = self._experts
         return [[(_mix(state, layer) + k) % num_experts for k in range(top_k)] for layer in range(layers)]

@@ -44,11 +44,13 @@ class KVPolicy:
     """Treatment of the KV cache at a weight swap.
 
     Args:
-        running: With "keep" running requests continue with KV of the old weights, with "recompute" they prefill again.
-        reset_prefix_cache: Later requests reuse no KV of the old weights.
+        running: "keep" lets running requests continue with the KV cache of the old weights; "recompute" makes them
+            prefill again.
+        reset_prefix_cache: Whether later requests must not reuse the KV cache of the old weights.
 
     Raises:
-        ValueError: running requests cannot be recomputed while their old KV is still offered to them.
+        ValueError: `running` is unknown, or it is "recompute" without `reset_prefix_cache`: requests would then be
+            recomputed from their old KV cache.
     """
 
     running: Literal["keep", "recompute"] = "keep"
@@ -80,8 +82,8 @@ class GaugeSummary:
     """
 
     num_steps: int
-    sums: Mapping[str, float]  # over the steps, of gauges that rise and fall
-    maxima: Mapping[str, float]
+    sums: Mapping[str, float]  # sums over the steps of each gauge that rises and falls
+    maxima: Mapping[str, float]  # maxima of these gauges
     totals: Mapping[str, float]  # growth of each counter
 
     @staticmethod
@@ -114,7 +116,7 @@ class PullResult:
     verify_s: float  # including `readback_s`
     stall_s: float  # time without engine steps
     readback_s: float = 0.0
-    gauges: GaugeSummary | None = None  # of the steps since the pull before; None if the version was loaded already
+    gauges: GaugeSummary | None = None  # steps since the previous pull; None if the version was loaded already
     readback: Readback | None = None  # None if nothing could be read back
 
 
@@ -123,10 +125,10 @@ NAMED = 5  # maximum number of tensors that an error lists
 
 @dataclass(frozen=True, slots=True)
 class HeldChecksum:
-    """Checksum of a box of a Hugging Face tensor that one rank's engine holds. It pickles."""
+    """Checksum of a box of a Hugging Face tensor that one rank's engine holds. It can be pickled."""
 
     name: str
-    parameter: str  # of the engine
+    parameter: str  # the engine's parameter
     start: tuple[int, ...]
     shape: tuple[int, ...]
     value: int
@@ -138,7 +140,7 @@ class Readback:
 
     Attributes:
         unread: Names of published tensors that were not read back completely.
-        unread_share: Their share of all published elements, from 0 to 1.
+        unread_share: Share of these tensors in all published elements, from 0 to 1.
     """
 
     unread: tuple[str, ...]
@@ -183,8 +185,8 @@ def read_back(engine: object, published: Mapping[str, TensorChecksum]) -> list[H
 def compare(published: Mapping[str, TensorChecksum], held: Iterable[Sequence[HeldChecksum]], version: int) -> Readback:
     """Compare the weights that all ranks of a replica hold with the published ones.
 
-    Each parameter that is made of a tensor must have all of its elements, over all ranks; a tied head and its embedding
-    are two parameters. Boxes that several ranks have must be equal.
+    Each engine parameter that is made of a published tensor must have all elements of that tensor, over all ranks; a
+    tied head and its embedding are two parameters. Boxes that several ranks hold must be equal.
 
     Args:
         held: Checksums of each rank.

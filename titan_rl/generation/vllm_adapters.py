@@ -1,8 +1,8 @@
 """LoRA adapters in vLLM: loading in memory between two steps, reading back, and their computation on a CPU.
 
-vLLM loads adapters from folders, ignores names that match no layer, and never reloads an adapter under the same id.
-Here an adapter arrives as tensors, a name without a layer is an error, and a new version takes the place of the old one
-under running requests.
+vLLM loads adapters from folders, ignores names that match no layer, and never reloads an adapter under the same id. In
+this module an adapter arrives as tensors, a name without a layer is an error, and a new version replaces the old one
+while requests are running.
 """
 
 from __future__ import annotations
@@ -31,30 +31,32 @@ from titan_rl.generation.vllm_requests import VLLMRequests
 
 
 def request_of(adapter_id: int) -> LoRARequest:
-    """The adapter as vLLM's requests name it. The path is never read: the adapter is always in memory."""
+    """The adapter as named in vLLM's requests. The path is never read, because the adapter is always in memory."""
     return LoRARequest(lora_name=f"adapter-{adapter_id}", lora_int_id=adapter_id, lora_path="/in/memory")
 
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """A or B of one layer, or this rank's box of it, in the memory that a worker computes with."""
+    """Matrix A or B of one layer, or this rank's box of it, in the memory that a worker computes with."""
 
     name: str  # Hugging Face name of the matrix
-    parameter: str  # of the engine
+    parameter: str  # the engine's parameter
     held: torch.Tensor
-    start: tuple[int, int]  # of the box's first element
+    start: tuple[int, int]  # position of the box's first element
     whole_shape: tuple[int, int]
-    scale: float  # that vLLM expects in it
+    scale: float  # factor by which vLLM expects the matrix to be multiplied
 
 
 PLAIN_LAYERS = (QKVParallelLinear, MergedColumnParallelLinear, ColumnParallelLinear, RowParallelLinear)
-"""Base layers that compute as their `quant_method` does. Others keep vLLM's own computation."""
+"""Base layers whose computation is that of their `quant_method`. Others keep vLLM's own computation."""
 
 
 def make_places(worker: Any, num_places: int, rank: int) -> None:
-    """Fill all of vLLM's places with adapters that change nothing, with the ids 1, 2, and so on.
+    """Fill all of vLLM's places for adapters with adapters that change nothing, with the ids 1, 2, and so on.
 
     Args:
+        worker: vLLM's worker.
+        num_places: Number of places.
         rank: Largest rank of an adapter. The matrices of a smaller one take the first rows of a place.
     """
     manager = _manager_of(worker)
@@ -67,16 +69,19 @@ def make_places(worker: Any, num_places: int, rank: int) -> None:
 
 
 def load_adapter(worker: Any, adapter_id: int, items: Iterable[tuple[str, Any]], spec: AdapterSpec) -> None:
-    """Write an adapter into a place, in which requests may be using the version before.
+    """Write an adapter into a place, even if running requests use the previous version in it.
 
     vLLM's own loading ignores names that match no layer, and takes several times as long.
 
     Args:
-        items: A and B of each layer, by their Hugging Face names; see `titan_rl.training.models.lora`.
+        worker: vLLM's worker.
+        adapter_id: vLLM's id of the place.
+        items: Matrices A and B of each layer, by their Hugging Face names; see `titan_rl.training.models.lora`.
+        spec: Rank, scale and layers of the adapter.
 
     Raises:
         StateDictError: a tensor belongs to no layer of the model, has another shape, or lacks its other half. The
-            content of the place is unknown then.
+            content of the place is then unknown.
     """
     manager = _manager_of(worker)
     matrices = {matrix.name: matrix for matrix in _matrices(manager, adapter_id, spec)}
@@ -139,21 +144,24 @@ def _matrices(manager: Any, adapter_id: int, spec: AdapterSpec) -> Iterator[_Mat
 
 
 class AdapterVersions:
-    """The versions of an adapter that an engine holds, each in a place of its own. Made by `make_adapters`.
+    """The versions of an adapter that an engine holds, each in a separate place. Made by `make_adapters`.
 
-    With a single place each version replaces the one before it, under running requests. With several, a version stays
-    until no request uses it and a later one needs its place. vLLM would evict the least recently used one silently.
+    With a single place, each version replaces the previous one while requests are running. With several places, a
+    version stays until no request uses it and a later version needs its place. vLLM would silently evict the least
+    recently used one.
 
     Args:
         core: vLLM's engine core.
-        requests: Later requests of the adapter use its newest version.
+        requests: Requests of the engine. Later requests of the adapter use its newest version.
+        name: Name of the adapter.
+        spec: Rank, scale and layers of the adapter, and its number of places.
         first_id: vLLM's id of the adapter's first place; the others follow.
     """
 
     def __init__(self, core: Any, requests: VLLMRequests, name: str, spec: AdapterSpec, first_id: int) -> None:
         self._core, self._requests, self._name, self._spec = core, requests, name, spec
         places = range(first_id, first_id + spec.num_versions)
-        self._versions: dict[int, int | None] = dict.fromkeys(places)  # by vLLM's id
+        self._versions: dict[int, int | None] = dict.fromkeys(places)  # version in each place, by vLLM's id
         self._newest = first_id
         self.pinned: int | None = None  # version that is kept beside the newest, if it is loaded
         requests.adapters[name] = request_of(self._newest)
@@ -162,8 +170,8 @@ class AdapterVersions:
         """Load a version, which later requests use.
 
         Args:
-            items: Pairs of `Engine.load_state_dict`.
-            version: of the policy.
+            items: (name, tensor) pairs of `Engine.load_state_dict`.
+            version: Version of the policy.
             in_use: vLLM's ids of the adapters of running requests.
 
         Raises:
@@ -182,13 +190,13 @@ class AdapterVersions:
                     f'{self._spec.num_versions}, with versions {held}; set generation.adapter_swap = "hot"'
                 )
             self._newest = free[0]
-        self._versions[self._newest] = None  # until it is loaded whole
+        self._versions[self._newest] = None  # until it is loaded completely
         self._core.collective_rpc(load_adapter, args=(self._newest, items, self._spec))
         self._versions[self._newest] = version
         self._requests.adapters[self._name] = request_of(self._newest)
 
     def request_for(self, version: int) -> LoRARequest:
-        """The adapter of a version for vLLM's requests.
+        """The adapter of a version as named in vLLM's requests.
 
         Raises:
             GenerationError: the version is not loaded.
@@ -227,8 +235,8 @@ class GroupedPunica(PunicaWrapperCPU):
     """The adapters of the tokens of a batch, grouped. vLLM's own class gathers a copy of A and B for every token.
 
     Attributes:
-        groups: Place of an adapter and the tokens that use it; None for all tokens.
-        layers: The layers of the model, once `make_places` has made them.
+        groups: Place of each adapter, with the tokens of the batch that use it; None stands for all tokens.
+        layers: Layers of the model, once `make_places` has made them.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -250,7 +258,8 @@ class GroupedLayer:
     """Computes one layer and its adapters on a CPU, with two matrix products for each adapter of a batch.
 
     Args:
-        module: vLLM's layer with adapters, whose method `apply` this replaces.
+        module: vLLM's layer with adapters, whose method `apply` is replaced.
+        batch: Adapters of the tokens of the present batch.
     """
 
     def __init__(self, module: Any, batch: GroupedPunica) -> None:
@@ -270,7 +279,7 @@ class GroupedLayer:
 
         Args:
             x: Input of the layer.  # [num_tokens, in]
-            bias: of the base layer.
+            bias: Bias of the base layer.  # [out]
 
         Returns:
             [num_tokens, out]
@@ -300,7 +309,8 @@ class GroupedLayer:
             offset += width
 
     def _join(self, place: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """A and B of all parts, transposed; None if their rank is too large for that.  # [in, R], [R, out]"""
+        """Matrices A and B of all fused parts, joined and transposed; None if their rank is too large for that.
+        # [in, R], [R, out]"""
         if self._a_stacked[0].shape[2] > MOST_JOINED_RANK:
             return None
         a_RI = torch.cat([a[place, 0] for a in self._a_stacked])
@@ -309,8 +319,8 @@ class GroupedLayer:
 
 
 def prepare_cpu_adapters() -> None:
-    """Have vLLM compute adapters on a CPU with `GroupedPunica`, and the experts of a mixture as without adapters: they
-    have none, and vLLM's kernels for such experts need a GPU. Called before an engine is made."""
+    """Make vLLM compute adapters on a CPU with `GroupedPunica`, and experts of a mixture as if there were no adapters:
+    experts have none, and vLLM's kernels for experts with adapters need a GPU. Called before an engine is made."""
     original: Any = fused_moe_layer.FusedMoEConfig
     if not hasattr(original, "plain"):
 

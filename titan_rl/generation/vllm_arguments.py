@@ -1,4 +1,4 @@
-"""vLLM's arguments from an `EngineSpec` and the user's options. Importing this does not import vLLM."""
+"""vLLM's arguments from an `EngineSpec` and the user's options. Importing this module does not import vLLM."""
 
 from __future__ import annotations
 
@@ -54,15 +54,16 @@ OWN = {
     "fully_sharded_loras": None,
     "default_mm_loras": None,
 }
-"""EngineArgs that are the library's to set, each with the setting that says it; None where nothing else would work:
-tokens would carry the wrong version, logprobs would be those of another distribution, or weights could not be swapped.
+"""Fields of EngineArgs that the library sets, each with the setting that determines it. None stands for fields whose
+other values would not work: tokens would carry the wrong version, logprobs would be those of another distribution, or
+weights could not be swapped.
 """
 
 
 def problem_of(options: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The first option that vLLM must not be given, and the reason; None if all are fine.
+    """The first option that must not be passed to vLLM, and the reason; None if all options are valid.
 
-    Unknown names are found where vLLM is installed; it is not imported.
+    Unknown names are detected only if vLLM is installed; it is not imported.
 
     Example: `problem_of({"dtype": "float16"})` is `("dtype", "is what model.dtype says; set that instead")`.
     """
@@ -81,7 +82,8 @@ def problem_of(options: Mapping[str, Any]) -> tuple[str, str] | None:
 
 @cache
 def _argument_names() -> frozenset[str]:
-    """The fields of vLLM's EngineArgs, read from its source: importing it takes seconds. Empty where it is missing."""
+    """The fields of vLLM's EngineArgs, read from its source, because importing vLLM takes seconds. Empty if vLLM is not
+    installed."""
     spec = find_spec("vllm")
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         try:
@@ -104,14 +106,14 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # see max_model_len below
 }
-"""Variables, which vLLM reads as it is imported."""
+"""Environment variables that vLLM reads when it is imported."""
 
-CPU_BATCHED_TOKENS = 4096  # most tokens of one step, unless one prompt has more
+CPU_BATCHED_TOKENS = 4096  # largest number of tokens of one step, unless a single prompt has more
 GPU_BATCHED_TOKENS = 8192
 
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Sizes of a place for an adapter in vLLM."""
+"""Ranks that vLLM supports for the places of adapters."""
 
 
 def adapter_places(adapters: Collection[AdapterSpec]) -> tuple[int, int]:
@@ -121,17 +123,17 @@ def adapter_places(adapters: Collection[AdapterSpec]) -> tuple[int, int]:
 
 
 def adapter_targets(adapters: Iterable[AdapterSpec]) -> list[str]:
-    """Layers that the places of an engine have matrices for: those of any adapter."""
+    """Layers for which the places of an engine have matrices: the layers that any adapter changes."""
     return list(dict.fromkeys(target for each in adapters for target in each.targets))
 
 
 def prepare_cpu(spec: EngineSpec) -> None:
-    """Have vLLM do in this process what it does well on a CPU.
+    """Adapt vLLM to CPUs in this process, and check that it supports the specification there.
 
     Raises:
-        ModelError: it does not do there what is asked for.
+        ModelError: vLLM does not support the specification on CPUs.
     """
-    if spec.routed_experts:  # it has a model runner for them only with a Triton that compiles for CPUs
+    if spec.routed_experts:  # vLLM's model runner for them needs a Triton that compiles for CPUs
         raise ModelError(
             "vLLM does not return routed experts on CPU; set generation.return_routed_experts = false or use a GPU"
         )
@@ -160,9 +162,10 @@ def prepare_cpu(spec: EngineSpec) -> None:
 
 
 def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> EngineArgs:
-    """
+    """Make vLLM's arguments for an engine.
+
     Raises:
-        ModelError: weights and KV cache do not fit the GPU, or vLLM has no kernels there for what is asked for.
+        ModelError: weights and KV cache do not fit the GPU, or vLLM lacks GPU kernels for the specification.
     """
     if spec.adapters and spec.dtype == "float32" and not on_cpu:
         raise ModelError('vLLM computes adapters in bfloat16 only on GPUs; set model.dtype = "bfloat16"')
@@ -185,13 +188,13 @@ def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> EngineArgs:
         "speculative_config": None if spec.speculative is None else dict(spec.speculative),
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
-        # With it a step's tokens are handed out while the next step runs already: those that a swap falls between would
-        # be stamped with weights that did not sample them, and scoring could not have other requests stand still.
+        # With async scheduling, a step's tokens are returned while the next step is already running: tokens around a
+        # swap would be attributed to weights that did not sample them, and scoring could not suspend other requests.
         "async_scheduling": False,
         "enforce_eager": on_cpu,
-        # Of a split prompt vLLM rewinds the generator of a seed, which generators on a CPU cannot do.
+        # If a prompt is split, vLLM rewinds the generator of a request with a seed, which is impossible on a CPU.
         "enable_chunked_prefill": False if on_cpu else None,
-        # vLLM's own default of 2048 would have a full batch of prompts wait for many steps.
+        # With vLLM's default of 2048, a full batch of prompts would wait for many steps.
         "max_num_batched_tokens": max(CPU_BATCHED_TOKENS if on_cpu else GPU_BATCHED_TOKENS, spec.max_context + 1),
         # On a CPU the default of 128 hides most of a short conversation from the prefix cache.
         "block_size": 32 if on_cpu else None,
@@ -228,18 +231,18 @@ def cache_no_states(arguments: EngineArgs) -> None:
 
 
 def _overrides(model: Path) -> dict[str, Any]:
-    """Values that vLLM has to read in place of those in config.json, to compute what transformers does."""
+    """Values that replace those of config.json, so that vLLM computes the same as transformers."""
     config = model / "config.json"
-    hf = json.loads(config.read_text()) if config.exists() else {}  # vLLM says what is missing
+    hf = json.loads(config.read_text()) if config.exists() else {}  # vLLM reports a missing file
     if hf.get("model_type") == "cohere2" and (window := hf.get("sliding_window") or 0) > 1:
-        return {"sliding_window": window - 1}  # its layers attend to one token more
+        return {"sliding_window": window - 1}  # vLLM's layers attend to one token more
     if hf.get("model_type") == "lfm2":  # published folders have these fields, which transformers does not write
         return {name: hf["hidden_size"] for name in ("block_dim", "conv_dim") if name not in hf}
     return {}
 
 
 def _gpu_memory(spec: EngineSpec) -> tuple[int, float]:
-    """Bytes of the KV cache, and the part of the GPU that the engine has."""
+    """Bytes of the KV cache, and the engine's share of the GPU's memory."""
     import torch
 
     if spec.kv_cache_gib is not None and spec.gpu_share is not None:

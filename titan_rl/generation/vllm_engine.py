@@ -1,4 +1,4 @@
-"""vLLM as an `Engine`, in this process: its engine core alone, without its tokenizer or output processing."""
+"""vLLM as an `Engine` in this process: only its engine core, without its tokenizer or output processing."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ from titan_rl.types import EXTRA_SAMPLING, FinishReason, PromptScores, TopLogpro
 if TYPE_CHECKING:
     from titan_rl.generation.vllm_adapters import AdapterVersions
 
-# Those of vLLM's that leave the tokens valid. Its others are "error" and "repetition".
+# Finish reasons of vLLM with which the tokens are valid. The others are "error" and "repetition".
 _FINISH_REASONS = {FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT}
 
 
 class VLLMEngine:
-    """Continuous batching with paged attention and a prefix cache.
+    """Engine with continuous batching, paged attention and a prefix cache.
 
-    Logprobs are those of the distribution sampled from: temperature, top_p, top_k, min_p, penalties, biases and the
-    constraint applied.
+    Logprobs are those of the distribution that is sampled from, after temperature, top_p, top_k, min_p, penalties,
+    biases and the constraint have been applied.
 
-    Of several ranks that share a model each process has an engine, in lockstep with the others. They are started by
-    whoever started this process, with torch.distributed's environment variables set.
+    If several ranks share a model, each process has an engine, and all of them step together. The caller starts these
+    processes, with torch.distributed's environment variables set.
 
     Args:
-        ends_with_process: `close` releases nothing, because the process is about to end: vLLM takes a second for what
-            the kernel then does at once.
+        spec: Specification of the engine.
+        ends_with_process: Whether the process ends after `close`, which then releases nothing: vLLM takes a second for
+            it, and the kernel releases everything at once.
 
     Example: `VLLMEngine(EngineSpec("policy", max_context=4096))`
 
@@ -67,15 +68,15 @@ class VLLMEngine:
         self._on_cpu: bool = current_platform.is_cpu()
         if self._on_cpu:
             prepare_cpu(spec)
-        self._internal: dict[str, str] = {}  # request id -> core id
-        self._external: dict[str, EngineRequest] = {}  # by core id
-        self._adapter_ids: dict[str, int] = {}  # by core id
-        self._ahead: list[TokenDelta] = []  # of steps in which an adapter was scored
+        self._internal: dict[str, str] = {}  # core ids by request id
+        self._external: dict[str, EngineRequest] = {}  # requests by core id
+        self._adapter_ids: dict[str, int] = {}  # vLLM's ids of their adapters by core id
+        self._ahead: list[TokenDelta] = []  # deltas of steps in which sequences were scored
         self._guesses = spec.speculative is not None
         self._num_prompt_tokens = self._num_cached_tokens = 0
         arguments = engine_arguments(spec, on_cpu=self._on_cpu)
-        gc.freeze()  # vLLM collects garbage five times as it starts, then freezes all: its modules need none of that
-        tqdm.set_lock(threading.RLock())  # its own is a named semaphore, which outlives a process that is killed
+        gc.freeze()  # vLLM collects garbage five times while it starts; this spares the modules loaded so far
+        tqdm.set_lock(threading.RLock())  # tqdm's own lock is a named semaphore, which outlives a killed process
         try:
             if self._on_cpu:
                 cache_no_states(arguments)
@@ -164,7 +165,7 @@ class VLLMEngine:
         return self._score(sequences, "", self._scheduler.alone())
 
     def score_adapter(self, adapter: str, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Score with one adapter; see `LoadedPolicy.score`. Requests stand still only if the KV cache is full."""
+        """Score with one adapter; see `LoadedPolicy.score`. Requests are suspended only if the KV cache is full."""
         has_room = self._scheduler.has_room_beside(map(len, sequences))
         return self._score(sequences, adapter, self._scheduler.beside() if has_room else self._scheduler.alone())
 
@@ -184,7 +185,7 @@ class VLLMEngine:
                     if (index := unscored.get(output.request_id)) is None:
                         continue
                     if output.new_prompt_logprobs_tensors is not None:
-                        # [num_tokens - 1, 1]: the first column is the token that was there
+                        # [num_tokens - 1, 1]: the first column is the sequence's own token
                         scores[index] = output.new_prompt_logprobs_tensors.logprobs[:, 0].tolist()
                     if output.finish_reason is not None:
                         del unscored[output.request_id]
@@ -195,7 +196,8 @@ class VLLMEngine:
         self.leave_cache("", recompute_running=recompute_running)
 
     def leave_cache(self, adapter: str, *, recompute_running: bool = False) -> None:
-        """See `LoadedPolicy.reset_prefix_cache`. `recompute_running` concerns the requests of all adapters."""
+        """Reset the prefix cache of an adapter; see `LoadedPolicy.reset_prefix_cache`. `recompute_running` applies to
+        the requests of all adapters."""
         # vLLM cannot empty the cache while requests run; salting the keys of later requests hides it from them.
         self._requests.leave_cache(adapter)
         if recompute_running or not self._external:
@@ -220,7 +222,7 @@ class VLLMEngine:
         return gauges
 
     def sleep(self) -> None:
-        # Level 1 would keep a copy of the weights in the host's memory, which a pull replaces.
+        # Level 1 would keep a copy of the weights in the host's memory, which the next pull makes useless.
         self._core.sleep(level=2)
 
     def wake(self) -> None:
@@ -236,7 +238,7 @@ class VLLMEngine:
 
     def _deltas_of(self, outputs: Sequence[Any]) -> list[TokenDelta]:
         """Deltas of one step of vLLM."""
-        # A long prompt is computed in several steps, and vLLM puts out nothing before its last.
+        # A long prompt is computed in several steps, and vLLM returns no output for it before the last one.
         silent = set(self._scheduler.take_begun()).difference(output.request_id for output in outputs)
         deltas = [TokenDelta(self._external[core_id].request_id, (), ()) for core_id in silent & self._external.keys()]
         for output in outputs:
@@ -261,7 +263,7 @@ class VLLMEngine:
                 self._num_prompt_tokens += output.prefill_stats.num_prompt_tokens
                 self._num_cached_tokens += output.prefill_stats.num_cached_tokens
             tokens = output.new_token_ids
-            experts = output.routed_experts  # of every position computed: the last ones produced the new tokens
+            experts = output.routed_experts  # of every computed position; the last positions produced the new tokens
             if experts is not None:
                 experts = experts[len(experts) - len(tokens) :]
             allowed = None
@@ -297,10 +299,12 @@ class AdapterPolicy:
 
 
 def _likeliest(logprobs: Any, count: int) -> TopLogprobs | None:
-    """
+    """Convert vLLM's logprobs of the likeliest tokens.
+
     Args:
-        logprobs: of vLLM, [num_tokens, at least 1 + count]: the sampled token, then the likeliest. There are more where
-            another request of the batch asks for more.
+        logprobs: vLLM's logprobs of the sampled token, then of the likeliest tokens. There are more columns if another
+            request of the batch asks for more.  # [num_tokens, at least 1 + count]
+        count: Number of likeliest tokens to return.
     """
     if not count or logprobs is None:
         return None
@@ -312,9 +316,12 @@ def _likeliest(logprobs: Any, count: int) -> TopLogprobs | None:
 
 
 def _scores_of(tensors: Any, top_k: int) -> PromptScores:
-    """
+    """Convert vLLM's logprobs of a prompt.
+
     Args:
-        tensors: of vLLM, [num_prompt_tokens - 1, at least 1 + top_k]: the prompt's token, then the likeliest.
+        tensors: vLLM's logprobs of the prompt's own token, then of the likeliest tokens.
+            # [num_prompt_tokens - 1, at least 1 + top_k]
+        top_k: Number of likeliest tokens to return.
     """
     ids, values = tensors.logprob_token_ids[:, 1 : top_k + 1], tensors.logprobs[:, 1 : top_k + 1]
     return PromptScores(
@@ -346,7 +353,8 @@ def has_output_layer(worker: Any) -> bool:
 
 
 def with_tied_head(items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Name the output layer too: on CPU vLLM keeps a packed copy, which loading the embedding alone does not change."""
+    """Add the output layer to the pairs of a model with tied embeddings. On a CPU vLLM keeps a packed copy of it, which
+    loading the embedding does not change."""
     embedding, names = None, set[str]()
     for name, tensor in items:
         names.add(name)
@@ -358,7 +366,7 @@ def with_tied_head(items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]
 
 
 def keep_transformers_classes() -> None:
-    """Have vLLM leave transformers' classes as they are when it runs their modeling code. It would prepare them for
+    """Prevent vLLM from changing transformers' classes when it runs their modeling code. It would prepare them for
     compilation, which is off on a CPU, and a trainer's model of the same class in this process would then fail."""
     from vllm.model_executor.models.transformers.base import Base
 
@@ -371,8 +379,8 @@ def _leave(model: Any) -> None:
 
 
 def drop_packed_experts(worker: Any) -> None:
-    """Have vLLM pack the experts of a mixture anew: on CPU a reload leaves them out, and reads what is not packed as if
-    it were."""
+    """Make vLLM pack the experts of a mixture again at a reload. Otherwise a reload on a CPU does not pack them, and
+    vLLM then reads the unpacked weights as packed ones."""
     for module in worker.get_model().modules():
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:

@@ -1,4 +1,4 @@
-"""Reads vLLM's weights back, with what it has fused and packed taken apart. Importing it imports vLLM."""
+"""Reads vLLM's weights back, splitting fused and packed ones. Importing this module imports vLLM."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from titan_rl.core.errors import VerificationError
 from titan_rl.core.tensor_checksum import box_sum, factors, row_sums, weighted_sum, word_dot
 from titan_rl.generation.engine import HeldTensor
 
-READ_COLUMNS = 4  # of each packed weight, after each load; others each time
+READ_COLUMNS = 4  # columns of each packed weight that are read back after a load; different ones each time
 
 _PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _KEEPS_LAYOUT = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
@@ -40,12 +40,12 @@ _KEEPS_LAYOUT = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRI
 class _Part:
     """Rows or columns of a layer's weight that are a box of one Hugging Face tensor."""
 
-    index: int  # among the tensors that are fused
-    dim: int  # along which the layer's weight is cut
-    offset: int  # in the layer's weight
+    index: int  # index among the fused tensors
+    dim: int  # dimension along which the layer's weight is cut
+    offset: int  # position in the layer's weight
     size: int
-    start: int  # in the Hugging Face tensor
-    whole: int
+    start: int  # position in the Hugging Face tensor
+    whole: int  # size of the Hugging Face tensor along `dim`
 
     def of(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.narrow(self.dim, self.offset, self.size)
@@ -61,12 +61,12 @@ class _Part:
 class _Packed:
     """A weight in a format that only a CPU kernel can read."""
 
-    linear: Callable[..., torch.Tensor]  # that computes with it
+    linear: Callable[..., torch.Tensor]  # function that computes with the weight
     dtype: torch.dtype
     shape: tuple[int, int]
     sums: list[torch.Tensor]  # checksums of the layer's parts
-    first: int  # of the columns that are read back
-    values: torch.Tensor  # of these columns, [READ_COLUMNS, num_rows]
+    first: int  # first of the columns that are read back
+    values: torch.Tensor  # values of these columns, [READ_COLUMNS, num_rows]
 
     @staticmethod
     def of(layer: Any, weight: torch.Tensor, turn: int) -> _Packed:
@@ -76,10 +76,10 @@ class _Packed:
         return _Packed(layer.cpu_linear, weight.dtype, (rows, width), _part_sums(layer, weight), first, columns)
 
     def check(self, layer: Any, parameter: str) -> None:
-        """Read some columns back: a kernel gives them exactly when it multiplies with rows of zeros and a one.
+        """Read some columns back: the kernel returns a column exactly if it multiplies with a row of zeros and a one.
 
         Raises:
-            VerificationError: they are not what was packed.
+            VerificationError: the columns differ from those that were packed.
         """
         rows = torch.zeros((len(self.values), self.shape[1]), dtype=self.dtype)
         rows.diagonal(self.first).fill_(1)
@@ -100,14 +100,14 @@ _turns = count()
 
 
 def note_packing() -> None:
-    """Have vLLM note of each weight that it packs for a CPU what it was. Called before an engine is made."""
+    """Make vLLM record the checksums of each weight that it packs for a CPU. Called before an engine is made."""
     original: Any = utils.dispatch_cpu_unquantized_gemm
     if hasattr(original, "packs"):
         return
 
     def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
         weight: torch.Tensor = layer.weight
-        is_matrix = weight.ndim == 2  # the weight of a convolution becomes one when it is packed, in place
+        is_matrix = weight.ndim == 2  # before packing, which turns a convolution's weight into a matrix in place
         original(layer, remove_weight)
         if is_matrix and not weight.is_meta:
             # vLLM's parameters, and its default device, would add Python code to each operation.
@@ -119,13 +119,18 @@ def note_packing() -> None:
 
 
 def held_weights(worker: Any, is_tied: bool) -> list[HeldTensor]:
-    """The weights of a worker's model, by their Hugging Face names; a tied head's are the embedding's.
+    """The weights of a worker's model, by their Hugging Face names; a tied head has those of the embedding.
 
-    Linear layers, embeddings, the experts of a mixture and whatever is loaded as it is are read. Of a weight that a CPU
-    kernel has packed out of sight there are its checksums from when it was packed, and some columns are read back.
+    Linear layers, embeddings, the experts of a mixture, and all weights that are loaded unchanged are read. A weight
+    that a CPU kernel has packed in a hidden format has its checksums from the time of packing, and some of its columns
+    are read back.
+
+    Args:
+        worker: vLLM's worker.
+        is_tied: Whether the head is tied to the embedding.
 
     Raises:
-        VerificationError: a kernel computes with something else than what was packed for it.
+        VerificationError: a kernel computes with other weights than those that were packed for it.
     """
     modules = worker.get_model().named_modules()
     return [held for name, module in modules for held in _held(name, module, is_tied)]
@@ -143,7 +148,7 @@ def _held(path: str, module: Any, is_tied: bool) -> Iterator[HeldTensor]:
         weight = parameter.detach().as_subclass(torch.Tensor)
         own = f"{path}.{name}"
         if (unpacked := getattr(module, "_cpu_unpacked_conv_weight", None)) is not None and name == "weight":
-            weight, own = unpacked.unsqueeze(1), f"{own} (packed)"  # which vLLM keeps for other kernels
+            weight, own = unpacked.unsqueeze(1), f"{own} (packed)"  # vLLM keeps it for other kernels
         if is_layer:
             packed: _Packed | None = getattr(module, "packed_weight", None) if name == "weight" else None
             if packed is not None and packed.linear is module.cpu_linear:
@@ -169,14 +174,17 @@ def _hf_name(path: str, name: str, index: int, is_tied_head: bool) -> str:
 
 
 def hf_name_of(path: str, index: int) -> str:
-    """Hugging Face name of a layer, or of the part of a fused layer with that index."""
+    """Hugging Face name of a layer, or of one part of a fused layer.
+
+    Example: `hf_name_of("model.layers.0.self_attn.qkv_proj", 1)` is `"model.layers.0.self_attn.k_proj"`.
+    """
     parent, _, last = path.rpartition(".")
     parts = _PARTS.get(last)
     return path if parts is None else f"{parent}.{parts[index]}"
 
 
 def parts_of(layer: Any, weight: torch.Tensor) -> list[_Part]:
-    """Parts of a layer's weight, in their order. Empty for a layer of a kind that is not known."""
+    """Parts of a layer's weight, in their order. Empty for an unknown kind of layer."""
     if isinstance(layer, VocabParallelEmbedding):
         indices = layer.shard_indices
         first, size = indices.org_vocab_start_index, indices.org_vocab_end_index - indices.org_vocab_start_index
@@ -213,8 +221,8 @@ def parts_of(layer: Any, weight: torch.Tensor) -> list[_Part]:
 
 
 def _experts(path: str, module: Any) -> Iterator[HeldTensor]:
-    """Gate, up and down projection of the experts that this rank has. Nothing where a kernel has shuffled them in a way
-    that is not known here."""
+    """Gate, up and down projections of the experts that this rank has. Nothing if a kernel has reordered them in an
+    unknown way."""
     method, config = module.quant_method, module.moe_config
     if type(method) is not UnquantizedFusedMoEMethod or not config.is_act_and_mul:
         return
@@ -254,18 +262,23 @@ def _experts(path: str, module: Any) -> Iterator[HeldTensor]:
 class _ExpertBox:
     """Rows of an expert's weight that are a box of one Hugging Face tensor."""
 
-    row: int  # the first
+    row: int  # first row
     shape: tuple[int, int]
-    start: tuple[int, int]  # in the Hugging Face tensor
-    whole: tuple[int, int]
+    start: tuple[int, int]  # position in the Hugging Face tensor
+    whole: tuple[int, int]  # shape of the Hugging Face tensor
 
 
 def _expert_checksums(weight_ENK: torch.Tensor, isa: str, boxes: tuple[_ExpertBox, ...]) -> list[list[int]]:
-    """Checksums of all experts for each box, which computed one by one take several times as long. Empty if they
-    cannot be computed.
+    """Checksums of all experts for each box, several times as fast as one expert at a time. Empty if they cannot be
+    computed.
 
     Args:
-        isa: that the weight is packed for; "" where it is not.
+        weight_ENK: Weights of all experts of this rank.
+        isa: Instruction set for which the weight is packed; "" if it is not packed.
+        boxes: Boxes of each expert's weight.
+
+    Returns:
+        [num_boxes][num_experts]
     """
     shape, dtype = (weight_ENK.shape[1], weight_ENK.shape[2]), weight_ENK.dtype
     per_word = 4 // dtype.itemsize
@@ -276,7 +289,7 @@ def _expert_checksums(weight_ENK: torch.Tensor, isa: str, boxes: tuple[_ExpertBo
     if isa and places is None:
         return []
     if places is not None and len(places) > elements_EP.shape[1] // per_word:
-        elements_EP, places = elements_EP.index_select(1, places), None  # halves of words are apart
+        elements_EP, places = elements_EP.index_select(1, places), None  # the halves of words are separated
     words_EP = elements_EP.view(torch.int32)
     device = weight_ENK.device
     sums = [word_dot(words_EP, _expert_factors(shape, per_word, isa if places is not None else "", dtype, box, device))
@@ -288,7 +301,8 @@ def _expert_checksums(weight_ENK: torch.Tensor, isa: str, boxes: tuple[_ExpertBo
 def _expert_factors(
     shape: tuple[int, int], per_word: int, isa: str, dtype: torch.dtype, box: _ExpertBox, device: torch.device
 ) -> torch.Tensor:
-    """By which the words of an expert's weight are multiplied, in their order, and summed: 0 outside the box."""
+    """Factors of the words of an expert's weight, in their order, for the checksum of a box; 0 outside the box.
+    # [num_words]"""
     rows, columns = box.shape[0], box.shape[1] // per_word
     found = torch.zeros((shape[0], shape[1] // per_word), dtype=torch.int64, device=device)
     by_row = factors(0, box.start[0], rows, device)
@@ -306,13 +320,13 @@ def _expert_factors(
 @lru_cache(8)
 def _packed_places(shape: tuple[int, int], dtype: torch.dtype, isa: str) -> torch.Tensor | None:
     """Positions of the elements of an expert's weight after packing, found by packing their indices; positions of
-    32-bit words if their halves stay together. None where packing does more than to move them.  # [N * K] or [N * K //
-    2]"""
+    32-bit words if their halves stay together. None if packing does more than move elements.
+    # [N * K] or [N * K // 2]"""
     numel = shape[0] * shape[1]
     numbers = torch.arange(numel, dtype=torch.int64)
     bits = torch.int16 if dtype.itemsize == 2 else torch.int32
     found = torch.zeros(numel, dtype=torch.int64)
-    for shift in (0, 15):  # 15 bits at a time: each a small, positive number
+    for shift in (0, 15):  # 15 bits at a time, so that each value is a small, positive number
         digits = ((numbers >> shift) & 0x7FFF).to(bits).view(dtype).view(1, *shape)
         found += cpu_prepack_moe_weight(digits, isa).flatten().view(bits).to(torch.int64) << shift
     if numel > 1 << 30 or not torch.equal(found.sort().values, numbers):

@@ -1,4 +1,4 @@
-"""Requests and constraints in the form that vLLM takes. Importing this imports vLLM and torch."""
+"""Requests and constraints in vLLM's form. Importing this module imports vLLM and torch."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ from titan_rl.generation.request import EngineRequest
 from titan_rl.types import SamplingParams
 
 MOST_CHARACTERS = 1 << 17
-"""Of a constraint. What a grammar costs to compile grows with its text, and requests stand still meanwhile."""
+"""Largest number of characters of a constraint. The time to compile a grammar grows with its text, and all requests
+wait meanwhile."""
 
 CONTINUED = "num_continued"
-"""In vLLM's `extra_args`: see `SamplingParams.num_continued`."""
+"""Key of `SamplingParams.num_continued` in vLLM's `extra_args`."""
 
 
 class ConstrainedIds(list[str]):
-    """The constrained requests of one step, on their way from the scheduler to the model runner and back.
+    """Ids of the constrained requests of one step, passed from the scheduler to the model runner and back.
 
     Attributes:
-        temperatures: of each request.
-        allowed_logprobs: of each request, filled in by the model runner: the log of the probability that the policy
-            gives to the tokens that the grammar allows.
+        temperatures: Temperature of each request.
+        allowed_logprobs: Log of the total probability of the tokens that each request's grammar allows, under the
+            policy. The model runner fills it in.
     """
 
     def __init__(self, ids: Sequence[str], temperatures: dict[str, float]) -> None:
@@ -48,9 +49,10 @@ class ConstrainedIds(list[str]):
 
 
 class Constraints(StructuredOutputManager):
-    """Compiles the grammars of an engine that has no tokenizer of its own: it is loaded with the first of them.
+    """Compiles the grammars of an engine without a tokenizer; the tokenizer is loaded for the first grammar.
 
-    Grammars are compiled at once and kept by vLLM's backend, so that all ranks of a replica have them in the same step.
+    Grammars are compiled synchronously, so that all ranks of a replica have them in the same step. vLLM's backend
+    caches them.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -65,9 +67,10 @@ class Constraints(StructuredOutputManager):
         return AutoTokenizer.from_pretrained(self.vllm_config.model_config.model, local_files_only=True)
 
     def grammar_init(self, request: Request) -> None:
-        """
+        """Compile the grammar of a request.
+
         Raises:
-            RequestError: there is no tokenizer, the constraint is no grammar, or the tokens so far do not fit it.
+            RequestError: there is no tokenizer, the constraint is not a grammar, or the tokens so far violate it.
         """
         constrained = request.structured_output_request
         if constrained is None:
@@ -82,7 +85,7 @@ class Constraints(StructuredOutputManager):
         request.status = RequestStatus.WAITING  # there is no grammar to wait for
 
     def _create_grammar(self, request: Request) -> Any:
-        """Without an entry in the log: the error is the request's own."""
+        """Compile a grammar without logging an error, which concerns only the request."""
         constrained, params = request.structured_output_request, request.sampling_params
         assert constrained is not None
         assert params is not None
@@ -102,9 +105,10 @@ class Constraints(StructuredOutputManager):
 
 
 def check_constraint(constraint: str) -> None:
-    """
+    """Check that grammars can enforce a constraint.
+
     Raises:
-        ValueError: it is no JSON object, too long, or has what a grammar would let through unchecked.
+        ValueError: the constraint is not a JSON object, is too long, or contains something that a grammar ignores.
     """
     if len(constraint) > MOST_CHARACTERS:
         raise ValueError(f"its constraint has {len(constraint)} characters; at most {MOST_CHARACTERS} are allowed")
@@ -122,17 +126,17 @@ def check_constraint(constraint: str) -> None:
 
 
 def log_allowed(before: torch.Tensor, after: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-    """The log of the probability that is left.
+    """Log of the total probability of the allowed tokens.
 
     Args:
-        before: logits of some requests.  # [num_requests, vocab_size]
-        after: the same, minus infinity where a token is not allowed.
-        temperatures: 0 is taken as 1, as vLLM does for logprobs.  # [num_requests]
+        before: Logits of some requests.  # [num_requests, vocab_size]
+        after: The same logits, with minus infinity for tokens that are not allowed.  # [num_requests, vocab_size]
+        temperatures: Temperatures. 0 counts as 1, as in vLLM's logprobs.  # [num_requests]
 
     Returns:
         [num_requests], none above 0
 
-    Example: of two tokens with probabilities 0.25 and 0.75 the first is allowed: log(0.25).
+    Example: if only the first of two tokens with probabilities 0.25 and 0.75 is allowed, the result is log(0.25).
     """
     scale = temperatures.where(temperatures > 1e-5, 1.0).to(before.device, torch.float32)[:, None]
     left = (after.float() / scale).logsumexp(-1) - (before.float() / scale).logsumexp(-1)
@@ -140,10 +144,11 @@ def log_allowed(before: torch.Tensor, after: torch.Tensor, temperatures: torch.T
 
 
 def install_measuring() -> None:
-    """Have vLLM's model runners of this process measure what each grammar leaves. Calling it again changes nothing.
+    """Make vLLM's model runners in this process measure the probability of the tokens that each grammar allows. Further
+    calls change nothing.
 
-    A runner applies the grammars to the logits in place, before it samples and before any logprob is taken, so that
-    the policy's own distribution cannot be had behind it.
+    A runner applies the grammars to the logits in place, before it samples and before it computes logprobs, so the
+    policy's own distribution is not available afterwards.
     """
     apply = gpu_model_runner.apply_grammar_bitmask
     if not hasattr(apply, "measures"):
@@ -159,7 +164,8 @@ def install_measuring() -> None:
 
 
 def _install_in_second_runner() -> None:
-    """The model runner that vLLM uses on GPUs. Without Triton it cannot be imported, and is not used."""
+    """Install the measurement in vLLM's model runner for GPUs. Without Triton it cannot be imported, and is not
+    used."""
     try:
         from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
     except ImportError:
@@ -193,7 +199,7 @@ def _measured(apply: Any, ids: Any, rows: dict[str, int], logits: torch.Tensor) 
 
 
 def _first_line(error: Exception) -> str:
-    """Without the place in xgrammar's source and the condition that failed there."""
+    """The first line of an error, without the position in xgrammar's source and the condition that failed there."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return re.sub(r"^\[[\d:]+\] \S+: (Check failed: .*? is (false|true): )?", "", line)[:300]
 
@@ -202,9 +208,9 @@ class VLLMRequests:
     """Makes vLLM's requests.
 
     Args:
-        max_context: most tokens of prompt and completion together.
-        vocab_size: tokens that the model has.
-        guesses: the engine guesses tokens.
+        max_context: Largest number of tokens of prompt and completion together.
+        vocab_size: Number of tokens in the model's vocabulary.
+        guesses: Whether the engine uses speculative decoding.
     """
 
     def __init__(self, max_context: int, vocab_size: int, *, guesses: bool = False) -> None:
@@ -212,20 +218,21 @@ class VLLMRequests:
         self._guesses = guesses
         self._vocab_size = vocab_size
         self._ids = map(str, itertools.count())  # the core's own request ids, never used twice
-        self._cache_epochs = Counter[str]()  # by adapter
-        self.adapters: dict[str, LoRARequest] = {}  # by name; "" is that of every request
+        self._cache_epochs = Counter[str]()  # number of `leave_cache` calls by adapter
+        self.adapters: dict[str, LoRARequest] = {}  # by name; "" is the adapter of requests that name none
 
     def leave_cache(self, adapter: str = "") -> None:
-        """Later requests of an adapter read nothing of the prefix cache that earlier ones have written."""
+        """Prevent later requests of an adapter from reading the prefix cache of earlier ones."""
         self._cache_epochs[adapter] += 1
 
     def generating(self, request: EngineRequest, pinned: LoRARequest | None = None) -> EngineCoreRequest:
-        """
+        """Make vLLM's request that generates.
+
         Args:
-            pinned: version of the request's adapter; by default the newest.
+            pinned: Version of the request's adapter; by default the newest.
 
         Raises:
-            RequestError: it can never run.
+            RequestError: the request can never run.
         """
         if self._guesses:
             _check_beside_guesses(request.request_id, request.sampling)
@@ -246,10 +253,11 @@ class VLLMRequests:
         return self._core_request(prompt, params, request.adapter, pinned)
 
     def scoring(self, sequences: Sequence[Sequence[int]], adapter: str = "") -> list[EngineCoreRequest | None]:
-        """One for each sequence; None for one that has no token to score.
+        """Make vLLM's requests that score sequences, one for each sequence; None for a sequence without a token to
+        score.
 
         Raises:
-            RequestError: a sequence is too long, or has tokens that there are not.
+            RequestError: a sequence is too long, or has tokens that are not in the vocabulary.
         """
         prompts = [self._token_ids("a sequence to score", sequence) for sequence in sequences]
         for prompt in prompts:
@@ -295,9 +303,9 @@ class VLLMRequests:
                 min_p=sampling.min_p,
                 min_tokens=sampling.min_tokens,
                 seed=sampling.seed,
-                # A stop token that the model does not have is never sampled, and vLLM would look for its logit.
+                # A stop token that the model lacks is never sampled, but vLLM would access its logit.
                 stop_token_ids=[token for token in sampling.stop_token_ids if 0 <= token < self._vocab_size],
-                ignore_eos=True,  # the request names its stop tokens itself
+                ignore_eos=True,  # the request itself names its stop tokens
                 logprobs=sampling.top_logprobs,
                 prompt_logprobs=sampling.prompt_logprobs,
                 presence_penalty=sampling.presence_penalty,
@@ -324,24 +332,26 @@ class VLLMRequests:
 
 
 def _structured(sampling: SamplingParams) -> StructuredOutputsParams | None:
-    """
+    """Convert a constraint to vLLM's form.
+
     Raises:
-        ValueError: the constraint is none that vLLM's grammars keep to.
+        ValueError: vLLM's grammars cannot enforce the constraint.
     """
     if sampling.constraint is None:
         return None
     check_constraint(sampling.constraint)
     check_json_nesting(sampling.constraint, structural_tag=True)
     params = StructuredOutputsParams(structural_tag=sampling.constraint)
-    params._backend = "xgrammar"  # which vLLM finds out where it has a tokenizer
+    params._backend = "xgrammar"  # vLLM chooses it itself only if it has a tokenizer
     return params
 
 
 def _check_beside_guesses(request_id: str, sampling: SamplingParams) -> None:
-    """
+    """Check that speculative decoding supports a request's sampling parameters.
+
     Raises:
-        RequestError: with guessed tokens vLLM would sample from another distribution: it leaves min_p out, and bans
-            stop tokens for longer than min_tokens says. Nor is what a constraint leaves out measured there.
+        RequestError: vLLM would sample from another distribution, or a constraint could not be measured. With
+            speculative decoding it ignores min_p, and bans stop tokens for longer than min_tokens.
     """
     for name, value in sampling.shaping.items():
         if name not in ("top_p", "top_k"):

@@ -1,5 +1,5 @@
 """Subclasses of vLLM's scheduler and executor: scoring, adaptive batch size, ranks started from outside. Importing this
-imports vLLM."""
+module imports vLLM."""
 
 from __future__ import annotations
 
@@ -24,26 +24,27 @@ SCORE_PLACES = 8  # sequences run by themselves at a time, beside the requests t
 
 
 class ScoringScheduler(Scheduler):
-    """Lets requests stand still while others run `alone`: those need no place of theirs and wait for none.
+    """Scheduler that can suspend requests while others run `alone`. The latter need no place of the suspended requests,
+    and do not wait for one.
 
-    The model runner keeps the state of a request that is not scheduled in a step, so a request that stood still goes on
-    as if nothing had been. `max_num_seqs` has to be `SCORE_PLACES` above the most requests that advance together, which
-    is `max_num_active_seqs`.
+    The model runner keeps the state of a request that is not scheduled in a step, so a suspended request continues as
+    if nothing had happened. `max_num_seqs` must exceed the largest number of requests that advance together,
+    `max_num_active_seqs`, by `SCORE_PLACES`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.num_preemptions = 0
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
-        self.allowed_logprobs: dict[str, float] = {}  # of the last step's constrained requests: see `ConstrainedIds`
+        self.allowed_logprobs: dict[str, float] = {}  # by constrained request of the last step; see `ConstrainedIds`
         self._begun: list[str] = []
-        self._still: tuple[list[Request], Any] | None = None  # running and waiting requests, while others run alone
-        self._beside_places = 0  # further places while some requests run beside the others
-        self._behind: Any = None  # requests that wait behind these
+        self._still: tuple[list[Request], Any] | None = None  # suspended running and waiting requests in `alone`
+        self._beside_places = 0  # additional places in `beside`
+        self._behind: Any = None  # requests that were waiting when `beside` began
 
     @contextmanager
     def alone(self) -> Generator[None]:
-        """Within the block only requests that were added in it are scheduled. Those that have not finished at its end
+        """Context in which only requests added within the block are scheduled. Those that have not finished at its end
         are aborted."""
         assert self._still is None, "requests run alone already"
         places = self.max_num_active_reqs
@@ -61,8 +62,8 @@ class ScoringScheduler(Scheduler):
 
     @contextmanager
     def beside(self) -> Generator[None]:
-        """Within the block, requests that were added before its first step have places of their own and wait for none,
-        and all other requests go on. Those that have not finished at its end are aborted."""
+        """Context in which requests that are added before its first step get additional places and do not wait, while
+        all other requests continue. The added requests that have not finished at its end are aborted."""
         others, places = {request.request_id for request in (*self.running, *self.waiting)}, self.max_num_active_reqs
         self._behind, self.waiting = self.waiting, create_request_queue(self.policy)
         self._beside_places = SCORE_PLACES
@@ -77,7 +78,7 @@ class ScoringScheduler(Scheduler):
             self.finish_requests([each for each in left if each not in others], RequestStatus.FINISHED_ABORTED)
 
     def has_room_beside(self, lengths: Iterable[int]) -> bool:
-        """Whether sequences of these lengths fit the KV cache, with a further block for each running request."""
+        """Whether sequences of these lengths fit the KV cache, with one more block for each running request."""
         blocks = sum(cdiv(length + 1, self.block_size) for length in lengths) + len(self.running)
         groups = len(self.kv_cache_config.kv_cache_groups)
         return blocks * groups <= self.kv_cache_manager.block_pool.get_num_free_blocks()
@@ -108,7 +109,7 @@ class ScoringScheduler(Scheduler):
         return output
 
     def take_begun(self) -> list[str]:
-        """Ids of the requests that were given a place since the last call."""
+        """Ids of the requests that got a place since the last call."""
         begun, self._begun = self._begun, []
         return begun
 
@@ -117,7 +118,7 @@ class ScoringScheduler(Scheduler):
         self.num_preemptions += 1
 
     def make_spec_decoding_stats(self, *args: Any, **kwargs: Any) -> Any:
-        """Called once for each request of a step that had guessed tokens."""
+        """Count drafts. vLLM calls this once for each request of a step that had guessed tokens."""
         invalid = (kwargs["num_invalid_spec_tokens"] or {}).get(kwargs["request_id"], 0)
         self.num_drafts += 1
         self.num_draft_tokens += kwargs["num_draft_tokens"] - invalid
@@ -125,8 +126,8 @@ class ScoringScheduler(Scheduler):
         return super().make_spec_decoding_stats(*args, **kwargs)
 
     def _make_room(self, running: list[Request], waiting: Any) -> None:
-        """Take blocks from the requests that joined last if suspended requests fill the KV cache, as vLLM does when
-        requests outgrow it. They find most of them again when they go on."""
+        """Preempt the requests that joined last if suspended requests fill the KV cache, as vLLM does when requests
+        outgrow it. Preempted requests find most of their blocks again when they continue."""
         joining = (*self.running, *islice(self.waiting, SCORE_PLACES - len(self.running)))
         blocks = sum(
             cdiv(request.num_tokens + 1, self.block_size) - cdiv(request.num_computed_tokens, self.block_size)
@@ -140,11 +141,11 @@ class ScoringScheduler(Scheduler):
 
 
 class AdaptiveScheduler(ScoringScheduler):
-    """Advances `max_num_active_seqs` requests, or fewer where `AdaptivePlaces` says so. What it says is a function of
-    the requests so far alone, so that the ranks of a replica agree.
+    """Scheduler that advances at most `max_num_active_seqs` requests, and fewer if `AdaptivePlaces` decides so. Its
+    decisions depend only on the requests so far, so all ranks of a replica agree.
 
     Raises:
-        ValueError: `async_scheduling` is on, under which requests have tokens that nobody has counted yet.
+        ValueError: `async_scheduling` is on, with which requests have tokens that are not counted yet.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -155,15 +156,15 @@ class AdaptiveScheduler(ScoringScheduler):
                 "they can be counted; set async_scheduling to False"
             )
         self._pool = self.kv_cache_manager.block_pool
-        self._block_tokens = self.block_size / len(self.kv_cache_config.kv_cache_groups)  # each has blocks of its own
+        self._block_tokens = self.block_size / len(self.kv_cache_config.kv_cache_groups)  # each group has own blocks
         self._num_blocks: int = self._pool.get_num_free_blocks()
         kv_tokens = int(self._num_blocks * self._block_tokens)
         self._adaptive = AdaptivePlaces(self.max_num_active_reqs, kv_tokens, self.block_size)
-        self._left: list[tuple[Growth, bool]] = []  # since the last step, and whether they were aborted
+        self._left: list[tuple[Growth, bool]] = []  # requests that left since the last step, and whether by an abort
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         if self._still is None:
-            for growth, was_aborted in sorted(self._left):  # ranks abort those of a step in orders of their own
+            for growth, was_aborted in sorted(self._left):  # each rank aborts the requests of a step in another order
                 self._adaptive.ended(growth, was_aborted=was_aborted)
             self._left.clear()
             running = [_growth(request) for request in self.running]
@@ -172,7 +173,7 @@ class AdaptiveScheduler(ScoringScheduler):
         return super().schedule(*args, **kwargs)
 
     def _num_shared(self) -> int:
-        """Tokens that running requests have in common, in blocks that each of them counts."""
+        """Number of tokens that are counted more than once because running requests share their blocks."""
         held = (self._num_blocks - self._pool.get_num_free_blocks()) * self._block_tokens
         return max(0, sum(request.num_computed_tokens for request in self.running) - int(held))
 
@@ -188,8 +189,8 @@ def _growth(request: Request) -> Growth:
 
 
 class RankExecutor(ExecutorWithExternalLauncher):
-    """One rank of a replica. Ranks on a CPU share memory, which vLLM names after what follows the last colon of the
-    address where they meet: here it is the port, which no other replica of the host has."""
+    """One rank of a replica. Ranks on a CPU share memory, which vLLM names after the part of their rendezvous address
+    that follows the last colon. Here this is the port, which no other replica of the host uses."""
 
     def _distributed_args(self) -> tuple[str, int, int]:
         _, rank, local_rank = super()._distributed_args()
@@ -197,6 +198,6 @@ class RankExecutor(ExecutorWithExternalLauncher):
 
     def _init_executor(self) -> None:
         super()._init_executor()
-        # All ranks have it mapped by now. Without a name it goes with them, however they end.
+        # All ranks have mapped the shared memory by now. Without a name it is freed when they end, however they end.
         for path in Path("/dev/shm").glob(f"{os.environ['MASTER_PORT']}-*-cpushm_*"):
             path.unlink(missing_ok=True)

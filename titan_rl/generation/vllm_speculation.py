@@ -1,4 +1,4 @@
-"""Corrections of vLLM's CPU kernels for speculative decoding. Importing this imports vLLM and torch."""
+"""Corrections of vLLM's CPU kernels for speculative decoding. Importing this module imports vLLM and torch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from vllm.v1.sample import rejection_sampler
 
 
 def keep_kernels() -> None:
-    """Have the next engine of this process leave the kernels as the first one has put them.
+    """Prevent further engines of this process from installing the kernels again.
 
-    vLLM puts them again with each engine, for which it looks through all modules, and fails once there are those that
-    compiling a search for ngrams brings (llvmlite's, with vLLM 0.32).
+    vLLM installs them for each engine. For this it searches all modules, which fails once the modules are loaded that
+    compile an ngram search (llvmlite, with vLLM 0.32).
     """
     if dispatcher._registry:
         platform: Any = type(current_platform)
@@ -22,10 +22,10 @@ def keep_kernels() -> None:
 
 
 def repair_sampler() -> None:
-    """Have vLLM divide the logits of guessed tokens by the temperature of their request on a CPU.
+    """Make vLLM divide the logits of guessed tokens by the temperature of their request on a CPU.
 
-    Its own replacement of the kernel that spreads temperature, top_p and top_k over those tokens works on a copy that
-    it throws away (vLLM 0.32), so that they are whatever was in memory: logprobs are off by nats.
+    vLLM's CPU replacement of the kernel that copies temperature, top_p and top_k to these tokens writes to a temporary
+    copy (vLLM 0.32). The values are then uninitialized memory, and logprobs are wrong by several nats.
     """
     rejection_sampler.expand_batch_to_tokens = spread
 
@@ -33,10 +33,17 @@ def repair_sampler() -> None:
 def spread(
     values_R: torch.Tensor, token_ends_R: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
 ) -> torch.Tensor:
-    """The value of each request at each of its tokens, with one value replaced by another.
+    """Repeat the value of each request for each of its tokens, and replace one value by another.
 
     Args:
-        token_ends_R: number of tokens of the requests up to each, itself included.
+        values_R: Value of each request.
+        token_ends_R: Cumulative number of tokens up to and including each request.
+        num_tokens: Total number of tokens.
+        replace_from: Value to replace.
+        replace_to: Value that replaces it.
+
+    Returns:
+        [num_tokens]
 
     Example: [0.0, 0.7] with ends [2, 3], 0 replaced by 1: [1.0, 1.0, 0.7]
     """

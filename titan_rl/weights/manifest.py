@@ -1,4 +1,4 @@
-"""Manifests of a version: joining those of several writers, checking their slices, and sending them in few bytes."""
+"""Manifests of a version: joining the manifests of several writers, checking their slices, and a compact encoding."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _decoder = msgspec.msgpack.Decoder(tuple[TensorEntry, ...])
 
 class ShardLayout(tuple[TensorEntry, ...]):
     """The entries of a shard, with their encoding for messages, which takes an eighth of the bytes and a tenth of the
-    time of a pickle. Equal to the tuple of the entries."""
+    time of a pickle. A layout is equal to the tuple of its entries."""
 
     encoded: bytes
     digest: str
@@ -42,7 +42,7 @@ class ShardLayout(tuple[TensorEntry, ...]):
         return decoded, (self.encoded,)
 
 
-@lru_cache(8)  # a process that receives a version repeatedly makes its entries once
+@lru_cache(8)  # a process that receives a version several times decodes its entries once
 def decoded(encoded: bytes) -> ShardLayout:
     """Layout from its encoding."""
     return ShardLayout(_decoder.decode(zlib.decompress(encoded)))._name(encoded)
@@ -53,8 +53,8 @@ class PackedManifest:
     """A manifest without the layouts that its receiver has already."""
 
     manifest: Manifest  # its shards have no entries
-    digests: tuple[str, ...]  # of the shards' layouts
-    layouts: tuple[ShardLayout, ...]  # those that the receiver lacks
+    digests: tuple[str, ...]  # digests of the shards' layouts
+    layouts: tuple[ShardLayout, ...]  # layouts that the receiver lacks
 
 
 def pack(manifest: Manifest, known: Collection[str] = ()) -> PackedManifest:
@@ -105,12 +105,12 @@ class KnownLayouts:
 
 
 def join(manifests: Sequence[Manifest]) -> Manifest:
-    """Join the manifests of the processes that published a version. Probes and tolerance are those of the first.
+    """Join the manifests of the processes that published a version. Probes and tolerance are taken from the first.
 
-    The first one names every tensor, even if it has no part of it, so that readers notice a missing shard.
+    The first manifest names every tensor, even if its shard has no part of it, so that readers notice a missing shard.
 
     Raises:
-        StateDictError: there is no manifest, or they have different versions.
+        StateDictError: there is no manifest, or the manifests have different versions.
     """
     versions = sorted({manifest.version for manifest in manifests})
     if len(versions) != 1:
@@ -137,7 +137,7 @@ def slices_by_name(manifest: Manifest) -> dict[str, list[tuple[int, TensorEntry]
 
 
 def position_of(entry: TensorEntry) -> SlicePosition:
-    """Position of an entry's slice; also of a whole tensor."""
+    """Position of an entry's slice in its tensor; a whole tensor starts at 0."""
     return entry.position or SlicePosition((0,) * len(entry.shape), entry.shape)
 
 
@@ -170,7 +170,7 @@ def _check(slices: list[tuple[int, TensorEntry]], tensor: str) -> list[tuple[int
 
 
 def _overlap(entries: Sequence[TensorEntry]) -> tuple[int, int] | None:
-    """Two entries that have an element in common."""
+    """Indices of two entries that have an element in common; None if there are none."""
     starts_KD = np.array([position_of(entry).start for entry in entries])
     ends_KD = starts_KD + np.array([entry.shape for entry in entries], starts_KD.dtype)
     common_KK = ((starts_KD[:, None] < ends_KD) & (starts_KD < ends_KD[:, None])).all(-1)

@@ -1,13 +1,13 @@
 """Shards as files in shared memory, in a folder of their writer, which is cleaned up once the writer is dead.
 
-An owner holds an exclusive `flock` on its folder. The kernel drops the lock with the process, however it ends, so a
-process that gets the lock knows that the owner is gone. Unlike a process id it is never reused, and it means the same
-in every container that shares the file system.
+An owner holds an exclusive `flock` on its folder. The kernel releases the lock when the process ends, however it ends,
+so a process that gets the lock knows that the owner is gone. Unlike a process id, a lock is never reused, and it has
+the same meaning in every container that shares the file system.
 
 Writing into pages that were written before is four times as fast as writing into new ones, so the file of a released
 version is reused. `flock` on the file keeps that safe:
 
-- a reader holds a shared lock from before it reads the bytes until the last tensor that views them is gone;
+- a reader takes a shared lock before it reads the bytes, and holds it until the last tensor that views them is gone;
 - a writer takes the exclusive lock before it writes to a used file. If a reader still holds it, it makes a new file.
 """
 
@@ -34,10 +34,10 @@ from titan_rl.core.errors import StateDictError
 
 
 class OwnedFolder:
-    """A new folder `<prefix><random>` in `root`.
+    """A new folder `<prefix><random>` in `root`, locked by this process.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the folder cannot be made.
     """
 
     def __init__(self, prefix: str, root: Path) -> None:
@@ -74,7 +74,7 @@ def clean_dead_folders(prefix: str, root: Path) -> list[Path]:
             shutil.rmtree(path, ignore_errors=True)
             removed.append(path)
         except BlockingIOError:
-            pass  # its owner lives
+            pass  # the owner is alive
         finally:
             os.close(lock)
     return removed
@@ -84,16 +84,16 @@ PREFIX = "titan_rl-weights-"
 
 
 def shard_root() -> Path:
-    """/dev/shm, or the temporary folder where a system has none."""
+    """Default folder of shards: /dev/shm, or the temporary folder on a system without it."""
     shm = Path("/dev/shm")
     return shm if os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
 
 
 def shard_folder(run_id: str, root: Path | None = None) -> OwnedFolder:
-    """Make a folder for one writer's shards. Run and process id in its name only help people who look at it.
+    """Make a folder for one writer's shards. The run and process ids in its name are only for people.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the folder cannot be made.
     """
     return OwnedFolder(f"{PREFIX}{run_id}-{os.getpid()}-", root or shard_root())
 
@@ -115,13 +115,13 @@ BLOCK_WORDS = 131072  # 1 MiB: long enough for NumPy to run at full speed, short
 class RunningChecksum:
     """CRC-32 over the 64-bit sums of the blocks of 1 MiB.
 
-    Summing words runs at the speed of memory, seven times as fast as a CRC of every byte, and faster still right after
+    Summing words runs at the speed of memory, seven times as fast as a CRC of every byte, and even faster right after
     the bytes were written, while they are in the cache. It detects every change within one word, every mixture of two
     versions unless all their blocks have equal sums, and, by the CRC, swapped blocks. It protects against accidents,
     not against an adversary.
 
     Args:
-        data: [num_bytes], a multiple of 8.
+        data: Bytes, whose number is a multiple of 8.  # [num_bytes]
     """
 
     def __init__(self, data: NDArray[np.uint8]) -> None:
@@ -142,7 +142,7 @@ class RunningChecksum:
 
 
 def checksum(data: NDArray[np.uint8]) -> int:
-    """`RunningChecksum` of bytes that are all written."""
+    """`RunningChecksum` of complete data.  # [num_bytes]"""
     return RunningChecksum(data).value()
 
 
@@ -152,7 +152,7 @@ class ShardFile:
     The writer owns the exclusive lock from creation until `publish`, and again after `reclaim`.
 
     Raises:
-        OSError: there is no room for it, or the file cannot be made.
+        OSError: there is no space for the file, or it cannot be made.
     """
 
     def __init__(self, path: Path, num_bytes: int) -> None:
@@ -166,7 +166,7 @@ class ShardFile:
             raise
 
     def resize(self, num_bytes: int) -> None:
-        """Make `data` a [num_bytes] array over the file. Its memory is allocated, so writing to it cannot fail."""
+        """Make `data` an array over the file. Its memory is allocated, so writing to it cannot fail.  # [num_bytes]"""
         size = max(num_bytes, ALIGNMENT)  # an empty file cannot be mapped
         if size == os.fstat(self._file).st_size:
             return
@@ -191,7 +191,7 @@ class ShardFile:
         self.path = path
 
     def reclaim(self) -> bool:
-        """Lock the file for writing again. False if a reader has it mapped."""
+        """Lock the file for writing again. Returns False if a reader holds its lock."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -205,10 +205,11 @@ class ShardFile:
 
 
 def lock_published(path: Path) -> int:
-    """Open a published shard with a reader's lock: it is not written to again before the descriptor is closed.
+    """Open a published shard with a reader's lock, and return its descriptor. The shard is not written to before the
+    descriptor is closed.
 
     Raises:
-        StateDictError: it is gone.
+        StateDictError: the shard is gone.
     """
     try:
         file = os.open(path, os.O_RDONLY)
@@ -230,16 +231,17 @@ S = TypeVar("S", bound=ShardFile)
 
 
 class ShardStore(Generic[S]):
-    """Shards of the versions that a writer keeps, in a folder of its own that is made for the first one.
+    """Shards of the versions that a writer keeps, in a separate folder that is made for the first one.
 
     A shard is written under a hidden name and published by renaming it, so a version is whole or absent. All methods
     may be called from any thread. Subclasses make the shards.
 
     Args:
-        run_id: part of the folder's name.
-        keep: most versions at a time, including the one being written; one more releases the oldest. With 2 the memory
-            is double-buffered: readers have the last version while the next is written over the one before.
-        root: where the folder is made; by default /dev/shm, or the temporary folder if there is none.
+        run_id: Part of the folder's name.
+        keep: Largest number of versions at a time, including the one being written. A further version releases the
+            oldest. With 2, the memory is double-buffered: readers have the last version while the next one overwrites
+            the version before it.
+        root: Folder in which the folder is made; by default that of `shard_root`.
 
     Raises:
         ValueError: `run_id` is not a plain file name, or `keep` is below 1.
@@ -254,30 +256,31 @@ class ShardStore(Generic[S]):
         self._keep = keep
         self._root = root
         self._folder: OwnedFolder | None = None
-        self._published: dict[int, S] = {}  # oldest first
-        self._spares: list[S] = []  # released, for reuse
+        self._published: dict[int, S] = {}  # by version, oldest first
+        self._spares: list[S] = []  # released shards, for reuse
         self._names = count()
         self._lock = threading.Lock()  # guards the fields above; not held while bytes are copied
         self._closed = False
         self._held: int | None = None
 
     def hold(self, version: int | None) -> None:
-        """Keep a published version beside those that `keep` counts, until this is called again. `release` still frees
-        it. None holds none."""
+        """Keep a published version in addition to those that `keep` counts, until the next call. `release` still frees
+        it. None holds no version."""
         with self._lock:
             self._held = version
 
     def _make(self, path: Path, num_bytes: int) -> S:
-        """Make a shard of that many bytes."""
+        """Make a shard of `num_bytes` bytes."""
         raise NotImplementedError
 
     @contextmanager
     def writing(self, version: int, num_bytes: int) -> Generator[S]:
-        """Give the block a shard to fill, and publish it at the end of the block.
+        """Context that yields a shard to fill, and publishes it at the end of the block. If the block raises, nothing
+        of the version is left.
 
         Raises:
-            StateDictError: the version is published already, there is no room, or the store is closed. Nothing of the
-                version is left then, nor if the block raises.
+            StateDictError: the version is published already, there is no space, or the store is closed. Nothing of the
+                version is left.
         """
         try:
             shard = self._take(version, num_bytes)
@@ -308,7 +311,7 @@ class ShardStore(Generic[S]):
         """The shard of a published version.
 
         Raises:
-            KeyError: it is not published.
+            KeyError: the version is not published.
         """
         with self._lock:
             return self._published[version]
@@ -341,7 +344,7 @@ class ShardStore(Generic[S]):
         return self._folder
 
     def _take(self, version: int, num_bytes: int) -> S:
-        """A shard for writing that no reader has mapped: a spare one if possible, otherwise a new one."""
+        """A shard for writing, which no reader has locked: a spare one if possible, otherwise a new one."""
         with self._lock:
             folder = self._folder_for(version)
             others = [published for published in self._published if published != self._held]
@@ -385,11 +388,11 @@ _POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # all page-table entries at once: 
 
 
 class ShardReader:
-    """Maps shards, each file once: a writer reuses the files of released versions, and making the page-table entries
-    takes as long as copying the bytes.
+    """Maps shards, each file only once: a writer reuses the files of released versions, and making the page-table
+    entries takes as long as copying the bytes.
 
-    A mapping alone does not keep the writer from writing to the file. A lock does; it is taken for each version, and
-    held as long as anything views the bytes. All methods may be called from any thread.
+    A mapping alone does not prevent the writer from writing to the file, but a lock does. It is taken for each version,
+    and held as long as anything views the bytes. All methods may be called from any thread.
     """
 
     def __init__(self) -> None:
@@ -402,10 +405,10 @@ class ShardReader:
         The mapping is read-only: the system ends a process that writes to it.
 
         Returns:
-            [num_bytes] or more
+            Bytes of the file.  # [num_bytes] or more
 
         Raises:
-            StateDictError: it is gone, or its size or checksum differ.
+            StateDictError: the shard is gone, or its size or checksum differs.
         """
         file = lock_published(path)
         try:
@@ -432,18 +435,18 @@ class ShardReader:
             return file.mapping
 
     def _let_go(self, locked: int) -> None:
-        """Release the lock of a version that nothing views."""
+        """Release the lock of a version that nothing views any more."""
         os.close(locked)
         with self._lock:
             self._drop_nameless()
 
     def _drop_nameless(self) -> None:
-        """A file without a name is never published again, and its mapping would keep its memory."""
+        """Drop the mappings of files without a name, which are never published again: they would keep the memory."""
         self._mapped = {key: file for key, file in list(self._mapped.items()) if file.has_name}
 
 
 class _MappedFile:
-    """A mapping through a descriptor of its own, since one that shares the locked one would hold its lock."""
+    """A mapping of a file through a separate descriptor, since a mapping through the locked one would hold its lock."""
 
     def __init__(self, path: Path, expected: os.stat_result) -> None:
         try:

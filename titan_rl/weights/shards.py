@@ -15,7 +15,7 @@ from titan_rl.weights.manifest import position_of, slices_by_name
 from titan_rl.weights.shard_files import ALIGNMENT, RunningChecksum
 from titan_rl.weights.types import Manifest, Shard, TensorEntry, TensorSlice
 
-PIECE = 1 << 20  # bytes that `fill` copies before it sums them: few enough to be in the cache still
+PIECE = 1 << 20  # bytes that `fill` copies before it sums them: few enough to still be in the cache
 
 Buffer = NDArray[np.uint8] | torch.Tensor
 Named = Sequence[tuple[str, torch.Tensor | TensorSlice]]
@@ -50,7 +50,7 @@ def lay_out(named: Named) -> tuple[TensorEntry, ...]:
 
 
 def size_of(entries: Sequence[TensorEntry]) -> int:
-    """Bytes, a multiple of `ALIGNMENT`."""
+    """Size in bytes of a shard with these entries, a multiple of `ALIGNMENT`."""
     return _align(entries[-1].offset + entries[-1].num_bytes) if entries else 0
 
 
@@ -64,7 +64,10 @@ def fill(
     """Copy the tensors, from any device, to their places, each in its entry's dtype. Every byte is written.
 
     Args:
-        sums: checksum of the buffer, which sums the bytes as they are written.
+        buffer: Memory of the shard.  # [num_bytes], uint8
+        named: Tensors and slices by name, in the order of `entries`.
+        entries: Layout of the shard; see `lay_out`.
+        sums: Checksum of the buffer, which sums the bytes as they are written.
     """
     for (_, value), entry in zip(named, entries, strict=True):
         tensor = value.tensor if isinstance(value, TensorSlice) else value
@@ -81,7 +84,7 @@ def fill(
                         sums.written(at)
             else:
                 place.copy_(tensor)
-        buffer[end : _align(end)] = 0  # a reused shard has old bytes there, which would change the checksum
+        buffer[end : _align(end)] = 0  # old bytes of a reused shard would change the checksum
         if sums is not None:
             sums.written(_align(end))
 
@@ -104,16 +107,17 @@ def _align(offset: int) -> int:
 def assemble(
     manifest: Manifest, open_shard: Callable[[Shard], Buffer], *, copy: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) pairs of a version. All checks are done when this returns. Tensors in several slices are copied
-    together one at a time, as the iterator reaches them.
+    """(name, tensor) pairs of a version. All checks are done when this function returns. A tensor in several slices is
+    assembled when the iterator reaches it.
 
     Args:
-        open_shard: returns a shard's verified bytes.  # [num_bytes] or more
-        copy: also copy tensors that one shard has whole, instead of giving views of it.
+        manifest: Manifest of the version.
+        open_shard: Returns a shard's verified bytes.  # [num_bytes] or more
+        copy: Whether to copy also tensors that one shard has whole, instead of returning views of it.
 
     Raises:
-        StateDictError: the manifest describes slices that do not make up the tensors or do not fit the bytes, or what
-            `open_shard` raises.
+        StateDictError: the slices in the manifest do not make up the tensors or do not fit the bytes; or raised by
+            `open_shard`.
     """
     tensors = slices_by_name(manifest)
     for shard in manifest.shards:

@@ -25,7 +25,7 @@ OnReplicaFailed = Callable[[Replica, Exception], None]
 _identities = count()
 
 AWAY = 1 << 40
-"""Tokens added to the load of a replica on which another shard places new requests at present."""
+"""Tokens added to the load of a replica that is in another shard's slice at present."""
 
 
 class PooledReplica:
@@ -48,12 +48,12 @@ class PooledReplica:
         self.idle.set()
         self.serving = False  # the strategy may choose it
         self.draining = False  # out of service for a pull, healthy
-        self.removed = False  # for good
+        self.removed = False  # permanently
         self.version: int | None = None  # pulled through this router; None if unknown
         self.paused: PauseMode | Literal["unknown"] | None = None  # "unknown" after a call that failed
-        self.epoch = 0  # admissions so far: distinguishes a late failure from a new one
-        self.admitted_at = 0.0  # time of the last one, by the event loop's clock
-        self.failures = 0  # in a row: without an answered request, or long service, between them
+        self.epoch = 0  # number of admissions so far, which distinguishes a late failure from a new one
+        self.admitted_at = 0.0  # time of the last admission, by the event loop's clock
+        self.failures = 0  # failures in a row, without an answered request or long service between them
         self.last_error: Exception | None = None
         self.num_served = 0  # answers and chunks of tokens so far
         self.heard_at = 0.0  # time of the last sign of life, by the event loop's clock
@@ -68,7 +68,7 @@ class PooledReplica:
         """Note a sign of life.
 
         Args:
-            served: It brought tokens or an answer.
+            served: Whether the sign brought tokens or an answer.
         """
         self.num_served += served
         self.heard_at = asyncio.get_running_loop().time()
@@ -113,8 +113,8 @@ class Aborts:
     def __init__(self, tasks: BackgroundTasks, call_s: float) -> None:
         self._tasks = tasks
         self._call_s = call_s
-        self._orphans: dict[PooledReplica, list[str]] = {}  # of this iteration of the event loop
-        self._untaken: dict[PooledReplica, list[str]] = {}  # of aborts that failed
+        self._orphans: dict[PooledReplica, list[str]] = {}  # orphans of this iteration of the event loop
+        self._untaken: dict[PooledReplica, list[str]] = {}  # orphans whose abort failed
         self._unheard = Counter[str]()  # all orphans that their replica may still run
 
     async def send(self, replica: PooledReplica, engine_ids: Sequence[str]) -> bool:
@@ -167,7 +167,7 @@ class Aborts:
             self._untaken.setdefault(replica, []).extend(engine_ids)
 
     def _heard(self, engine_ids: Sequence[str]) -> None:
-        """No engine runs these any more."""
+        """Note that no engine runs these requests any more."""
         for engine_id in engine_ids:
             self._unheard[engine_id] -= 1
             if not self._unheard[engine_id]:
@@ -181,7 +181,7 @@ class TargetState:
         version: Newest requested version, except versions that no replica could load. None before the first pull.
         loaded: Newest version that a replica has loaded.
         mode: Mode of the present pause.
-        pinned: Older version that engines which pin versions hold besides; replicas that start load it first.
+        pinned: Older version that engines which pin versions also hold; replicas that start load it first.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -192,7 +192,7 @@ class TargetState:
         self._limits = limits
 
     def has_version(self, replica: PooledReplica) -> bool:
-        """Whether the replica has this version or a newer one."""
+        """Whether the replica has the target version or a newer one."""
         return self.version is None or (replica.version is not None and replica.version >= self.version)
 
     def has_mode(self, replica: PooledReplica) -> bool:
@@ -202,7 +202,7 @@ class TargetState:
         """Bring one replica to the newest version.
 
         Raises:
-            OutOfTimeError: it took longer than `pull_s`.
+            OutOfTimeError: the pull took longer than `pull_s`.
             Exception: whatever the replica fails with.
         """
         async with replica.pulling:
@@ -221,7 +221,7 @@ class TargetState:
         """Bring one replica to the pause mode, or resume it.
 
         Raises:
-            OutOfTimeError: it took longer than `call_s`.
+            OutOfTimeError: a call took longer than `call_s`.
             Exception: whatever the replica fails with.
         """
         async with replica.pausing:
@@ -238,14 +238,22 @@ class TargetState:
 
 
 class Pool:
-    """Replicas by name, kept in step with the strategy that chooses among those in service.
+    """Replicas by name. The pool reports their changes to the strategy, which chooses among those in service.
 
-    A replica is quarantined at its first infrastructure failure and recovered in the background. One that fails again
-    before it has answered a request waits twice as long, so that a replica that fails fast draws few requests.
+    A replica is quarantined at its first infrastructure failure and recovered in the background. A replica that fails
+    again before it has answered a request waits twice as long, so that one that fails fast attracts few requests.
 
     Args:
+        handles: Replicas to begin with.
+        strategy: Strategy of the router.
+        limits: Time limits.
+        tasks: Runs recoveries and aborts.
         on_failed: Called at each quarantine, so that a supervisor can replace the replica.
-        least: Fewer replicas in service are not enough. One that drains for a pull counts, because it comes back.
+        least: Smallest number of replicas that must be in service. A replica that drains for a pull counts, because it
+            comes back.
+
+    Raises:
+        ValueError: `least` is less than 1, the strategy belongs to another router, or two replicas have the same name.
     """
 
     def __init__(
@@ -268,10 +276,10 @@ class Pool:
         self.target = TargetState(limits)
         self.serving = asyncio.Event()  # set while at least one replica serves
         self.enough = asyncio.Event()  # set while enough replicas serve for requests to be sent
-        self.last_error: Exception | None = None  # of the replica that failed last
-        self.on_room: Callable[[], None] | None = None  # called when a replica enters service, or has a request less
+        self.last_error: Exception | None = None  # error of the last failure of any replica
+        self.on_room: Callable[[], None] | None = None  # called when a replica enters service, or a request ends
         self.on_change: Callable[[PooledReplica], None] = _ignore  # called when a replica's service changes
-        self.origin = ""  # suffix of engine ids, where several routers send to the same replicas
+        self.origin = ""  # suffix of engine ids, if several routers send to the same replicas
         self._on_failed = on_failed
         self._replicas: dict[str, PooledReplica] = {}
         self._recovering: set[PooledReplica] = set()
@@ -298,10 +306,10 @@ class Pool:
         return replica
 
     def remove(self, name: str) -> PooledReplica:
-        """Take a replica out for good.
+        """Remove a replica permanently.
 
         Raises:
-            ValueError: there is none of that name.
+            ValueError: there is no replica of that name.
         """
         replica = self.find(name)
         self.withdraw(replica)
@@ -312,16 +320,18 @@ class Pool:
         return replica
 
     def find(self, name: str) -> PooledReplica:
-        """
+        """Return the replica of a name.
+
         Raises:
-            ValueError: there is none of that name.
+            ValueError: there is no replica of that name.
         """
         if name not in self._replicas:
             raise ValueError(f"no replica {name!r}; there are {sorted(self._replicas)}")
         return self._replicas[name]
 
     def choose(self, request: EngineRequest) -> Reservation:
-        """Reserve the request's maximum of tokens on the replica that the strategy prefers. At least one serves."""
+        """Reserve the request's maximum number of tokens on the replica that the strategy prefers. At least one replica
+        must be in service."""
         replica = self.strategy.choose(request.session_id, request.cost)
         assert isinstance(replica, PooledReplica)
         assert replica.serving
@@ -348,7 +358,7 @@ class Pool:
         """Take a replica out of service; its running requests are not touched.
 
         Args:
-            draining: The replica is healthy, and its requests finish.
+            draining: Whether the replica is healthy and finishes its requests.
         """
         was_serving, replica.serving, replica.draining = replica.serving, False, draining
         if was_serving:
@@ -361,7 +371,8 @@ class Pool:
         """Note the tokens and requests of other shards, which count in the replica's load.
 
         Args:
-            away: Another shard places new requests there at present: it comes behind all others.
+            load: Tokens and requests.
+            away: Whether the replica is in another shard's slice at present. It then ranks behind all others.
         """
         tokens = load[0] + (AWAY if away else 0)
         grown, replica.elsewhere, replica.load_of_others = tokens - replica.load_of_others, load, tokens
@@ -379,7 +390,7 @@ class Pool:
         if replica.removed or is_out or (epoch is not None and epoch != replica.epoch):
             return
         if asyncio.get_running_loop().time() - replica.admitted_at > self.limits.max_quarantine_s:
-            replica.failures = 0  # it worked, also if only shards have seen its answers
+            replica.failures = 0  # it worked, even if only shards have received its answers
         self._note_failure(replica, error)
         logger.warning("replica %s is out of service: %r", replica.name, error)
         self.take_out(replica)
@@ -468,7 +479,10 @@ def _set(event: asyncio.Event, is_set: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """Snapshot of a replica for metrics: `ReplicaStatus("generator_0", True, 3, 1200, 4, None)`."""
+    """Snapshot of a replica for metrics.
+
+    Example: `ReplicaStatus("generator_0", True, 3, 1200, 4, None)`
+    """
 
     name: str
     serving: bool
@@ -476,7 +490,7 @@ class ReplicaStatus:
     load: int  # tokens
     num_requests: int
     last_error: str | None
-    gauges: GaugeSummary | None = None  # of its engine, between its last two pulls
+    gauges: GaugeSummary | None = None  # gauges of its engine between its last two pulls
 
     @classmethod
     def of(cls, replica: PooledReplica) -> ReplicaStatus:

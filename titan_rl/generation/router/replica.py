@@ -1,4 +1,4 @@
-"""Interface of a replica, and the router's calls: to replicas, from its users, and in the background."""
+"""Interface of a replica, and wrappers of the router's calls to replicas, of its users' calls and background tasks."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Limits:
     drain_s: float = 300.0  # a replica's requests finish before a pull; the rest is aborted
     finish_s: float = 300.0  # pause("wait"): requests finish; the rest is aborted
     abort_s: float = 30.0  # aborted requests return; the rest is cancelled
-    reabort_interval_s: float = 2.0  # until an abort is repeated, for requests that reached their engine after it
+    reabort_interval_s: float = 2.0  # pause before an abort is repeated for requests that reached their engine after it
     cancel_s: float = 5.0  # cancelled calls and tasks end; the rest is logged and left behind
     call_s: float = 10.0  # one pause, resume, abort or close call to a replica
-    shard_s: float = 60.0  # a shard acknowledges a message, beyond the time that carrying it out takes
-    share_s: float = 0.25  # between two exchanges of the load of shards
-    blame_s: float = 2.0  # if replicas that failed a request serve others meanwhile, the request is at fault
-    quarantine_s: float = 1.0  # before a failed replica is tried again; doubles with each failure in a row
+    shard_s: float = 60.0  # a shard acknowledges a message, not counting the time for carrying it out
+    share_s: float = 0.25  # interval between two exchanges of the load of shards
+    blame_s: float = 2.0  # replicas that failed a request serve others in this time if the request is at fault
+    quarantine_s: float = 1.0  # pause before a failed replica is tried again; doubles with each failure in a row
     max_quarantine_s: float = 60.0
 
     def __post_init__(self) -> None:
@@ -48,8 +48,8 @@ class Limits:
 
 @runtime_checkable
 class Replica(Protocol):
-    """A handle of one generator: an actor, an HTTP client, an engine loop in this process. It also has `generate`, see
-    `GeneratingReplica`, or `stream`, see `StreamingReplica`.
+    """Handle of one generator, such as an actor, an HTTP client, or an engine loop in this process. A replica also has
+    `generate` (see `GeneratingReplica`) or `stream` (see `StreamingReplica`).
 
     The router does not know how weights travel: `pull` takes a version, and the handle finds its manifest.
 
@@ -57,8 +57,8 @@ class Replica(Protocol):
     past its time limit are the replica's fault: it is out of service until it has pulled the current version again. If
     several replicas fail a request in the same way and continue to serve others, the request is at fault after all.
 
-    A replica's signs of life are its answers, and what it streams. One that has requests and gives no sign of life for
-    the router's `stall_timeout_s` has failed, so a replica that does not stream has to answer a request in that time.
+    A replica's signs of life are its answers and its chunks. A replica that has requests but gives no sign of life for
+    the router's `stall_timeout_s` has failed, so a replica that does not stream must answer a request in that time.
 
     Every call but `generate` and `stream` is idempotent, because the router repeats one whose answer was lost.
     A cancelled request may continue inside the generator; the router follows it with `abort`.
@@ -66,19 +66,20 @@ class Replica(Protocol):
 
     @property
     def name(self) -> str:
-        """Unique among the replicas of a router."""
+        """Name of the replica, unique in a router."""
         ...
 
     async def pull(self, version: int) -> int | None:
         """Load the weights of `version`, with requests running or not. Loaded weights never go back: a replica keeps
-        newer ones, which it has if an earlier pull ended after the router had given up on it.
+        newer weights, which it has if an earlier pull ended after the router had given up on that pull.
 
         Returns:
-            The version that is loaded then. None stands for `version`.
+            Version that is loaded afterwards. None stands for `version`.
 
         Raises:
             UnavailableWeightsError: the weights cannot be read. The loaded ones are untouched and stay in service.
-            StateDictError: the weights are wrong. It is unknown which are loaded; requests fail until a pull succeeds.
+            StateDictError: the weights are wrong. The loaded weights are unknown, and requests fail until a pull
+                succeeds.
         """
         ...
 
@@ -115,17 +116,17 @@ class GeneratingReplica(Replica, Protocol):
 
         Raises:
             RequestError: this request can never succeed.
-            GenerationError: the generator failed; another may succeed.
+            GenerationError: the generator failed; another generator may succeed.
         """
         ...
 
 
 @runtime_checkable
 class StreamingReplica(Replica, Protocol):
-    """A replica that streams tokens ahead of the completion. If it dies, the router continues from these.
+    """A replica that streams tokens ahead of the completion. If it dies, the router continues from these tokens.
 
-    While requests wait without tokens, as during prefills of long prompts, it sends a chunk without tokens now and
-    then, if and only if its engine steps. This tells a busy engine from a hanging one.
+    While requests wait without tokens, as during prefills of long prompts, it sends an empty chunk now and then, but
+    only if its engine steps. This distinguishes a busy engine from a hanging one.
     """
 
     async def stream(self, request: EngineRequest, on_chunk: OnChunk) -> Completion:
@@ -140,7 +141,7 @@ class GaugedReplica(Replica, Protocol):
 
     @property
     def gauges(self) -> GaugeSummary | None:
-        """Gauges of the engine's steps between its last two pulls, or until the first one. None before that."""
+        """Gauges of the engine's steps between its last two pulls, or before its first pull. None until then."""
         ...
 
 
@@ -155,9 +156,8 @@ class ReplicaCalls:
         cancel_s: Time for a cancelled call to end.
 
     Raises:
-        StrayCancellationError: by any call that was cancelled although nobody requested it.
-        GenerationError: by any call, in place of a `BaseException` that is not an `Exception`, such as a panic of
-            native code.
+        StrayCancellationError: a call was cancelled although nobody requested it.
+        GenerationError: a call raised a `BaseException` that is not an `Exception`, such as a panic of native code.
         Exception: whatever the replica fails with.
     """
 
@@ -167,17 +167,17 @@ class ReplicaCalls:
         self.streams = isinstance(replica, StreamingReplica)
 
     async def generate(self, request: EngineRequest, on_chunk: OnChunk) -> Completion:
-        """Use `stream` if the replica has it; otherwise `on_chunk` is never called. Runs in the caller's task, which
-        bounds it: see `Waiter.within`."""
+        """Answer a request, with `stream` if the replica has it; otherwise `on_chunk` is never called. Runs in the
+        caller's task, which limits its time; see `Waiter.within`."""
         if self.streams:
             return await self._replica.stream(request, on_chunk)
         return await request.sent_to(self._replica.generate)
 
     async def pull(self, version: int) -> int:
-        """Returns the version that the replica has then: this or a newer one.
+        """Pull a version. Returns the version that the replica has afterwards: this one or a newer one.
 
         Raises:
-            StateDictError: it has an older one.
+            StateDictError: the replica has an older version afterwards.
         """
         loaded = await self._call(self._replica.pull(version), f"the pull of version {version}")
         if loaded is None:
@@ -210,7 +210,7 @@ class OpenCalls:
     """Calls of a router's users in progress, requests included. `end` fails them and all later ones.
 
     Attributes:
-        ended: The reason that `end` was called with; None while the router is open.
+        ended: Argument of `end`; None while the router is open.
     """
 
     def __init__(self) -> None:
@@ -219,10 +219,10 @@ class OpenCalls:
 
     @asynccontextmanager
     async def one(self) -> AsyncGenerator[None]:
-        """One call, for the length of the block.
+        """Context of one call.
 
         Raises:
-            EngineDeadError: the reason of `end`, which was called before the block or within it.
+            EngineDeadError: `end` was called before the block or within it; this is its argument.
         """
         if self.ended is not None:
             raise self.ended
@@ -238,7 +238,7 @@ class OpenCalls:
                 self._scopes.discard(scope)
 
     def end(self, reason: EngineDeadError) -> None:
-        """Fail all calls with `reason`. Does nothing the second time."""
+        """Fail all calls with `reason`. Further calls of `end` do nothing."""
         if self.ended is None:
             self.ended = reason
             for scope in self._scopes:
@@ -264,7 +264,8 @@ class BackgroundTasks:
         return task
 
     async def close(self, timeout_s: float) -> None:
-        """Cancel all tasks and wait until they have ended, or with a warning until the time has passed."""
+        """Cancel all tasks and wait for at most `timeout_s` seconds until they have ended. Remaining ones are
+        logged."""
         self._closed = True
         if not self._tasks:
             return

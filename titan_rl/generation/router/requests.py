@@ -34,34 +34,34 @@ class Waiter:
     """Time-limited waits of one request, one at a time, in `within`. They can be frozen.
 
     Args:
-        what: Names it in messages.
+        what: Name of the request in messages.
         cancel_s: Time for a cancelled call to end.
     """
 
     def __init__(self, what: str, cancel_s: float) -> None:
         self.what = what
-        self.interrupted_s = 0.0  # spent frozen, or waiting for a pause to end
+        self.interrupted_s = 0.0  # seconds spent frozen, or waiting for a pause to end
         self._cancel_s = cancel_s
         self._call: BoundedCall[Any] | None = None  # the present wait
-        self._ended_by: Exception | None = None  # passed to `end`
-        self._remaining_s: float | None = None  # of a frozen limit
+        self._ended_by: Exception | None = None  # argument of `end`
+        self._remaining_s: float | None = None  # time left of a frozen limit
         self._frozen_at: float | None = None
-        self._freezes: list[tuple[float, float]] = []  # begin and end of those that are over
+        self._freezes: list[tuple[float, float]] = []  # start and end of past freezes
         self._watch = stopwatch.current()
-        self._stopwatch_pause: stopwatch.StopwatchPause | None = None  # of the rollout's time, while frozen
+        self._stopwatch_pause: stopwatch.StopwatchPause | None = None  # stops the rollout's time while frozen
 
     async def within(
         self, seconds: float | None, coroutine: Coroutine[Any, Any, T], frozen_s: float | None = None
     ) -> T:
-        """The coroutine's result; see `BoundedCall`.
+        """Await a coroutine and return its result; see `BoundedCall`.
 
         Args:
             seconds: Time limit, not counting frozen time. None sets no limit.
-            frozen_s: The wait begins frozen, for at most this time.
+            frozen_s: If given, the wait begins frozen, for at most this many seconds.
 
         Raises:
             TimeoutError: `seconds` have passed.
-            NotResumedError: it was frozen for too long.
+            NotResumedError: the wait was frozen for too long.
             Exception: the error passed to `end`.
         """
         self._ended_by = None
@@ -85,13 +85,13 @@ class Waiter:
             self._end_freeze()
 
     def end(self, error: Exception) -> None:
-        """End the present wait with `error`. Does nothing if there is none, or it has been ended already."""
+        """End the present wait with `error`. Does nothing if there is no wait, or it has been ended already."""
         if (call := self._open_call()) is not None:
             self._ended_by = error
             call.reschedule(asyncio.get_running_loop().time())
 
     def freeze(self, limit_s: float) -> None:
-        """Stop the clock of the present wait, for `limit_s` at most."""
+        """Stop the clock of the present wait, for at most `limit_s` seconds."""
         if (call := self._open_call()) is None:
             return
         now = asyncio.get_running_loop().time()
@@ -110,7 +110,7 @@ class Waiter:
         call.reschedule(None if remaining_s is None else now + remaining_s)
 
     def frozen_s(self, begin: float, end: float) -> float:
-        """Frozen seconds between two times of the event loop, of freezes that are over."""
+        """Frozen seconds between two times of the event loop's clock, counting only freezes that are over."""
         return sum(max(0.0, min(end, until) - max(begin, since)) for since, until in self._freezes)
 
     def _open_call(self) -> BoundedCall[Any] | None:
@@ -135,7 +135,7 @@ _LATER_ATTEMPT = re.compile(r"~\d+\Z")
 
 
 class RequestInFlight(Waiter):
-    """One request inside the router, and its present attempt. All its waits are in `within`."""
+    """One request inside the router, and its present attempt. All waits of the request use `within`."""
 
     def __init__(self, request: EngineRequest, on_chunk: OnChunk | None, requests: RequestsInFlight) -> None:
         super().__init__(f"request {request.request_id!r}", requests.pool.limits.cancel_s)
@@ -144,8 +144,8 @@ class RequestInFlight(Waiter):
         self.partial = Partial(request, on_chunk)
         self.replica: PooledReplica | None = None  # runs the present attempt; None while it waits for a replica
         self.aborted = False  # its answer is an aborted completion, with the tokens that come back
-        self.is_leaving = False  # its replica was told to end the attempt, to continue elsewhere
-        self.place: Reservation | None = None  # where it continues then
+        self.is_leaving = False  # its replica was told to end the attempt, so that it continues elsewhere
+        self.place: Reservation | None = None  # reserved place in which it continues then
         self.moved_with: int | None = None  # number of tokens when it was last told to move
         self.failed_on = set[PooledReplica]()
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -153,9 +153,10 @@ class RequestInFlight(Waiter):
         self._num_attempts = 0
 
     def assign(self, replica: PooledReplica) -> EngineRequest:
-        """Begin an attempt on `replica`. Returns the request to send, with an engine id of its own: "g0/0/0", and
-        "g0/0/0~1" from the second attempt on, or if an engine may still run an earlier request of that id. A request id
-        that ends like the latter has the suffix from its first attempt on, so that engine ids are unique."""
+        """Begin an attempt on `replica`. Returns the request to send, with a separate engine id for each attempt:
+        "g0/0/0", then "g0/0/0~1" from the second attempt on, or if an engine may still run an earlier request of that
+        id. A request id that itself ends in such a suffix gets one from its first attempt on, so engine ids are unique.
+        """
         self.replica, self.is_leaving = replica, False
         self._requests.stalls.begin(replica, self)
         self.what = f"request {self.request_id!r} on replica {replica.name}"
@@ -176,7 +177,7 @@ class RequestInFlight(Waiter):
         self.what = f"request {self.request_id!r}"
 
     def orphan(self) -> None:
-        """Have the engine forget the present attempt, whose answer will not be awaited."""
+        """Make the engine forget the present attempt, because its answer will not be awaited."""
         assert self.replica is not None
         self._requests.pool.aborts.send_soon(self.replica, self.engine_id)
 
@@ -194,8 +195,8 @@ class RequestInFlight(Waiter):
             self.place = None
 
     def without_freezes(self, completion: Completion, began: float) -> Completion:
-        """The answer of an attempt that began at that time, with its frozen time deducted from `queue_s`: engines count
-        their pauses there, and the frozen time is in `interrupted_s` already."""
+        """The answer of an attempt that began at `began`, with the frozen time deducted from `queue_s`. Engines count
+        their pauses in `queue_s`, but the frozen time is already in `interrupted_s`."""
         queue_s = completion.metrics.get("queue_s", 0.0)
         frozen_s = self.frozen_s(began, began + queue_s)
         if not frozen_s:
@@ -209,14 +210,15 @@ _ROUNDING_S = 1e-6  # timers may come this much early
 class StallWatch:
     """Requests by the replica that runs them, and a watchdog for replicas that give no sign of life for `limit_s`.
 
-    Signs of life are tokens, answers, pulls and empty chunks, which say that the engine steps, for whichever request: a
-    request that queues behind others waits as long as those progress. If several routers share a replica, the pulls of
-    the others are signs of life, too (`GeneratorRouter.hear_from`), because its engine does not step meanwhile. Frozen
-    time does not count. A stalled replica is quarantined, and its requests continue elsewhere.
+    Signs of life are tokens, answers, pulls, and the empty chunks of an engine that steps. A sign for any request of
+    the replica counts: a request that queues behind others may wait as long as they progress. If several routers share
+    a replica, the pulls of the other routers are signs of life, too (`GeneratorRouter.hear_from`), because the engine
+    does not step during a pull. Frozen time does not count. A stalled replica is quarantined, and its requests continue
+    elsewhere.
 
-    Recording a sign costs one store: each replica with requests has one timer, which checks the time of the last sign.
-    It checks twice before it reports a stall, because after the event loop was blocked, timers run before the signs
-    that arrived meanwhile.
+    Recording a sign costs one assignment: each replica with requests has one timer, which checks the time of the last
+    sign. It checks twice before it reports a stall, because after a block of the event loop timers run before the signs
+    that arrived during the block.
     """
 
     def __init__(self, limit_s: float, pool: Pool) -> None:
@@ -224,13 +226,13 @@ class StallWatch:
             raise ValueError(f"stall_timeout_s is {limit_s!r}; it must be above 0")
         self._limit_s = limit_s
         self._pool = pool
-        self._grace_s = min(1.0, limit_s / 4)  # between the two looks; a look that is later than this is repeated
+        self._grace_s = min(1.0, limit_s / 4)  # time between the two checks; a check that is later is repeated
         self._running: dict[PooledReplica, dict[RequestInFlight, None]] = {}
         self._timers: dict[PooledReplica, asyncio.TimerHandle] = {}
         self._frozen_at: float | None = None
 
     def begin(self, replica: PooledReplica, request: RequestInFlight) -> None:
-        """`replica` runs `request` from now on."""
+        """Note that `replica` runs `request` from now on."""
         if replica not in self._running:
             self._running[replica] = {}
             replica.hear()
@@ -238,7 +240,7 @@ class StallWatch:
         self._running[replica][request] = None
 
     def end(self, replica: PooledReplica, request: RequestInFlight) -> None:
-        """`replica` does not run `request` any more."""
+        """Note that `replica` no longer runs `request`."""
         running = self._running[replica]
         del running[request]
         if not running:
@@ -251,7 +253,7 @@ class StallWatch:
 
     @property
     def heard_at(self) -> float | None:
-        """Time of the last sign of life of a replica that runs requests; None if none does."""
+        """Time of the last sign of life of any replica that runs requests; None if no replica does."""
         return max((replica.heard_at for replica in self._running), default=None)
 
     def freeze(self) -> None:
@@ -290,7 +292,7 @@ class StallWatch:
             self._look_at(replica, max(deadline, now + self._grace_s), again=True)
         else:
             self._stalled(replica)
-            replica.hear()  # its requests leave it, and the same stall is not reported twice
+            replica.hear()  # so that the same stall is not reported twice while its requests leave
             self._watch(replica)
 
     def _stalled(self, replica: PooledReplica) -> None:
@@ -312,7 +314,7 @@ class RequestsInFlight:
         self.stalls = StallWatch(stall_timeout_s, pool)
         self.counts = HighWaterMark()
         self._requests: dict[str, RequestInFlight] = {}
-        self._waits: set[Waiter] = set()  # for requests to end, frozen with them
+        self._waits: set[Waiter] = set()  # waits for requests to end, which are frozen with the requests
         self._frozen_s: float | None = None  # limit of the present freeze
 
     def __iter__(self) -> Iterator[RequestInFlight]:
@@ -363,7 +365,7 @@ class RequestsInFlight:
 
         Raises:
             TimeoutError: `seconds` have passed, not counting time in which the requests were frozen.
-            NotResumedError: they were frozen for too long.
+            NotResumedError: the requests were frozen for too long.
         """
         wait = Waiter("the wait for requests to end", self.pool.limits.cancel_s)
         self._waits.add(wait)
@@ -379,7 +381,7 @@ class RequestsInFlight:
             Ids of the requests that were aborted.
 
         Raises:
-            NotResumedError: they were frozen for too long.
+            NotResumedError: the requests were frozen for too long.
         """
         try:
             await self.wait_idle(replica, seconds)
@@ -393,7 +395,7 @@ class RequestsInFlight:
     async def abort(self, requests: Sequence[RequestInFlight]) -> tuple[str, ...]:
         """Abort requests and wait until they have ended.
 
-        The abort is repeated at an interval, because a request may reach its engine after an earlier one. Requests
+        The abort is repeated at an interval, because a request may reach its engine after the first abort. Requests
         still in flight after `abort_s` are cancelled, and abandoned after another `cancel_s`.
 
         Returns:

@@ -54,17 +54,22 @@ class GeneratorRouter:
         await router.close()
 
     Args:
-        strategy: By default `StickySession(fallback=LeastLoaded())`; not shared with another router.
-        stall_timeout_s: A replica that has requests and gives no sign of life for this time has failed, and its
-            requests continue elsewhere. Waiting in a queue that moves is no failure; time frozen by `pause("keep")`
-            does not count.
-        max_attempts: Attempts of a request that may fail before the request fails.
+        replicas: Replicas to begin with.
+        strategy: Routing strategy, which must not be shared with another router. By default
+            `StickySession(fallback=LeastLoaded())`.
+        stall_timeout_s: Seconds without a sign of life after which a replica that has requests has failed; its requests
+            continue elsewhere. Waiting in a queue that moves is not a failure, and time frozen by `pause("keep")` does
+            not count.
+        max_attempts: Number of failed attempts after which a request fails.
+        limits: Time limits.
         on_replica_failed: Called once for each quarantine, so that a supervisor can restart the replica.
-        least_replicas: While fewer replicas are in service, requests wait.
-        move_below: Replicas with at most this share of the fullest replica's requests get some of them; see `Moves`.
+        least_replicas: Number of replicas that must be in service; with fewer, requests wait.
+        move_below: Share of the fullest replica's requests. Replicas with at most this share receive some of its
+            requests; see `Moves`. None moves no requests.
 
     Raises:
-        ValueError: the strategy is that of another router, or two replicas have one name.
+        ValueError: the strategy belongs to another router, two replicas have the same name, or a number is out of
+            range.
     """
 
     _pool_type: type[Pool] = Pool
@@ -85,9 +90,9 @@ class GeneratorRouter:
         self._on_replica_failed = on_replica_failed
         self._stall_timeout_s = stall_timeout_s
         self._held: GeneratorRouter | None = None  # router of the replica that is held at a version
-        self._hold = 0  # number of its hold
+        self._hold = 0  # number of the last hold
         self._held_links: dict[ShardLink, HeldLink] = {}
-        self._released = asyncio.Event()  # set while none is held
+        self._released = asyncio.Event()  # set while no replica is held
         self._released.set()
         self._calls = OpenCalls()
         tasks = BackgroundTasks(self._calls)
@@ -103,7 +108,7 @@ class GeneratorRouter:
 
     @property
     def replicas(self) -> tuple[ReplicaStatus, ...]:
-        """Every replica with its load, version and health, for metrics. The load includes that of the shards."""
+        """Status of every replica for metrics: load, version and health. The load includes that of the shards."""
         held = () if self._held is None else self._held.replicas
         own = [ReplicaStatus.of(replica) for replica in self._pool]
         names = {status.name for status in own}
@@ -120,15 +125,15 @@ class GeneratorRouter:
         return self._pool.target.version
 
     def hear_from(self, name: str) -> None:
-        """Note a sign of life of a replica that another router of the same replicas has received. Does nothing if there
-        is no replica of that name."""
+        """Note a sign of life that another router of the same replicas has received from a replica. Does nothing if
+        there is no replica of that name."""
         if name in self._pool:
             self._pool.find(name).hear()
 
     @property
     def heard_at(self) -> float | None:
-        """Time of the last sign of life of a replica that runs requests, by the event loop's clock; None if none
-        does."""
+        """Time of the last sign of life of any replica that runs requests, by the event loop's clock; None if no
+        replica does."""
         return self._requests.stalls.heard_at
 
     def trouble(self) -> str | None:
@@ -148,14 +153,14 @@ class GeneratorRouter:
         session_id: str | None = None,
         sampling: SamplingParams,
     ) -> Completion:
-        """The completion. After an abort, or at the end of the rollout's time, it has the tokens so far and says
-        `FinishReason.ABORT`.
+        """Return the completion of a prompt. After an abort, or at the end of the rollout's time, it has the tokens so
+        far and `FinishReason.ABORT`.
 
         Raises:
             RequestError: the request can never succeed, its id is in flight, or several replicas that serve others
                 failed it in the same way.
-            NoReplicaError: no replica came into service within the limit; the last failure is the cause.
-            GenerationError: it failed on `max_attempts` replicas, or waited too long for a resume.
+            NoReplicaError: too few replicas came into service within the limit; the last failure is the cause.
+            GenerationError: the request failed on `max_attempts` replicas, or waited too long for a resume.
             EngineDeadError: the router is closed.
         """
         return await self.stream(EngineRequest(request_id, prompt_token_ids, sampling, session_id), listener())
@@ -172,20 +177,22 @@ class GeneratorRouter:
         return self._dispatcher.generate(request, on_chunk)
 
     def pin(self, version: int | None) -> None:
-        """Have replicas that start load this version before the newest one, because requests name it. None ends that.
+        """Make replicas that start load this version before the newest one, because requests name it. None ends that.
 
-        Replicas in service must have the version, in engines that pin versions.
+        The replicas in service must already have the version, and their engines must pin versions.
         """
         self._pool.target.pinned = version
 
     async def hold(self, version: int) -> bool:
-        """Keep one replica at its version, for requests that name a version, until `release`. The others continue, and
-        requests that run on it finish there: await `held_alone` before the next pull. Shards send it requests, too.
+        """Keep one replica at its version until `release`, for requests that name a version. The other replicas
+        continue, and requests that run on the held replica finish there: await `held_alone` before the next pull.
+        Shards also send requests to it.
 
-        If the replica is removed, the next one that is added takes its place; it has to pull the held version.
+        If the replica is removed, the next replica that is added takes its place; it has to pull the held version.
 
         Returns:
-            False, without effect, if too few replicas would be left, none has the version, or one is held already.
+            Whether a replica is held now. False, without effect, if too few replicas would be left, none has the
+            version, or one is held already.
         """
         serving = [replica for replica in self._pool if replica.serving]
         able = [replica for replica in serving if replica.version == version]
@@ -208,15 +215,15 @@ class GeneratorRouter:
         return True
 
     async def _share_held(self, link: ShardLink) -> None:
-        """Have a shard send requests that name a version to the replica that is held."""
+        """Make a shard send requests that name a version to the held replica."""
         if self._held is not None:
             held_link = self._held_links[link] = HeldLink(link, self._hold)
             with suppress(ActorDiedError, EngineDeadError):  # the shard or the hold has ended
                 await self._held.join(held_link)
 
     async def held_alone(self) -> None:
-        """Wait until the replica that is held runs no other requests; after `Limits.drain_s` these continue on other
-        replicas."""
+        """Wait until the held replica runs only requests that name its version. After `Limits.drain_s`, the others
+        continue on other replicas."""
         held = self._held
         for replica in self._pool if held is not None else ():
             if held is not None and held.has_replica(replica.name):
@@ -225,7 +232,8 @@ class GeneratorRouter:
                     self._remove(replica.name)
 
     async def release(self) -> None:
-        """End `hold`: the replica pulls the newest version and serves like the others. Does nothing if none is held."""
+        """End `hold`: the replica pulls the newest version and serves like the others. Does nothing if no replica is
+        held."""
         held, self._held = self._held, None
         if held is None:
             return
@@ -245,7 +253,7 @@ class GeneratorRouter:
             self._released.set()
 
     async def pull_state_dict(self, version: int, mode: PullMode = "hot_swap") -> PullReport:
-        """Bring every replica to `version`, or to a newer one that was requested meanwhile.
+        """Bring every replica to `version`, or to a newer version that was requested in the meantime.
 
         "hot_swap" pulls while requests run. "drain" takes one replica at a time out of service and lets its requests
         finish first. A replica that cannot pull stays out of service until it can, and the others continue.
@@ -268,7 +276,7 @@ class GeneratorRouter:
         exceeded them.
 
         Raises:
-            RuntimeError: it is paused already.
+            RuntimeError: the router is paused already.
             ValueError: there is no such mode.
         """
         async with self._calls.one():
@@ -278,7 +286,7 @@ class GeneratorRouter:
         """End a pause; frozen requests continue where they were.
 
         Raises:
-            RuntimeError: it is not paused.
+            RuntimeError: the router is not paused.
         """
         async with self._calls.one():
             await self._pause.resume()
@@ -287,13 +295,13 @@ class GeneratorRouter:
         """Return when the router is not paused.
 
         Raises:
-            GenerationError: it was not resumed within the limit.
+            GenerationError: the router was not resumed within the limit.
         """
         async with self._calls.one():
             await self._pause.wait_open()
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> tuple[str, ...]:
-        """End requests with the tokens they have, by default all that are in flight. Later ones are not affected.
+        """End requests with the tokens they have, by default all that are in flight. Later requests are not affected.
 
         Returns:
             Ids of requests that did not return in time and were cancelled. Unknown ids are ignored.
@@ -327,7 +335,7 @@ class GeneratorRouter:
         return held + self._requests.counts.num_done + self._shards.num_answered
 
     def take_most_in_flight(self) -> int:
-        """Most requests in flight since this was last called."""
+        """Largest number of requests in flight since the last call."""
         held = 0 if self._held is None else self._held.take_most_in_flight()
         return held + self._requests.counts.take() + self._shards.take_most_requests()
 
@@ -345,10 +353,10 @@ class GeneratorRouter:
         """Add a replica, which joins once it has the current version and pause mode.
 
         Returns:
-            Whether it serves. A replica that failed is in quarantine and is tried again.
+            Whether the replica serves. A replica that failed is in quarantine and is tried again.
 
         Raises:
-            ValueError: its name is taken.
+            ValueError: the name of the replica is taken.
         """
         if self._held is not None and not self._held.replicas:
             return await self._held.add_replica(replica)
@@ -357,7 +365,7 @@ class GeneratorRouter:
             try:
                 await self._bring_up(pooled)
             except asyncio.CancelledError:
-                if not pooled.removed:  # by the end of the router
+                if not pooled.removed:  # `close` may have removed it
                     self._pool.remove(pooled.name)
                 raise
             await self._shards.settle()
@@ -370,7 +378,7 @@ class GeneratorRouter:
             self._pool.quarantine(replica, error)
 
     def remove_replica(self, name: str) -> None:
-        """Remove a replica, without closing it. Its requests continue on others, from the tokens that it has streamed.
+        """Remove a replica without closing it. Its requests continue on other replicas from their streamed tokens.
 
         Raises:
             ValueError: there is no replica of that name.
@@ -394,7 +402,7 @@ class GeneratorRouter:
             ValueError: there is no replica of that name.
         """
         if self._held is not None and self._held.has_replica(name):
-            with suppress(TimeoutError):  # it finishes the requests for its version first
+            with suppress(TimeoutError):  # the replica first finishes the requests for its version
                 async with asyncio.timeout(finish_s):
                     await self._released.wait()
         if name not in self._pool and self.has_replica(name):
@@ -407,7 +415,7 @@ class GeneratorRouter:
             self.remove_replica(name)
 
     async def _until_idle(self, replica: PooledReplica, seconds: float) -> None:
-        """Wait until a replica that is out of service runs no request, also of a shard, or for that time."""
+        """Wait for at most `seconds` until a replica out of service runs no request of this router or a shard."""
         own = self._requests.wait_idle(replica, seconds)
         results = await asyncio.gather(own, self._shards.drain(replica, seconds, abort=False), return_exceptions=True)
         for result in results:
@@ -427,7 +435,7 @@ class GeneratorRouter:
             await self._share_held(link)
 
     def leave(self, link: ShardLink) -> None:
-        """Forget a shard, which has ended."""
+        """Forget a shard that has ended."""
         self._shards.leave(link)
         held_link = self._held_links.pop(link, None)
         if held_link is not None and self._held is not None:

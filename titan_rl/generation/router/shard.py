@@ -36,11 +36,11 @@ from titan_rl.generation.router.strategies import Strategy
 
 
 class ShardPool(Pool):
-    """Pool whose replicas enter service when the router says so, and the connection to them is open. A replica that
-    fails here is out of service here, until the router has admitted it again.
+    """Pool whose replicas are in service while the router has them in service and the connection to them is open. A
+    replica that fails in the shard is out of service in the shard until the router has admitted it again.
 
-    A replica whose connection is opened again counts as draining: it comes back, and `least_replicas` is about what the
-    router has in service.
+    A replica whose connection is being reopened counts as draining: it comes back, and `least_replicas` applies to the
+    replicas that the router has in service.
     """
 
     def take_out(self, replica: PooledReplica) -> None:
@@ -59,11 +59,11 @@ class ShardPool(Pool):
             self.withdraw(replica, draining=state.draining)
         elif state.epoch > handle.admitted:
             handle.admitted, handle.wanted = state.epoch, True
-            self.withdraw(replica)  # a failure from before is not one of this epoch
+            self.withdraw(replica)  # admitted again below, in a new epoch, so that earlier failures are ignored
             self.connection_changed(replica)
 
     def connection_changed(self, replica: PooledReplica) -> None:
-        """Have a replica that the router has in service serve here while the connection to it is open."""
+        """Admit a replica that the router has in service if the connection to it is open, and withdraw it otherwise."""
         handle = _handle_of(replica)
         if not handle.wanted:
             return
@@ -74,7 +74,7 @@ class ShardPool(Pool):
             self.withdraw(replica, draining=True)
 
     def unreachable(self, replica: PooledReplica, error: GenerationError) -> None:
-        """Report a replica that cannot be reached from here, if the router has it in service."""
+        """Report a replica that the shard cannot reach, if the router has it in service."""
         if _handle_of(replica).wanted:
             self._report(replica, error)
 
@@ -92,14 +92,16 @@ def _handle_of(replica: PooledReplica) -> ShardReplica:
 class RouterShard(GeneratorRouter):
     """Router of one process's requests over the replicas of another process's router.
 
-    It has the strategy, the failover, the moves and the stall detection of a router. `receive_message` carries out what
-    the router decides.
+    It has the strategy, the failover, the moves and the stall detection of a router. `receive_message` carries out the
+    router's decisions.
 
     Args:
         connect: Makes the replica for a name and an address.
         report: Sends a report to the router.
+        strategy: Routing strategy of the shard; see `GeneratorRouter`.
         origin: Suffix of engine ids, unique among all shards that the replicas have ever had.
-        options: Of `GeneratorRouter`.
+        limits: Time limits.
+        options: Further arguments of `GeneratorRouter`.
     """
 
     _pool_type = ShardPool
@@ -119,14 +121,15 @@ class RouterShard(GeneratorRouter):
         self._report = report
         self._next = 0
         self._told = ShardLoad()
-        self._turns: dict[int, asyncio.Event] = {}  # of messages that overtook others
+        self._turns: dict[int, asyncio.Event] = {}  # set when the turn of a message that arrived early has come
         self._pool.origin = origin
 
     async def receive_message(self, number: int, message: ToShard) -> Ended:
-        """Carry out a message of the router, beginning with those sent before it.
+        """Carry out a message of the router, after the messages sent before it have been started.
 
         Args:
-            number: Of the message, from 0.
+            number: Number of the message, counted from 0.
+            message: The message.
         """
         if isinstance(message, ForHeld):
             return await self._receive_held(message)
@@ -134,7 +137,7 @@ class RouterShard(GeneratorRouter):
             turn = self._turns[number] = asyncio.Event()
             await turn.wait()
         task = asyncio.ensure_future(self._carry_out(message))
-        await asyncio.sleep(0)  # it has begun
+        await asyncio.sleep(0)  # lets the task begin
         self._next = number + 1
         if (turn := self._turns.pop(self._next, None)) is not None:
             turn.set()
@@ -239,7 +242,7 @@ class RouterShard(GeneratorRouter):
         return pooled if pooled is not None and _handle_of(pooled) is handle else None
 
     def _disconnect(self, name: str) -> None:
-        """Have the requests on a replica that is gone continue elsewhere, and close the connection to it."""
+        """Continue the requests of a removed replica elsewhere, and close the connection to it."""
         handle = self._pool.find(name).handle
         self._remove(name)
         self._pool.tasks.start(handle.close(), f"close the connection to {name}")

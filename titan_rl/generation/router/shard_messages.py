@@ -1,4 +1,4 @@
-"""Messages between a router and its shards: plain data, small, and in order."""
+"""Messages between a router and its shards: small plain data, delivered in order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ class ReplicaState:
     Attributes:
         identity: Distinguishes a replica from a later one with the same name.
         epoch: Number of admissions so far. A failure that a shard reports names the epoch in which it occurred.
-        removed: The replica is gone, and its requests continue elsewhere.
+        serving: Whether the replica is in service.
+        draining: Whether the replica is out of service but healthy, and comes back.
+        removed: Whether the replica is gone, so that its requests continue elsewhere.
+        version: Version that the replica has; None if it is unknown.
         address: Plain data from which a shard connects to the replica; None if the shard has received it.
     """
 
@@ -55,9 +58,10 @@ class Totals:
     """Load and version of the replicas, by name.
 
     Attributes:
-        loads: Of all shards together, without replicas that have none.
-        num_shards: Shards whose loads these are.
-        shard: Number of the receiver, from 0.
+        loads: Loads of all shards together, without replicas that have no load.
+        versions: Versions of all replicas; None if a version is unknown.
+        num_shards: Number of shards.
+        shard: Number of the receiving shard, counted from 0.
         turn: Number of the division of the replicas into slices.
     """
 
@@ -68,12 +72,12 @@ class Totals:
     turn: int
 
     def own_slice(self, names: Iterable[str]) -> set[str]:
-        """Replicas on which the receiver places new requests in this turn. Each slice has one of the least loaded
-        replicas, one of the next, and so on, drawn at random, so that over the turns all replicas are compared with
-        each other. With fewer replicas than shards, several have one slice.
+        """Replicas on which the receiving shard places new requests in this turn. Each slice has a random one of the
+        least loaded replicas, a random one of the next, and so on, so that over the turns all replicas are compared
+        with each other. If there are fewer replicas than shards, several shards share a slice.
 
         Args:
-            names: Of the replicas in service.
+            names: Names of the replicas in service.
         """
         draws = random.Random(self.turn)
         order = sorted(names)
@@ -105,8 +109,9 @@ class Drain:
     """Wait until a replica runs no request of the shard.
 
     Attributes:
-        seconds: Limit of the wait.
-        abort: End the requests that are left then.
+        name: Name of the replica.
+        seconds: Time limit of the wait.
+        abort: Whether to end the requests that are left after that time.
     """
 
     name: str
@@ -116,7 +121,7 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class TellLoad:
-    """Answer with the present load."""
+    """Request for the present load of a shard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +133,13 @@ class AbortRequests:
 
 @dataclass(frozen=True, slots=True)
 class ForHeld:
-    """A message of the router of a replica that is held at a version, to the shard of that router in the same process.
-    It is not numbered with the others.
+    """Message of the router of a held replica to its own shard in the receiving process. It is not numbered with the
+    other messages.
 
     Attributes:
         hold: Number of the hold.
-        number: Of the message, in that router.
+        number: Number of the message among those of the held replica's router.
+        message: Message to that router's shard.
     """
 
     hold: int
@@ -156,12 +162,12 @@ class ShardLoad:
     """Load of a shard.
 
     Attributes:
-        loads: By the replicas' names, without replicas that have none.
-        num_tokens: Tokens so far of the requests in flight.
-        num_moved: Requests that have moved so far; None if requests do not move.
-        num_requests: In flight, including those that wait for a replica.
-        most_requests: Most of them at once since the load was told before.
-        num_answered: Requests that have been answered so far.
+        loads: Loads by replica name, without replicas that have no load.
+        num_tokens: Number of tokens so far of the requests in flight.
+        num_moved: Number of requests that have moved so far; None if requests do not move.
+        num_requests: Number of requests in flight, including those that wait for a replica.
+        most_requests: Largest number of requests in flight since the last report of the load.
+        num_answered: Number of requests that have been answered so far.
     """
 
     loads: Mapping[str, Load] = field(default_factory=dict[str, Load])
@@ -177,9 +183,9 @@ class Ended:
     """Answer of a shard: the message has been carried out.
 
     Attributes:
-        load: For `TellLoad`.
         aborted: Ids of requests that were ended early.
-        cancelled: Those of them that did not return in time, and lost their tokens.
+        cancelled: Ids of aborted requests that did not return in time, and lost their tokens.
+        load: Load of the shard, in the answer to `TellLoad`.
     """
 
     aborted: tuple[str, ...] = ()
@@ -189,17 +195,17 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFailed:
-    """A replica failed in a shard, which sends it nothing until it is admitted again."""
+    """Report that a replica failed in a shard. The shard sends it no requests until the router admits it again."""
 
     name: str
     identity: int
     epoch: int
-    error: TitanRLError  # which pickles
+    error: TitanRLError  # can be pickled
 
 
 @dataclass(frozen=True, slots=True)
 class HeldFailed:
-    """A replica that is held at a version failed in a shard."""
+    """Report that a held replica failed in a shard."""
 
     hold: int
     failed: ReplicaFailed
@@ -213,14 +219,15 @@ class ShardLink(Protocol):
 
     @property
     def name(self) -> str:
-        """Unique among all shards that the router has ever had."""
+        """Name of the shard, unique among all shards that the router has ever had."""
         ...
 
     async def call(self, number: int, message: ToShard) -> Ended:
         """Deliver a message, and return once the shard has carried it out.
 
         Args:
-            number: Of the message, from 0: the shard begins them in order.
+            number: Number of the message, counted from 0. The shard starts messages in this order.
+            message: The message.
 
         Raises:
             ActorDiedError: the shard has ended.
@@ -234,13 +241,17 @@ class ShardLink(Protocol):
 
 @runtime_checkable
 class AddressedReplica(Protocol):
-    """A replica that shards in other processes can reach, too."""
+    """A replica that shards in other processes can also reach."""
 
     @property
     def address(self) -> Any:
-        """Plain data from which a shard connects to it."""
+        """Plain data from which a shard connects to the replica."""
         ...
 
     def forget(self, shard: str) -> None:
-        """End the requests of a shard that has ended, by its name. Does not wait."""
+        """End the requests of a shard that has ended, without waiting.
+
+        Args:
+            shard: Name of the shard.
+        """
         ...

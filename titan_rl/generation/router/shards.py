@@ -1,4 +1,4 @@
-"""Control of a router's shards: what they learn of replicas, and operations that every shard acknowledges."""
+"""Control of a router's shards: updates on replicas, and operations that every shard acknowledges."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 @dataclass(slots=True)
 class _Shard:
     numbers: count[int] = field(default_factory=count)
-    known: set[int] = field(default_factory=set[int])  # identities of replicas whose address it has
+    known: set[int] = field(default_factory=set[int])  # identities of the replicas whose address the shard has
     load: ShardLoad = field(default_factory=ShardLoad)
     updates: set[asyncio.Task[Ended]] = field(default_factory=set[asyncio.Task[Ended]])  # not acknowledged yet
 
@@ -49,24 +49,24 @@ class Shards:
     The router decides which replicas serve, pulls, pauses and resumes them. A shard follows these decisions, dispatches
     requests by itself, and reports failures. Messages to a shard are carried out in order, and an operation is complete
     once each shard has acknowledged it. A shard that ends, or does not answer in time, takes its requests with it and
-    holds up nothing.
+    delays no other shard.
 
-    The load that a strategy sees includes that of the other shards as of `Limits.share_s` ago. If all shards chose the
-    emptiest replicas of the same outdated list, they would overload these. So each places new requests on a slice of
-    the replicas, which no other shard has at that time, and is given another one after `Limits.share_s`. The choices
-    of a strategy that does not go by load are unaffected.
+    The load that a strategy sees includes the load of the other shards `Limits.share_s` ago. If all shards chose the
+    emptiest replicas of the same outdated list, they would overload them. So each shard places new requests on a slice
+    of the replicas that no other shard has at that time, and gets another slice after `Limits.share_s`. Strategies that
+    ignore the load are unaffected.
     """
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._limits = pool.limits
         self._shards: dict[ShardLink, _Shard] = {}
-        self._changed: dict[PooledReplica, None] = {}  # since the last update, in order
+        self._changed: dict[PooledReplica, None] = {}  # replicas changed since the last update, in order
         self._shared: tuple[dict[str, Load], dict[str, int | None]] | None = None  # loads and versions, in the shards
         self._turn = 0  # number of divisions of the replicas into slices
         self._is_sharing = False
-        self._late: set[ShardLink] = set()  # have not answered the last question
-        self._most_requests = 0  # at once, since it was taken
+        self._late: set[ShardLink] = set()  # shards that have not answered the last `TellLoad`
+        self._most_requests = 0  # largest number of requests at once since `take_most_requests`
         self._moved_before, self._answered_before = 0, 0  # requests of shards that have ended
 
     @property
@@ -75,26 +75,27 @@ class Shards:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens so far of all requests in flight in shards."""
+        """Number of tokens so far of all requests in flight in shards."""
         return sum(shard.load.num_tokens for shard in self._shards.values())
 
     @property
     def num_moved(self) -> int:
-        """Requests that have moved so far, also in shards that have ended."""
+        """Number of requests that have moved so far, also in shards that have ended."""
         return self._moved_before + sum(shard.load.num_moved or 0 for shard in self._shards.values())
 
     @property
     def num_requests(self) -> int:
-        """Requests in flight in shards, including those that wait for a replica."""
+        """Number of requests in flight in shards, including those that wait for a replica."""
         return sum(shard.load.num_requests for shard in self._shards.values())
 
     @property
     def num_answered(self) -> int:
-        """Requests that have been answered so far, also in shards that have ended."""
+        """Number of requests that have been answered so far, also in shards that have ended."""
         return self._answered_before + sum(shard.load.num_answered for shard in self._shards.values())
 
     def take_most_requests(self) -> int:
-        """Most requests in flight since the last call: the sum of the shards' own maxima in each `Limits.share_s`."""
+        """Largest number of requests in flight since the last call. For each interval of `Limits.share_s`, the maxima
+        of the shards are added up."""
         most, self._most_requests = self._most_requests, self.num_requests
         return most
 
@@ -103,7 +104,7 @@ class Shards:
 
         Raises:
             ConfigError: a replica cannot be reached from other processes.
-            ActorDiedError: it has ended.
+            ActorDiedError: the shard has ended.
         """
         self._flush()
         self._pool.on_change = self._note
@@ -113,14 +114,14 @@ class Shards:
         await asyncio.shield(self._begin(link, Join(states, mode)))
         if link not in self._shards:
             raise ActorDiedError(f"{link.name} did not join the router")
-        self._shared = None  # it has no totals yet
+        self._shared = None  # the new shard has no totals yet
         self._share()
         if not self._is_sharing:
             self._is_sharing = True
             self._pool.tasks.start(self._keep_sharing(), "share the load of shards")
 
     def leave(self, link: ShardLink) -> None:
-        """Forget a shard and its load. Does nothing the second time."""
+        """Forget a shard and its load. Does nothing if the shard has left already."""
         if (shard := self._shards.pop(link, None)) is None:
             return
         self._moved_before += shard.load.num_moved or 0
@@ -135,7 +136,7 @@ class Shards:
         await self._call_all(Release(hold))
 
     def receive(self, link: ShardLink, report: ReplicaFailed) -> None:
-        """Handle the report of a shard. Those of shards that have left are ignored."""
+        """Handle the report of a shard. Reports of shards that have left are ignored."""
         if link in self._shards and report.name in self._pool:
             replica = self._pool.find(report.name)
             if replica.identity == report.identity:
@@ -154,12 +155,15 @@ class Shards:
         await self._call_all(ResumeShard())
 
     async def drain(self, replica: PooledReplica, seconds: float, *, abort: bool) -> Sequence[str]:
-        """Wait until no shard runs a request on a replica that is out of service, or for that time.
+        """Wait until no shard runs a request on a replica that is out of service, for at most `seconds`.
+
+        Args:
+            abort: Whether to abort the requests that are left after that time.
 
         Returns:
-            ids of the requests that were aborted then, with `abort`.
+            Ids of the requests that were aborted.
         """
-        longest_s = seconds + self._limits.paused_s + self._limits.abort_s  # a pause may stop the clock
+        longest_s = seconds + self._limits.paused_s + self._limits.abort_s  # a pause stops the clock of the drain
         self._flush()
         return (await self._call_all(Drain(replica.name, seconds, abort), longest_s)).aborted
 
@@ -168,7 +172,7 @@ class Shards:
         return await self._call_all(AbortRequests(ids), self._limits.abort_s)
 
     def _note(self, replica: PooledReplica) -> None:
-        """Tell the shards of a change at the end of this iteration of the event loop, with all others."""
+        """Send a change to the shards at the end of this iteration of the event loop, together with all others."""
         if not self._changed:
             asyncio.get_running_loop().call_soon(self._flush)
         self._changed[replica] = None
@@ -212,7 +216,7 @@ class Shards:
         return tuple(states)
 
     async def _keep_sharing(self) -> None:
-        """Exchange loads at an interval. A shard that is late keeps the load that it told last, and holds up none."""
+        """Exchange loads at an interval. A late shard delays no other one; its last reported load stays valid."""
         asked: dict[asyncio.Task[Ended], ShardLink] = {}
         while True:
             await asyncio.sleep(self._limits.share_s)
@@ -240,7 +244,7 @@ class Shards:
                 self._begin(link, Totals(*totals, len(self._shards), place, self._turn))
 
     def _add_up(self) -> dict[str, Load]:
-        """Load of all shards on each replica, as this router's own strategy sees it, too."""
+        """Add up the load of all shards on each replica. The load also counts for this router's own strategy."""
         loads: dict[str, Load] = {}
         for shard in self._shards.values():  # dozens, with thousands of replicas each
             for name, (num_tokens, num_requests) in shard.load.loads.items():
@@ -253,10 +257,10 @@ class Shards:
         return loads
 
     def _begin(self, link: ShardLink, message: ToShard, longest_s: float = 0.0) -> asyncio.Task[Ended]:
-        """Send a message. A caller that is cancelled does not take it back: the shard carries messages out in order.
+        """Send a message. It is sent even if the caller is cancelled, because the shard carries messages out in order.
 
         Args:
-            longest_s: Time that the shard may need to carry it out.
+            longest_s: Time that the shard may need to carry out the message.
         """
         number = next(self._shards[link].numbers)
         delivering = self._deliver(link, number, message, longest_s + self._limits.shard_s)
@@ -271,7 +275,7 @@ class Shards:
         )
 
     async def _deliver(self, link: ShardLink, number: int, message: ToShard, limit_s: float) -> Ended:
-        """Send a message and wait for its acknowledgement. A shard that does not give it leaves."""
+        """Send a message and wait for its acknowledgement. A shard that does not acknowledge it is removed."""
         try:
             async with limited(limit_s, f"the acknowledgement of {type(message).__name__}"):
                 return await link.call(number, message)

@@ -26,25 +26,26 @@ class Candidate(Protocol):
     """A replica as a strategy sees it. Compared by identity."""
 
     name: str
-    load: int  # tokens reserved on it
+    load: int  # tokens reserved on the replica
     serving: bool
 
 
 class Strategy(ABC):
-    """Chooses among the replicas in service. An instance belongs to one router, and a second one refuses it.
+    """Chooses among the replicas in service. An instance belongs to one router, and a second router refuses it.
 
-    The router reports every change: `admit` and `withdraw` as a replica enters and leaves service, `released` after
-    a load has fallen. Right after `choose(session_id, cost)` it reserves `cost` on the replica it was given.
+    The router reports every change: `admit` and `withdraw` when a replica enters and leaves service, `released` after
+    its load has fallen. Right after `choose(session_id, cost)` it reserves `cost` tokens on the returned replica.
     """
 
-    _owner: object | None = None  # a class attribute, so that a strategy of one's own need not call `__init__`
+    _owner: object | None = None  # a class attribute, so that a user's strategy need not call `__init__`
 
     def belong_to(self, owner: object) -> None:
-        """Called once by the router that uses it, before any other call. A strategy that holds others passes the owner
-        on to them.
+        """Note the router that uses the strategy. Called once, before any other method. A strategy that contains others
+        calls this method of theirs, too.
 
         Raises:
-            ValueError: it belongs to another router, whose replicas would be chosen for requests of this one.
+            ValueError: the strategy belongs to another router, whose replicas would be chosen for this router's
+                requests.
         """
         if self._owner is not None and self._owner is not owner:
             raise ValueError(
@@ -55,31 +56,31 @@ class Strategy(ABC):
 
     @abstractmethod
     def admit(self, candidate: Candidate) -> None:
-        """`candidate` may be chosen from now on."""
+        """Note that `candidate` may be chosen from now on."""
 
     @abstractmethod
     def withdraw(self, candidate: Candidate) -> None:
-        """`candidate`, admitted before, may not be chosen until it is admitted again."""
+        """Note that `candidate`, which was admitted before, must not be chosen until it is admitted again."""
 
     @abstractmethod
     def choose(self, session_id: str | None, cost: int) -> Candidate:
-        """The replica for one request. At least one is admitted.
+        """Choose the replica for one request. At least one replica is admitted.
 
         Args:
-            session_id: stable over the turns of one rollout: "<group_id>/<sibling>", and "/<seat>" where there
-                are several.
-            cost: estimated tokens of the request.
+            session_id: Identifier that is the same for all turns of a rollout: "<group_id>/<sibling>", followed by
+                "/<seat>" if there are several seats. None for a request without a session.
+            cost: Largest number of tokens of the request: prompt and token budget.
         """
 
     def released(self, candidate: Candidate) -> None:  # noqa: B027
-        """The load of `candidate` has fallen."""
+        """Note that the load of `candidate` has fallen."""
 
     def moved(self, session_id: str, candidate: Candidate) -> None:  # noqa: B027
-        """A request of this session continues on `candidate`, which `choose` did not select. The KV cache that later
-        requests can reuse is there."""
+        """Note that a request of a session continues on `candidate`, which `choose` did not select. That replica now
+        has the KV cache that later requests of the session can reuse."""
 
     def finish_session(self, session_id: str) -> None:  # noqa: B027
-        """The session sends no further request. Unknown ids are ignored."""
+        """Note that a session sends no further request. Unknown ids are ignored."""
 
 
 class RoundRobin(Strategy):
@@ -101,7 +102,7 @@ class RoundRobin(Strategy):
         return chosen
 
 
-Entry = tuple[int, int, Candidate]  # load, number of the choice that took it last, candidate
+Entry = tuple[int, int, Candidate]  # load, number of the last choice of the candidate, candidate
 
 
 class LeastLoaded(Strategy):
@@ -158,7 +159,7 @@ class WithFallback(Strategy):
     """Base of strategies that choose for some requests, and leave the others to `fallback`.
 
     Args:
-        fallback: receives every change; by default `LeastLoaded`.
+        fallback: Strategy for the other requests. It receives every change. By default `LeastLoaded`.
     """
 
     def __init__(self, fallback: Strategy | None = None) -> None:
@@ -188,7 +189,8 @@ class StickySession(WithFallback):
     A session whose replica is out of service moves to another and stays there.
 
     Args:
-        max_sessions: sessions remembered; the least recently used is forgotten first.
+        fallback: Chooses for new sessions; by default `LeastLoaded`.
+        max_sessions: Number of sessions remembered; the least recently used is forgotten first.
 
     Raises:
         ValueError: `max_sessions` is less than 1.
@@ -220,13 +222,13 @@ class ConsistentHash(WithFallback):
     """Consistent hashing: the same session goes to the same replica without remembering sessions, even across restarts
     and several routers.
 
-    Each replica owns `points` places on a ring of hashes, and a session belongs to the next place after its own
-    hash: when a replica leaves, only its sessions move (Karger et al., 1997). O(log(replicas x points)), and a sort for
-    the first choice after replicas have come or gone.
+    Each replica owns `points` places on a ring of hashes, and a session belongs to the next place after its own hash.
+    When a replica leaves, only its sessions move (Karger et al., 1997). A choice costs O(log(replicas x points)); the
+    first one after replicas have come or gone also sorts the places.
 
     Args:
-        points: places of one replica; more spread the sessions more evenly.
-        fallback: chooses for requests without a session.
+        points: Number of places of each replica. More places spread the sessions more evenly.
+        fallback: Chooses for requests without a session; by default `LeastLoaded`.
 
     Raises:
         ValueError: `points` is less than 1.
@@ -237,8 +239,8 @@ class ConsistentHash(WithFallback):
             raise ValueError(f"ConsistentHash.points is {points}; it must be at least 1")
         self._points = points
         super().__init__(fallback)
-        self._owners: dict[int, list[Candidate]] = {}  # of each place; several only where hashes are equal
-        self._places: list[int] | None = None  # sorted; None if they have to be sorted again
+        self._owners: dict[int, list[Candidate]] = {}  # owners of each place; several only if hashes are equal
+        self._places: list[int] | None = None  # sorted; None if the places have to be sorted again
 
     def admit(self, candidate: Candidate) -> None:
         super().admit(candidate)
@@ -273,8 +275,8 @@ class GroupAffinity(WithFallback):
     The group of the sessions "g7/3" and "g7/3/first" is "g7"; it is forgotten when its last session finishes.
 
     Args:
-        fallback: chooses for the first sibling of a group, and for requests without a session.
-        max_groups: groups remembered; the least recently used is forgotten first.
+        fallback: Chooses for the first sibling of a group, and for requests without a session.
+        max_groups: Number of groups remembered; the least recently used is forgotten first.
 
     Raises:
         ValueError: `max_groups` is less than 1.
@@ -315,7 +317,7 @@ _SIBLING_AND_SEAT = re.compile(r"/[^/]*(?:(?<=\d)/[^/\d][^/]*)?$")
 
 
 def _hash(text: str) -> int:
-    """Stable over processes, unlike `hash`."""
+    """Hash of a text that is the same in all processes, unlike `hash`."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
@@ -336,16 +338,16 @@ def find_strategy(name: str) -> StrategyFn:
     """The factory of strategies that `routing.strategy` names.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is no strategy of that name.
     """
     return find_function("routing.strategy", name, BY_NAME)
 
 
 def make_strategy(name: str) -> Strategy:
-    """The strategy that `routing.strategy` names, for one router.
+    """Make the strategy that `routing.strategy` names, for one router.
 
     Raises:
-        ConfigError: there is none of that name, or it cannot be made.
+        ConfigError: there is no strategy of that name, or it cannot be made.
     """
     make = find_strategy(name)
     try:

@@ -1,7 +1,7 @@
 """Reader of a host: one process downloads each shard for all readers of its host, and sends it on to other hosts.
 
-It owns a folder of the run by a lock that is released when the process ends, so that another process can take over at
-once. The file that it writes there has its address; only processes of the same user can read it.
+The process owns a folder of the run by a lock that is released when the process ends, so that another process can take
+over at once. A file in this folder contains its address; only processes of the same user can read it.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from titan_rl.weights.relay.shard_copy import ChunkDelta, ShardCopy, apply_delta
 from titan_rl.weights.shard_files import PREFIX, FileShardStore, checksum, shard_root
 from titan_rl.weights.types import NUM_KEPT
 
-TRIAL_S = 1.0  # between two comparisons of a sender one hop from the trainer with the trainer itself
-MUCH_FASTER = 3.0
-TELLING_BYTES = 1 << 18
+TRIAL_S = 1.0  # seconds between two comparisons of a sender one hop from the trainer with the trainer itself
+MUCH_FASTER = 3.0  # ratio of rates from which on the trainer is much faster
+TELLING_BYTES = 1 << 18  # fewer bytes say little about the rate
 
 
 class SlowError(Exception):
-    """The sender is slow, or the rate of the trainer is unknown: reading one chunk from the trainer will tell."""
+    """The sender is slow, or the rate of the trainer is unknown. Reading one chunk from the trainer decides."""
 
 
 class Pace:
@@ -58,8 +58,8 @@ class Pace:
         self.of_trainer: float | None = None
 
     def compare(self, bytes_per_s: float, trial_bytes: int, trial_s: float) -> bool:
-        """Whether the trainer, which sent `trial_bytes` in `trial_s`, is much faster. The rate of a small delta says
-        little about the link and is not kept."""
+        """Whether the trainer, which sent `trial_bytes` in `trial_s` seconds, is much faster than `bytes_per_s`. The
+        rate of a small delta says little about the link and is not kept."""
         if trial_bytes >= TELLING_BYTES:
             self.of_trainer = trial_bytes / trial_s
         return bytes_per_s * MUCH_FASTER < trial_bytes / trial_s
@@ -72,7 +72,8 @@ class PaceWatch:
     """Measures the rate of one sender at intervals.
 
     Args:
-        hops: distance of the sender from the trainer. Readers nearer to the trainer compare earlier, since their sender
+        pace: Rate of the trainer.
+        hops: Distance of the sender from the trainer. Readers nearer to the trainer compare earlier, since their sender
             may be the cause of the others' slowness.
     """
 
@@ -82,7 +83,8 @@ class PaceWatch:
         self._begin()
 
     def came(self, num_bytes: int) -> None:
-        """
+        """Note that bytes have arrived.
+
         Raises:
             SlowError: it is time to compare the sender with the trainer.
         """
@@ -103,8 +105,8 @@ class PaceWatch:
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 0.2  # between two attempts to reach the trainer
-ALL = 1 << 40  # chunks
+RETRY_S = 0.2  # pause between two attempts to reach the trainer
+ALL = 1 << 40  # more chunks than any shard has
 
 
 class Download:
@@ -112,12 +114,12 @@ class Download:
     another host, and as a last resort from the trainer.
 
     Args:
-        remote: the shard on the trainer.
-        base: copy of an older version, to which deltas are applied; None reads everything whole.
-        name: of this reader, unique among the readers.
-        address: where others can read from this reader.
-        timeout_s: longest time for a shard.
-        pace: of the trainer, known from earlier versions.
+        remote: Shard on the trainer.
+        base: Copy of an older version, to which deltas are applied; None reads everything whole.
+        name: Name of this reader, unique among the readers.
+        address: Address at which other hosts can read from this reader.
+        timeout_s: Time limit for the shard.
+        pace: Rate of the trainer, known from earlier versions.
     """
 
     def __init__(
@@ -135,13 +137,14 @@ class Download:
         self.received_bytes = 0
 
     def run(self, copy: ShardCopy, *, from_trainer: bool = False) -> None:
-        """Fill the copy, through other hosts and by deltas where there are any.
+        """Fill the copy, from other hosts and by deltas if possible.
 
         Args:
-            from_trainer: read all bytes from the trainer.
+            copy: Copy to fill.
+            from_trainer: Whether to read all bytes from the trainer.
 
         Raises:
-            StateDictError: the trainer does not have the version any more, or cannot be reached in time.
+            StateDictError: the trainer no longer has the version, or cannot be reached in time.
         """
         if from_trainer:
             self._base = None
@@ -169,7 +172,7 @@ class Download:
                 self._compare(watch.bytes_per_s, copy)
 
     def _compare(self, bytes_per_s: float, copy: ShardCopy) -> None:
-        """Read the next chunk from the trainer, and leave the sender if that is much faster."""
+        """Read the next chunk from the trainer, and leave the sender if the trainer is much faster."""
         began, had = time.monotonic(), self.received_bytes
         self._read(copy, self._trainer.address, count=1)
         if self._pace.compare(bytes_per_s, self.received_bytes - had, time.monotonic() - began):
@@ -214,7 +217,7 @@ class Download:
             base = None if self._base is None else self._base.version
             send(connection, {**message, "base": base, "first": copy.ready, "count": count})
             last = min(copy.ready + count, copy.num_chunks)
-            steps: list[ChunkDelta] = []  # to the chunk that comes
+            steps: list[ChunkDelta] = []  # deltas so far of the current chunk
             while copy.ready < last:
                 head = receive_head(connection)
                 if watch is not None:
@@ -260,18 +263,18 @@ class Download:
                 raise StateDictError("a delta of weights has another checksum than its sender says")
             apply_delta(step.encoded, chunk)
         except StateDictError as error:
-            self._base = None  # read this chunk and the rest whole
+            self._base = None  # this chunk and the rest are read whole
             raise ConnectionLostError(str(error)) from error
 
 
 def is_right(copy: ShardCopy, expected_checksum: int) -> bool:
-    """Whether all bytes of a copy are those that were published."""
+    """Whether the bytes of a copy have the published checksum."""
     return checksum(copy.data) == expected_checksum
 
 
 @dataclass(frozen=True, slots=True)
 class Leader:
-    """Address of the process that reads for the others of its host, and the token that its requests need."""
+    """Address of the process that reads for its host, and the token that requests to it need."""
 
     address: str
     token: str
@@ -281,7 +284,7 @@ class Rendezvous:
     """Election of the process that reads for its host, by a lock in a folder of the run.
 
     Args:
-        run_id, root: see `ShardStore`.
+        run_id, root: See `ShardStore`.
     """
 
     def __init__(self, run_id: str, root: Path | None = None) -> None:
@@ -298,11 +301,11 @@ class Rendezvous:
         try:
             lock = os.open(self._folder, os.O_RDONLY)
         except FileNotFoundError:
-            return False  # it is being removed
+            return False  # the folder is being removed
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(lock), os.stat(self._folder)):
-                (self._folder / "leader").unlink(missing_ok=True)  # of the process before
+                (self._folder / "leader").unlink(missing_ok=True)  # address of the previous leader
                 self._lock = lock
                 return True
         except (BlockingIOError, FileNotFoundError):
@@ -338,7 +341,7 @@ class WantedShard:
     num_bytes: int
     checksum: int
     remote: RemoteShard
-    keys: tuple[str, ...]  # of all shards of the version
+    keys: tuple[str, ...]  # keys of all shards of the version
 
     def as_message(self) -> dict[str, Any]:
         return asdict(self)
@@ -355,20 +358,20 @@ class ReadShard:
     """Location of a shard on this host."""
 
     path: Path
-    received_bytes: int  # for it, from other hosts
+    received_bytes: int  # received from other hosts for the shard
 
 
 class HostReader:
-    """Reads each shard once, into shared memory, and lets other hosts read it meanwhile.
+    """Reads each shard once into shared memory, and lets other hosts read it in the meantime.
 
     Args:
-        run_id, root: see `ShardStore`.
-        name: of this host, or another name that is unique among the readers.
-        interface: the address at which other hosts reach this one.
-        timeout_s: longest time for a shard.
+        run_id, root: See `ShardStore`.
+        name: Name of this host, or another name that is unique among the readers.
+        interface: Address at which other hosts reach this one.
+        timeout_s: Time limit for one shard.
 
     Raises:
-        StateDictError: it cannot listen there.
+        StateDictError: the reader cannot listen at `interface`.
     """
 
     def __init__(self, run_id: str, root: Path | None, *, name: str, interface: str, timeout_s: float) -> None:
@@ -390,10 +393,10 @@ class HostReader:
         return self._server.address
 
     def fetch(self, wanted: WantedShard) -> ReadShard:
-        """The shard on this host. Callers that ask for a shard in transfer wait for the same transfer.
+        """Return the shard on this host, and read it if it is not there yet. Concurrent callers share one transfer.
 
         Raises:
-            StateDictError: it could not be read, or is not what was published.
+            StateDictError: the shard could not be read, or differs from what was published.
         """
         place = wanted.remote.key, wanted.remote.version
         with self._lock:

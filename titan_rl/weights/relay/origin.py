@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from titan_rl.weights.relay.server import RelayServer, RemoteShard
 from titan_rl.weights.relay.shard_copy import ChunkDelta, ShardCopy, encode_delta
 
-KEPT = 4  # versions whose chains are known
-REMEMBERED = 8  # versions for which a host that another one reported gets no readers
+KEPT = 4  # number of versions whose chains are known
+REMEMBERED = 8  # number of versions for which a reported host gets no readers
 
 
 class Sender(NamedTuple):
@@ -41,16 +41,16 @@ class _Host:
 
 @dataclass(slots=True)
 class _Version:
-    hosts: dict[str, _Host] = field(default_factory=dict[str, _Host])  # in the order in which they came
+    hosts: dict[str, _Host] = field(default_factory=dict[str, _Host])  # in the order of their requests
 
 
 class Chain:
-    """Assigns each host another one to read a version from, which has it or is reading it, so that the trainer sends
-    it about once.
+    """Assigns each host another host to read a version from, which has the version or is reading it, so that the
+    trainer sends it about once.
 
-    With `fanout` 1 the hosts are a chain, in the order in which they ask; with more a tree. A host that another one
-    reports gets no readers for some versions, and does not count towards its sender's fanout, so its slowness affects
-    no other host.
+    With `fanout` 1 the hosts form a chain in the order in which they ask, and with a larger one a tree. A host that
+    another host reports gets no readers for some versions, and does not count towards its sender's fanout, so its
+    slowness affects no other host.
 
     Example:
 
@@ -63,15 +63,16 @@ class Chain:
         self._fanout = fanout
         self._versions: dict[int, _Version] = {}
         self._order: deque[int] = deque(maxlen=KEPT)
-        self._blamed: dict[str, int] = {}  # at which version
+        self._blamed: dict[str, int] = {}  # version at which each host was reported last
         self._lock = threading.Lock()
 
     def place(self, version: int, name: str, address: str, avoid: Collection[str] = ()) -> Sender | None:
-        """The host to read from; None for the trainer.
+        """Assign a host to read from; None stands for the trainer.
 
         Args:
-            name, address: of the host that asks.
-            avoid: hosts that it could not read from, or found slow.
+            version: Version to read.
+            name, address: Name and address of the host that asks.
+            avoid: Names of hosts from which it could not read, or which it found slow.
         """
         with self._lock:
             hosts = self._hosts_of(version)
@@ -132,24 +133,24 @@ def _is_behind(host: _Host | None, other: _Host) -> bool:
     return False
 
 
-SAMPLED = 8  # chunks that decide whether a version is worth a delta
+SAMPLED = 8  # number of chunks that decide whether a version is sent as deltas
 
 
 class ShardOrigin:
     """Offers one rank's versions to other hosts, whole and as the chain of deltas since an older version.
 
-    A version gets a delta to the one before it if some host has read since then, or has a version from which the chain
-    of deltas is known, unless the version is an anchor or most of its numbers changed. Threads encode it chunk by chunk
-    while it is sent. A host that missed versions receives the deltas of all of them; those of a chunk are kept as long
-    as they have fewer bytes than the chunk.
+    A version gets a delta to the previous one if some host has read since then, or has a version from which the chain
+    of deltas is known, unless the version is an anchor or most of its numbers changed. Threads encode the delta chunk
+    by chunk while it is sent. A host that missed versions receives the deltas of all of them. The deltas of a chunk are
+    kept as long as together they have fewer bytes than the chunk.
 
     Args:
-        interface: the address at which other hosts reach this one.
-        fanout: hosts that each host sends a version to.
-        anchor_interval: versions that are a multiple of it are sent whole; 1 makes no deltas.
+        interface: Address at which other hosts reach this one.
+        fanout: Number of hosts to which each host sends a version.
+        anchor_interval: Versions that are a multiple of this number are sent whole; 1 makes no deltas.
 
     Raises:
-        StateDictError: it cannot listen there.
+        StateDictError: the server cannot listen at `interface`.
     """
 
     def __init__(self, interface: str, *, fanout: int = 1, anchor_interval: int = 16) -> None:
@@ -173,8 +174,9 @@ class ShardOrigin:
         """Let other hosts read a published shard.
 
         Args:
-            data: its memory, which is not written to before `settle`.
-            word: bytes of most of its numbers, 2 or 4.
+            version: Version of the shard.
+            data: Memory of the shard, which must not be written to before `settle`.  # [num_bytes]
+            word: Size in bytes of most of its numbers, 2 or 4.
         """
         copy = ShardCopy(version, data)
         older = self._server.copies(self._key)

@@ -42,10 +42,10 @@ class Kind(IntEnum):
 @dataclass(frozen=True, slots=True)
 class Head:
     kind: Kind
-    index: int  # of the chunk
+    index: int  # index of the chunk
     num_bytes: int
-    crc: int  # of a delta
-    base: int  # the version that a delta is applied to
+    crc: int  # CRC-32 of a delta
+    base: int  # version to which a delta is applied
 
 
 class ConnectionLostError(Exception):
@@ -53,9 +53,10 @@ class ConnectionLostError(Exception):
 
 
 def connect(address: str) -> socket.socket:
-    """
+    """Connect to a server.
+
     Raises:
-        ConnectionLostError: nobody answers there.
+        ConnectionLostError: nobody answers at this address.
     """
     host, _, port = address.rpartition(":")
     try:
@@ -73,9 +74,10 @@ def send(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def receive(connection: socket.socket) -> dict[str, Any]:
-    """The next message.
+    """Receive the next message.
 
     Raises:
+        ConnectionLostError: the other end is gone, is silent, or breaks the protocol.
         StateDictError: the other end reports that the request failed.
     """
     (length,) = _LENGTH.unpack(_receive(connection, _LENGTH.size))
@@ -96,7 +98,7 @@ def ask(address: str, message: dict[str, Any]) -> dict[str, Any]:
     """Send one message and return the answer. The other end may first report that it is still working on it.
 
     Raises:
-        ConnectionLostError: it did not answer.
+        ConnectionLostError: the other end did not answer.
         StateDictError: see `receive`.
     """
     with connect(address) as connection:
@@ -120,8 +122,10 @@ def send_chunk(
 
 
 def receive_head(connection: socket.socket) -> Head:
-    """
+    """Receive the header of the next chunk.
+
     Raises:
+        ConnectionLostError: the other end is gone, is silent, or breaks the protocol.
         StateDictError: the other end reports a failure.
     """
     kind, index, num_bytes, crc, base = _HEAD.unpack(_receive(connection, _HEAD.size))
@@ -134,7 +138,11 @@ def receive_head(connection: socket.socket) -> Head:
 
 
 def receive_into(connection: socket.socket, memory: memoryview) -> Iterator[int]:
-    """Receive exactly enough bytes to fill the memory, and yield the size of each piece as it arrives."""
+    """Receive exactly enough bytes to fill the memory, and yield the size of each piece as it arrives.
+
+    Raises:
+        ConnectionLostError: the other end is gone or silent.
+    """
     while len(memory):
         try:
             received = connection.recv_into(memory)
@@ -167,9 +175,9 @@ class RemoteShard:
     """Address of one shard for other hosts. Part of the manifest."""
 
     address: str  # "10.0.0.1:4711"
-    key: str  # of all shards of that rank, on any host
+    key: str  # identifies the shards of this rank, on any host
     version: int
-    token: str  # permits reading
+    token: str  # authorizes reading
 
 
 logger = logging.getLogger(__name__)
@@ -184,10 +192,10 @@ class RelayServer:
     """Server that sends copies of shards and answers requests.
 
     Args:
-        interface: the address at which others reach this process, and the only one on which it listens.
+        interface: Address at which others reach this process, and the only one at which it listens.
 
     Raises:
-        StateDictError: it cannot listen there.
+        StateDictError: the server cannot listen at this address.
     """
 
     def __init__(self, interface: str) -> None:
@@ -210,7 +218,7 @@ class RelayServer:
         threading.Thread(target=self._accept, name="relay", daemon=True).start()
 
     def answer(self, name: str, answer: Answer) -> None:
-        """Register the handler of requests for `name`. It runs in a thread of its own."""
+        """Register the handler of requests for `name`. Each request is handled in a new thread."""
         self._answers[name] = answer
 
     def admit(self, token: str) -> None:
@@ -229,7 +237,7 @@ class RelayServer:
             copy.withdraw(problem)
 
     def copies(self, key: str) -> dict[int, ShardCopy]:
-        """By version."""
+        """Available copies of a key, by version."""
         with self._lock:
             return {version: copy for (of, version), copy in self._copies.items() if of == key}
 
@@ -283,7 +291,8 @@ class RelayServer:
                 self._connections.discard(connection)
 
     def _send_copy(self, connection: socket.socket, message: Message) -> None:
-        """Send the chunks of a copy as they become ready, each as the deltas since the reader's version if known."""
+        """Send the chunks of a copy as they become ready, as the deltas since the reader's version if these are
+        known."""
         key, version, base = str(message["key"]), int(message["version"]), message["base"]
         with self._lock:
             copy = self._copies.get((key, version))
@@ -300,7 +309,7 @@ class RelayServer:
                     send_chunk(connection, kind, index, delta.encoded, delta.crc, delta.base)
                 if not deltas:
                     send_chunk(connection, Kind.RAW, index, copy.chunk(index))
-                # A metric, so a lost update of another thread does not matter.
+                # Only a metric, so losing another thread's update does not matter.
                 self.sent_bytes += sum(len(each.encoded) for each in deltas) or len(copy.chunk(index))
         except StateDictError as error:
             send_chunk(connection, Kind.FAILED, data=str(error).encode())
@@ -330,5 +339,5 @@ class RelayServer:
 
 
 def _end(connection: socket.socket) -> None:
-    with suppress(OSError):  # it has ended
+    with suppress(OSError):  # the connection has ended already
         connection.shutdown(socket.SHUT_RDWR)

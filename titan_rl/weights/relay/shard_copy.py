@@ -1,7 +1,7 @@
 """Copy of a shard on this host, readable while it still grows, and the deltas between chunks of two versions.
 
-After a step in bfloat16 few numbers change, and those by a unit or two in the last place. A delta holds the gaps
-between changed words, and the difference of each as an integer, small numbers first; zstd does the rest."""
+After a step in bfloat16 few numbers change, mostly by one or two units in the last place. A delta contains the gaps
+between changed words, and their differences as zigzag-encoded integers, compressed with zstd."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from titan_rl.core.errors import StateDictError
 _HEADER = struct.Struct("<BBI")  # bytes of a word, bytes of a gap, number of changed words
 _SIGNED = {2: np.int16, 4: np.int32}
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
-MOST_CHANGED = 0.5  # share of changed words above which a delta does not pay
+MOST_CHANGED = 0.5  # largest share of changed words, or of the chunk's bytes, for which a delta is worthwhile
 
 
 def encode_delta(old: NDArray[np.uint8], new: NDArray[np.uint8], word: int) -> bytes | None:
-    """Encode the difference of `new` from `old`; None if `new` itself is not much larger.
+    """Encode the difference of `new` from `old`; None if the delta would not be much smaller than `new`.
 
     Args:
-        old, new: of the same size, a multiple of 4 bytes.
-        word: bytes of a number, 2 or 4.
+        old, new: Chunks of the same size, a multiple of 4 bytes.  # [num_bytes]
+        word: Size of a number in bytes, 2 or 4.
     """
     before, after = old.view(_SIGNED[word]), new.view(_SIGNED[word])
     at = np.flatnonzero(before != after)
@@ -40,7 +40,7 @@ def encode_delta(old: NDArray[np.uint8], new: NDArray[np.uint8], word: int) -> b
     gaps = np.diff(at, prepend=-1) - 1
     largest = int(gaps.max())
     gap = 1 if largest < 1 << 8 else 2 if largest < 1 << 16 else 4
-    difference = after[at] - before[at]  # wraps around, as its addition does
+    difference = after[at] - before[at]  # wraps around, like the addition in `apply_delta`
     zigzag = (difference << 1) ^ (difference >> (8 * word - 1))
     body = _planes(gaps.astype(_UNSIGNED[gap])) + _planes(zigzag)
     encoded = _HEADER.pack(word, gap, len(at)) + zstandard.ZstdCompressor(level=1).compress(body)
@@ -51,7 +51,7 @@ def apply_delta(encoded: bytes, data: NDArray[np.uint8]) -> None:
     """Turn the old chunk into the new one, in place.
 
     Raises:
-        StateDictError: it is not a delta of such a chunk; `data` is unchanged.
+        StateDictError: the bytes are not a delta of such a chunk; `data` is unchanged.
     """
     try:
         word, gap, count = _HEADER.unpack_from(encoded)
@@ -75,7 +75,8 @@ def apply_delta(encoded: bytes, data: NDArray[np.uint8]) -> None:
 
 
 def _planes(words: NDArray[np.integer[Any]]) -> bytes:
-    """All low bytes, then all next higher ones, and so on: the high ones are nearly all 0."""
+    """All lowest bytes of the words, then all second-lowest ones, and so on. The highest bytes are nearly all 0, which
+    compresses well."""
     return words.view(np.uint8).reshape(len(words), -1).T.tobytes()
 
 
@@ -84,12 +85,12 @@ def _words(planes: bytes, dtype: type[np.integer[Any]]) -> NDArray[np.integer[An
     return np.ascontiguousarray(np.frombuffer(planes, np.uint8).reshape(size, -1).T).reshape(-1).view(dtype)
 
 
-_SMALLEST, _LARGEST = 1 << 20, 16 << 20  # bytes of a chunk
-_CHUNKS = 512  # of a shard between these sizes: a chain of few hosts takes hardly longer than one host
+_SMALLEST, _LARGEST = 1 << 20, 16 << 20  # smallest and largest size of a chunk in bytes
+_CHUNKS = 512  # chunks of a shard between these limits: a chain of few hosts takes hardly longer than one host
 
 
 def chunk_size(num_bytes: int) -> int:
-    """Size of every chunk but the last of a shard of `num_bytes`; the same on all hosts."""
+    """Size in bytes of every chunk but the last of a shard of `num_bytes`; the same on all hosts."""
     return min(max(-(-num_bytes // _CHUNKS // 4096) * 4096, _SMALLEST), _LARGEST)
 
 
@@ -107,11 +108,12 @@ class ChunkDelta:
 
 
 class ShardCopy:
-    """The bytes of a shard, of which the first `ready` chunks are final. One thread fills the chunks, any number of
-    threads wait for them.
+    """The bytes of a shard, of which the first `ready` chunks are final. One thread fills the chunks; any number of
+    threads may wait for them.
 
     Args:
-        data: memory of the shard.  # [num_bytes]
+        version: Version of the shard.
+        data: Memory of the shard.  # [num_bytes]
     """
 
     def __init__(self, version: int, data: NDArray[np.uint8]) -> None:
@@ -120,7 +122,7 @@ class ShardCopy:
         self.chunk_bytes = chunk_size(len(data))
         self.num_chunks = -(-len(data) // self.chunk_bytes)
         self._ready = 0
-        self._chains: dict[int, tuple[ChunkDelta, ...]] = {}  # by chunk: deltas, each to the base of the next
+        self._chains: dict[int, tuple[ChunkDelta, ...]] = {}  # deltas by chunk, each to the base of the next
         self._problem: str | None = None
         self._changed = threading.Condition()
 
@@ -138,12 +140,13 @@ class ShardCopy:
         return self.data[index * self.chunk_bytes : (index + 1) * self.chunk_bytes]
 
     def add(self, deltas: Sequence[ChunkDelta] = (), base: ShardCopy | None = None) -> None:
-        """Mark the next chunk as ready, and keep the deltas by which readers of older versions get it.
+        """Mark the next chunk as ready, and keep the deltas from which readers of older versions can compute it.
 
         Args:
-            deltas: steps from the chunk of an older version to this one, in order; none if only the whole is known.
-            base: the copy of that older version. The steps that lead to it are kept too, newest first, as long as
-                all together have fewer bytes than the chunk.
+            deltas: Deltas from the chunk of an older version to this one, in order; empty if only the whole chunk is
+                known.
+            base: Copy of that older version. The deltas that lead to it are also kept, newest first, as long as all
+                together have fewer bytes than the chunk.
         """
         with self._changed:
             if deltas:
@@ -170,10 +173,10 @@ class ShardCopy:
             self._changed.notify_all()
 
     def wait_for(self, index: int, timeout_s: float) -> bool:
-        """Whether the chunk is ready within that time.
+        """Wait for a chunk. Returns whether it is ready within `timeout_s` seconds.
 
         Raises:
-            StateDictError: it is withdrawn.
+            StateDictError: the copy has been withdrawn.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._ready > index or self._problem is not None, timeout_s)
@@ -182,10 +185,10 @@ class ShardCopy:
             return self._ready > index
 
     def deltas(self, index: int, base: int | None) -> tuple[ChunkDelta, ...]:
-        """Steps from the chunk of version `base` to this final chunk; none if they are not known."""
+        """Deltas from the chunk of version `base` to this final chunk; empty if they are not known."""
         chain = self._chains.get(index, ())
         return next((chain[at:] for at, delta in enumerate(chain) if delta.base == base), ())
 
     def follows(self, base: int) -> bool:
-        """Whether readers of version `base` need less than the whole of this one."""
+        """Whether readers of version `base` can receive at least one chunk as deltas."""
         return base == self.version or any(self.deltas(index, base) for index in self._chains)

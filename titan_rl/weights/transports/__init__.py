@@ -1,1 +1,1 @@
-"""The ways a version can take: shared memory, GPU memory, RDMA."""
+"""Transports of weights: shared memory, TCP, RDMA, and GPU memory."""

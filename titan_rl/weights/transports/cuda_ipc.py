@@ -27,32 +27,32 @@ class SharedDeviceMemory(Protocol):
     """Memory of a device that another process can open."""
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """uint8 [num_bytes].
+        """Allocate a buffer.  # [num_bytes], uint8
 
         Raises:
-            torch.OutOfMemoryError: there is no room.
+            torch.OutOfMemoryError: the device has not enough free memory.
         """
         ...
 
     def export(self, buffer: torch.Tensor) -> Any:
-        """Handle by which another process opens it. Can be pickled."""
+        """Handle with which another process opens the buffer. It can be pickled."""
         ...
 
     def open(self, handle: Any) -> torch.Tensor:
-        """The memory of another process, which stays allocated as long as the tensor lives."""
+        """Open the memory of another process, which stays allocated as long as the returned tensor exists."""
         ...
 
     def synchronize(self) -> None:
-        """Return when all copies that this thread has issued are done."""
+        """Wait until all copies that this thread has issued are done."""
         ...
 
 
 class CudaMemory:
-    """`SharedDeviceMemory` of this process's current GPU, by torch's exports over cudaIpcGetMemHandle, which vLLM's IPC
-    weight transfer also uses. The other process may see other GPUs than this one.
+    """`SharedDeviceMemory` of this process's current GPU. It uses torch's exports over cudaIpcGetMemHandle, like vLLM's
+    IPC weight transfer. The other process may see other GPUs than this one.
 
     Raises:
-        StateDictError: there is none.
+        StateDictError: this process has no GPU.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class CudaMemory:
 
     def open(self, handle: Any) -> torch.Tensor:
         arguments = list(handle)
-        arguments[DEVICE_INDEX] = torch.cuda.current_device()  # the writer counts its GPUs for itself
+        arguments[DEVICE_INDEX] = torch.cuda.current_device()  # the writer may number its GPUs differently
         from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
         return rebuild_cuda_tensor(*arguments)
@@ -86,18 +86,18 @@ class ExportedBuffer:
     writer: str  # unique, also among restarts of the same rank
     slot: int  # number of the buffer
     handle: Any  # opens the buffer
-    slots: tuple[int, ...]  # all buffers of the writer; readers close any others that they have of it
+    slots: tuple[int, ...]  # numbers of all buffers of the writer; readers close its other buffers
 
 
 class Orphans:
-    """Buffers of removed shards that a reader still has open. They are freed when it closes them."""
+    """Buffers of removed shards that readers still have open. A buffer is freed once all of them have closed it."""
 
     def __init__(self) -> None:
         self._buffers: list[tuple[int, torch.Tensor]] = []
         self._lock = threading.Lock()
 
     def add(self, file: int, buffer: torch.Tensor) -> None:
-        """Keep a buffer until the readers' locks on the file are gone. The descriptor is closed then."""
+        """Keep a buffer until the readers' locks on the file are gone. Then the descriptor is closed, too."""
         with self._lock:
             self._buffers.append((file, buffer))
 
@@ -116,10 +116,10 @@ class Orphans:
 
 
 class DeviceShard(ShardFile):
-    """A shard in device memory. Its file is empty, and carries the name and the locks.
+    """A shard in device memory. Its file has no content, but the name and the locks.
 
     Raises:
-        OSError: see `ShardFile`; also if the device has no room.
+        OSError: see `ShardFile`; also if the device has not enough free memory.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class DeviceShard(ShardFile):
         if num_bytes == len(self.buffer):
             return
         self._orphans.collect()
-        self.buffer = torch.empty(0, dtype=torch.uint8)  # there may be no room for both
+        self.buffer = torch.empty(0, dtype=torch.uint8)  # there may be no memory for both buffers
         try:
             self.buffer = self._memory.allocate(num_bytes)
         except torch.OutOfMemoryError as error:
@@ -170,10 +170,10 @@ class DeviceShardStore(ShardStore[DeviceShard]):
 
 
 class ReadLock:
-    """Reader's lock on a published shard: it is not written to until the lock is closed or garbage-collected.
+    """Reader's lock on a published shard, which is not written to until the lock is closed or garbage-collected.
 
     Raises:
-        StateDictError: it is gone.
+        StateDictError: the shard is gone.
     """
 
     def __init__(self, path: Path) -> None:
@@ -191,12 +191,12 @@ class ReadLock:
 class CudaIPCTransport:
     """`StateDictTransport` for readers on GPUs of the writer's host: weights never pass through the host's memory.
 
-    A writer keeps `keep` versions on its GPU, of its own slices and in the dtype that is published. A reader copies one
-    tensor at a time, from the writer's memory to its own GPU, and holds the version until it has the last one.
+    A writer keeps its own slices of `keep` versions on its GPU, in the published dtype. A reader copies one tensor at a
+    time from the writer's memory to its own GPU, and holds the version until it has copied the last tensor.
 
     Args:
-        run_id, keep, root: see `ShardStore`.
-        memory: by default that of the GPU that is current when it is used.
+        run_id, keep, root: See `ShardStore`.
+        memory: Memory to use; by default that of the current GPU.
 
     Raises:
         StateDictError: this process has no GPU.
@@ -215,15 +215,15 @@ class CudaIPCTransport:
         """Copy the tensors into a shard on the GPU and make it visible.
 
         Raises:
-            StateDictError: the version is published already, a tensor or a slice of it appears twice, there is no
-                room, or the transport is closed. Nothing of the version is left then.
+            StateDictError: the version is published already, a tensor or a slice of it appears twice, there is not
+                enough memory, or the transport is closed. Nothing of the version is left.
         """
         named = list(named_tensors)
         entries = lay_out(named)
         num_bytes = size_of(entries)
         with self._store.writing(version, num_bytes) as shard:
             fill(shard.buffer, named, entries)
-            found = checksum(shard.buffer)  # has waited for the copies
+            found = checksum(shard.buffer)  # waits for the copies
         slots = tuple(sorted({each.slot for each in self._store.shards} | {shard.slot}))
         exported = ExportedBuffer(str(shard.path.parent), shard.slot, shard.handle, slots)
         return Manifest(version, (Shard(str(shard.path), num_bytes, found, entries, remote=exported),))
@@ -235,7 +235,7 @@ class CudaIPCTransport:
         stream of the thread that takes it.
 
         Raises:
-            StateDictError: a shard of the version is gone, its size, layout or checksum differ from the manifest's, or
+            StateDictError: a shard of the version is gone, its size, layout or checksum differs from the manifest's, or
                 the slices of a tensor do not make it up.
         """
         locks: list[ReadLock] = []
@@ -259,11 +259,11 @@ class CudaIPCTransport:
         self._store.hold(version)
 
     def release(self, version: int) -> None:
-        """Withdraw a version. Its memory serves the next one, or is freed once its readers are done."""
+        """Withdraw a version. Its memory is reused for the next one, or freed once its readers are done."""
         self._store.release(version)
 
     def close(self) -> None:
-        """Free everything that no reader has; later calls of `publish` fail."""
+        """Free all buffers that no reader has open; later calls of `publish` fail."""
         self._store.close()
         with self._lock:
             self._opened.clear()
@@ -272,7 +272,7 @@ class CudaIPCTransport:
         try:
             buffer = self._buffer(shard.remote)
             found = checksum(buffer) if len(buffer) == shard.num_bytes else None
-        except RuntimeError as error:  # of CUDA
+        except RuntimeError as error:  # raised by CUDA
             raise StateDictError(f"the GPU memory of {shard.location} cannot be read: {error}") from error
         if found is None:
             raise StateDictError(f"{shard.location} has {len(buffer)} bytes, its manifest says {shard.num_bytes}")
@@ -291,7 +291,7 @@ class CudaIPCTransport:
             return self._opened[key]
 
     def _give_up(self, manifest: Manifest) -> None:
-        """Close the buffers that their writer has given up: an open one keeps the writer's memory allocated."""
+        """Close buffers that their writer has given up, because an open buffer keeps the writer's memory allocated."""
         exported: list[ExportedBuffer] = [shard.remote for shard in manifest.shards]
         kept = {(each.writer, slot) for each in exported for slot in each.slots}
         with self._lock:
@@ -302,7 +302,7 @@ class CudaIPCTransport:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         try:
             for first in pairs:
-                self._memory.synchronize()  # the engine reads it on another stream than the one that copied it
+                self._memory.synchronize()  # the engine may read the tensor on another stream than that of the copy
                 yield first
                 break
             yield from pairs
@@ -320,7 +320,7 @@ def checksum(buffer: torch.Tensor) -> int:
     """Compute the checksum of `titan_rl.weights.shard_files.checksum` on the device that holds the bytes.
 
     Args:
-        buffer: uint8 [num_bytes], a multiple of 8.
+        buffer: Bytes, whose number is a multiple of 8.  # [num_bytes], uint8
     """
     if not len(buffer):
         return zlib.crc32(b"")

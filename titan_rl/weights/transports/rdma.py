@@ -22,16 +22,17 @@ from titan_rl.weights.types import Manifest, Shard
 
 
 class RDMATransport:
-    """`StateDictTransport` over a `SharedMemoryTransport`, whose shards it also lets other hosts read.
+    """`StateDictTransport` over a `SharedMemoryTransport`, whose shards other hosts can also read.
 
     Nothing is copied to expose a shard. A remote reader copies the whole shard and verifies its checksum. If the
-    version was overwritten meanwhile, the pull fails, and the reader must pull the newest one. A reader maps the shards
-    on its own host and copies the others. Without RDMA hardware Monarch falls back to TCP, at a tenth of the speed of
-    memory or less. Works only inside Monarch actors.
+    version was overwritten in the meantime, the pull fails, and the reader must pull the newest version. A reader maps
+    the shards on its own host and copies the others. Without RDMA hardware, Monarch falls back to TCP, at a tenth of
+    the speed of memory or less. Works only inside Monarch actors.
 
     Args:
-        host: this host's name, by which readers tell whether they share memory with the writer.
-        timeout_s: longest wait for the bytes of one shard.
+        local: Transport on this host.
+        host: Name of this host. Readers with the same name share memory with the writer.
+        timeout_s: Longest wait for the bytes of one shard.
     """
 
     def __init__(self, local: SharedMemoryTransport, *, host: str | None = None, timeout_s: float = 120.0) -> None:
@@ -45,7 +46,7 @@ class RDMATransport:
         """Publish a version; see `SharedMemoryTransport.publish`.
 
         Raises:
-            StateDictError: see there; also if the memory cannot be exposed.
+            StateDictError: see `SharedMemoryTransport.publish`; also if the memory cannot be exposed.
         """
         manifest = self._local.publish(version, named_tensors)
         self._drop_withdrawn()
@@ -65,7 +66,7 @@ class RDMATransport:
         return replace(manifest, shards=(replace(shard, host=self._host, remote=buffer),))
 
     def pull(self, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) pairs, of the writer's memory on its host and of verified copies elsewhere.
+        """(name, tensor) pairs: views of the writer's memory on its host, and verified copies on others.
 
         Raises:
             StateDictError: see `SharedMemoryTransport.pull`; also if the bytes did not arrive in time.

@@ -1,6 +1,6 @@
 """Transports by name: the library's, or yours as "module:function".
 
-Importing this module imports no transport; the functions that make them do.
+Importing this module imports no transport; the functions that make transports import them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class TransportSpec:
 
     run_id: str  # part of the names of shared files
     timeout_s: float = 120.0  # longest wait for the bytes of one shard
-    rank: int = 0  # of the trainer or of the generator
+    rank: int = 0  # rank in the trainer or in the generator
     host: str = ""  # name of this process's host; hosts with equal names share memory
-    address: str = "127.0.0.1"  # at which other hosts reach this one; loopback in a run on one host
-    fanout: int = 1  # hosts to which each host sends a version
-    anchor_interval: int = 16  # versions that are a multiple of it are sent whole
+    address: str = "127.0.0.1"  # address at which other hosts reach this one; loopback in a run on one host
+    fanout: int = 1  # number of hosts to which each host sends a version
+    anchor_interval: int = 16  # versions that are a multiple of this number are sent whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def find_transport(name: str) -> TransportKind:
     """Look up the kind of transport that `statedict.transport` names.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is no transport of that name.
     """
     found: Any = find_function("statedict.transport", name, BY_NAME)
     return found if isinstance(found, TransportKind) else TransportKind(found)
@@ -102,7 +102,7 @@ def make_transport(name: str, spec: TransportSpec) -> StateDictTransport:
     """Make an end of a transport.
 
     Raises:
-        ConfigError: there is none of that name, or the result is not a `StateDictTransport`.
+        ConfigError: there is no transport of that name, or the result is not a `StateDictTransport`.
         Exception: raised by the function that makes it.
     """
     transport: Any = find_transport(name)(spec)

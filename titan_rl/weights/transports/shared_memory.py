@@ -18,13 +18,13 @@ from titan_rl.weights.types import NUM_KEPT, Manifest, Shard, TensorSlice
 class SharedMemoryTransport:
     """`StateDictTransport` for readers on the writer's host.
 
-    Each version is one memory-mapped file. A reader gets views of the mapping, not copies, of every tensor that one
-    shard has whole. They stay valid and unchanged after the version is released; writing to one ends the process. All
-    methods may be called from any thread. A reader calls only `pull`, on an instance of its own, which it keeps so that
-    a reused file need not be mapped again.
+    Each version is one memory-mapped file. For every tensor that one shard has whole, a reader gets a view of the
+    mapping, not a copy. Views stay valid and unchanged after the version is released; writing to a view ends the
+    process. All methods may be called from any thread. A reader calls only `pull`, on its own instance, which it keeps
+    so that reused files need not be mapped again.
 
     Args:
-        run_id, keep, root: see `ShardStore`.
+        run_id, keep, root: See `ShardStore`.
 
     Example:
         with SharedMemoryTransport("run-7") as transport:
@@ -45,7 +45,7 @@ class SharedMemoryTransport:
 
         Raises:
             StateDictError: the version is published already, a tensor or a slice of it appears twice, there is no
-                room, or the transport is closed. Nothing of the version is left then.
+                space, or the transport is closed. Nothing of the version is left.
         """
         named = list(named_tensors)
         entries = lay_out(named)
@@ -57,10 +57,10 @@ class SharedMemoryTransport:
         return Manifest(version, (Shard(str(shard.path), num_bytes, checksum, entries),))
 
     def pull(self, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-        """Verify every shard, then yield (name, tensor) pairs. The checks are done when this returns.
+        """Verify every shard, and return an iterator of (name, tensor) pairs.
 
         Raises:
-            StateDictError: a shard of the version is gone, its size, layout or checksum differ from the manifest's, or
+            StateDictError: a shard of the version is gone, its size, layout or checksum differs from the manifest's, or
                 the slices of a tensor do not make it up.
         """
         return assemble(manifest, self.open_shard)
@@ -78,7 +78,7 @@ class SharedMemoryTransport:
         """The memory of a published version.  # [num_bytes]
 
         Raises:
-            KeyError: it is not published.
+            KeyError: the version is not published.
         """
         return self._store.shard_of(version).data
 

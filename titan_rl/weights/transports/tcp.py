@@ -1,4 +1,4 @@
-"""Weights for generators on several hosts: shared memory on each, TCP between them, each version once."""
+"""Weights for generators on several hosts: shared memory on each host, and TCP between hosts, once for each version."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from titan_rl.weights.shards import Buffer, assemble
 from titan_rl.weights.transports.shared_memory import SharedMemoryTransport
 from titan_rl.weights.types import Manifest, Shard, TensorEntry
 
-RETRY_S = 0.02  # between two attempts to find the process that reads for this host
-MAX_SILENCES = 2  # times that the reading process may not answer before this process reads for itself
+RETRY_S = 0.02  # pause between two attempts to find the process that reads for this host
+MAX_SILENCES = 2  # number of unanswered requests after which this process reads for itself
 
 
 class TCPTransport:
-    """`StateDictTransport` over a `SharedMemoryTransport`, whose shards hosts read from each other, too.
+    """`StateDictTransport` over a `SharedMemoryTransport`, whose shards hosts can also read from each other.
 
     Readers on the host of a trainer rank map the file that it wrote. On another host the first process that pulls
     becomes the reader of its host: it downloads each version once into shared memory, where the others map it, and
     sends it on to the next host while it arrives. If it ends, another process takes over. A version that differs little
-    from the one before is sent as a delta. Every process verifies the whole version before it yields a tensor.
+    from the previous one is sent as a delta. Every process verifies the whole version before it yields a tensor.
 
     Args:
-        run_id, root: see `SharedMemoryTransport`.
-        host: this host's name. Readers with an equal name share memory with the writer.
-        interface: the address at which other hosts reach this one. Nothing listens there before the first use.
-        timeout_s: longest wait for the bytes of one shard.
-        fanout, anchor_interval: see `ShardOrigin`.
+        run_id, root: See `SharedMemoryTransport`.
+        host: Name of this host. Readers with the same name share memory with the writer.
+        interface: Address at which other hosts reach this one. Nothing listens there before the first use.
+        timeout_s: Longest wait for the bytes of one shard.
+        fanout, anchor_interval: See `ShardOrigin`.
 
     Example:
 
@@ -82,7 +82,7 @@ class TCPTransport:
         """Publish a version; see `SharedMemoryTransport.publish`.
 
         Raises:
-            StateDictError: see there; also if `interface` is not an address of this host.
+            StateDictError: see `SharedMemoryTransport.publish`; also if `interface` is not an address of this host.
         """
         if self._origin is not None:
             self._origin.settle()
@@ -122,8 +122,8 @@ class TCPTransport:
         return assemble(manifest, open_shard)
 
     def pull_figures(self) -> Mapping[str, float]:
-        """Figures of the last pull: `received_bytes` of this host for the version, and `received_share` of the
-        version's bytes."""
+        """Figures of the last pull: `received_bytes`, the bytes that this host received for the version, and
+        `received_share`, their share of the version's bytes."""
         return self._figures
 
     @property
@@ -136,7 +136,7 @@ class TCPTransport:
         self._local.hold(version)
 
     def release(self, version: int) -> None:
-        """Withdraw a version. Its memory, which a delta may still need, is not written to before the next `publish`."""
+        """Withdraw a version. Its memory is not written to before the next `publish`, because a delta may need it."""
         self._local.release(version)
         if self._origin is not None:
             self._origin.keep(self._local.versions)
@@ -160,7 +160,7 @@ class TCPTransport:
         self._figures = {"received_bytes": received, "received_share": received / whole} if whole else {}
 
     def _fetch(self, shard: Shard, keys: tuple[str, ...]) -> ReadShard:
-        """Have the process that reads for this host download the shard."""
+        """Make the process that reads for this host download the shard."""
         wanted = WantedShard(shard.num_bytes, shard.checksum, shard.remote, keys)
         deadline = time.monotonic() + self._timeout_s
         silences = 0
