@@ -1,2 +1,1 @@
-"""Web page that shows runs. It reads nothing but their folders, so that running and finished runs and evaluations look
-the same."""
+"""Web page that shows runs. It reads only their folders, so running and finished runs and evaluations look the same."""

@@ -1,21 +1,22 @@
-"""Application and server behind `titan-rl view`: a page, and the API that it reads. All of it is GET, and JSON.
+"""Application and server behind `titan-rl view`: a page, and the API that it reads. All requests are GET, and answers
+JSON.
 
 /api/runs                        {"runs": [{"id", "name", "kind", "state", "reason", "waits_for", "steps",
-                                 "steps_planned", "began", "resumed", "ended", "seconds", "tasks", "named"}]}, the
+                                 "steps_planned", "began", "resumed", "ended", "seconds", "tasks", "named"}]},
                                  newest first, with times in seconds; "named" tells whether the run's own folder was
                                  given on the command line
-/api/settings                    {"settings": {id: {"training.lr": 0.0003}}}, settings of all runs, by dotted names
+/api/settings                    {"settings": {id: {"training.lr": 0.0003}}}: settings of all runs, by dotted names
 /api/runs/{id}/summary           see `summarize`
 /api/runs/{id}/metrics           {"metrics": [{"name", "unit", "help", "group"}]}
 /api/runs/{id}/curves            ?names=a,b&points=1000&from=&to=: {"curves": {"a": {"steps", "values", "low", "high"}}}
-/api/runs/{id}/rollouts          filters: see `RolloutQuery`: {"total", "rows", "facets", "ranges", "indexed"}
+/api/runs/{id}/rollouts          filters as in `RolloutQuery`: {"total", "rows", "facets", "ranges", "indexed"}
 /api/runs/{id}/rollouts/{index}  a line of `rollouts.jsonl`
 /api/runs/{id}/prompts           see `RolloutIndex.prompts`
 /api/runs/{id}/timeline          ?from=&to=&width=1000&seen_from=&seen_to=: see `titan_rl.viewer.timeline`
 /api/runs/{id}/trace.json        a Chrome trace of all processes, for ui.perfetto.dev
-/api/events                      server-sent events {"run", "changed": ["metrics", "rollouts", "timeline"]} of runs that
-                                 somebody has asked about, and {"run": "", "changed": ["runs"]} where /api/runs differs.
-                                 The first, {"run": "", "changed": []}, says that changes are reported from there on
+/api/events                      server-sent events: {"run", "changed": ["metrics", "rollouts", "timeline"]} for runs
+                                 that a client has opened, and {"run": "", "changed": ["runs"]} if /api/runs changes.
+                                 The first, {"run": "", "changed": []}, says that changes are reported from then on
 
 Errors are {"error": "...", "field": "limit"}: 400 for a wrong parameter, 404 for an unknown path or run, 403 for a
 request that does not come from the page.
@@ -56,13 +57,13 @@ from titan_rl.viewer.summary import settings_of
 from titan_rl.viewer.timeline import chrome_trace
 
 LOOK_S = 0.5
-"""Interval at which files are checked for changes while a page is open."""
+"""Interval at which files are checked for changes while a page is open, in seconds."""
 
 BEAT_S = 15.0
-"""Interval of keep-alive comments in the stream of events."""
+"""Interval of keep-alive comments in the stream of events, in seconds."""
 
 TRACE_PATIENCE_S = 0.5
-"""Time for which a trace is read before the part read so far is answered."""
+"""Time for which a trace is read before the answer is sent with the part read so far, in seconds."""
 
 MAX_POINTS = 20_000
 _POLICY = b"content-security-policy"
@@ -75,11 +76,11 @@ _GUARDS = (
 
 
 def make_viewer(runs: Runs, *, key: str | None = None, look_s: float = LOOK_S) -> ViewerApp:
-    """The application for some runs.
+    """Make the application for some runs.
 
     Args:
-        key: Required to open the page: `/?key=...` sets a cookie. None admits every client of this machine.
-        look_s: Interval at which files are checked while a client listens to events.
+        key: Key that is required to open the page: `/?key=...` sets a cookie. None admits every client of this machine.
+        look_s: Interval at which files are checked while a client listens to events, in seconds.
     """
     endpoints = {
         "/api/runs/{run}/summary": _summary,
@@ -144,14 +145,16 @@ class ViewerApp:
         await (self._app if answer is None else answer)(scope, receive, send_guarded)
 
     def _turned_away(self, request: Request) -> Response | None:
-        """A page of another site reaches this server under a name of its own, which is bound to this address."""
+        """Refuse pages of other sites. Such a page reaches this server under its own name, which resolves to this
+        address."""
         host = request.headers.get("host", "")
         if not names_this_machine(host_of(host)):
             return _error(403, f"this is served to this machine alone, as http://localhost, and not as {host[:100]!r}")
         return None
 
     def _let_in(self, request: Request) -> Response | None:
-        """Check the key; None admits the request. All ports of a host share cookies, so the name has the port."""
+        """Check the key; None admits the request. All ports of a host share cookies, so the cookie's name has the
+        port."""
         if self._key is None:
             return None
         cookie = f"titan_rl_view_{request.url.port}"
@@ -167,7 +170,7 @@ class ViewerApp:
 
 
 def _of_run(runs: Runs, answer: Callable[[Request, RunReader], Response]) -> Callable[[Request], Response]:
-    """Starlette runs it in a thread, since files are read."""
+    """Make an endpoint of one run. Starlette runs it in a thread, because it reads files."""
 
     def endpoint(request: Request) -> Response:
         run = request.path_params["run"]
@@ -231,7 +234,7 @@ def _rollout(request: Request, reader: RunReader) -> Response:
 
 async def _events(runs: Runs, look_s: float, ended: asyncio.Event) -> AsyncGenerator[str]:
     known, silent = await run_in_threadpool(runs.look), 0.0
-    yield _event("")  # what changes from here on is told
+    yield _event("")  # changes from now on are reported
     while not ended.is_set():
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(ended.wait(), look_s)
@@ -284,17 +287,17 @@ async def _refused(request: Request, error: HTTPException) -> Response:
 HOST = "127.0.0.1"
 PORT = 8484
 GRACE_S = 1
-"""Grace period of answers when the server stops."""
+"""Grace period of answers when the server stops, in seconds."""
 
 
 def listen(port: int | None) -> socket.socket:
-    """A socket that listens on loopback, for its owner to close.
+    """Open a socket that listens on loopback, which the caller has to close.
 
     Args:
-        port: None for `PORT`, or any that is free where it is taken; 0 for any.
+        port: Port, or 0 for any. None for `PORT`, or any free port if that is taken.
 
     Raises:
-        ConfigError: It cannot be listened on.
+        ConfigError: The port cannot be used.
     """
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
@@ -317,10 +320,10 @@ def run_viewer(app: ViewerApp, listener: socket.socket, ready: Callable[[], None
     """Serve until SIGINT or SIGTERM.
 
     Args:
-        ready: Called once answers are given.
+        ready: Called once requests are answered.
 
     Returns:
-        128 + the number of the signal.
+        128 plus the number of the signal.
     """
     return asyncio.run(_serve(app, listener, ready))
 
@@ -362,5 +365,5 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
-        """They are this module's."""
+        """Leave signals to this module."""
         yield

@@ -1,7 +1,7 @@
-"""The HTML of the page: served, with its modules beside it, or as one file that needs no network.
+"""HTML of the page: served, with its modules as separate files, or as one file that needs no network.
 
-Both are made of the same files in `page/`. Each JavaScript module is imported by its bare name, `viewer/` and its path
-without `.js`; an import map says where it is: below `/static/`, or in a `data:` URL.
+Both are made from the same files in `page/`. Each JavaScript module is imported by a bare name, `viewer/` and its path
+without `.js`. An import map resolves it to a URL below `/static/`, or to a `data:` URL.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ _MEDIA_TYPES = {".js": "text/javascript", ".css": "text/css"}
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """HTML, and the Content-Security-Policy it is to be served with."""
+    """HTML, and the Content-Security-Policy that it must be served with."""
 
     html: str
     policy: str
 
 
 def served_page() -> Page:
-    """The page of the server, which has the files of `page_file` below `/static/` and answers below `/api/`."""
+    """Make the page of the server, which serves the files of `page_file` below `/static/` and answers below `/api/`."""
     policy = "default-src 'none'; script-src 'self' {hash}; style-src 'self'; img-src data:; connect-src 'self'"
     return _page(lambda path: STATIC + path, f"{policy}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
 
 
 def report_page(data: Mapping[str, Any], title: str) -> bytes:
-    """The page as one file that needs no network, in UTF-8.
+    """Make the page as one file in UTF-8 that needs no network.
 
     Args:
-        data: What `EmbeddedSource` in `page/source/embedded.js` answers from; JSON.
-        title: Of the document.
+        data: JSON data from which `EmbeddedSource` in `page/source/embedded.js` answers.
+        title: Title of the document.
     """
     policy = "default-src 'none'; script-src data: {hash}; style-src data:; img-src data:; base-uri 'none'"
-    place = token_hex()  # text would take four bytes for each character, where one of them is an emoji
+    place = token_hex()  # in a str, each character would take four bytes if one of them is an emoji
     page = _page(_data_url, f"{policy}; form-action 'none'", data=Markup(place), title=title).html.encode()
     return page.replace(place.encode(), _json_in_html(data))
 
 
 def page_file(path: str) -> tuple[bytes, str]:
-    """Content and media type of a file of the page.
+    """Return the content and media type of a file of the page.
 
     Args:
-        path: Relative to `page/`, as in `curves/tab.js`.
+        path: Path relative to `page/`, for example `curves/tab.js`.
 
     Raises:
         KeyError: There is no such file.
@@ -70,7 +70,7 @@ def page_file(path: str) -> tuple[bytes, str]:
 
 @cache
 def page_files() -> tuple[str, ...]:
-    """Paths of the modules and styles, relative to `page/`, sorted."""
+    """Sorted paths of the modules and styles, relative to `page/`."""
     found: list[str] = []
     folders = [""]
     for folder in folders:
@@ -95,7 +95,7 @@ def _page(url: Callable[[str], str], policy: str, data: Markup | None = None, ti
         .render(
             url=url,
             styles=[path for path in page_files() if path.endswith(".css")],
-            import_map=Markup(import_map),  # paths of this package and base64: nothing in it ends a script
+            import_map=Markup(import_map),  # paths of this package and base64 cannot end a script tag
             policy=policy if data is not None else None,
             data=data,
             title=title,
@@ -112,7 +112,7 @@ def _templates() -> Environment:
 
 
 def _json_in_html(data: Mapping[str, Any]) -> bytes:
-    """JSON that no text in it can end the script tag of."""
+    """Encode JSON so that no text in it can end the script tag."""
     return msgspec.json.encode(data).replace(b"<", b"\\u003c").replace(b">", b"\\u003e").replace(b"&", b"\\u0026")
 
 

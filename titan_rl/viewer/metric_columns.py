@@ -1,4 +1,4 @@
-"""A run's metrics as columns of numbers, curves of them, and their descriptions."""
+"""Metrics of a run as columns of numbers, their curves, and their descriptions."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from titan_rl.metrics.metric import MetricGroup
 from titan_rl.metrics.table import find_metric
 
 Curve = dict[str, list[float | None]]
-"""{"steps": [...], "values": [...]}, and "low" and "high" where each point stands for several steps."""
+"""{"steps": [...], "values": [...]}, and "low" and "high" if each point stands for several steps."""
 
 
 class MetricColumns:
-    """Steps, ascending, and values of each metric by its name. A null is a NaN."""
+    """Ascending steps, and values, of each metric by its name. Null values are NaN."""
 
     def __init__(self) -> None:
         self._steps: dict[str, array[float]] = {}
         self._values: dict[str, array[float]] = {}
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Take a line of `metrics.jsonl`. What is no number is left out."""
+        """Add a line of `metrics.jsonl`. Values that are not numbers are left out."""
         step = record.get("step")
         if not _is_number(step):
             return
@@ -47,23 +47,23 @@ class MetricColumns:
         return iter(self._steps)
 
     def values(self, name: str) -> list[float]:
-        """Finite values, in order of the step."""
+        """Finite values, ordered by step."""
         return [value for value in self._values.get(name, ()) if math.isfinite(value)]
 
     def points(self, name: str) -> list[tuple[float, float]]:
-        """(step, value), NaN where it is null."""
+        """Pairs of step and value. A null value is NaN."""
         return list(zip(self._steps.get(name, ()), self._values.get(name, ()), strict=True))
 
     def count(self, name: str) -> int:
-        """Steps that have the metric."""
+        """Number of steps that have the metric."""
         return len(self._steps.get(name, ()))
 
     def curve(self, name: str, *, points: int, first: float = -math.inf, last: float = math.inf) -> Curve:
-        """The values from step `first` to step `last`.
+        """Return the values from step `first` to step `last`.
 
         Args:
-            points: Most that there are. Where there are more steps, each point is the mean of as many steps as the
-                others, and has the least and the greatest of their values.
+            points: Maximum number of points. If there are more steps, each point is the mean of equally many steps, and
+                has the lowest and the highest of their values.
 
         Example: three steps with the values 1, 3 and 8 give, with `points=2`,
 
@@ -99,7 +99,7 @@ _ORDER = {group.value: place for place, group in enumerate(MetricGroup)}
 
 
 def described(names: Iterable[str]) -> list[dict[str, Any]]:
-    """The answer to /api/runs/{id}/metrics: by groups in their order, those that the table does not have last.
+    """Make the answer to /api/runs/{id}/metrics, in the order of the groups. Metrics that the table lacks are last.
 
     Example: `described(["train/loss"])` begins `[{"name": "train/loss", "unit": "", "help": "...",`.
     """

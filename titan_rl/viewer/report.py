@@ -1,4 +1,4 @@
-"""`report.html`: what the page shows of some runs, as one file that needs neither a server nor a network."""
+"""`report.html`: the page for some runs, as one file that needs neither a server nor a network."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from titan_rl.viewer.runs import RunReader
 from titan_rl.viewer.summary import describe_run
 
 MAX_BYTES = 10_000_000
-"""Size limit of the data in a report, however large the runs are."""
+"""Size limit of the data in a report in bytes, however large the runs are."""
 
 MAX_CURVE_POINTS = 1000
 _LEAST_CURVE_POINTS = 50
@@ -33,14 +33,14 @@ _MORE = "titan-rl view has all of them"
 def write_report(
     folders: Sequence[Path], out: Path, *, most_bytes: int = MAX_BYTES, patience_s: float = math.inf
 ) -> Path:
-    """Write the page of some runs, whatever there is of them, in one step.
+    """Write the page of some runs in one step. Missing files of a run do not matter.
 
     Args:
-        most_bytes: About so many of data. What there is no room for is left out, and the page says so.
-        patience_s: For so long a run's rollouts are read; those behind are left out.
+        most_bytes: Approximate limit of the data in bytes. The page says what is left out.
+        patience_s: Longest time for which a run's rollouts are read, in seconds. The others are left out.
 
     Raises:
-        OSError: It could not be written.
+        OSError: The file cannot be written.
     """
     data: dict[str, Any] = {"runs": [], "left_out": [], "of": {}}
     for folder in folders:
@@ -62,7 +62,7 @@ def write_report(
 
 
 def _data_of(reader: RunReader, most_bytes: int, patience_s: float) -> tuple[dict[str, Any], list[str]]:
-    """Data of a run for `EmbeddedSource`, and notes on what was left out."""
+    """Collect the data of a run for `EmbeddedSource`, and notes on what is left out."""
     left_out: list[str] = []
     names = [metric["name"] for metric in described(reader.columns())]
     room = int(_CURVES_SHARE * most_bytes / (_POINT_BYTES * max(1, len(names))))
@@ -97,8 +97,8 @@ def _data_of(reader: RunReader, most_bytes: int, patience_s: float) -> tuple[dic
 def _rollouts(
     reader: RunReader, phases: Mapping[str, int], prompts: Mapping[str, Any], most_bytes: int
 ) -> dict[int, msgspec.Raw]:
-    """Records by their indices: medians of the same prompts in a share of the room, and whole groups from steps that
-    lie apart as evenly as can be."""
+    """Choose records by index: the median rollouts of prompts in a share of the room, and whole groups from steps that
+    are as far apart as possible."""
     kept: dict[int, msgspec.Raw] = {}
     spent = 0
     lines = prompts["prompts"]
@@ -120,7 +120,7 @@ def _rollouts(
 
 
 def _kept_prompts(prompts: Mapping[str, Any], kept: Mapping[int, msgspec.Raw]) -> dict[str, Any]:
-    """Prompts of which at least two steps are in the report."""
+    """Keep the prompts of which at least two steps are in the report."""
     steps = [[step for step in line["steps"] if step["index"] in kept] for line in prompts["prompts"]]
     places = [place for place, found in enumerate(steps) if len(found) > 1]
     lines = [{**prompts["prompts"][place], "steps": steps[place]} for place in places]
@@ -129,17 +129,18 @@ def _kept_prompts(prompts: Mapping[str, Any], kept: Mapping[int, msgspec.Raw]) -
 
 
 def _spread(phases: Mapping[str, int]) -> Iterator[tuple[str, int]]:
-    """The last group of each phase, the first, and then such as halve what lies between; the phases in turn.
+    """Iterate over the groups of each phase: the last, the first, then those that halve the gaps. Phases take turns.
 
     Args:
-        phases: How many groups each has.
+        phases: Number of groups of each phase.
     """
     in_turn = zip_longest(*(_halving(count) for count in phases.values()))
     return ((phase, place) for turn in in_turn for phase, place in zip(phases, turn, strict=True) if place is not None)
 
 
 def _halving(count: int) -> Iterator[int]:
-    """The places in a list, so that any first few of them are spread over it. `[*_halving(5)]` is `[4, 0, 2, 1, 3]`."""
+    """Iterate over the indices of a list so that each prefix is spread over it. `[*_halving(5)]` is `[4, 0, 2, 1,
+    3]`."""
     if not count:
         return
     yield count - 1

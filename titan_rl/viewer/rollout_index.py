@@ -1,4 +1,4 @@
-"""In-memory index of `rollouts.jsonl`, for filtering, sorting and search, and the queries that it answers."""
+"""In-memory index of `rollouts.jsonl` for filtering, sorting and search, and its queries."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ SORTABLE = ("index", "step", "reward", "advantage", "num_completion_tokens", "tu
 
 
 class QueryError(ValueError):
-    """A parameter is wrong.
+    """Error for a wrong parameter of a query.
 
     Attributes:
-        field: Its name.
+        field: Name of the parameter.
     """
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
@@ -36,17 +36,15 @@ class QueryError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RolloutQuery:
-    """Rollouts that are as every given filter says, a page of them.
+    """Query for one page of the rollouts that match every given filter.
 
     Args:
-        group: The group's whole id.
-        dropped: True leaves those of dropped groups alone, False leaves these out.
-        text: Part of the error, or of the first or last `rollout_index.KEPT_TEXT` characters of the messages; case does
-            not matter.
-        sort: One of `SORTABLE`; where it says the same of two, their order in the file decides. What lacks the value
-            comes last.
-        offset: Rows to leave out before the first.
-        limit: Most rows, at most `MAX_LIMIT`.
+        group: Complete id of the group.
+        dropped: True selects only rollouts of dropped groups, False excludes them.
+        text: Part of the error, or of the first or last `KEPT_TEXT` characters of the messages, ignoring case.
+        sort: Column, one of `SORTABLE`. Ties are in the order of the file. Rows without a value are last.
+        offset: Number of rows to skip.
+        limit: Maximum number of rows, at most `MAX_LIMIT`.
     """
 
     phase: str | None = None
@@ -66,10 +64,10 @@ class RolloutQuery:
 
     @classmethod
     def parse(cls, parameters: Mapping[str, str]) -> RolloutQuery:
-        """An empty parameter is as good as none.
+        """Parse the parameters of a URL. Empty parameters are ignored.
 
         Raises:
-            QueryError: One is unknown, or its value is no right one.
+            QueryError: A parameter is unknown or has a wrong value.
         """
         given = {name: text for name, text in parameters.items() if text}
         kinds = {one.name: cast(str, one.type) for one in fields(cls)}
@@ -93,9 +91,10 @@ class RolloutQuery:
 
 
 def number(name: str, text: str) -> float:
-    """
+    """Parse a finite number.
+
     Raises:
-        QueryError: The text is no finite number.
+        QueryError: The text is not a finite number.
     """
     try:
         value = float(text)
@@ -107,9 +106,10 @@ def number(name: str, text: str) -> float:
 
 
 def whole(name: str, text: str, *, least: int, most: int) -> int:
-    """
+    """Parse an integer.
+
     Raises:
-        QueryError: The text is no whole number from `least` to `most`.
+        QueryError: The text is not an integer from `least` to `most`.
     """
     if not (text.isascii() and text.isdigit() and len(text) < 20 and least <= int(text) <= most):
         raise QueryError(name, text, f"a whole number from {least} to {most}")
@@ -119,7 +119,7 @@ def whole(name: str, text: str, *, least: int, most: int) -> int:
 T = TypeVar("T")
 
 KEPT_TEXT = 1000
-"""Characters of a transcript's beginning, and as many of its end, that can be searched."""
+"""Number of searchable characters at the beginning of a transcript, and at its end."""
 
 PREVIEW = 160
 MAX_PROMPTS = 200
@@ -144,7 +144,7 @@ _INSERT = f"INSERT INTO rollouts VALUES ({', '.join('?' * (len(_SHOWN) + 3))})"
 
 
 class _Line(msgspec.Struct, gc=False):
-    """Indexed fields of a line. Skipping the rest takes hardly any time."""
+    """Indexed fields of a line. Skipping the other fields takes hardly any time."""
 
     step: float | None = None
     phase: str = ""
@@ -164,21 +164,21 @@ class _Line(msgspec.Struct, gc=False):
 
 
 class RolloutIndex:
-    """Rollouts by their places among the readable lines of the file, from 0.
+    """Rollouts by their index among the readable lines of the file, from 0.
 
     Args:
-        keeps_text: Whether texts can be searched, for which up to 2 KB of memory are taken by each.
+        keeps_text: Whether texts can be searched. This takes up to 2 KB of memory per rollout.
 
     Attributes:
-        num_broken: Lines that are no transcript, or were too long to be read.
+        num_broken: Number of lines that are no transcript, or were too long to be read.
     """
 
     def __init__(self, *, keeps_text: bool = True) -> None:
         self._keeps_text = keeps_text
         self._lines = msgspec.json.Decoder(_Line)
-        where = ":memory:" if keeps_text else ""  # of a report, on the disk: it takes as much memory for any run
-        self._database = sqlite3.connect(where, check_same_thread=False)  # whoever holds the run's lock uses it
-        self._hits = bytearray()  # by the rollouts' places, 1 where `_searched` is in the text
+        where = ":memory:" if keeps_text else ""  # a report uses a temporary file, so its memory is bounded
+        self._database = sqlite3.connect(where, check_same_thread=False)  # used only by the holder of the run's lock
+        self._hits = bytearray()  # by index of the rollout: 1 if its text contains `_searched`
         self._database.create_function("is_hit", 1, self._hits.__getitem__, deterministic=True)
         self._forget()
 
@@ -192,19 +192,19 @@ class RolloutIndex:
     def _forget(self) -> None:
         self._database.executescript(_TABLES)
         self._size = 0
-        self._texts: list[bytes] = []  # in which is searched, by the rollouts' places
+        self._texts: list[bytes] = []  # searchable texts, by index of the rollout
         self._searched: str = ""
         self._hits.clear()
         self._ranges: dict[str, list[float]] = {}
         self._num_held_out = 0
-        self._found_prompts: tuple[int, dict[str, Any]] | None = None  # and of how many held-out rollouts
+        self._found_prompts: tuple[int, dict[str, Any]] | None = None  # with the number of held-out rollouts then
         self.num_broken = 0
 
     def __len__(self) -> int:
         return self._size
 
     def add(self, lines: Iterable[tuple[int, bytes]]) -> None:
-        """Take lines of the file with their offsets."""
+        """Add lines of the file with their offsets."""
         rows: list[tuple[Any, ...]] = []
         previews: list[tuple[int, str]] = []
         places = count(self._size)
@@ -250,12 +250,13 @@ class RolloutIndex:
                 self._ranges[name] = [min(low, value), max(high, value)]
 
     def place(self, index: int) -> tuple[int, int] | None:
-        """(offset, length) of a rollout's line; None where there is no such rollout."""
+        """Return (offset, length) of a rollout's line; None if there is no such rollout."""
         found = self._database.execute('SELECT offset, length FROM rollouts WHERE "index" = ?', [index])
         return cast("tuple[int, int] | None", found.fetchone())
 
     def count_groups(self) -> dict[str, int]:
-        """Number of groups by phase, as `group` numbers them until rollouts are added."""
+        """Number the groups of each phase for `group`, until rollouts are added. Returns the number of groups by
+        phase."""
         self._database.executescript(
             "DROP TABLE IF EXISTS groups; "
             "CREATE TABLE groups AS SELECT phase, group_id, first, last, "
@@ -267,7 +268,7 @@ class RolloutIndex:
         return dict(self._database.execute("SELECT phase, count(*) FROM groups GROUP BY phase ORDER BY phase"))
 
     def group(self, phase: str, place: int) -> list[int]:
-        """The indices of a group's rollouts. The groups of a phase are in order of the step."""
+        """Return the indices of a group's rollouts. The groups of a phase are ordered by step."""
         found = self._database.execute(
             'SELECT "index" FROM groups JOIN rollouts ON rollouts.group_id = groups.group_id '
             'AND "index" BETWEEN first AND last WHERE groups.phase = ? AND place = ? ORDER BY "index"',
@@ -276,14 +277,15 @@ class RolloutIndex:
         return [index for (index,) in found]
 
     def prompts(self) -> dict[str, Any]:
-        """The same prompts at several steps, each with its rollout of median reward; held-out ones if there are any.
+        """Find prompts that occur at several steps, each with its rollout of median reward. Held-out ones are
+        preferred.
 
         Returns:
-            same: whether each line is of one prompt. Where no prompt comes twice there is one line, of any prompts.
-            prompts: at most `MAX_PROMPTS`, [{"prompt", "task", "seat", "group_id", "steps": [...]}], with at most
-            `MAX_PROMPT_STEPS` steps each, the first and the last among them: {"step", "index", "reward", "lowest",
-            "highest", "count"}, where index and reward are those of the median.
-            median: place of the prompt whose last reward is the median of all prompts; None where there is none.
+            same: Whether each line has one prompt. If no prompt occurs twice, there is one line with different prompts.
+            prompts: At most `MAX_PROMPTS` lines, [{"prompt", "task", "seat", "group_id", "steps": [...]}], with at most
+                `MAX_PROMPT_STEPS` steps each, including the first and the last: {"step", "index", "reward", "lowest",
+                "highest", "count"}, where index and reward are those of the median rollout.
+            median: Index of the prompt whose last reward is the median of all prompts; None if there are no prompts.
         """
         if self._found_prompts is None or self._found_prompts[0] != self._num_held_out or not self._num_held_out:
             self._found_prompts = self._num_held_out, self._find_prompts()
@@ -305,7 +307,7 @@ class RolloutIndex:
         return {"same": False, "prompts": [], "median": None}
 
     def _prompts(self, phase: str, by: str) -> list[dict[str, Any]]:
-        """Lines of one phase, by what tells prompts apart."""
+        """Collect the lines of one phase, grouped by these columns."""
         found = self._database.execute(
             'SELECT prompt, task, seat, group_id, step, "index", reward, lowest, highest, size FROM ('
             "SELECT *, row_number() OVER siblings AS place, count(*) OVER alike AS size, count(reward) OVER alike AS "
@@ -330,20 +332,20 @@ class RolloutIndex:
         return list(lines.values())
 
     def rows(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Rows of these rollouts as `find` returns them, in order of the index."""
+        """Return the rows of these rollouts in the form of `find`, ordered by index."""
         wanted = ", ".join(str(int(index)) for index in indices)
         found = self._database.execute(f'{_ROWS} WHERE "index" IN ({wanted}) ORDER BY "index"')
         return [dict(zip(_NAMES, row, strict=True)) for row in found]
 
     def find(self, query: RolloutQuery) -> dict[str, Any]:
-        """A page of the rollouts that are asked for.
+        """Find one page of the matching rollouts.
 
         Returns:
-            total: rollouts that are as asked for.
-            rows: those of the page.
-            facets: of each of `status`, `task` and `phase`, how many rollouts there would be with each value and the
-            other filters.
-            ranges: of each number, the least and the greatest of all rollouts.
+            total: Number of matching rollouts.
+            rows: Rows of the page.
+            facets: For each of `status`, `task` and `phase`, the number of rollouts with each value that match the
+                other filters.
+            ranges: Lowest and highest value of each number, over all rollouts.
         """
         if query.text is not None:
             self._search(query.text)
@@ -364,7 +366,7 @@ class RolloutIndex:
         }
 
     def _count(self, query: RolloutQuery) -> tuple[int, dict[str, dict[str, int]]]:
-        """Count of matching rollouts, and the facets. All facets together have few values."""
+        """Count the matching rollouts, and make the facets. All facets together have few values."""
         where, values = _where(query, {name: sql for name, sql in _FILTERS.items() if name not in _FACETS})
         names = ", ".join(_FACETS)
         counted = self._database.execute(
@@ -385,8 +387,8 @@ class RolloutIndex:
         return total, facets
 
     def _search(self, text: str) -> None:
-        """Note which rollouts have a text: of what has been searched for already, look at those that came since. Who
-        types more of a text looks among those that had the beginning of it."""
+        """Update which rollouts contain a text. If the text is the same as before, only new rollouts are searched; if
+        it extends the text before, only earlier hits and new rollouts are."""
         sought = printable(text.casefold()).encode()
         if not (self._searched and self._searched in text):
             self._hits.clear()
@@ -413,7 +415,7 @@ _KEY = "prompt, task, seat"
 
 
 def _prompt(record: _Line) -> str:
-    """Digest of what stands before the first answer; the group's id of a rollout that keeps no messages."""
+    """Digest of the messages before the first answer; the group's id for a rollout without messages."""
     opening: list[Any] = []
     for message in record.messages:
         if as_table(message).get("role") == "assistant":
@@ -421,11 +423,11 @@ def _prompt(record: _Line) -> str:
         opening.append(message)
     if not opening:
         return printable(record.group_id)
-    return blake2b(json.dumps(opening).encode(), digest_size=8).hexdigest()  # of ASCII, also where a surrogate is alone
+    return blake2b(json.dumps(opening).encode(), digest_size=8).hexdigest()  # ASCII, even for a lone surrogate
 
 
 def _spread(items: Sequence[T], most: int) -> list[T]:
-    """At most so many, evenly, the first and the last among them."""
+    """Choose at most `most` items evenly, including the first and the last."""
     if len(items) <= most:
         return list(items)
     return [items[round(place * (len(items) - 1) / (most - 1))] for place in range(most)]

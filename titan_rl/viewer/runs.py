@@ -1,4 +1,4 @@
-"""Readers of runs: each follows the files of one run's folder as they grow, and answers questions about it."""
+"""Readers of runs. Each follows the files of one run's folder as they grow, and answers questions about it."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from titan_rl.viewer.timeline import TraceReader
 from titan_rl.viewer.verdicts import WarningSigns
 
 PATIENCE_S = 0.5
-"""Time for which an answer about rollouts waits for indexing."""
+"""Time for which an answer about rollouts waits for indexing, in seconds."""
 
 LOOK_PATIENCE_S = 2.0
 INDEXED_AT_ONCE = 1 << 20
 _READ = ("status.json", "config.toml", "metrics.jsonl", "rollouts.jsonl", "results.json", "trace")
-_PAUSE_S = 0.001  # between two chunks of a large file, in which answers get their turn
+_PAUSE_S = 0.001  # between two chunks of a large file, so that other threads can answer
 
 
 class RunReader:
-    """A run's metrics and rollouts, read as far as they are written. Threads may share one.
+    """Metrics and rollouts of a run, read as far as they are written. Thread-safe.
 
     Args:
-        folder: Of a run, or of an evaluation. `traces` has what its processes did when.
-        searches: Whether the text of rollouts can be searched, see `RolloutIndex`.
+        folder: Folder of a run or an evaluation. `traces` reads the spans of its processes.
+        searches: Whether the text of rollouts can be searched; see `RolloutIndex`.
     """
 
     def __init__(self, folder: Path, *, searches: bool = True) -> None:
@@ -47,11 +47,11 @@ class RunReader:
         self._metrics_tail = Tail(folder / "metrics.jsonl")
         self._rollouts_tail = Tail(folder / "rollouts.jsonl")
         self._columns = MetricColumns()
-        self._parts: defaultdict[str, float] = defaultdict(float)  # of the steps' time, see `parts_of`
+        self._parts: defaultdict[str, float] = defaultdict(float)  # parts of the steps' time, see `parts_of`
         self.traces = TraceReader(folder)
         self._signs = WarningSigns()
         self._warnings: list[str] = []
-        self._num_broken = 0  # lines of metrics
+        self._num_broken = 0  # unreadable lines of metrics
         self._index = RolloutIndex(keeps_text=searches)
         self._indexed = 1.0
         self._changes = {"metrics": 0, "rollouts": 0}
@@ -62,26 +62,27 @@ class RunReader:
             self._index.close()
 
     def look(self) -> dict[str, int]:
-        """Read what is new, and give for "metrics", "rollouts" and "timeline" a number that differs once there is more,
-        or less."""
+        """Read new content. Returns for "metrics", "rollouts" and "timeline" a number that changes whenever the files
+        do."""
         if self._metrics_tail.has_changed():
             with self._lock:
                 self._read_metrics()
         if self._rollouts_tail.has_changed():
             self._read_rollouts(LOOK_PATIENCE_S)
         before, self._hosts_at = self._hosts_at, self._written_at(HOSTS)
-        self._changes["metrics"] += before != self._hosts_at  # they are told beside those
+        self._changes["metrics"] += before != self._hosts_at  # hosts are reported together with metrics
         return {**self._changes, "timeline": self.traces.look()}
 
     def columns(self) -> MetricColumns:
-        """All metrics so far."""
+        """Return all metrics so far."""
         with self._lock:
             self._read_metrics()
             return self._columns
 
     def summary(self) -> dict[str, Any]:
-        """See `summarize`. And time: what the steps' time was spent on, [{"name", "seconds", "share"}], shares that
-        add up to 1; bottleneck: {"name", "share", "sentence"} of the greatest, or None where no metrics say it."""
+        """Return the result of `summarize`, and time: the parts of the steps' time, [{"name", "seconds", "share"}],
+        with shares that add up to 1; and bottleneck: {"name", "share", "sentence"} of the largest part, or None if no
+        metrics show it."""
         with self._lock:
             self._read_metrics()
             warnings = list(self._warnings)
@@ -106,7 +107,7 @@ class RunReader:
             }
 
     def curves(self, names: Sequence[str], points: int, first: float, last: float) -> dict[str, Curve]:
-        """Curves of the metrics that the run has, see `MetricColumns.curve`."""
+        """Return the curves of those metrics that the run has; see `MetricColumns.curve`."""
         with self._lock:
             self._read_metrics()
             return {
@@ -116,25 +117,26 @@ class RunReader:
             }
 
     def rollouts(self, query: RolloutQuery, patience_s: float = PATIENCE_S) -> dict[str, Any]:
-        """Result of `RolloutIndex.find`, with `indexed`: the share of the file that is indexed, in [0, 1]."""
+        """Return the result of `RolloutIndex.find`, with `indexed`: the share of the file that is indexed, in [0,
+        1]."""
         self._read_rollouts(patience_s)
         with self._lock:
             return {**self._index.find(query), "indexed": self._indexed}
 
     def prompts(self, patience_s: float = PATIENCE_S) -> dict[str, Any]:
-        """See `RolloutIndex.prompts`."""
+        """Return the result of `RolloutIndex.prompts`."""
         self._read_rollouts(patience_s)
         with self._lock:
             return self._index.prompts()
 
     def count_groups(self, patience_s: float = math.inf) -> tuple[dict[str, int], float]:
-        """See `RolloutIndex.count_groups`; and of which share of the file that is, in [0, 1]."""
+        """Return the result of `RolloutIndex.count_groups`, and the share of the file that is indexed, in [0, 1]."""
         self._read_rollouts(patience_s)
         with self._lock:
             return self._index.count_groups(), self._indexed
 
     def group(self, phase: str, place: int) -> list[int]:
-        """See `RolloutIndex.group`."""
+        """Return the indices of a group's rollouts; see `RolloutIndex.group`."""
         with self._lock:
             return self._index.group(phase, place)
 
@@ -144,12 +146,13 @@ class RunReader:
         return len(self._index)
 
     def rows(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """See `RolloutIndex.rows`."""
+        """Return rows of rollouts; see `RolloutIndex.rows`."""
         with self._lock:
             return self._index.rows(indices)
 
     def rollout(self, index: int) -> bytes | None:
-        """A line of `rollouts.jsonl`, see `strict_json`; None where there is none of this index."""
+        """Return a line of `rollouts.jsonl` in the form of `strict_json`; None if there is no rollout with this
+        index."""
         if index >= len(self._index):
             self._read_rollouts(PATIENCE_S)
         with self._lock:
@@ -193,7 +196,7 @@ class RunReader:
                 self._warnings += [f"step {record.get('step')}: {text}" for text in told]
 
     def _read_rollouts(self, patience_s: float) -> None:
-        """Index what is new, until all is or the time is up. Other threads may have the lock in between."""
+        """Index new lines until all are indexed or the time is up. Other threads can take the lock between chunks."""
         until = time.monotonic() + patience_s
         while True:
             with self._lock:
@@ -214,14 +217,14 @@ _DEPTH = 3  # runs/evaluations/<date>-<name>/<policy>
 
 
 class Runs:
-    """The runs in some folders, also those that begin later. Each has an id, its folder's name; of two that are named
-    alike, the path.
+    """Runs in some folders, including runs that start later. The id of a run is its folder's name, or the path if
+    several folders have that name.
 
     Args:
-        given: Folders of runs, or folders with such in them.
+        given: Folders of runs, or folders that contain such folders.
 
     Raises:
-        ConfigError: One of them is no folder.
+        ConfigError: One of them is not a folder.
     """
 
     def __init__(self, given: Sequence[Path]) -> None:
@@ -238,7 +241,7 @@ class Runs:
             reader.close()
 
     def folders(self) -> dict[str, Path]:
-        """Folders of runs by their ids, the newest first."""
+        """Return the folders of runs by id, newest first."""
         found = list(dict.fromkeys(folder for path in self._given for folder in find_runs(path)))
         found.sort(key=lambda folder: (folder.name, str(folder)), reverse=True)
         named = Counter(folder.name for folder in found)
@@ -248,14 +251,14 @@ class Runs:
         }
 
     def describe(self) -> list[dict[str, Any]]:
-        """The answer to /api/runs."""
+        """Make the answer to /api/runs."""
         return [
             {"id": run, **describe_run(folder.name, folder), "named": folder in self._given}
             for run, folder in self.folders().items()
         ]
 
     def reader(self, run: str) -> RunReader | None:
-        """None where there is no such run."""
+        """Return the reader of a run; None if there is no such run."""
         folder = self.folders().get(run)
         if folder is None:
             return None
@@ -265,7 +268,7 @@ class Runs:
         return reader
 
     def look(self) -> dict[str, dict[str, int]]:
-        """Results of `RunReader.look` by id, for runs that a client has opened. Under the empty id: "runs"."""
+        """Return the results of `RunReader.look` by id, for runs that a client has opened. The empty id has "runs"."""
         described = json.dumps([(one["id"], one["state"], one["steps"]) for one in self.describe()])
         found = {run: reader.look() for run, reader in list(self._readers.items())}
         return {"": {"runs": zlib.crc32(described.encode())}, **found}
@@ -276,7 +279,7 @@ def is_run(folder: Path) -> bool:
 
 
 def find_runs(folder: Path, depth: int = _DEPTH) -> list[Path]:
-    """The folder itself, or those of runs in it. Links are left out: `latest` is one of the others."""
+    """Find the folders of runs in a folder, which may be one itself. Links such as `latest` are left out."""
     if is_run(folder):
         return [folder]
     if not depth:

@@ -1,4 +1,4 @@
-"""Summary of a run: what it learned, what it cost, what is wrong with it; and its entry in the list of runs."""
+"""Summary of a run: what it learned, what it cost and what is wrong with it; and its entry in the list of runs."""
 
 from __future__ import annotations
 
@@ -31,17 +31,20 @@ Tile = dict[str, str]
 
 
 def summarize(folder: Path, columns: MetricColumns, warnings: list[str]) -> dict[str, Any]:
-    """The answer to /api/runs/{id}/summary.
+    """Make the answer to /api/runs/{id}/summary.
 
     Returns:
-        tiles: {"label", "value", "note", "tone": "good", "bad" or ""}.
-        verdicts: see `verdicts`; tasks: see `task_lines`.
-        trend: of what is measured on held-out samples, {"metric", "before", "after", "first_step", "last_step",
-        "error"}; None where that was not done twice, or where several suites have trends of their own.
-        hosts: see `read_hosts`.
-        failure: why the run failed, for a person; None where it did not.
-        seconds_left: of a run that goes on, at the pace of its last steps; None where that is not known.
-        warnings; config, as TOML; settings, see `settings_of`.
+        tiles: List of {"label", "value", "note", "tone": "good", "bad" or ""}.
+        verdicts: List of verdicts; see `verdicts`.
+        tasks: List of tasks; see `task_lines`.
+        trend: Change of the measurement on held-out samples, {"metric", "before", "after", "first_step", "last_step",
+            "error"}; None if there were not two measurements, or if several suites have their own trends.
+        hosts: Hosts of the run; see `read_hosts`.
+        failure: Reason why the run failed, for a person; None if it did not fail.
+        seconds_left: Remaining time of a run in progress at the pace of its latest steps, in seconds; None if unknown.
+        warnings: List of texts.
+        config: Content of the settings file, as TOML.
+        settings: Settings by dotted names; see `settings_of`.
     """
     status, config = read_status(folder), read_config(folder)
     planned = steps_planned(folder, config)
@@ -68,12 +71,13 @@ def summarize(folder: Path, columns: MetricColumns, warnings: list[str]) -> dict
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
-    """A run's settings by their dotted names: {"training.lr": 0.0003, "tasks.0.name": "sums"}."""
+    """Return a run's settings by dotted names: {"training.lr": 0.0003, "tasks.0.name": "sums"}."""
     return dict(_flat(read_config(folder), ""))
 
 
 def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Lists of tables by their places; TOML's times, nan and inf, which JSON lacks, as text."""
+    """Flatten settings. Lists of tables get their indices as names. Times, nan and inf, which JSON lacks, become
+    text."""
     table, items = as_table(value), as_list(value)
     parts: list[tuple[Any, Any]]
     if isinstance(value, dict):
@@ -119,7 +123,7 @@ def _tiles(columns: MetricColumns) -> Iterator[Tile]:
 
 
 def _tiles_of_cost(folder: Path, config: Mapping[str, Any]) -> Iterator[Tile]:
-    """Processes that each hold a device, and for how long."""
+    """Make the tile of the processes that each hold a device, and of the time for which they do."""
     run = describe_run(folder.name, folder)
     training, generation = as_table(config.get("training")), as_table(config.get("generation"))
     ranks = math.prod(_count(training.get(f"{kind}_parallel"), 1) for kind in ("data", "context", "tensor"))
@@ -137,7 +141,7 @@ def _tiles_of_cost(folder: Path, config: Mapping[str, Any]) -> Iterator[Tile]:
 
 
 def _duration(seconds: float) -> str:
-    """Example: 3725 s are "1 h 2 min"."""
+    """Format a duration. Example: 3725 s becomes "1 h 2 min"."""
     whole = round(seconds)
     hours, minutes = divmod(whole // 60, 60)
     parts = {"h": hours, "min": minutes, "s": 0 if hours else whole % 60}
@@ -180,7 +184,7 @@ def _seconds_left(columns: MetricColumns, planned: int | None) -> float | None:
 
 
 def describe_run(name: str, folder: Path) -> dict[str, Any]:
-    """An entry of /api/runs, without its id."""
+    """Make an entry of /api/runs, without its id."""
     status, config, record = read_status(folder), read_config(folder), _last_record(folder)
     results = read_results(folder)
     steps = record.get("step", results.get("version", 0))
@@ -204,7 +208,7 @@ def describe_run(name: str, folder: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
-    """The settings; none where they cannot be read."""
+    """Return the settings of a run; empty if they cannot be read."""
     path = folder / "config.toml"
     try:
         status = file_status(path)
@@ -215,7 +219,7 @@ def read_config(folder: Path) -> Mapping[str, Any]:
 
 @lru_cache(1024)
 def _parsed(path: Path, mtime_ns: int, size: int) -> Mapping[str, Any]:
-    """Hundreds of runs are looked at twice a second, and their settings hardly ever differ."""
+    """Parse settings. Cached, because hundreds of runs are looked at twice a second and settings hardly ever change."""
     return parse_toml(read_file(path).decode())
 
 
@@ -227,13 +231,13 @@ def config_text(folder: Path) -> str:
 
 
 def steps_planned(folder: Path, config: Mapping[str, Any]) -> int | None:
-    """None of what has no steps."""
+    """Number of steps in the settings; None if there is none, as for an evaluation."""
     steps = as_table(config.get("training")).get("steps")
     return steps if isinstance(steps, int) else None
 
 
 def tasks_of(config: Mapping[str, Any]) -> list[str]:
-    """The names of a run's tasks."""
+    """Names of a run's tasks."""
     tables = map(as_table, as_list(config.get("tasks")) or [config.get("task")])
     return [
         str(table.get("name") or name_of(str(table["type"]).rpartition(":")[2])) for table in tables if "type" in table

@@ -1,4 +1,4 @@
-"""Timeline of a run at the resolution of the screen, idle times of its lanes, and its Chrome trace."""
+"""Timeline of a run at screen resolution, idle times of its lanes, and its Chrome trace."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from numpy.typing import NDArray
 from titan_rl.viewer.trace import Lane, Names, ProcessTrace, Spans, Traces, plane_of, sorted_lanes
 
 STEPS = "steps"
-"""The controller's lane of the stages of the training loop."""
+"""The controller's lane with the stages of the training loop."""
 
 BETWEEN_STEPS = ("validation", "checkpoint")
-"""Kinds of what the loop does beside its steps."""
+"""Kinds of spans of the training loop that are not part of a step."""
 
 ENGINE = "engine"
-"""The lane of an engine's states."""
+"""Lane with an engine's states."""
 
 HOST = "host "
 """Prefix of the controller's lanes with the states of hosts."""
 
-_FAR_S = 1e11  # seconds, which is more than any run takes, and fits into a column
+_FAR_S = 1e11  # seconds; longer than any run, and fits into a column
 
 
 def timeline(
@@ -38,22 +38,25 @@ def timeline(
     seen: tuple[float, float] | None = None,
     patience_s: float = math.inf,
 ) -> dict[str, Any]:
-    """The answer to /api/runs/{id}/timeline, without its bottleneck.
+    """Make the answer to /api/runs/{id}/timeline, without its bottleneck.
 
     Args:
-        first, last: Seconds since the run began; by default all of it.
-        width: Pixels. Spans narrower than one are joined to a "busy" one, whose args say which share of it they are.
-        seen: Seconds between which idle times are counted, where it is not all that is asked for.
-        patience_s: For which the trace is read, see `Traces.read`.
+        first, last: Seconds since the run began. By default the whole run.
+        width: Width in pixels. Spans narrower than a pixel are joined to a "busy" span, with their share of it in its
+            args.
+        seen: Seconds between which idle times are counted. By default those between `first` and `last`.
+        patience_s: Time for which the trace is read, in seconds; see `Traces.read`.
 
     Returns:
-        read: share of the trace that has been read, in [0, 1]; from, to;
-        lanes: [{"process", "lane", "kind", "host", "spans": [[start, end, name, args], ...]}], where args
-        have "depth", 0 of a span that lies in no other, "idle" where it waits, and "kind" where it is not the lane's;
-        host is left out where all processes are on one;
-        idle: [{"lane", "seconds", "share"}] of lanes that are always in one state, over what there is of them between
-        the two times of `seen`; steps: [[step, start, end], ...]; syncs: [[seconds, version], ...], when the last
-        replica had it.
+        read: Share of the trace that has been read, in [0, 1].
+        from, to, seen: Bounds of the timeline, and of the counted idle times, in seconds since the run began.
+        lanes: List of {"process", "lane", "kind", "host", "spans": [[start, end, name, args], ...]}. The args have
+            "depth", which is 0 for a span that lies in no other, "idle" if the span waits, and "kind" if it is not the
+            lane's. The host is left out if all processes are on one host.
+        idle: List of {"lane", "seconds", "share"} of the lanes that are always in one state, for the part of the lane
+            within `seen`.
+        steps: List of [step, start, end].
+        syncs: List of [seconds, version], the times at which the last replica had a version.
     """
     processes, names = traces.read(patience_s), traces.names
     began, ended = bounds(processes)
@@ -96,8 +99,8 @@ def timeline(
 
 
 def kind_of(lane: str, spans: Spans, names: Names) -> str:
-    """The plane that most of the lane's time belongs to; "controller" for the training loop's stages, of all planes,
-    and "host" for what becomes of one."""
+    """Return the plane that most of the lane's time belongs to. Special kinds are "controller" for the stages of the
+    training loop, which belong to all planes, and "host" for the states of a host."""
     if lane == STEPS:
         return "controller"
     if lane.startswith(HOST):
@@ -111,14 +114,14 @@ def kind_of(lane: str, spans: Spans, names: Names) -> str:
 
 
 def bounds(processes: Mapping[str, ProcessTrace]) -> tuple[int, int]:
-    """Start of the first span and end of the last, in microseconds since 1970; zeros without spans."""
+    """Return the start of the first span and the end of the last, in microseconds since 1970; zeros without spans."""
     every = [lane.spans for trace in processes.values() for lane in trace.lanes.values()]
     starts = [int(spans["start"][0]) for spans in every]
     return min(starts, default=0), max((int(spans["end"].max()) for spans in every), default=0)
 
 
 def idle_time(spans: Spans, waits: NDArray[np.bool_], start: int, end: int) -> dict[str, float] | None:
-    """Seconds and share of a lane's idle time between two times; None where there is nothing of the lane."""
+    """Return the seconds and share of a lane's idle time between two times; None if the lane has no spans there."""
     covered = min(end, int(spans["end"].max())) - max(start, int(spans["start"][0]))
     if covered < 0:
         return None
@@ -129,8 +132,8 @@ def idle_time(spans: Spans, waits: NDArray[np.bool_], start: int, end: int) -> d
 
 
 def step_times(processes: Mapping[str, ProcessTrace], names: Names) -> list[tuple[int, int, int]]:
-    """Each step with the beginning of its first stage and the end of its last, in microseconds since 1970. A validation
-    or a checkpoint is none of its stages."""
+    """Return each step with the start of its first stage and the end of its last, in microseconds since 1970.
+    Validations and checkpoints are not stages of a step."""
     trace = processes.get("controller")
     if trace is None or STEPS not in trace.lanes:
         return []
@@ -146,7 +149,7 @@ def step_times(processes: Mapping[str, ProcessTrace], names: Names) -> list[tupl
 
 
 def sync_times(processes: Mapping[str, ProcessTrace], names: Names) -> list[tuple[int, int]]:
-    """Each version with the end of its last pull by an engine, in microseconds since 1970."""
+    """Return each version with the end of its last pull by an engine, in microseconds since 1970."""
     (pull,) = names.places(["pull"])
     found: dict[int, int] = {}
     for trace in processes.values():
@@ -177,7 +180,7 @@ def _drawn(
 
 
 def _joined(narrow: Spans, pixel: float) -> list[tuple[int, int, str, dict[str, Any]]]:
-    """Spans less than a pixel apart are one, which says what share of it they are."""
+    """Join spans less than a pixel apart to one, with their share of it."""
     if not len(narrow):
         return []
     apart = narrow["start"][1:] - narrow["end"][:-1] > pixel
@@ -197,14 +200,14 @@ def _us(seconds: float) -> int:
 
 
 WIDTHS = (1000, 300, 100)
-"""Pixels that a timeline is kept in, the first that there is room for."""
+"""Widths in pixels at which a timeline is stored. The first one that fits is used."""
 
 
 class TraceReader:
-    """The traces of a run, read as far as they are written. Threads may share one.
+    """Traces of a run, read as far as they are written. Thread-safe.
 
     Args:
-        folder: Of the run.
+        folder: Folder of the run.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -213,7 +216,7 @@ class TraceReader:
         self._changes = 0
 
     def look(self) -> int:
-        """Differs once there is more, or less. Nothing is read."""
+        """Return a number that changes whenever the files do. Reads nothing."""
         with self._lock:
             self._changes += self._traces.has_grown()
             return self._changes
@@ -226,12 +229,13 @@ class TraceReader:
         seen: tuple[float, float] | None = None,
         patience_s: float = math.inf,
     ) -> dict[str, Any]:
-        """See `timeline`, of what is read within `patience_s`."""
+        """Make the timeline of the part that is read within `patience_s` seconds; see `timeline`."""
         with self._lock:
             return timeline(self._traces, first, last, width, seen, patience_s)
 
     def small_timeline(self, most_bytes: int) -> dict[str, Any] | None:
-        """All of it, as JSON of at most so many bytes; None where there is no room for it, or no trace."""
+        """Make the whole timeline, as JSON of at most `most_bytes` bytes. Returns None if it does not fit, or without
+        traces."""
         found: dict[str, Any] = {}
         for width in WIDTHS:
             found = self.timeline(width=width)
@@ -247,10 +251,10 @@ PUBLISHED, PULLED = "publish copy", "pull"
 
 
 def chrome_trace(folder: Path) -> Iterator[bytes]:
-    """The JSON, in parts.
+    """Yield the JSON of a run's Chrome trace in parts.
 
     Args:
-        folder: Of a run. One without traces gives a trace without events.
+        folder: Folder of a run. Without traces, the result has no events.
     """
     events = _events(Traces(folder / "trace"))
     yield b'{"displayTimeUnit":"ms","traceEvents":['
@@ -285,7 +289,7 @@ def _events(traces: Traces) -> Iterator[Mapping[str, Any]]:
 def _flows(
     traces: Traces, processes: Mapping[str, ProcessTrace], places: Mapping[tuple[str, str], dict[str, int]]
 ) -> Iterator[Mapping[str, Any]]:
-    """An arrow from the copy of each version to every pull of it."""
+    """Make an arrow from the copy of each version to each of its pulls."""
     ids = count(1)
     published, pulled = traces.names.places([PUBLISHED, PULLED])
     copies: dict[int, tuple[int, dict[str, int]]] = {}

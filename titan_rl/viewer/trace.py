@@ -1,4 +1,4 @@
-"""Traces of a run's processes, read as they grow, as columns of spans: a long run has a million of them."""
+"""Traces of a run's processes, read as they grow, as columns of spans, because a long run has a million spans."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from titan_rl.core.clock import CLOCK, Clock
 from titan_rl.core.files import Chunk, Tail
 
 IDLE = "idle"
-"""Among a span's categories: its lane waits for others."""
+"""Category of a span in which its lane waits for others."""
 
 Spans = NDArray[np.void]
-"""Array of `SPAN`."""
+"""Array with the dtype `SPAN`."""
 
 SPAN = np.dtype(
     [
@@ -37,9 +37,9 @@ SPAN = np.dtype(
         ("goes_on", "?"),
     ]
 )
-"""A span: microseconds since 1970, the place of its line in its file, the places of its name and its kind among
-`Names`, the step and the version among its args or -1, in how many other spans of its lane it lies, and whether it is
-a part of one, of which the next is not written yet."""
+"""A span: start and end in microseconds since 1970, offset and length of its line in the file, indices of its name and
+kind in `Names`, step and version from its args or -1, the number of spans of its lane in which it lies, and whether it
+is one part of a longer span whose next part follows."""
 
 _LANES = ("steps", "sync", "train", "publish", "save", "engine", "checkpoint", "slot", "rollout", "reward", "request")
 
@@ -53,7 +53,7 @@ _LINE = msgspec.json.Decoder(_Line)
 
 @dataclass(frozen=True, slots=True)
 class TraceSpan:
-    """One stretch of a lane; times in seconds since 1970."""
+    """One span of a lane. Times are in seconds since 1970."""
 
     start: float
     end: float
@@ -63,7 +63,7 @@ class TraceSpan:
 
 
 class Names:
-    """Each name once, by its place."""
+    """Table of names, in which each name has an index."""
 
     def __init__(self) -> None:
         self._places: dict[str, int] = {}
@@ -76,7 +76,7 @@ class Names:
         return [place if (place := self._places.get(name)) is not None else self._add(name) for name in names]
 
     def idle(self) -> NDArray[np.bool_]:
-        """Whether spans of a kind wait, by the place of the kind."""
+        """Return whether spans of a kind wait, by index of the kind."""
         return np.array([name.endswith(IDLE) for name in self._names], bool)
 
     def _add(self, name: str) -> int:
@@ -85,7 +85,7 @@ class Names:
 
 
 class Lane:
-    """The spans of one lane, of the file of its process."""
+    """Spans of one lane, from the file of its process."""
 
     def __init__(self, path: Path, names: Names) -> None:
         self._path = path
@@ -98,13 +98,13 @@ class Lane:
 
     @property
     def spans(self) -> Spans:
-        """Spans by start; of two that start together the longer comes first."""
+        """Spans ordered by start. Of spans with the same start, longer ones are first."""
         if self._fresh:
             spans = np.concatenate([self._spans, *self._fresh])
             self._fresh.clear()
             spans = _whole(spans)
             self._spans = spans = spans[np.lexsort((-spans["end"], spans["start"]))]
-            # Clocks are read twice between two spans of which none lies in the other: a microsecond is no overlap.
+            # Two adjacent spans may overlap by a microsecond, because the clock is read twice between them.
             ends = np.sort(np.maximum(spans["end"], spans["start"] + 2))
             spans["depth"] = np.arange(len(spans)) - np.searchsorted(ends, spans["start"] + 1, "right")
         return self._spans
@@ -116,7 +116,7 @@ class Lane:
             yield TraceSpan(float(span["start"] / 1e6), float(span["end"] / 1e6), name, kind, args)
 
     def args(self, spans: Spans) -> list[dict[str, Any]]:
-        """Arguments of some spans, read from the file; empty if the file has been cut meanwhile."""
+        """Read the arguments of some spans from the file; empty if the file has been truncated meanwhile."""
         if not len(spans):
             return []
         try:
@@ -133,10 +133,10 @@ class Lane:
 
 @dataclass(slots=True)
 class ProcessTrace:
-    """Trace of one process: spans by the names of their lanes, and counters by theirs.
+    """Trace of one process: its lanes and its counters by name.
 
     Attributes:
-        host: On which it runs, or ran last; "" where the trace does not say.
+        host: Host on which it runs, or ran last; "" if the trace does not contain it.
     """
 
     host: str = ""
@@ -145,7 +145,7 @@ class ProcessTrace:
 
 
 def plane_of(kind: str) -> str:
-    """The part of the run that a span of this kind belongs to."""
+    """Part of the run that a span of this kind belongs to."""
     return kind.removeprefix("fine,").removesuffix(f",{IDLE}")
 
 
@@ -155,7 +155,7 @@ def sorted_lanes(lanes: Iterable[str]) -> list[str]:
 
 
 def place_of(name: str, order: Sequence[str]) -> tuple[int, str, int]:
-    """A key to sort by: the first of `order` that the name begins with, and the number that it ends with."""
+    """Sort key: the index of the first prefix in `order`, and the number at the end of the name."""
     matched = re.fullmatch(r"(.*?)[ -]?(\d*)", name, re.DOTALL)
     assert matched is not None
     kind, number = matched[1], int(matched[2] or 0)
@@ -163,7 +163,7 @@ def place_of(name: str, order: Sequence[str]) -> tuple[int, str, int]:
 
 
 def _whole(spans: Spans) -> Spans:
-    """Parts of one span joined, with the line of the last."""
+    """Join the parts of each span, keeping the line of the last part."""
     if not spans["goes_on"].any():
         return spans
     spans = spans[np.lexsort((spans["start"], spans["kind"], spans["name"]))]
@@ -200,7 +200,7 @@ class _Args(msgspec.Struct, gc=False):
 
 
 class _Event(msgspec.Struct, gc=False):
-    """A Chrome trace event, times in microseconds since 1970."""
+    """A Chrome trace event. Times are in microseconds since 1970."""
 
     ph: str
     name: str
@@ -215,13 +215,13 @@ _NO_ARGS = _Args()
 
 
 class Traces:
-    """The traces of one run, of which each line is read once. Not thread-safe.
+    """Traces of one run. Each line is read once. Not thread-safe.
 
     Args:
-        folder: `trace` of the run's folder.
+        folder: Folder `trace` of the run's folder.
 
     Attributes:
-        share_read: Of the bytes of all files, in [0, 1].
+        share_read: Share of the bytes of all files that has been read, in [0, 1].
     """
 
     def __init__(self, folder: Path, clock: Clock = CLOCK) -> None:
@@ -236,33 +236,34 @@ class Traces:
         self.names = Names()
 
     def has_grown(self) -> bool:
-        """Whether files have other sizes than when this was last called."""
+        """Return whether the sizes of the files have changed since the previous call."""
         before, self._sizes = self._sizes, {path: path.stat().st_size for path in self._files()}
         return before != self._sizes
 
     def read(self, patience_s: float = math.inf) -> Mapping[str, ProcessTrace]:
-        """By the names of the processes, in the order in which they are shown.
+        """Read new lines. Returns the traces by name of the process, in display order.
 
         Args:
-            patience_s: After which the rest is left for the next call, see `share_read`. A part of it is read always.
+            patience_s: Time after which the rest is left for the next call, in seconds; see `share_read`. Some part of
+                each file is always read.
         """
         until = self._clock.now() + patience_s
         read = size = 0
         for path in self._files():
             chunk = self._read(path, until)
             size += chunk.size
-            read += chunk.size if chunk.is_last else chunk.read  # the end of a line may never come
+            read += chunk.size if chunk.is_last else chunk.read  # the rest of an incomplete line may never come
         self.share_read = read / size if size else 1.0
         return {name: self._processes[name] for name in sorted(self._processes, key=_place_of_process)}
 
     def _files(self) -> list[Path]:
-        """Links lead out of the run's folder."""
+        """List the files. Links are excluded, because they may lead out of the run's folder."""
         if self._folder.is_symlink():
             return []
         return sorted(path for path in self._folder.glob("*.jsonl") if path.is_file() and not path.is_symlink())
 
     def _read(self, path: Path, until: float) -> Chunk:
-        """Read what is new, until all is or the time is up. Returns the last chunk."""
+        """Read new lines of a file until all are read or the time is up. Returns the last chunk."""
         process = path.stem
         tail = self._tails.setdefault(process, Tail(path))
         while True:
@@ -276,7 +277,7 @@ class Traces:
                 return chunk
 
     def _decode(self, chunk: Chunk) -> tuple[list[_Event], list[int], list[int]]:
-        """Events with the offsets and the lengths of their lines."""
+        """Decode events, with the offsets and the lengths of their lines."""
         ends = np.flatnonzero(np.frombuffer(chunk.data, np.uint8) == ord("\n"))
         starts = np.concatenate([[0], ends[:-1] + 1])
         try:
@@ -291,7 +292,7 @@ class Traces:
     def _event(self, line: bytes) -> _Event | None:
         try:
             return self._decoder.decode(line)
-        except (msgspec.MsgspecError, UnicodeDecodeError):  # cut short, when a process was killed
+        except (msgspec.MsgspecError, UnicodeDecodeError):  # a line that was cut off when a process was killed
             return None
 
     def _add(self, process: str, path: Path, events: list[_Event], offsets: list[int], lengths: list[int]) -> None:
@@ -329,7 +330,7 @@ class Traces:
 
 
 def _parts(names: Sequence[str]) -> list[tuple[str, list[int]]]:
-    """Each name with its places."""
+    """Return each name with its positions."""
     found: dict[str, list[int]] = {}
     for place, name in enumerate(names):
         found.setdefault(name, []).append(place)

@@ -1,8 +1,8 @@
-"""Verdicts on a run: whether it learns, and if not, why; each with a link to the rollouts or curves that show it.
+"""Verdicts on a run: whether it learns, and if not, why. Each has a link to the rollouts or curves that show it.
 
-    learning    held-out and training reward, at first and now, against their noise
-    reasons     signs of the last steps: equal rewards, cut off or unreadable answers, collapse, stale or wrong weights
-    warnings    signs that a run prints, since nothing fails while it learns nothing
+    learning    change of held-out and training reward from the first to the last steps, compared with their noise
+    reasons     signs in the last steps: equal rewards, cut-off or unreadable answers, collapse, stale or wrong weights
+    warnings    signs that a run prints, because nothing fails while a run learns nothing
 
 A verdict is {"tone": "good", "warn", "bad" or "", "title", "text", "link": {"label", "tab", "values"} or None}, where
 `values` go into the hash of the page: {"rollouts.status": "error_parse", "rollouts.step_min": 11}.
@@ -22,15 +22,15 @@ from titan_rl.scheduling.filters import EQUAL_REWARDS_ADVICE
 from titan_rl.viewer.metric_columns import MetricColumns
 
 RECENT = 10
-"""Steps that a figure of now is a mean of."""
+"""Number of steps over which current figures are averaged."""
 
 EARNED = ("rollout/finished_reward_mean", "rollout/reward_mean")
 HELD_OUT = "validation/reward_mean"
 LOSSES = ("validation/loss", "train/loss")
 
-_SURE = 2.0  # standard errors that a change has to exceed
+_SURE = 2.0  # number of standard errors that a change has to exceed
 _FEWEST = 3  # steps on each side of a comparison
-_NOTHING = 1e-6  # a reward that is no more than that is none
+_NOTHING = 1e-6  # rewards up to this count as zero
 
 Tone = Literal["good", "warn", "bad", ""]
 Verdict = dict[str, Any]
@@ -41,7 +41,7 @@ class Change:
     """Change of a metric between two steps.
 
     Args:
-        error: Standard error of the difference; None where that is not known.
+        error: Standard error of the difference; None if unknown.
     """
 
     metric: str
@@ -53,7 +53,7 @@ class Change:
 
     @property
     def direction(self) -> int:
-        """1 up, -1 down, 0 within the noise. Without a known error any change counts."""
+        """Direction of the change: 1 up, -1 down, 0 within the noise. Without a known error any change counts."""
         gain = self.after - self.before
         return 0 if abs(gain) <= _SURE * (self.error or 0.0) else 1 if gain > 0 else -1
 
@@ -73,9 +73,10 @@ class Change:
 
 
 def held_out_change(columns: MetricColumns, metric: str) -> Change | None:
-    """From the first validation to the last; None where there were not two.
+    """Change from the first validation to the last; None if there were not two.
 
-    The error is that of two independent means over prompts, which is more than that of the same prompts measured twice.
+    The error is that of two independent means over prompts. It is larger than the error for the same prompts measured
+    twice.
     """
     points = [(step, value) for step, value in columns.points(metric) if math.isfinite(value)]
     if len(points) < 2:
@@ -85,7 +86,8 @@ def held_out_change(columns: MetricColumns, metric: str) -> Change | None:
 
 
 def _held_out_error(columns: MetricColumns, metric: str) -> float | None:
-    """Standard error of the difference of two validations; for the mean of several suites, combined from theirs."""
+    """Standard error of the difference of two validations. For the mean of several suites, it is combined from
+    theirs."""
     prefix, _, name = metric.rpartition("/")
     if name != "reward_mean":
         return None
@@ -99,8 +101,8 @@ def _held_out_error(columns: MetricColumns, metric: str) -> float | None:
 
 
 def earned_change(columns: MetricColumns, metric: str) -> Change | None:
-    """From the mean of the first steps to that of the last ones, at most `RECENT` each; None with fewer than twice
-    `_FEWEST` steps."""
+    """Change from the mean of the first steps to the mean of the last, at most `RECENT` each. None with fewer than
+    twice `_FEWEST` steps."""
     points = [(step, value) for step, value in columns.points(metric) if math.isfinite(value)]
     count = min(RECENT, len(points) // 2)
     if count < _FEWEST:
@@ -111,14 +113,14 @@ def earned_change(columns: MetricColumns, metric: str) -> Change | None:
 
 
 def task_lines(columns: MetricColumns, names: Sequence[str]) -> list[dict[str, Any]]:
-    """A line for each task or suite, of a run that has several.
+    """Make a line for each task or suite of a run that has several.
 
     Args:
-        names: Of the run's tasks, in their order.
+        names: Names of the run's tasks, in their order.
 
     Returns:
-        [{"name", "earned": change or None, "held_out": change or None, "now": mean reward of the last steps, "share" of
-        the groups, "tone", "title"}]. Empty for one task.
+        List of {"name", "earned": change or None, "held_out": change or None, "now": mean reward of the last steps,
+        "share" of the groups, "tone", "title"}. Empty for a run with one task.
     """
     tasks = _named(columns, r"task/([^/]+)/finished_reward_mean")
     suites = _named(columns, r"validation/([^/]+)/reward_mean")
@@ -147,10 +149,11 @@ def task_lines(columns: MetricColumns, names: Sequence[str]) -> list[dict[str, A
 
 
 def verdicts(columns: MetricColumns, tasks: Sequence[Mapping[str, Any]]) -> list[Verdict]:
-    """The first says whether the run learns; the others why it may not, the worst first. Empty without any metric.
+    """Make the verdicts on a run. The first says whether it learns, the others why it may not, the worst first. Empty
+    without metrics.
 
     Args:
-        tasks: Of `task_lines`.
+        tasks: Result of `task_lines`.
     """
     learning = _learning(columns)
     if learning is None:
@@ -242,12 +245,13 @@ def _of_tasks(columns: MetricColumns, tasks: Sequence[Mapping[str, Any]], hidden
 
 @dataclass(frozen=True, slots=True)
 class _Reason:
-    """
+    """Sign in the last steps that explains why a run may not learn.
+
     Args:
-        metrics: That are added up; what is looked at is their mean over the last steps.
-        warn, bad: From where on it is a sign.
-        title: With the figure in it.
-        status: Of the rollouts that show it; "" links to the curve, "*" to any rollouts of these steps.
+        metrics: Metrics that are added up. The mean of the sum over the last steps is compared.
+        warn, bad: Values from which on it is a warning, or bad.
+        title: Title with a placeholder for the value.
+        status: Status of the rollouts that show it; "" links to the curve, "*" to all rollouts of these steps.
     """
 
     metrics: tuple[str, ...]
@@ -316,7 +320,7 @@ def _reasons(columns: MetricColumns) -> Iterator[Verdict]:
 
 
 def _rollouts(columns: MetricColumns, label: str, **filters: str) -> dict[str, Any]:
-    """To the rollouts of the last steps that are as the filters say."""
+    """Make a link to the rollouts of the last steps that match the filters."""
     steps = [step for name in EARNED for step, _ in columns.points(name)[-RECENT:]]
     values: dict[str, Any] = {f"rollouts.{name}": value for name, value in filters.items()}
     if steps:
@@ -325,7 +329,7 @@ def _rollouts(columns: MetricColumns, label: str, **filters: str) -> dict[str, A
 
 
 def num_skipped(counts: Sequence[float]) -> float:
-    """Skipped steps of the whole run. Each count is since the run was started or resumed."""
+    """Number of skipped steps of the whole run. Each count starts at the run's start or latest resume."""
     return sum(max(0.0, now - before if now >= before else now) for before, now in pairwise([0.0, *counts]))
 
 
@@ -346,16 +350,17 @@ def _figure(value: float) -> str:
 
 
 IN_A_ROW = 3
-"""Consecutive steps with a sign before it is reported."""
+"""Number of consecutive steps with a sign before it is reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """
+    """Warning sign in the metrics of a run.
+
     Args:
-        metric: A share, in [0, 1].
-        least: Of it that is a sign.
-        text: For a person: what it means, and what to try.
+        metric: Name of a metric that is a share, in [0, 1].
+        least: Value from which on it is a sign.
+        text: Meaning of the sign and advice, for a person.
     """
 
     metric: str
@@ -401,13 +406,13 @@ class WarningSigns:
     """Detector of warning signs in the steps of a run. Each is reported once, after `IN_A_ROW` steps in a row."""
 
     def __init__(self) -> None:
-        self._seen = dict.fromkeys(SIGNS, 0)  # in how many of the last steps
+        self._seen = dict.fromkeys(SIGNS, 0)  # number of consecutive steps with the sign
 
     def look(self, metrics: Mapping[str, Any]) -> list[str]:
-        """Warnings to print after a step with these metrics.
+        """Return the warnings to print after a step with these metrics.
 
         Args:
-            metrics: Of one line of `metrics.jsonl`. Lines without a sign's metric do not count for it.
+            metrics: One line of `metrics.jsonl`. Lines without a sign's metric do not count for that sign.
         """
         told: list[str] = []
         for sign in SIGNS:
