@@ -1,4 +1,4 @@
-// Runs before anything is painted, so that no other theme flashes. "theme" of the storage is "light", "dark" or nothing: the system's.
+// Runs before anything is painted, so that the wrong theme does not flash. "theme" in the storage is "light" or "dark"; if missing, the system decides.
 "use strict";
 (() => {
   const dark = matchMedia("(prefers-color-scheme: dark)");
@@ -7,7 +7,7 @@
     try {
       theme = localStorage.getItem("titan-rl-theme");
     } catch {
-      // storage may be forbidden: the system's theme it is
+      // storage may be forbidden; then the system's theme is used
     }
     document.documentElement.dataset.theme = theme ?? (dark.matches ? "dark" : "light");
     document.dispatchEvent(new Event("theme"));

@@ -1,11 +1,11 @@
-// Buttons that several views have.
+// Buttons that several views share.
 import { h } from "viewer/dom";
 
 export function button(label, click, props = {}) {
   return h("button", { type: "button", onclick: click, ...props }, label);
 }
 
-/** Several choices of which one holds. `choices` are [value, label, title]; `change` is called with the value. */
+/** A choice between several values. `choices` are [value, label, title]; `change` is called with the chosen value. */
 export function choice(label, choices, chosen, change) {
   const buttons = choices.map(([value, text, title]) =>
     button(text, () => { show(value); change(value); }, { "aria-pressed": String(value === chosen), "data-value": value, title: title ?? null }));
@@ -13,7 +13,7 @@ export function choice(label, choices, chosen, change) {
   return Object.assign(h("div", { class: "segments", role: "group", "aria-label": label }, buttons), { show });
 }
 
-/** A button that puts `text()` on the clipboard and says for a moment whether that worked. */
+/** A button that copies `text()` to the clipboard and briefly shows whether that worked. */
 export function copyButton(label, text, props = {}) {
   const said = button(label, async () => {
     const worked = await copied(text());
@@ -29,7 +29,7 @@ async function copied(text) {
     await navigator.clipboard.writeText(text);
     return true;
   } catch {
-    // no permission, or no secure context: the old way
+    // without permission or a secure context, the older method is used
     const area = h("textarea", { class: "offscreen" });
     area.value = text;
     document.body.append(area);

@@ -1,7 +1,7 @@
-// The step that is looked at, shared by curves, rollouts and timeline: the one under the pointer, or else the chosen one.
+// The current step, shared by curves, rollouts and timeline: the step under the pointer, or else the chosen step.
 
 export class Cursor extends EventTarget {
-  /** The chosen step is kept in the hash, under "at". */
+  /** The hash keeps the chosen step under "at". */
   constructor(state) {
     super();
     this.state = state;
@@ -14,7 +14,7 @@ export class Cursor extends EventTarget {
     return this.hovered ?? this.chosen;
   }
 
-  /** The pointer is at a step, or at none: null. */
+  /** Notes that the pointer is at a step; null if it is at none. */
   hover(step) {
     const whole = step === null || step === undefined ? null : Math.max(0, Math.round(step));
     if (whole === this.hovered) return;
@@ -22,7 +22,7 @@ export class Cursor extends EventTarget {
     this.dispatchEvent(new Event("change"));
   }
 
-  /** Chooses a step, for all tabs; null chooses none. */
+  /** Chooses a step for all tabs; null chooses none. */
   choose(step) {
     this.chosen = step === null ? null : Math.max(0, Math.round(step));
     this.state.set({ at: this.chosen });

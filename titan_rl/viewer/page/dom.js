@@ -1,17 +1,17 @@
-// Elements without HTML in strings: whatever is text stays text.
+// Elements without HTML in strings, so that text always stays text.
 
 const SVG = "http://www.w3.org/2000/svg";
 
 /**
- * An element. `props` are attributes; `class`, `style` (an object of CSS properties), `data` (an object) and functions
- * under `on...` (listeners) are what their names say; null and false leave an attribute out.
+ * Makes an element. `props` are attributes, except `class`, `style` (an object of CSS properties), `data` (an object) and functions
+ * under `on...` (listeners); null and false leave an attribute out.
  * Children are nodes, strings, arrays of these, or null.
  */
 export function h(tag, props = {}, ...children) {
   return fill(document.createElement(tag), props, children);
 }
 
-/** The same for an element of an SVG. */
+/** Makes an SVG element; see `h`. */
 export function svg(tag, props = {}, ...children) {
   return fill(document.createElementNS(SVG, tag), props, children);
 }
@@ -28,13 +28,13 @@ function fill(element, props, children) {
   return element;
 }
 
-/** The value of a CSS variable in the theme of the moment, as a canvas wants it. `name`: "--ink" or "var(--ink)". */
+/** The value of a CSS variable in the current theme, in a form that a canvas accepts. `name`: "--ink" or "var(--ink)". */
 export function css(name) {
   const variable = name.replace(/^var\((.*)\)$/, "$1");
   return getComputedStyle(document.documentElement).getPropertyValue(variable).trim();
 }
 
-/** Calls `then` once, `milliseconds` after the last of several calls. */
+/** A function that calls `then` once, `milliseconds` after the last of several calls. */
 export function settled(then, milliseconds = 120) {
   let timer;
   return (...args) => {

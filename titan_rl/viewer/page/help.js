@@ -1,4 +1,4 @@
-// What buttons with data-help say, while they are pointed at or have the focus.
+// Help texts of elements with data-help, shown while they are pointed at or focused.
 import { h } from "viewer/dom";
 
 export function showHelp(root) {

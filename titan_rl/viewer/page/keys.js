@@ -21,14 +21,14 @@ export class KeyList {
       h("header", {}, h("h2", {}, "Keys"), h("span", { class: "spring" }), button("Close", () => this.element.close(), { class: "quiet" })), this.body);
   }
 
-  /** Shows or hides the keys that work everywhere, and those of a tab. */
+  /** Shows or hides the list of the keys that work everywhere and the keys of a tab. */
   toggle({ id, label }) {
     if (this.element.open) return this.element.close();
     this.body.replaceChildren(list("Everywhere", EVERYWHERE), ...(OF_TABS[id]?.length ? [list(label, OF_TABS[id])] : []));
     this.element.showModal();
   }
 
-  /** No key reaches the tab behind the list. A closed one may keep the focus until the next frame, and holds nothing back. */
+  /** Keeps keys from the tab behind the list. A closed list may keep the focus until the next frame, and then lets keys pass. */
   #key(event) {
     if (!this.element.open) return;
     event.stopPropagation();

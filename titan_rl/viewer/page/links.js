@@ -1,7 +1,7 @@
-// Links within the page: the hash of the moment with another tab and other values of it.
+// Links within the page: the current hash with another tab and other values of that tab.
 import { h } from "viewer/dom";
 
-/** The hash that opens a tab with these values; what the tab was told before is forgotten. `values`: {"rollouts.status": "error_parse"}. */
+/** The hash that opens a tab with these values. Former values of the tab are dropped. `values`: {"rollouts.status": "error_parse"}. */
 export function hashOf(tab, values = {}) {
   const hash = new URLSearchParams(location.hash.slice(1));
   for (const name of [...hash.keys()]) if (name.startsWith(`${tab}.`)) hash.delete(name);
@@ -10,7 +10,7 @@ export function hashOf(tab, values = {}) {
   return `#${hash}`;
 }
 
-/** A link whose hash is that of the moment when it is followed. */
+/** A link whose hash is computed when it is followed. */
 export function link(label, tab, values = {}, props = {}) {
   const refresh = event => { event.currentTarget.href = hashOf(tab, values); };
   return h("a", { href: hashOf(tab, values), onpointerdown: refresh, onclick: refresh, onfocus: refresh, ...props }, label);

@@ -1,13 +1,13 @@
-// Numbers, seconds and shares, to the digits that their place asks for.
+// Formatting of numbers, seconds and shares.
 
-/** "0.734", "1.2e-5", "–" where there is no number. */
+/** "0.734", "1.2e-5"; "–" if the value is not a number. */
 export function number(value, digits = 3) {
   if (typeof value !== "number" || !Number.isFinite(value)) return "–";
   if (value !== 0 && Math.abs(value) < 0.5 * 10 ** -digits) return value.toExponential(1).replace(/^-/, "−");
   return value.toLocaleString("en", { maximumFractionDigits: digits, useGrouping: Math.abs(value) >= 10000 }).replace(/^-/, "−");
 }
 
-/** The same with its sign: an advantage, a difference. */
+/** The same with a sign, for advantages and differences. */
 export function signed(value, digits = 3) {
   return typeof value === "number" && value > 0 ? `+${number(value, digits)}` : number(value, digits);
 }
@@ -39,7 +39,7 @@ export function whole(value) {
   return typeof value === "number" ? Math.round(value).toLocaleString("en") : "–";
 }
 
-/** A time since the beginning, as short as an axis wants it: "40s", "1:20", "2:05:00". */
+/** A time since the beginning in a short form for axes: "40s", "1:20", "2:05:00". */
 export function clock(value) {
   if (Math.abs(value) < 60) return `${short(value, 3)}s`;
   const all = Math.round(value);

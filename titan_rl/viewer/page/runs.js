@@ -1,4 +1,4 @@
-// The runs to choose from: filtered, sorted, in groups, and by names of the reader's own. Which are selected stands in the hash, under "runs".
+// The list of runs to choose from: filtered, sorted, grouped, and with names given by the reader. The hash keeps the selected runs under "runs".
 import { button } from "viewer/controls";
 import { h, settled } from "viewer/dom";
 import { moment, seconds as duration, whole } from "viewer/quantities";
@@ -9,13 +9,13 @@ const NAMES = "titan-rl-names"; // in the storage: {run id: name}
 const ORDERS = [["", "newest first"], ["oldest", "oldest first"], ["name", "by name"], ["steps", "most steps first"], ["seconds", "longest first"]];
 
 export class RunList {
-  /** `changed` is called when the reader has selected others, or sees them otherwise; `source` has their settings. */
+  /** `changed` is called when the reader has changed the selection or the appearance of runs; `source` provides their settings. */
   constructor(state, source, changed) {
     Object.assign(this, { state, source, changed });
     this.runs = [];
-    this.settings = {}; // by run, once they are asked for
+    this.settings = {}; // by run, once they have been requested
     this.chosen = new Set();
-    this.missing = []; // ids that are asked for and that there are not
+    this.missing = []; // ids in the selection that do not exist
     this.colours = new Map();
     this.items = new Map(); // id -> {element, box, name, about}
     this.names = storedNames();
@@ -54,7 +54,7 @@ export class RunList {
     return this.#sorted().filter(run => this.chosen.has(run.id));
   }
 
-  /** Groups of selected runs of which curves are to be averaged, [{name, colour, ids}]; null where each has its own. */
+  /** Groups of selected runs whose curves are averaged, [{name, colour, ids}]; null if each run has its own curves. */
   bundles() {
     const by = this.state.get("runs.group");
     if (!by || !this.state.get("runs.mean")) return null;
@@ -62,8 +62,8 @@ export class RunList {
   }
 
   /**
-   * Selects what the hash says. Where it says nothing, those that were named when the page was made, or else the first;
-   * the hash then says that: a link leads to the same runs, and no run that begins later takes their place.
+   * Selects the runs in the hash. If there are none, selects the runs named on the command line, or else the first. The hash then
+   * keeps them, so that a link leads to the same runs, and later runs do not replace them.
    */
   readSelection() {
     if (this.state.get("runs") === null && this.runs.length) {
@@ -78,7 +78,7 @@ export class RunList {
     this.#mark();
   }
 
-  /** Puts the cursor where runs are searched for. */
+  /** Focuses the field for searching runs. */
   focus() {
     if (this.element.classList.contains("folded")) this.#fold();
     this.search.focus();
@@ -94,7 +94,7 @@ export class RunList {
     return this.#sorted().filter(run => filter.fits(run, this.settings[run.id]));
   }
 
-  /** Lists those that fit the filter, in their groups. */
+  /** Lists the runs that match the filter, in their groups. */
   #arrange() {
     const shown = this.#shown();
     const by = this.state.get("runs.group", "");
@@ -157,13 +157,13 @@ export class RunList {
     this.#select(this.runs.filter(run => run.id === id), true);
   }
 
-  /** A name of the reader's own, which this browser keeps; an empty one gives the folder's back. */
+  /** Lets the reader name a run. This browser keeps the name; an empty name restores the folder's. */
   #rename(id) {
     const item = this.items.get(id);
     const run = this.runs.find(one => one.id === id);
     const input = h("input", { type: "text", value: run.name, "aria-label": `Name of ${run.folder}`, spellcheck: "false" });
     const label = item.name.parentElement;
-    let ended = false; // taking the input away ends it once more, by "blur"
+    let ended = false; // removing the input triggers "blur", which would end it again
     const end = keep => {
       if (ended) return;
       ended = true;
@@ -200,7 +200,7 @@ export class RunList {
     if (redraw || this.chosen.size > 1) this.changed();
   }
 
-  /** Settings of all runs, by which they are grouped and filtered; asked for once for the same runs. */
+  /** Requests the settings of all runs, for grouping and filtering. One request for the same runs. */
   #askSettings() {
     this.settingsAsked ??= this.source.settings().then(({ settings }) => {
       this.settings = settings;
@@ -215,7 +215,7 @@ export class RunList {
   }
 }
 
-/** The colour of the `by`th curve of a run that is alone: "var(--run-3)", say. */
+/** The colour of the `by`th curve of a single run, for example "var(--run-3)". */
 export function colourOf(run, by) {
   const first = Number(/\d+/.exec(run.colour)[0]) - 1;
   return `var(--run-${((first + by) % COLOURS) + 1})`;
@@ -241,6 +241,6 @@ function storeNames(names) {
   try {
     localStorage.setItem(NAMES, JSON.stringify(names));
   } catch {
-    // they last as long as the page, then
+    // then they last only as long as the page
   }
 }

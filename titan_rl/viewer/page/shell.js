@@ -1,4 +1,4 @@
-// What stands around the tabs: their names, the runs to choose from, the theme, and what a run that goes on says.
+// The frame around the tabs: their names, the list of runs, the theme, and updates of a run in progress.
 import { h, svg } from "viewer/dom";
 import { showHelp } from "viewer/help";
 import { Cursor } from "viewer/cursor";
@@ -8,7 +8,7 @@ import { State } from "viewer/state";
 import { TABS } from "viewer/tabs";
 import { THEMES, chooseTheme, chosenTheme } from "viewer/theme";
 
-const LISTENING_MS = 2000; // what changed between the first answers and the first word would not be seen
+const LISTENING_MS = 2000; // longest wait for the first event; changes before it would be missed
 const EVERYTHING = ["metrics", "rollouts", "timeline", "state"];
 
 export class Shell {
@@ -20,7 +20,7 @@ export class Shell {
     this.view = null;
     this.opened = null; // id of the tab
     this.ready = false; // whether the first tab is open
-    this.settled = false; // whether it shows what the link names
+    this.settled = false; // whether the tab shows the target of the link
     this.tabs = TABS.map((tab, i) => this.#tabButton(tab, i));
     this.connection = h("span", { class: "connection", role: "status" });
     this.panel = h("main", { id: "panel", role: "tabpanel", tabindex: "-1" });
@@ -44,10 +44,10 @@ export class Shell {
     this.panel.append(h("p", { class: "empty" }, "Reading the runs …"));
   }
 
-  /** Ends when the first tab is open. */
+  /** Resolves when the first tab is open. */
   async start() {
     document.addEventListener("theme", () => this.view?.update({ theme: true }));
-    this.acting = this.#begin(); // what changes is acted upon afterwards, one word after the other
+    this.acting = this.#begin(); // events are handled afterwards, one after another
     await this.acting;
   }
 
@@ -67,7 +67,7 @@ export class Shell {
     this.settled = true;
   }
 
-  /** Ends when what changes from here on is told, or that takes too long. */
+  /** Resolves when changes are reported, or when that takes too long. */
   #listening() {
     if (!this.source.live) return Promise.resolve();
     return new Promise(resolve => {
@@ -94,7 +94,7 @@ export class Shell {
     }, label);
   }
 
-  /** Opens the tab of this id. */
+  /** Opens the tab with this id. */
   open(id) {
     if (id === this.opened) return;
     this.state.set({ tab: id }, { entry: true });

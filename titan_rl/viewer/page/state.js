@@ -1,4 +1,4 @@
-// What the page shows, kept in the URL's hash, so that a view can be linked to: #tab=curves&runs=a,b&smoothing=0.6
+// The state of the page, kept in the URL's hash, so that a view can be linked to: #tab=curves&runs=a,b&smoothing=0.6
 
 export class State extends EventTarget {
   constructor() {
@@ -19,8 +19,8 @@ export class State extends EventTarget {
   }
 
   /**
-   * Keeps the values; null and "" forget a name. `entry`: whether the browser's Back leads to where we were.
-   * Listeners of "change" hear of it when somebody else changes the hash, not of their own calls.
+   * Keeps the values; null and "" remove a name. `entry`: whether the browser's Back button returns to the former state.
+   * Listeners of "change" are notified when the hash is changed from outside, not by calls of this method.
    */
   set(changes, { entry = false } = {}) {
     for (const [name, value] of Object.entries(changes)) {

@@ -1,9 +1,9 @@
-// The tabs: each a module with open(container, {source, runs, state, cursor, bundles}) -> {update(what), close()}.
+// The tabs. Each is a module with open(container, {source, runs, state, cursor, bundles}) -> {update(what), close()}.
 //
-// cursor: the step that is looked at; bundles: groups of runs of which curves are averaged, or null.
-// runs: those selected, [{id, name, colour, state, steps, ...}], where colour is "var(--run-1)", say.
-// update(what): {run, changed: ["metrics", "rollouts", "timeline"], runs} of a run that goes on, where runs are those selected as they are by then;
-// {theme: true} after a change of theme. `opened` of what open gives ends when what the link names is shown.
+// cursor: the current step; bundles: groups of runs whose curves are averaged, or null.
+// runs: the selected runs, [{id, name, colour, state, steps, ...}], where colour is, for example, "var(--run-1)".
+// update(what): what is {run, changed: ["metrics", "rollouts", "timeline"], runs} for a run in progress, where runs are the current selected runs,
+// or {theme: true} after a change of theme. `opened` of the returned object resolves when the target of the link is shown.
 import * as curves from "viewer/curves/tab";
 import * as overview from "viewer/overview/tab";
 import * as rollouts from "viewer/rollouts/tab";

@@ -1,4 +1,4 @@
-// The theme that is chosen: "system", "light" or "dark". Views hear of a change by update({theme: true}).
+// The chosen theme: "system", "light" or "dark". Views are notified of a change by update({theme: true}).
 
 const KEY = "titan-rl-theme";
 export const THEMES = ["system", "light", "dark"];
@@ -16,7 +16,7 @@ export function chooseTheme(theme) {
     if (theme === "system") localStorage.removeItem(KEY);
     else localStorage.setItem(KEY, theme);
   } catch {
-    // not remembered, then
+    // then it is not remembered
   }
   document.dispatchEvent(new Event("choose-theme"));
 }

@@ -1,20 +1,20 @@
-// Filtering, sorting and grouping runs, by what is known of them and by their settings.
+// Filtering, sorting and grouping of runs by their fields and settings.
 
 const FIELDS = ["kind", "state", "task"];
 const CONDITION = /^([\w.]+)(!=|>=|<=|=|>|<)(.*)$/;
 
-/** Runs that have all words of a text. A word is a part of the name, state, kind or a task; /a regex/; or a condition such as steps>100, state!=failed, training.lr<1e-4. */
+/** Filter for runs that match all words of a text. A word is part of the name, state, kind or a task; /a regex/; or a condition such as steps>100, state!=failed, training.lr<1e-4. */
 export class RunFilter {
   constructor(text) {
     this.tests = text.trim().split(/\s+/).filter(Boolean).map(word => testOf(word));
   }
 
-  /** Whether settings are needed to tell. */
+  /** Whether the text has conditions, which may need settings. */
   static asksForSettings(text) {
     return /[=<>]/.test(text);
   }
 
-  /** `settings`: of the run, by dotted names; may be missing. */
+  /** `settings`: of the run, by dotted names. May be missing. */
   fits(run, settings = {}) {
     return this.tests.every(test => test(run, settings));
   }
@@ -34,7 +34,7 @@ function testOf(word) {
       const wanted = new RegExp(word.slice(1, -1), "i");
       return run => wanted.test(run.name) || wanted.test(run.folder ?? "");
     } catch {
-      // no regex yet: the reader is still typing
+      // not a regex yet, because the reader is still typing
     }
   }
   const part = word.toLowerCase();
@@ -48,7 +48,7 @@ function holds(value, operator, wanted) {
   return { ">": number > other, "<": number < other, ">=": number >= other, "<=": number <= other }[operator];
 }
 
-/** What a run has under a name: a field, a setting by its dotted name, or by the last part of it. */
+/** The values of a run under a name: a field, a setting by its dotted name, or by the last part of it. */
 function valuesOf(run, name, settings) {
   if (name === "task") return run.tasks ?? [];
   if (["name", "state", "kind", "steps", "seconds"].includes(name)) return [run[name]];
@@ -56,7 +56,7 @@ function valuesOf(run, name, settings) {
   return Object.entries(settings).filter(([key]) => key.endsWith(`.${name}`)).map(([, value]) => value);
 }
 
-/** By what runs can be grouped: fields and settings of which there are several values. */
+/** The names by which runs can be grouped: fields and settings that have several values. */
 export function groupings(runs, settings) {
   const known = runs.map(run => settings[run.id] ?? {});
   const names = [...new Set(known.flatMap(Object.keys))];
@@ -64,7 +64,7 @@ export function groupings(runs, settings) {
   return [...FIELDS.filter(name => new Set(runs.map(run => groupOf(run, name, {}))).size > 1), ...differ];
 }
 
-/** [{name, runs}] in the order of the runs. */
+/** Groups of runs as [{name, runs}], in the order of the runs. */
 export function groupsOf(runs, by, settings) {
   const groups = new Map();
   for (const run of runs) {

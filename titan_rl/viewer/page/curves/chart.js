@@ -1,4 +1,4 @@
-// One chart of uPlot: lines with what they were before smoothing, bands of extremes, a cursor shared by all charts.
+// One uPlot chart: smoothed lines over the original values, bands of extremes, and a cursor that all charts share.
 import { short, clock } from "viewer/quantities";
 import { smooth, unitOf } from "viewer/curves/smoothing";
 import { nearest } from "viewer/curves/store";
@@ -8,22 +8,22 @@ const STEPS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 1e4, 2e4, 5
 const SECONDS = [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 86400, 172800, 604800];
 const FONT = "11px system-ui, sans-serif";
 
-/** Whether the second would hide the first. */
+/** Whether the lines are equal, so that the second would hide the first. */
 function isEqual(one, other) {
   return one.y.length === other.y.length && one.y.every((y, i) => y === other.y[i] && one.x[i] === other.x[i]);
 }
 
 export class Chart {
   /**
-   * @param {HTMLElement} element of the size the chart is to have
+   * @param {HTMLElement} element that has the size of the chart
    * @param {object} options zoom: called with (from, to) after a drag, with (null, null) after a double click;
    *   cursor: called with the x under the pointer, or null; choose: called with the x that is clicked;
-   *   sync: whether the cursor is shared with other charts
+   *   sync: whether other charts share the cursor
    */
   constructor(element, { zoom = () => {}, cursor = () => {}, choose = () => {}, sync = true } = {}) {
     this.element = element;
     this.options = { zoom, cursor, choose, sync };
-    this.marked = null; // the x at which a line stands
+    this.marked = null; // the x of the marking line
     this.plot = null;
     this.lines = [];
     this.shape = "";
@@ -49,13 +49,13 @@ export class Chart {
     this.#scale();
   }
 
-  /** Draws again in the colours of the theme. */
+  /** Draws again in the colours of the current theme. */
   recolour() {
     this.shape = "";
     if (this.view) this.draw(this.lines, this.view);
   }
 
-  /** Draws a line at x; null takes it away. */
+  /** Draws a line at x; null removes it. */
   mark(x) {
     if (x === this.marked) return;
     this.marked = x;
@@ -68,7 +68,7 @@ export class Chart {
     this.plot = null;
   }
 
-  /** What each line is at x: its nearest point, as [{line, x, y, smoothed}]. */
+  /** The values of the lines at the points nearest to x, as [{line, x, y, smoothed}]. */
   at(x) {
     return this.lines.filter(line => line.x.length).map(line => {
       const i = nearest(line.x, x);
@@ -222,12 +222,12 @@ export class Chart {
   }
 }
 
-/** Charts share where the cursor is, and not that one is being zoomed: that they hear of from the view. */
+/** Whether charts pass an event on: they share the position of the cursor. Zooming reaches the other charts through the view. */
 function moves(type) {
   return type === "mousemove" || type === "mouseleave";
 }
 
-/** The range of the y axis: what is there and a margin, never beyond zero where the values are not, and from zero where it is near. */
+/** The range of the y axis: the values with a margin. It extends beyond zero only if the values do, and starts at zero if that is near. */
 function honest(_, low, high) {
   if (low === null || high === null) return [0, 1];
   if (high - low <= 1e-9 * Math.abs(high)) return low === 0 ? [-1, 1] : [Math.min(0, low * 1.2), Math.max(0, low * 1.2)];

@@ -1,4 +1,4 @@
-// A panel: its title and unit, a legend that toggles, and a chart. It fetches once it is in view.
+// A panel: its title and unit, a legend that toggles lines, and a chart. It fetches data once it is in view.
 import { Chart } from "viewer/curves/chart";
 import { short } from "viewer/quantities";
 import { colourOf } from "viewer/runs";
@@ -7,7 +7,7 @@ import { h } from "viewer/dom";
 const DASHES = [undefined, [7, 3], [2, 3], [9, 3, 2, 3]];
 
 export class Panel {
-  /** `spec`: one of `grouped`; `shared`: {store, runs, view, cursor, hidden: Set of run ids, bundles: of `bundled` or null}. */
+  /** `spec`: a panel of `grouped`; `shared`: {store, runs, view, cursor, hidden: Set of run ids, bundles: see `bundles` of the runs, or null}. */
   constructor(spec, shared) {
     this.spec = spec;
     this.shared = shared;
@@ -25,17 +25,17 @@ export class Panel {
       h("header", {}, h("h3", { title: spec.title }, spec.title), spec.help ? h("button", { type: "button", class: "quiet help", "aria-label": `What is ${spec.title}? ${spec.help}`, data: { help: spec.help } }, "?") : null,
         this.note, h("span", { class: "spring" }), this.expand, this.value),
       this.legend, this.holder);
-    // The room that the legend is about to take, so that nothing moves when the curves come.
+    // Reserves the room of the legend, so that nothing moves when the curves arrive.
     if (spec.curves.length < 4) this.legend.append(...spec.curves.map(({ label }) => h("span", { class: "entry" }, label, h("b", {}))));
   }
 
-  /** Called as the panel comes into view and goes out of it. */
+  /** Called when the panel comes into view and when it leaves it. */
   see(seen) {
     this.seen = seen;
     if (seen && this.stale) this.load();
   }
 
-  /** Other data is wanted: at once if the panel is in view. */
+  /** Notes that other data is needed. Loads it at once if the panel is in view. */
   outdate() {
     this.stale = true;
     if (this.seen) this.load();
@@ -60,7 +60,7 @@ export class Panel {
     this.element.setAttribute("aria-busy", "false");
   }
 
-  /** Draws what is there as the view wants it. */
+  /** Draws the loaded data in the style of the view. */
   draw() {
     const { view, hidden, cursor, bundles } = this.shared;
     const seen = this.lines.filter(line => !this.off.has(line.name) && !hidden.has(line.run));
@@ -77,7 +77,7 @@ export class Panel {
     this.holder.setAttribute("aria-label", this.#inWords(shown));
   }
 
-  /** Draws a line at the step that is chosen. */
+  /** Draws a line at the chosen step. */
   mark() {
     const { chosen } = this.shared.cursor;
     this.chart?.mark(chosen === null ? null : this.times ? this.times.at(chosen) : chosen);
@@ -92,7 +92,7 @@ export class Panel {
     this.chart?.close();
   }
 
-  /** What is drawn, in numbers: [{run, metric, label, x, values, smoothed, low, high}]. */
+  /** The drawn data in numbers: [{run, metric, label, x, values, smoothed, low, high}]. */
   data() {
     return (this.chart?.lines ?? []).map(({ run, metric, label, x, y, smoothed, low, high }) => ({ run, metric, label, x, values: y, smoothed, low, high }));
   }
@@ -101,7 +101,7 @@ export class Panel {
     return this.times ? this.times.step(x) : x;
   }
 
-  /** A run alone has a colour for each curve, several have one each and tell curves apart by dashes. */
+  /** A single run has a colour for each curve. Several runs have one colour each, and dashes distinguish their curves. */
   #colour() {
     const { runs } = this.shared;
     const labels = [...new Set(this.lines.map(line => line.name))];
@@ -148,13 +148,13 @@ export class Panel {
     }));
   }
 
-  /** What a panel with one curve says of it: its metric, where the title is not that already. */
+  /** Label of a panel with one curve: its metric, unless that is the title already. */
   #alone(label) {
     const metric = this.lines.find(line => line.name === label)?.metric ?? this.spec.curves[0].name;
     return metric === this.spec.title ? "" : metric;
   }
 
-  /** The values at x, or the last ones that are in view. */
+  /** The values at x, or the last values in view. */
   #read(x) {
     const to = this.shared.view.to ?? Infinity;
     const last = line => line.y.findLast((y, i) => y !== null && line.x[i] <= to);
@@ -187,12 +187,12 @@ export class Panel {
   }
 }
 
-/** "loss" of supervised training, whose losses are comparable with no other's. */
+/** Kind of a run for panels. Losses of supervised training are comparable only with each other. */
 export function kindOf(run) {
   return run.kind === "sft" ? "sft" : "rl";
 }
 
-/** A line for each bundle of runs and each curve: at each x the mean of its runs, and the least and the greatest of them. `bundles`: [{name, colour, ids}]. */
+/** A line for each bundle of runs and each curve: at each x the mean, the lowest and the highest value of its runs. `bundles`: [{name, colour, ids}]. */
 export function averaged(lines, bundles) {
   const names = [...new Set(lines.map(line => line.name))];
   return bundles.flatMap(({ name: bundle, colour, ids }) => names.flatMap(name => {
@@ -210,7 +210,7 @@ export function averaged(lines, bundles) {
   }));
 }
 
-/** Without the curves that are zero throughout, where a panel has many and some are not. */
+/** Leaves out curves that are zero throughout, if the panel has many and some are not zero. */
 function telling(lines, curves) {
   const some = lines.filter(line => line.y.some(y => y));
   return curves > 3 && some.length ? some : lines;

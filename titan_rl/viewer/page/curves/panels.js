@@ -1,4 +1,4 @@
-// Which curves stand together, and in which order. A pattern's parentheses are what a curve is called in its panel.
+// Which curves share a panel, and the order of panels. The group in a pattern's parentheses is the label of a curve in its panel.
 
 const GROUPS = [
   ["Reward", [
@@ -44,11 +44,11 @@ const GROUPS = [
 ];
 
 /**
- * The groups of panels for what the runs have.
+ * The groups of panels for the metrics of the runs.
  *
- * @param {{name, unit, help, group}[]} metrics of all selected runs, in the order of the source's
- * @param {string[]} kinds of the runs, see `kindOf`
- * @returns {{title, panels: {title, unit, help, kind, curves: {name, label}[]}[], more: boolean}[]} `more`: not shown at first
+ * @param {{name, unit, help, group}[]} metrics of all selected runs, in the order of the source
+ * @param {string[]} kinds of the runs; see `kindOf`
+ * @returns {{title, panels: {title, unit, help, kind, curves: {name, label}[]}[], more: boolean}[]} `more`: whether the group is hidden at first
  */
 export function grouped(metrics, kinds) {
   const known = new Map(metrics.map(metric => [metric.name, metric]));
@@ -68,7 +68,7 @@ export function grouped(metrics, kinds) {
   return [...groups, ...others].filter(group => group.panels.length);
 }
 
-/** A panel of each metric whose name or help has all the words. */
+/** A panel for each metric whose name or help contains all the words. */
 export function matching(metrics, words) {
   const wanted = words.toLowerCase().split(/\s+/).filter(Boolean);
   const found = metrics.filter(({ name, help }) => wanted.every(word => `${name} ${help ?? ""}`.toLowerCase().includes(word)));

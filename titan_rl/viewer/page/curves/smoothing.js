@@ -1,11 +1,11 @@
-// The mean of what came before, each value weighing `smoothing` to the power of its distance. For steps one apart this is the
-// exponential moving average with its bias corrected as Adam does; gaps and fewer points change nothing of what it means.
+// The weighted mean of the values so far, in which a value has the weight `smoothing` to the power of its distance. For steps one apart
+// this is the exponential moving average with Adam's bias correction. Gaps and thinned-out points do not change its meaning.
 
 /**
  * @param {number[]} x ascending
  * @param {(number|null)[]} values null leaves a gap, and weighs nothing
  * @param {number} smoothing from 0 (none) to below 1
- * @param {number} unit the distance over which a value's weight falls to `smoothing` of itself
+ * @param {number} unit the distance at which a value's weight has fallen by the factor `smoothing`
  */
 export function smooth(x, values, smoothing, unit = 1) {
   let sum = 0;
@@ -21,7 +21,7 @@ export function smooth(x, values, smoothing, unit = 1) {
   });
 }
 
-/** The unit for a curve: a point's distance, but a thousandth of the whole where there are more points than that. */
+/** The unit for a curve: the distance of its points, but at least a thousandth of the whole. */
 export function unitOf(x) {
   if (x.length < 2) return 1;
   const distances = x.slice(1).map((one, i) => one - x[i]).sort((a, b) => a - b);

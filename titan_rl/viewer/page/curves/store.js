@@ -1,4 +1,4 @@
-// Curves of runs: asked for together, a request a run, and kept until the run has more.
+// Curves of runs. They are requested together, one request per run, and kept until the run has more.
 
 const POINTS = 1000;
 const NAMES_A_REQUEST = 40;
@@ -11,7 +11,7 @@ export class CurveStore {
     this.requests = 0;
   }
 
-  /** A promise of {steps, values, low?, high?}, or null where the run has no such metric. `range`: {from, to} of steps, or null. */
+  /** A promise of {steps, values, low?, high?}; null if the run has no such metric. `range`: {from, to} in steps, or null for all. */
   curve(run, name, range = null) {
     const batch = range ? `${run}|${range.from}-${range.to}` : `${run}|`;
     const key = `${batch}|${name}`;
@@ -19,17 +19,17 @@ export class CurveStore {
     return this.kept.get(key);
   }
 
-  /** Forgets what is kept of a run: it has more. */
+  /** Forgets the kept curves of a run, because it has more data. */
   forget(run) {
     for (const key of this.kept.keys()) if (key.startsWith(`${run}|`)) this.kept.delete(key);
   }
 
-  /** Forgets what was asked for a part of the steps. */
+  /** Forgets the curves of parts of the steps. */
   forgetRanges() {
     for (const key of this.kept.keys()) if (!key.includes("||")) this.kept.delete(key);
   }
 
-  /** When the steps of the run were: a function of a step, in seconds, or null where nothing says so. */
+  /** The times of the run's steps: an object that converts between steps and seconds; null if they are unknown. */
   async times(run) {
     const curve = await this.curve(run, "time_s");
     return curve && curve.steps.length ? new Times(curve) : null;
@@ -67,12 +67,12 @@ class Times {
     this.seconds = values;
   }
 
-  /** Seconds at a step, between two known ones on the line that joins them. */
+  /** Seconds at a step, interpolated between known steps. */
   at(step) {
     return between(this.steps, this.seconds, step);
   }
 
-  /** The step at a second. */
+  /** The step at a time in seconds. */
   step(second) {
     return between(this.seconds, this.steps, second);
   }
@@ -85,7 +85,7 @@ function between(x, y, at) {
   return y[i] + share * (y[i + 1] - y[i]);
 }
 
-/** Index of the value closest to `at`; with `below`, of the last that is not greater (or the first). `x` ascends. */
+/** Index of the value closest to `at`; with `below`, of the last value that is not greater (or the first value). `x` ascends. */
 export function nearest(x, at, below = false) {
   let low = 0;
   let high = x.length - 1;

@@ -1,4 +1,4 @@
-// All curves of the selected runs, in groups of panels; only those in view are fetched.
+// All curves of the selected runs, in groups of panels. Only panels in view are fetched.
 import { CurveStore } from "viewer/curves/store";
 import { CurveView } from "viewer/curves/view";
 import { Panel, kindOf } from "viewer/curves/panel";
@@ -40,7 +40,7 @@ class Curves {
     this.#build();
   }
 
-  /** Shows the metrics that have all the words; "" shows all in their groups. */
+  /** Shows the metrics that match all the words; "" shows all metrics in their groups. */
   search(words) {
     this.words = words.trim();
     this.state.set({ metrics: this.words });
@@ -112,7 +112,7 @@ class Curves {
     this.lastX = this.view.x;
   }
 
-  /** Once before the next frame, however fast the slider is moved. */
+  /** Draws once before the next frame, however fast the slider is moved. */
   #drawSoon() {
     this.drawing ??= requestAnimationFrame(() => {
       this.drawing = null;

@@ -1,8 +1,8 @@
-// What stands above the curves: search, smoothing, what x is, log scale, zoom, and a legend of the runs.
+// The toolbar above the curves: search, smoothing, the unit of x, log scale, zoom, and a legend of the runs.
 import { clock, short } from "viewer/quantities";
 import { h, settled } from "viewer/dom";
 
-/** `runs`: or groups of them, {id, name, colour}; `on`: {search(words), toggleRun(id)}; returns {element, search, show()}, where show() says again what the view is. */
+/** `runs`: runs or groups of runs, {id, name, colour}; `on`: {search(words), toggleRun(id)}; returns {element, search, show()}, where show() displays the state of the view again. */
 export function toolbar(view, { runs, words, hidden }, on) {
   const search = h("input", {
     type: "search", placeholder: "Search metrics", value: words, "aria-label": "Search metrics", "aria-keyshortcuts": "/", spellcheck: "false", autocomplete: "off",

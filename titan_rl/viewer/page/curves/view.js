@@ -1,4 +1,4 @@
-// How all curves are looked at: smoothing, what x is, log scale, and what is zoomed to. Kept in the hash.
+// How all curves are viewed: smoothing, the unit of x, log scale, and the zoomed range. Kept in the hash.
 
 export class CurveView extends EventTarget {
   constructor(state) {
@@ -15,7 +15,7 @@ export class CurveView extends EventTarget {
     return this.from !== null && this.to !== null;
   }
 
-  /** `what` of the event "change" says whether other data is wanted ("data") or the same is drawn otherwise ("look"). */
+  /** `what` of the event "change" says whether other data is needed ("data") or the same data looks different ("look"). */
   set(changes) {
     const wider = "from" in changes || "to" in changes || "x" in changes;
     if ("x" in changes && changes.x !== this.x) Object.assign(changes, { from: null, to: null });

@@ -1,4 +1,4 @@
-// Several runs, a line each: verdict, held-out figures against a baseline, tiles, and the settings in which they differ.
+// Comparison of several runs, a line each: verdict, held-out figures against a baseline, tiles, and the settings that differ.
 import { h } from "viewer/dom";
 import { figure, lowerIsBetter } from "viewer/overview/parts";
 import { seconds as duration, whole } from "viewer/quantities";
@@ -7,9 +7,9 @@ import { rowsOf } from "viewer/settings/tab";
 const MOST_SETTINGS = 8;
 
 export class Comparison {
-  /** The hash keeps what it is sorted by, under "sort", and which run the others are compared with, under "baseline". */
+  /** The hash keeps the sort column under "sort", and the run that the others are compared with under "baseline". */
   constructor(state, rebased) {
-    Object.assign(this, { state, rebased }); // called when another run has become the baseline
+    Object.assign(this, { state, rebased }); // `rebased` is called when the baseline has changed
     this.element = h("div", { class: "card comparison", tabindex: "0", role: "region", "aria-label": "The runs compared" });
   }
 
@@ -72,13 +72,13 @@ export class Comparison {
   }
 }
 
-/** The number that a text begins with, or the text. */
+/** The number at the beginning of a text; the text itself if there is none. */
 function numberOf(text) {
   const found = Number.parseFloat(String(text ?? "").replaceAll(",", "").replace("−", "-"));
   return Number.isNaN(found) ? text : found;
 }
 
-/** What is missing is least. */
+/** Compares two values. Missing values are the lowest. */
 function compared(a, b) {
   if (a == null || b == null) return (a != null) - (b != null);
   return typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b), "en", { numeric: true });

@@ -1,4 +1,4 @@
-// The curve of what is learned, for runs that are measured by the same quantity: rewards by step, or losses.
+// The main curve of runs that are measured by the same quantity: rewards by step, or losses.
 import { Chart } from "viewer/curves/chart";
 import { averaged } from "viewer/curves/panel";
 import { h } from "viewer/dom";
@@ -24,7 +24,7 @@ export class Hero {
     cursor.addEventListener("change", this.moved);
   }
 
-  /** Draws the runs that have this quantity; returns those. `runs` may have others. */
+  /** Draws the runs that have this quantity, and returns those. */
   async show(runs, summaries) {
     const several = runs.length > 1;
     const found = await Promise.all(runs.map((run, i) => this.#lines(run, summaries[i], several)));
@@ -54,7 +54,7 @@ export class Hero {
     this.chart?.close();
   }
 
-  /** Of a run alone that has several tasks, a line for each. A run with rewards has no line of its loss, which is no measure of it. */
+  /** The lines of a run: one for each task if a single run has several tasks. A run with rewards has no line for its loss, which does not measure it. */
   async #lines(run, summary, several) {
     if (this.quantity.name === "Loss" && await this.#first(run, [...QUANTITIES[0].trained, QUANTITIES[0].heldOut])) return [];
     const { trained, heldOut, ofTask } = this.quantity;
@@ -70,7 +70,7 @@ export class Hero {
     return [line(train, "all tasks", { dash: [2, 3] }), line(held, "held out", dots), ...ofTasks.flat()].filter(Boolean);
   }
 
-  /** The first curve that the run has of those named. */
+  /** The first of the named curves that the run has. */
   async #first(run, names) {
     const found = await Promise.all(names.map(name => this.store.curve(run.id, name)));
     return found.find(curve => curve?.values.some(value => value !== null)) ?? null;

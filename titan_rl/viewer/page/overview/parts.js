@@ -1,4 +1,4 @@
-// The pieces of the overview, each made of a run's summary.
+// Parts of the overview, each made from a run's summary.
 import { clock, moment, percent, seconds as duration, short, whole } from "viewer/quantities";
 import { h } from "viewer/dom";
 
@@ -7,7 +7,7 @@ const BECAME = { joined: "joined", drains: "is drained", left: "has left", lost:
 const MOST_EVENTS = 8;
 const PARTS = { generation: "--plane-generator", environments: "--plane-environment", rewards: "--plane-reward", training: "--plane-trainer", "weight sync": "--plane-sync", validation: "--plane-validation", checkpoints: "--plane-checkpoint" };
 
-/** The run's name, its state, and how far it is. */
+/** The run's name, its state and its progress. */
 export function headline(run, summary) {
   const { steps, steps_planned: planned, seconds, state } = run;
   const left = run.seconds_left ?? summary.seconds_left;
@@ -36,19 +36,19 @@ export function waiting(_summary, run, alone) {
   return h("div", { class: "notice warn", role: "status" }, h("b", {}, `${alone ? "The run" : run.name} waits for `), run.waits_for);
 }
 
-/** What is wrong with a run's files; what it said of its steps stands beside the verdicts, where there are such. */
+/** Problems of a run's files. Warnings about steps are shown with the verdicts, if there are any. */
 export function warnings(summary, run, alone) {
   const all = (summary.warnings ?? []).filter(text => !(summary.verdicts?.length && isOfStep(text)));
   if (!all.length) return null;
   return h("div", { class: "notice warn" }, all.map(text => h("p", {}, alone ? "" : h("b", {}, `${run.name}: `), text)));
 }
 
-/** Whether a warning is one that a run gave at a step. */
+/** Whether a warning is about a step of the run. */
 export function isOfStep(text) {
   return /^step \d+: /.test(text);
 }
 
-/** What is held out before and after, of a run that is measured by `quantity`: "Reward" or "Loss". */
+/** Held-out measurements before and after, for a run that is measured by `quantity`: "Reward" or "Loss". */
 export function learned(summary, run, alone, quantity) {
   const trend = summary.trend && lowerIsBetter(summary.trend) === (quantity === "Loss") ? summary.trend : null;
   const label = `Held-out ${quantity.toLowerCase()}`;
@@ -75,7 +75,7 @@ export function tiles({ tiles: all = [] }) {
     h("div", { class: "label" }, label), h("div", { class: `figure ${tone ?? ""}` }, value), h("div", { class: "note" }, note || " ")));
 }
 
-/** What the steps' time is spent on, and what may help: a card for all runs. */
+/** How the steps' time is spent, and what may help: one card for all runs. */
 export function time(runs, summaries) {
   const alone = runs.length === 1;
   const rows = runs.map((run, i) => {
@@ -92,7 +92,7 @@ export function time(runs, summaries) {
   return rows.length ? h("section", { class: "card", "aria-label": "Where the steps' time goes" }, h("h2", {}, "Where the steps' time goes"), rows) : null;
 }
 
-/** Which hosts a run has, what each does, and what became of them; nothing of a run on one. */
+/** The hosts of a run, with their processes and events; nothing for a run on one host. */
 export function hosts({ hosts: found }, run, alone) {
   if (!found) return null;
   const name = alone ? "Hosts" : `Hosts of ${run.name}`;

@@ -1,4 +1,4 @@
-// The same prompts over time: what the policy said to each at several steps, by the rollout of median reward.
+// The same prompts over time: answers of the policy at several steps, each from the rollout of median reward.
 import { button } from "viewer/controls";
 import { h } from "viewer/dom";
 import { link } from "viewer/links";
@@ -6,7 +6,7 @@ import { count, short, whole } from "viewer/quantities";
 import { messageCard, messageCards } from "viewer/rollouts/messages";
 
 export class Prompts {
-  /** `cursor`: the column of the step that it is at is marked. */
+  /** `cursor`: the column of its step is marked. */
   constructor({ source, state, cursor }) {
     Object.assign(this, { source, state, cursor });
     this.element = h("section", { class: "prompts", hidden: true, "aria-label": "The same prompts over time" });
@@ -14,7 +14,7 @@ export class Prompts {
     cursor.addEventListener("change", this.moved);
   }
 
-  /** Shows those of a run; ends when they are there. `several`: whether other runs are shown as well. */
+  /** Shows the prompts of a run. Resolves when they are shown. `several`: whether other runs are shown as well. */
   async show(run, several) {
     const answer = await this.source.prompts(run.id).catch(() => null);
     if (this.closed || !answer?.prompts.length) return;
@@ -23,7 +23,7 @@ export class Prompts {
     if (JSON.stringify(answer) !== before) await this.#draw();
   }
 
-  /** The prompt that is `by` places further. */
+  /** Moves on by `by` prompts. */
   async move(by) {
     const { length } = this.answer?.prompts ?? [];
     if (length < 2) return;
@@ -82,7 +82,7 @@ export class Prompts {
     return { step, element };
   }
 
-  /** Marks the column of the step that the cursor is at, which is the last one before it. */
+  /** Marks the column of the cursor's step, or the last column before it. */
   #mark() {
     const { step } = this.cursor;
     const at = step === null ? -1 : (this.columns ?? []).findLastIndex(column => column.step <= step);

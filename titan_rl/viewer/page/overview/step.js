@@ -1,4 +1,4 @@
-// What happened in one step, the one that the cursor is at: its figures, where its time went, and its best, median and worst rollout.
+// One step, that of the cursor: its figures, how its time was spent, and its best, median and worst rollout.
 import { h, settled } from "viewer/dom";
 import { link } from "viewer/links";
 import { seconds, short, whole } from "viewer/quantities";
@@ -21,7 +21,7 @@ export class StepCard {
     cursor.addEventListener("change", this.moved);
   }
 
-  /** Shows the step of a run that the cursor is at, or else the last one. Ends when it is shown. */
+  /** Shows the step of a run at the cursor, or else the last step. Resolves when it is shown. */
   async show(run, several) {
     Object.assign(this, { run, several });
     await Promise.all([this.#figures(), this.#rollouts()]);
@@ -72,7 +72,7 @@ export class StepCard {
   }
 }
 
-/** The value of a curve at a step, or at the last one before it where it has fewer points than steps. */
+/** The value of a curve at a step, or at the last point before it if the curve has fewer points than steps. */
 function valueAt(curve, step) {
   if (!curve) return null;
   const at = curve.steps.findLastIndex(one => one <= step);

@@ -1,4 +1,4 @@
-// A run at a glance: does it learn, and why not; what happened in the step at the cursor; what it says to the same prompts; what it costs.
+// A run at a glance: whether it learns, and why not; the step at the cursor; answers to the same prompts; its cost.
 import { CurveStore } from "viewer/curves/store";
 import { h } from "viewer/dom";
 import { Comparison } from "viewer/overview/compare";
@@ -66,7 +66,7 @@ class Overview {
     for (const part of [...this.heroes, this.step, this.prompts]) part.close();
   }
 
-  /** What changes while answers are under way is asked for again. */
+  /** Requests again what has changed while requests were in flight. */
   async #catchUp() {
     while (this.outdated && !this.closed) {
       this.outdated = false;
@@ -95,7 +95,7 @@ class Overview {
     if (!this.closed) this.tasks.replaceChildren(taskTable(runs, summaries, new Map(found)) ?? "");
   }
 
-  /** Of several runs the one whose step and prompts are shown: the baseline, or else the first that has rollouts. */
+  /** The run whose step and prompts are shown: the baseline, or else the first run that has rollouts. */
   #foremost() {
     const baseline = this.runs.find(run => run.id === this.state.get("baseline"));
     return baseline ?? this.runs.find(run => run.kind !== "sft") ?? this.runs[0];

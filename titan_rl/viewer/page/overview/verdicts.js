@@ -1,4 +1,4 @@
-// Whether the run learns, why not, and a line for each of its tasks.
+// Verdicts: whether the run learns, why not, and a line for each of its tasks.
 import { h, svg } from "viewer/dom";
 import { link } from "viewer/links";
 import { isOfStep } from "viewer/overview/parts";
@@ -6,7 +6,7 @@ import { percent } from "viewer/quantities";
 
 const MARKS = { good: "✓", warn: "!", bad: "✗", "": "…" };
 
-/** A card with what is said of a run, each with what shows it; of several runs, a line for each, and what speaks against it. Null where nothing is said. */
+/** A card with the verdicts on a run, each with its link. Of several runs, a line each, with what speaks against it. Null without verdicts. */
 export function verdicts(runs, summaries) {
   const several = runs.length > 1;
   const told = runs.map((run, i) => ({ run, all: summaries[i].verdicts ?? [] })).filter(({ all }) => all.length);
@@ -24,7 +24,7 @@ export function verdicts(runs, summaries) {
     said.length ? h("details", { open: true }, h("summary", { class: "soft" }, "What the run warned of"), said.map(text => h("p", { class: "soft" }, text))) : null);
 }
 
-/** A table with a line for each task of each run; null where no run has several. `curves`: by run and task, "run/task", of what it earned. */
+/** A table with a line for each task of each run; null if no run has several tasks. `curves`: rewards by run and task, "run/task". */
 export function taskTable(runs, summaries, curves) {
   const several = runs.length > 1;
   const lines = runs.flatMap((run, i) => (summaries[i].tasks ?? []).map(task => ({ run, task })));

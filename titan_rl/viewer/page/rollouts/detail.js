@@ -1,4 +1,4 @@
-// One rollout: what it is worth and why, then its messages, its tokens, or its siblings.
+// One rollout: its reward and the reasons for it, then its messages, its tokens, or its siblings.
 import { choice, copyButton } from "viewer/controls";
 import { h } from "viewer/dom";
 import { number, seconds, signed } from "viewer/quantities";
@@ -10,7 +10,7 @@ import { visible } from "viewer/rollouts/visible_text";
 const VIEWS = [["messages", "Messages", "m"], ["tokens", "Tokens", "t"], ["siblings", "Siblings", "s"]];
 
 export class Detail {
-  /** `go(index)` opens another rollout; `leave()` gives the focus back to the list. */
+  /** `go(index)` opens another rollout; `leave()` returns the focus to the list. */
   constructor({ source, state, go, leave }) {
     Object.assign(this, { source, state, go, leave });
     this.element = h("section", { class: "detail", tabindex: "-1", "aria-label": "Rollout" });
@@ -24,7 +24,7 @@ export class Detail {
     this.element.replaceChildren(h("p", { class: "empty" }, "Choose a rollout: j and k move, enter opens, t shows its tokens, s its siblings."));
   }
 
-  /** Shows the rollout of a run; of several calls the last counts. */
+  /** Shows a rollout of a run. Of several calls the last counts. */
   async open(run, index) {
     const asked = this.asked = {};
     let record;
@@ -64,7 +64,7 @@ export class Detail {
     } else await this.#showSiblings();
   }
 
-  /** The sibling that is `by` places further, best first. */
+  /** The sibling `by` places further; the best is first. */
   neighbour(by) {
     const rows = this.siblings ?? [];
     const at = rows.findIndex(row => row.index === this.index);

@@ -1,8 +1,8 @@
-// Which words of a text another text does not have: the shortest edit between them (Myers), word by word.
+// The words of a text that another text lacks: the shortest edit script between them (Myers), word by word.
 
-const MOST_EDITS = 400; // beyond this many, texts count as altogether different
+const MOST_EDITS = 400; // with more edits, texts count as completely different
 
-/** [text, different] pieces of `text`, where it differs from `other`. */
+/** Pieces of `text` as [text, different], where `different` says that `other` lacks the piece. */
 export function differences(text, other) {
   if (text === other) return [[text, false]];
   const [words, others] = [text, other].map(one => one.match(/\s+|[\p{L}\p{N}_]+|[^\s\p{L}\p{N}_]/gu) ?? []);
@@ -19,7 +19,7 @@ export function differences(text, other) {
   ]);
 }
 
-/** Indices of the words that stay in the shortest edit from `words` to `others`. */
+/** Indices of the words that remain in the shortest edit from `words` to `others`. */
 function kept(words, others) {
   if (!words.length || !others.length) return new Set();
   const trace = [];

@@ -1,4 +1,4 @@
-// Which rollouts are listed: facets with counts, ranges, a group, a text, and the order.
+// Filters of the listed rollouts: facets with counts, ranges, a group, a text, and the order.
 import { button } from "viewer/controls";
 import { h, settled } from "viewer/dom";
 import { number } from "viewer/quantities";
@@ -12,11 +12,11 @@ const ORDERS = [
   ["num_completion_tokens asc", "shortest first"], ["turns desc", "most turns first"],
 ];
 const NAMES = [...FACETS.map(([name]) => name), ...TEXTS];
-const DROPPED = { false: null, true: null }; // the answer does not count these
+const DROPPED = { false: null, true: null }; // the answer has no counts of these
 const LABELS = { dropped: { true: "dropped", false: "kept" } };
 
 export class Filters {
-  /** `changed()` is called once the reader has changed what is to be listed; the state keeps it under "rollouts.<name>". */
+  /** `changed()` is called when the reader has changed a filter. The state keeps filters under "rollouts.<name>". */
   constructor(state, changed) {
     this.state = state;
     this.changed = changed;
@@ -34,14 +34,14 @@ export class Filters {
         h("div", { class: "filter-row" }, h("span", { class: "soft" }, "Group"), this.inputs.get("group"), this.clearing)));
   }
 
-  /** As the API takes them. */
+  /** The filters in the form of the API. */
   query() {
     const [sort, direction] = (this.#get("order") ?? "").split(" ");
     const said = Object.fromEntries(NAMES.map(name => [name, this.#get(name)]).filter(([, value]) => value !== null));
     return sort ? { ...said, sort, descending: direction === "desc" } : said;
   }
 
-  /** Shows what the answer says there is. */
+  /** Shows the facets and ranges of an answer. */
   show({ facets = {}, ranges = {} }) {
     for (const [name] of FACETS) this.#showFacet(name, name === "dropped" ? DROPPED : facets[name]);
     for (const name of ["step", "reward"]) {
@@ -56,7 +56,7 @@ export class Filters {
     this.#set(Object.fromEntries(NAMES.map(name => [name, null])));
   }
 
-  /** Puts the cursor where a text is searched for. */
+  /** Focuses the field for searching text. */
   search() {
     this.inputs.get("text").focus();
     this.inputs.get("text").select();

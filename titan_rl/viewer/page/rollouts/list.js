@@ -1,11 +1,11 @@
-// The rollouts that fit, of which only those in sight are in the page; the rest is asked for as one scrolls.
+// The list of matching rollouts. Only rows in view are in the page; others are requested while scrolling.
 import { h } from "viewer/dom";
 import { count } from "viewer/quantities";
 import { oneLine } from "viewer/rollouts/visible_text";
 
-const HEIGHT = 54; // pixels of a row; rollouts.css has the same
+const HEIGHT = 54; // pixels of a row; the same as in rollouts.css
 const PAGE = 100;
-const SPARE = 6; // rows above and below those in sight
+const SPARE = 6; // rows above and below those in view
 
 export class RolloutList {
   /** `load(offset, limit)` -> answer of the API, or null once it is stale; `open(row)` is called when a row is chosen, `moved(row)` when it becomes the current one. */
@@ -24,7 +24,7 @@ export class RolloutList {
     this.watch.observe(this.box);
   }
 
-  /** Shows an answer with the first rows. The rollout with this index becomes the current one, where it is among them. */
+  /** Shows an answer with the first rows. The rollout with this index becomes the current one if it is among them. */
   reset(answer, index, { keep = false } = {}) {
     this.total = answer.total;
     this.pages = new Map([[0, answer.rows]]);
@@ -38,7 +38,7 @@ export class RolloutList {
     if (this.at >= 0 && !keep) this.#reveal();
   }
 
-  /** Makes the row at a place the current one, and the first in sight. */
+  /** Makes the row at a place the current one, and the first in view. */
   scrollTo(place) {
     this.at = Math.max(0, Math.min(this.total - 1, place));
     this.box.scrollTop = this.at * HEIGHT;
@@ -95,7 +95,7 @@ export class RolloutList {
     const pages = this.pages;
     pages.set(page, "asked for");
     const answer = await this.load(page * PAGE, PAGE).catch(() => null);
-    if (pages !== this.pages) return; // of an earlier filter
+    if (pages !== this.pages) return; // the answer belongs to an earlier filter
     if (answer) pages.set(page, answer.rows);
     else pages.delete(page);
     if (answer) this.draw();

@@ -1,4 +1,4 @@
-// The messages of a rollout, to be read: by role, with calls of tools and their results.
+// The messages of a rollout, for reading: by role, with tool calls and their results.
 import { button } from "viewer/controls";
 import { h } from "viewer/dom";
 import { count } from "viewer/quantities";
@@ -7,8 +7,8 @@ import { visible } from "viewer/rollouts/visible_text";
 const LONG = 6000; // characters of a message that are shown at first
 
 /**
- * @param of the record, whose turns are told beside its assistant's messages where there are as many.
- * @param draw (text, message index) -> nodes: how text is shown, for who marks differences.
+ * @param record of the rollout. Its turns are shown with its assistant messages if their numbers match.
+ * @param draw (text, message index) -> nodes: displays text, for example with marked differences.
  */
 export function messageCards(record, draw = text => visible(text)) {
   const turns = turnsByMessage(record);
@@ -29,7 +29,7 @@ export function messageCard(message, turn, draw = text => visible(text)) {
     parts.length ? parts : h("p", { class: "soft" }, "(empty)"));
 }
 
-/** A message as text alone, for copying and comparing. */
+/** A message as plain text, for copying and comparing. */
 export function plainText(message) {
   const said = contentOf(message).map(part => part.text ?? json(part.other));
   const calls = (message.tool_calls ?? []).map(call => `${call.function?.name ?? "?"}(${argumentsOf(call)})`);
@@ -84,7 +84,7 @@ function argumentsOf(call) {
   try {
     return json(JSON.parse(given));
   } catch {
-    return given; // what the policy wrote is no JSON: as it is
+    return given; // the policy's text is not JSON, so it is shown as it is
   }
 }
 

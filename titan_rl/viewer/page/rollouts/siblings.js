@@ -1,4 +1,4 @@
-// The rollouts of a group side by side: what all begin with, then turn beside turn, with what each has that the open one lacks.
+// The rollouts of a group side by side: their common beginning, then turn beside turn. Text that the open rollout lacks is marked.
 import { button } from "viewer/controls";
 import { h } from "viewer/dom";
 import { count, number, signed } from "viewer/quantities";
@@ -17,8 +17,8 @@ export async function siblingRows(source, run, row) {
 /**
  * @param rows of the group.
  * @param records by the rows' index.
- * @param open the index of the one that the others are compared with.
- * @param go is called with an index to open it.
+ * @param open index of the rollout that the others are compared with.
+ * @param go called with the index of a rollout to open it.
  */
 export function siblingColumns(rows, records, open, go) {
   const columns = rows.filter(row => records.has(row.index));
@@ -55,7 +55,7 @@ function marked(text, other) {
   return differences(text, other).flatMap(([piece, different]) => different ? h("mark", {}, visible(piece)) : visible(piece));
 }
 
-/** How many messages all begin with. */
+/** Number of messages at the beginning that all have in common. */
 function commonStart(all) {
   let shared = 0;
   const texts = all.map(messages => messages.map(message => JSON.stringify(message)));
@@ -63,7 +63,7 @@ function commonStart(all) {
   return shared;
 }
 
-/** The rewards on a line, so that one sees how they spread. */
+/** The rewards on a line, which shows their spread. */
 function spread(rows, open, go) {
   const rewards = rows.map(row => row.reward).filter(reward => typeof reward === "number");
   if (!rewards.length) return h("p", { class: "soft" }, `${count(rows.length, "sibling")}, none of them scored`);

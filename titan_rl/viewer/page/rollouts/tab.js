@@ -1,11 +1,11 @@
-// The rollouts of a run: filters, a list, and one of them in full.
+// The rollouts of a run: filters, a list, and one rollout in full.
 import { h, settled } from "viewer/dom";
 import { percent } from "viewer/quantities";
 import { Detail } from "viewer/rollouts/detail";
 import { Filters } from "viewer/rollouts/filters";
 import { RolloutList } from "viewer/rollouts/list";
 
-const WIDE = 900; // pixels from which list and rollout stand side by side; rollouts.css has the same
+const WIDE = 900; // pixels from which on list and rollout are side by side; the same as in rollouts.css
 
 export function open(container, { source, runs, state, cursor }) {
   const tab = new RolloutsTab(source, runs, state, cursor);
@@ -35,7 +35,7 @@ class RolloutsTab {
       h("div", { class: "rollouts-side" }, this.#runChoice(), this.filters.element, this.note, this.list.element), this.detail.element);
   }
 
-  /** Ends when the first rows are there, and the rollout of the link. */
+  /** Resolves when the first rows and the rollout of the link are shown. */
   async start() {
     const said = this.state.number("rollouts.index");
     await this.ask();
@@ -45,7 +45,7 @@ class RolloutsTab {
     else if (first !== null) await this.#open(first);
   }
 
-  /** Asks for what the filters say; an answer that comes after a later question is dropped. */
+  /** Requests the rollouts that match the filters. An answer that comes after a later request is dropped. */
   async ask({ keep = false } = {}) {
     const asked = ++this.asked;
     this.element.setAttribute("aria-busy", "true");
@@ -64,7 +64,7 @@ class RolloutsTab {
     this.note.textContent = this.#noteOn(answer);
   }
 
-  /** Shows a rollout by its index, and keeps that in the link. */
+  /** Shows a rollout by its index, and keeps the index in the link. */
   async openRollout(index, { focus = false, entry = true } = {}) {
     this.state.set({ "rollouts.index": index, "rollouts.run": this.runs.length > 1 ? this.run.id : null }, { entry });
     await this.#open(index);
@@ -91,13 +91,13 @@ class RolloutsTab {
     await this.detail.open(this.run, index);
   }
 
-  /** Goes to the step that has been chosen elsewhere. */
+  /** Goes to the step that was chosen elsewhere. */
   #follow() {
     const { chosen } = this.cursor;
     if (chosen !== null && this.answer && this.detail.record?.step !== chosen) this.#goToStep(chosen);
   }
 
-  /** Opens the first rollout of a step that fits the filters, and scrolls to it; false where there is none. */
+  /** Opens the first matching rollout of a step, and scrolls to it. Returns false if there is none. */
   async #goToStep(step) {
     const query = this.filters.query();
     const { rows } = await this.source.rollouts(this.run.id, { ...query, step_min: step, step_max: step, limit: 1 }).catch(() => ({ rows: [] }));

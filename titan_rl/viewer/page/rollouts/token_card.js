@@ -1,4 +1,4 @@
-// What is known of one token, beside it.
+// A card beside a token with all that is known about it.
 import { h } from "viewer/dom";
 import { number, signed } from "viewer/quantities";
 import { pieces } from "viewer/rollouts/visible_text";
@@ -12,7 +12,7 @@ export class TokenCard {
     this.element = h("div", {}, this.box, this.said);
   }
 
-  /** Shows it below or above the span. `say`: also to a screen reader. */
+  /** Shows the card below or above the span. `say`: whether to tell a screen reader, too. */
   show(token, span, { say = false } = {}) {
     const facts = factsOf(token);
     this.piece.textContent = quoted(token.text);
@@ -26,7 +26,7 @@ export class TokenCard {
     this.box.hidden = true;
   }
 
-  /** Puts it beside the span. */
+  /** Places the card beside the span. */
   move(span) {
     const of = span.getClientRects()[0] ?? span.getBoundingClientRect();
     const { width, height } = this.box.getBoundingClientRect();
@@ -38,7 +38,7 @@ export class TokenCard {
   }
 }
 
-/** [name, value] of all that is known of the token. */
+/** Pairs of [name, value] of all that is known about the token. */
 export function factsOf(token) {
   const facts = [["id", String(token.id)]];
   if (token.logprob !== null) facts.push(["logprob", number(token.logprob, 4)], ["probability", probability(token.logprob)]);

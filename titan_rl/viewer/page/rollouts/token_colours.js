@@ -1,4 +1,4 @@
-// What the colour of a token says: a class for its background (see rollouts.css), and the legend of each.
+// Meaning of a token's colour: a class for its background (see rollouts.css), and a legend of the classes.
 import { number, signed } from "viewer/quantities";
 
 export const COLOURINGS = [
@@ -9,7 +9,7 @@ export const COLOURINGS = [
   ["none", "Plain", "No colours"],
 ];
 
-const LOGPROBS = [-0.05, -0.3, -1, -2.5, -5]; // the least of each class but the last
+const LOGPROBS = [-0.05, -0.3, -1, -2.5, -5]; // lower bounds of the classes except the last
 const VERSIONS = 6;
 const LEVELS = 4;
 

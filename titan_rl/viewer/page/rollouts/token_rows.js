@@ -1,17 +1,16 @@
-// The tokens of a rollout's record in one row, each with all that is known of it.
+// The tokens of a rollout's record in one row, each with all that is known about it.
 
 /**
- * Segments of tokens, in order: the prompt of a turn that no earlier turn has, then its completion.
+ * Segments of tokens, in order: for each turn the prompt tokens that no earlier turn has, then the completion.
  *
- * @returns [{kind: "prompt" | "completion", turn, tokens, kept}], where `kept` is null or, of a turn whose context is not
- *   the whole of the one before, how many tokens of it are left; a token is {at, position, id, text, turn, part, logprob,
- *   version, trained, advantage}: `at` counts those of all segments, `position` is in the turn's context, and null is
- *   what is not known.
+ * @returns [{kind: "prompt" | "completion", turn, tokens, kept}]. `kept` is null, or the number of tokens that remain of the previous
+ *   turn's context if that is not wholly part of this one. A token is {at, position, id, text, turn, part, logprob, version, trained,
+ *   advantage}: `at` is its index in all segments, `position` its index in the turn's context, and null is an unknown value.
  */
 export function segments(record) {
   const found = [];
   let at = 0;
-  let context = 0; // tokens of the turn before, with its completion
+  let context = 0; // tokens of the previous turn, including its completion
   (record.turns ?? []).forEach((turn, number) => {
     const tokens = turn.tokens;
     if (!tokens) return;

@@ -1,4 +1,4 @@
-// A rollout by token: each a span whose colour says its logprob, advantage, version, or whether it is trained on.
+// A rollout by token: each token is a span whose colour shows its logprob, advantage or version, or whether it is trained on.
 import { choice, copyButton } from "viewer/controls";
 import { h } from "viewer/dom";
 import { count } from "viewer/quantities";
@@ -7,12 +7,12 @@ import { COLOURINGS, colouring } from "viewer/rollouts/token_colours";
 import { hasTokens, segments } from "viewer/rollouts/token_rows";
 import { visible } from "viewer/rollouts/visible_text";
 
-const BLOCK = 400; // tokens of a block of their own, which the browser lays out only when it is in sight
+const BLOCK = 400; // tokens of a block that the browser lays out only when it is in view
 const LONGEST_BLOCK = 1200;
 const SPECIAL = /^(<[|｜][^]*[|｜]>|<\/?(s|pad|unk|bos|eos|mask|start_of_turn|end_of_turn|im_start|im_end)>|\[(CLS|SEP|PAD|MASK|UNK|EOS|BOS)\])$/i;
 
 export class TokenView {
-  /** `state` keeps the colouring under "rollouts.colour"; `explain` says why a record has no tokens. */
+  /** `state` keeps the colouring under "rollouts.colour". A record without tokens is shown with the reason. */
   constructor(record, state) {
     this.state = state;
     this.element = h("div", { class: "token-view" });
@@ -37,7 +37,7 @@ export class TokenView {
     this.colour(chosen);
   }
 
-  /** Colours the tokens anew. */
+  /** Colours the tokens by this colouring. */
   colour(name) {
     this.state.set({ "rollouts.colour": name === COLOURINGS[0][0] ? null : name });
     this.choice.show(name);
@@ -50,13 +50,13 @@ export class TokenView {
     this.text.dataset.colour = name;
   }
 
-  /** Colours by what comes next in the row of choices. */
+  /** Switches to the next colouring in the row of choices. */
   nextColour() {
     const names = COLOURINGS.map(([name]) => name);
     this.colour(names[(names.indexOf(this.name) + 1) % names.length]);
   }
 
-  /** Makes the token with this number the current one, and shows what is known of it. */
+  /** Makes the token with this index the current one, and shows its card. */
   go(at) {
     if (this.current !== null) this.spans[this.current].classList.remove("current");
     this.current = Math.max(0, Math.min(this.tokens.length - 1, at));
@@ -70,7 +70,7 @@ export class TokenView {
     requestAnimationFrame(() => this.#settle(span));
   }
 
-  /** What has come into sight is laid out only then, and so moves. */
+  /** Scrolls to the current token again: parts of the text are laid out only when they come into view, which moves it. */
   #settle(span) {
     if (!span.classList.contains("current")) return;
     span.scrollIntoView({ block: "nearest" });
@@ -154,7 +154,7 @@ export class TokenView {
   }
 }
 
-/** Why a record has no tokens, for people. */
+/** The reason why a record has no tokens, for people. */
 export function whyNone(record) {
   if (record.tokens_left_out) return `Without tokens: ${record.tokens_left_out}.`;
   if (!(record.turns ?? []).length) return "No turn was played, so there are no tokens.";
@@ -171,7 +171,7 @@ function shown({ id, text }) {
   return visible(text, true);
 }
 
-/** Tokens in blocks that end with a line, where there are lines. */
+/** Divides tokens into blocks that end at a line break, if there is any. */
 function blocks(tokens) {
   const found = [];
   let block = [];

@@ -1,4 +1,4 @@
-// What a reader cannot see, or what changes how the text around it looks, is shown by its name.
+// Characters that a reader cannot see, or that change how text around them looks, are shown by name.
 import { h } from "viewer/dom";
 
 const CONTROLS = "NUL SOH STX ETX EOT ENQ ACK BEL BS TAB LF VT FF CR SO SI DLE DC1 DC2 DC3 DC4 NAK SYN ETB CAN EM SUB ESC FS GS RS US".split(" ");
@@ -12,7 +12,7 @@ const JOINED = /\p{Extended_Pictographic}[\p{Emoji_Modifier}\u{fe0f}]*\u200d(?=\
 const HIDDEN = /[\p{Cc}\p{Cf}\p{Cs}\p{Co}\u115f\u1160\u2028\u2029\u3164\uffa0\u{e0000}-\u{e0fff}]/u;
 const KEPT = new Set(["\n", "\t"]);
 
-/** Pieces of a text as [text, hidden]: what is hidden is replaced by a name such as "RLO" or "U+E0041". */
+/** Pieces of a text as [text, hidden]. Hidden characters are replaced by a name such as "RLO" or "U+E0041". */
 export function pieces(text) {
   const joiners = new Set();
   for (const match of text.matchAll(JOINED)) joiners.add(match.index + match[0].length - 1);
@@ -31,7 +31,7 @@ export function pieces(text) {
   return found;
 }
 
-/** The same as nodes. `spaces` also marks each space, tab and end of a line. */
+/** The pieces as nodes. `spaces` also marks each space, tab and line break. */
 export function visible(text, spaces = false) {
   if (!spaces && !HIDDEN.test(text.replaceAll("\n", ""))) return [document.createTextNode(text)];
   return pieces(text).flatMap(([piece, hidden]) => {
@@ -40,7 +40,7 @@ export function visible(text, spaces = false) {
   });
 }
 
-/** In one line of plain text: for lists. */
+/** The text in one line, for lists. */
 export function oneLine(text) {
   return pieces(String(text)).map(([piece, hidden]) => hidden ? `⟦${piece}⟧` : piece).join("").replace(/\s+/g, " ").trim();
 }
@@ -55,6 +55,6 @@ const MARKS = { " ": "·", "\n": "⏎", "\t": "⇥", "\u00a0": "⍽" };
 function withSpaces(piece) {
   return piece.split(/([ \n\t\u00a0])/).filter(Boolean).flatMap(part => {
     if (!(part in MARKS)) return [document.createTextNode(part)];
-    return [h("span", { class: "space", "data-mark": MARKS[part] }, part)]; // CSS draws the mark: what is copied is the text
+    return [h("span", { class: "space", "data-mark": MARKS[part] }, part)]; // CSS draws the mark, so copying gives the text
   });
 }

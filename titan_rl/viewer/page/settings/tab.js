@@ -1,4 +1,4 @@
-// The settings of the selected runs: side by side what differs between them, and each run's whole file.
+// The settings of the selected runs: a table of differences, and each run's whole file.
 import { h, settled } from "viewer/dom";
 
 export function open(container, { source, runs, state }) {
@@ -29,7 +29,7 @@ export function open(container, { source, runs, state }) {
   return { update() {}, close: () => (closed = true) };
 }
 
-/** Each setting of any run, with its value in each as text; "–" where a run has no such setting. */
+/** Each setting of any run, with its value in each run as text; "–" if a run does not have it. */
 export function rowsOf(settings) {
   const names = [...new Set(settings.flatMap(Object.keys))];
   return names.map(name => {

@@ -1,11 +1,11 @@
-// The same answers out of JSON in the page.
+// A source that answers from JSON in the page, in the same form as the server.
 //
-// The JSON: {"runs": [...], "left_out": ["what is not in it", ...], "of": {run id: {
+// The JSON: {"runs": [...], "left_out": [note on missing data, ...], "of": {run id: {
 //   "summary": answer, "metrics": answer, "timeline": answer or null,
 //   "curves": {name: {steps, values, low, high}},
 //   "prompts": answer,
 //   "rollouts": {"rows": [row, ...], "records": {index: record}}}}}
-// where an answer is what the server gives, and a row is one of /rollouts.
+// An answer has the form of the server's answer, and a row is a row of /rollouts.
 
 import { filtered } from "viewer/source/rows";
 

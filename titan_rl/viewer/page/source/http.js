@@ -1,4 +1,4 @@
-// Answers of the server, and word of what changed.
+// Source that asks the server, and receives its events.
 
 export class HttpSource {
   live = true;
@@ -11,7 +11,7 @@ export class HttpSource {
     return this.#get("/api/runs");
   }
 
-  /** Of all runs: {run: {"training.lr": 0.0003}}. */
+  /** Settings of all runs: {run: {"training.lr": 0.0003}}. */
   settings() {
     return this.#get("/api/settings");
   }
@@ -24,12 +24,12 @@ export class HttpSource {
     return this.#get(`/api/runs/${encodeURIComponent(run)}/metrics`);
   }
 
-  /** `names`: of metrics; `points`: at most so many of each; `from`, `to`: steps. */
+  /** `names`: metrics; `points`: maximum number of points of each; `from`, `to`: steps. */
   curves(run, { names, points, from, to }) {
     return this.#get(`/api/runs/${encodeURIComponent(run)}/curves`, { names: names.join(","), points, from, to });
   }
 
-  /** `filters`: as in the API; what is null or "" is left out. */
+  /** `filters`: filters of the API; null and "" are left out. */
   rollouts(run, filters = {}) {
     return this.#get(`/api/runs/${encodeURIComponent(run)}/rollouts`, filters);
   }
@@ -38,22 +38,22 @@ export class HttpSource {
     return this.#get(`/api/runs/${encodeURIComponent(run)}/rollouts/${index}`);
   }
 
-  /** The same prompts at several steps. */
+  /** The prompts that occur at several steps. */
   prompts(run) {
     return this.#get(`/api/runs/${encodeURIComponent(run)}/prompts`);
   }
 
-  /** `seen_from`, `seen_to`: seconds between which idle times are counted, where it is not all that is asked for. */
+  /** `seen_from`, `seen_to`: seconds between which idle times are counted, if not the whole requested range. */
   timeline(run, { from, to, width, seen_from, seen_to } = {}) {
     return this.#get(`/api/runs/${encodeURIComponent(run)}/timeline`, { from, to, width, seen_from, seen_to });
   }
 
-  /** Where the whole trace can be had, or null. */
+  /** URL of the whole trace, or null. */
   traceUrl(run) {
     return `${this.base}/api/runs/${encodeURIComponent(run)}/trace.json`;
   }
 
-  /** Calls `heard({run, changed})` on each change and `connected(bool)` as the connection comes and goes; returns what ends it. */
+  /** Calls `heard({run, changed})` on each change, and `connected(bool)` when the connection comes or goes. Returns a function that stops this. */
   listen(heard, connected = () => {}) {
     const events = new EventSource(`${this.base}/api/events`);
     events.onopen = () => connected(true);

@@ -1,4 +1,4 @@
-// Filtering rollouts as the server does: rows in, {total, rows, facets, ranges} out.
+// Filters rollouts in the same way as the server: rows in, {total, rows, facets, ranges} out.
 
 const FACETS = ["status", "task", "phase"];
 const RANGES = ["step", "reward"];
@@ -34,7 +34,7 @@ function truthy(value) {
   return value === true || value === "true" || value === "1" || value === 1;
 }
 
-/** What lacks the value comes last; where two have the same, their order in the file decides. */
+/** Comparison by a column. Missing values are last; ties keep the order of the file. */
 function by(name, descending) {
   const sign = descending ? -1 : 1;
   return (a, b) => {

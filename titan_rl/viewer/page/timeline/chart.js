@@ -1,4 +1,4 @@
-// The canvas of the timeline, and what a mouse and a keyboard do with it.
+// The canvas of the timeline, with mouse and keyboard control.
 import { h } from "viewer/dom";
 import { grouped, spanAt } from "viewer/timeline/lanes";
 import { TOP, paint, palette } from "viewer/timeline/paint";
@@ -7,25 +7,25 @@ import { SpanTip } from "viewer/timeline/tip";
 
 const ZOOM = 1.25;
 const TALLEST = 620; // pixels; more lanes scroll
-const MANY = 8; // lanes of a group: with more it is folded at first, but for one whose lanes idle
+const MANY = 8; // groups with more lanes are folded at first, unless they have idle times
 
 export class TimelineChart {
   /**
    * @param window the `TimeWindow` that is shown.
-   * @param moved is called when the window has been changed here.
-   * @param selected is called with [from, to] in seconds, or null, when a stretch of time has been chosen.
-   * @param pointed is called with the second that the pointer is at, or null; `clicked` with one that is clicked.
+   * @param moved called when the user has changed the window.
+   * @param selected called with [from, to] in seconds when a range has been chosen, or with null.
+   * @param pointed called with the time under the pointer in seconds, or null; `clicked` with the time of a click.
    */
   constructor(window, { moved, selected, pointed = () => {}, clicked = () => {} }) {
     Object.assign(this, { window, moved, selected, pointed, clicked });
-    this.pointedAt = null; // [from, to] seconds of the step that the cursor is at
+    this.pointedAt = null; // [from, to] seconds of the cursor's step
     this.folded = new Set();
     this.groups = [];
     this.width = 0; // pixels
     this.placed = placed([], this.folded);
     this.steps = [];
     this.syncs = [];
-    this.current = null; // a span that the keyboard has chosen
+    this.current = null; // the span chosen by keyboard
     this.lane = null; // id of its lane
     this.range = null;
     this.canvas = h("canvas", {
@@ -59,25 +59,25 @@ export class TimelineChart {
     this.draw();
   }
 
-  /** Marks [from, to] seconds as chosen; null takes the mark away. */
+  /** Marks [from, to] seconds as chosen; null removes the mark. */
   select(range) {
     this.range = range;
     this.draw();
   }
 
-  /** Marks [from, to] seconds as what the cursor is at; null takes the mark away. */
+  /** Marks [from, to] seconds as the cursor's step; null removes the mark. */
   point(range) {
     if (String(range) === String(this.pointedAt)) return;
     this.pointedAt = range;
     this.draw();
   }
 
-  /** Pixels of the lanes' names. */
+  /** Width of the lanes' names in pixels. */
   get gutter() {
     return this.width < 640 ? 130 : 220;
   }
 
-  /** Pixels of the time axis. */
+  /** Width of the time axis in pixels. */
   get room() {
     return Math.max(1, this.width - this.gutter);
   }

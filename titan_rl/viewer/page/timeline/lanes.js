@@ -1,15 +1,15 @@
-// The lanes of a trace in the order in which they are drawn, and what each did in a stretch of time.
+// The lanes of a trace in display order, and the activity of each in a range of time.
 
 const KINDS = ["host", "controller", "trainer", "generator", "environment", "reward", "sync", "scheduler", "checkpoint", "validation"];
 const LABELS = { host: "Hosts", controller: "Training loop", trainer: "Trainer", generator: "Generators", environment: "Environments", reward: "Rewards", sync: "Weight syncs", scheduler: "Scheduler", checkpoint: "Checkpoints", validation: "Validation" };
-const OF_ALL = ["host", "controller"]; // kinds of lanes that are of no host
+const OF_ALL = ["host", "controller"]; // kinds of lanes that belong to no host
 
 /**
- * Groups of lanes by what they are of, and where there are several hosts by these before:
- * [{key, kind, host, label, waits, lanes: [lane with id, label, and spans [start, end, name, args, depth]]}]. The hosts themselves and the training loop come first.
+ * Groups of lanes by kind, and first by host if there are several hosts:
+ * [{key, kind, host, label, waits, lanes: [lane with id, label, and spans [start, end, name, args, depth]]}]. The lanes of hosts and of the training loop are first.
  *
- * @param idle of the API: the lanes in which a gap is a machine that idles, which is what `waits` says.
- * @param seen the [from, to] in which `idle` was counted.
+ * @param idle of the API: the lanes in which a gap means an idle machine, which `waits` tells.
+ * @param seen the range [from, to] in which `idle` was counted.
  */
 export function grouped(lanes, idle, seen) {
   const groups = new Map();
@@ -32,7 +32,7 @@ export function grouped(lanes, idle, seen) {
   return [...groups.values()].sort((a, b) => byName(a.host, b.host) || place(a.kind) - place(b.kind));
 }
 
-/** Spans by their beginning, the outer before the inner, each with the depth at which it lies within others. */
+/** Sorts spans by start, outer spans before inner ones, each with its nesting depth. */
 function prepared(lane, told) {
   const spans = lane.spans.map(([start, end, name, args]) => [start, end, name, args ?? {}, args?.depth ?? 0]);
   spans.sort((a, b) => a[0] - b[0] || a[4] - b[4]);
@@ -43,14 +43,14 @@ function prepared(lane, told) {
   return { ...lane, id: `${lane.process}/${lane.lane}`, label, told, waits: told !== undefined, from, to, spans, depth };
 }
 
-/** Seconds of [from, to] in which the lane did something; spans that are merged count with their share. */
+/** Seconds of [from, to] in which the lane was busy. A joined span counts with its share. */
 export function busySeconds(lane, from, to) {
   let sum = 0;
   let done = from;
   for (const [start, end, , args, depth] of lane.spans) {
     if (start >= to) break;
     if (depth > 0) {
-      if (isIdle(args)) sum -= Math.max(0, Math.min(end, to) - Math.max(start, from)); // it waits in the midst of what it does
+      if (isIdle(args)) sum -= Math.max(0, Math.min(end, to) - Math.max(start, from)); // it waits within another span
       continue;
     }
     const [begin, stop] = [Math.max(start, done), Math.min(end, to)];
@@ -61,20 +61,20 @@ export function busySeconds(lane, from, to) {
   return Math.max(0, sum);
 }
 
-/** Share of [from, to] in which those of the lanes idle in which a gap is that, on average. */
+/** Mean idle share in [from, to] of the lanes whose gaps mean idle time. */
 export function idleShareOf(lanes, from, to) {
   const shares = lanes.filter(lane => lane.waits).map(lane => idleShare(lane, from, to));
   return shares.reduce((sum, one) => sum + one, 0) / Math.max(1, shares.length);
 }
 
-/** Seconds of [from, to] in which the lane was there and did nothing: as counted where they were, or else of what is drawn. */
+/** Seconds of [from, to] in which the lane existed and was idle: as counted by the server, or else according to the drawn spans. */
 export function idleSeconds(lane, from, to) {
   if (isCounted(lane, from, to)) return lane.told.seconds;
   const [begin, end] = [Math.max(from, lane.from), Math.min(to, lane.to)];
   return end > begin ? Math.max(0, end - begin - busySeconds(lane, begin, end)) : 0;
 }
 
-/** The same as a share of the time in which it was there. */
+/** Idle seconds as a share of the time in which the lane existed. */
 export function idleShare(lane, from, to) {
   if (isCounted(lane, from, to)) return lane.told.share;
   const there = Math.min(to, lane.to) - Math.max(from, lane.from);
@@ -85,12 +85,12 @@ function isCounted({ told }, from, to) {
   return told?.seen !== undefined && Math.abs(told.seen[0] - from) < 1e-6 && Math.abs(told.seen[1] - to) < 1e-6;
 }
 
-/** Whether a span with these args says that its lane waits. */
+/** Whether the args of a span say that its lane waits. */
 export function isIdle(args) {
   return args.idle === true;
 }
 
-/** The innermost span of a lane at a second, or null. */
+/** The innermost span of a lane at a time in seconds, or null. */
 export function spanAt(lane, seconds, depth = Infinity) {
   let found = null;
   for (const span of lane.spans) {
@@ -100,7 +100,7 @@ export function spanAt(lane, seconds, depth = Infinity) {
   return found;
 }
 
-/** How busy the lanes of a group are, in as many parts of [from, to] as asked for: shares from 0 to 1. */
+/** Busy shares of the lanes of a group, from 0 to 1, in each of `parts` parts of [from, to]. */
 export function occupancy(lanes, from, to, parts) {
   const sums = new Float64Array(parts);
   const width = (to - from) / parts;

@@ -1,4 +1,4 @@
-// The timeline's drawing: a ruler, steps, lanes with their spans, idle time hatched, syncs as marks.
+// Drawing of the timeline: a ruler, steps, lanes with their spans, hatched idle time, and marks of weight syncs.
 import { css } from "viewer/dom";
 import { clock } from "viewer/quantities";
 import { percent, seconds } from "viewer/quantities";
@@ -11,7 +11,7 @@ const FONT = "12px system-ui, sans-serif";
 const SMALL = "11px system-ui, sans-serif";
 const SHADES = [0, 24, 44];
 
-/** The colours of the theme of the moment, as a canvas wants them. */
+/** The colours of the current theme, in a form that a canvas accepts. */
 export function palette() {
   const ink = css("--ink");
   const planes = {};
@@ -39,7 +39,7 @@ function hatch(ground, line) {
   return tile;
 }
 
-/** Draws all of it. `view`: {width, height, gutter, scroll, window, placed, steps, syncs, colours, selected, current, lane}. */
+/** Draws everything. `view`: {width, height, gutter, scroll, window, placed, steps, syncs, colours, selected, current, lane}. */
 export function paint(pen, view) {
   const { width, height, gutter, colours } = view;
   pen.clearRect(0, 0, width, height);
@@ -140,7 +140,7 @@ function drawSpan(pen, view, one, span, top, x, hatched) {
     pen.strokeRect(left + 1, y + 1, Math.max(1, wide - 2), tall - 2);
   }
   if (wide < 34 || args.share !== undefined) return;
-  if (isIdle(args)) { // a name on hatching needs a ground
+  if (isIdle(args)) { // text on hatching needs a background
     const room = Math.min(wide - 8, pen.measureText(name).width);
     pen.fillStyle = colours.card;
     pen.fillRect(left + 2, y + 2, room + 5, tall - 4);
@@ -150,7 +150,7 @@ function drawSpan(pen, view, one, span, top, x, hatched) {
   pen.fillText(clipped(pen, name, wide - 8), left + 4, y + tall / 2 + 1);
 }
 
-/** Names of a lane in shades of its colour: by the order in which they are first seen. */
+/** Names of a lane get shades of its colour, in the order in which they first appear. */
 function shade(one, name, depth) {
   one.shades ??= new Map();
   if (!one.shades.has(name)) one.shades.set(name, one.shades.size);
@@ -211,7 +211,7 @@ function ruler(pen, view) {
   pen.fillRect(0, TOP - 1, width, 1);
 }
 
-/** Each sync as a line across all lanes, with the version that it brought, where there is room. */
+/** Draws each sync as a line across all lanes, with its version if there is room. */
 function marks(pen, view) {
   const { colours, gutter, width, height, window } = view;
   pen.strokeStyle = colours.planes.sync[0];
@@ -254,7 +254,7 @@ function selection(pen, view) {
   pen.fillRect(right - 2, 0, 2, height);
 }
 
-/** The step that the cursor is at, as a frame. */
+/** Draws a frame around the cursor's step. */
 function pointed(pen, view) {
   if (!view.pointed) return;
   const { colours, gutter, width, height, window } = view;

@@ -1,4 +1,4 @@
-// Where on the screen each lane is: rows below each other, a header for each group, which can be folded.
+// Vertical layout of the lanes: rows below each other, with a header for each group, which can be folded.
 
 export const HEADER = 24;
 const GAP = 8;
@@ -6,7 +6,7 @@ const LANE = 20;
 const NESTED = 12;
 const MOST_DEPTH = 4;
 
-/** [{kind: "group" | "lane", group, lane, top, height}] and the height of all. */
+/** Rows as [{kind: "group" | "lane", group, lane, top, height}], and the total height. */
 export function placed(groups, folded) {
   const rows = [];
   let top = 0;
@@ -27,12 +27,12 @@ export function placed(groups, folded) {
   return { rows, height: top };
 }
 
-/** Where in its row a span of this depth is: [offset, height]. */
+/** Position within its row of a span with this depth: [offset, height]. */
 export function band(depth) {
   return depth === 0 ? [2, LANE - 3] : [2 + LANE + NESTED * (Math.min(depth, MOST_DEPTH - 1) - 1), NESTED - 1];
 }
 
-/** The row at a height, by halving. */
+/** The row at a height, found by bisection. */
 export function rowAt(rows, y) {
   let [low, high] = [0, rows.length - 1];
   while (low <= high) {

@@ -1,4 +1,4 @@
-// Below the lanes, on the same axis: how stale each step's batch was, how long what it accepted, and what was thrown away.
+// Curves below the lanes, on the same axis: the staleness of each step's batch, the length of accepted rollouts, and what was discarded.
 import { css, h } from "viewer/dom";
 import { short } from "viewer/quantities";
 
@@ -13,7 +13,7 @@ const PANELS = [
 export const NAMES = PANELS.flatMap(({ lines }) => lines.map(([name]) => name));
 
 export class Schedule {
-  /** `place()`: {gutter, width} in pixels, as the timeline has them; `pointed` and `clicked` are called with seconds, as by the chart. */
+  /** `place()`: {gutter, width} in pixels, as in the timeline; `pointed` and `clicked` are called with seconds, as by the chart. */
   constructor(window, place, { pointed = () => {}, clicked = () => {} } = {}) {
     Object.assign(this, { window, place, pointed });
     this.steps = [];
@@ -24,7 +24,7 @@ export class Schedule {
     this.sized.observe(this.element);
   }
 
-  /** `steps`: [[step, start, end]]; `curves` as the API gives them. */
+  /** `steps`: [[step, start, end]]; `curves` in the form of the API. */
   show(steps, curves) {
     this.steps = steps;
     this.curves = curves;
@@ -34,12 +34,12 @@ export class Schedule {
     this.draw();
   }
 
-  /** What each line says of a step: {metric: value}. */
+  /** The values of all lines at a step: {metric: value}. */
   of(step) {
     return Object.fromEntries(NAMES.filter(name => this.curves[name]).map(name => [name, this.curves[name].values[this.curves[name].steps.indexOf(step)] ?? null]));
   }
 
-  /** Marks a second; null none. The pointer comes first. */
+  /** Marks a time in seconds; null removes the mark. The pointer takes precedence. */
   point(seconds) {
     if (seconds === this.told) return;
     this.told = seconds;

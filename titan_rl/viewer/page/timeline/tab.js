@@ -1,4 +1,4 @@
-// The timeline of a run: what each process did when, where it waited, and how stale and how long what it trained on was.
+// The timeline of a run: the activity of each process, its waits, and the staleness and length of the trained rollouts.
 import { button } from "viewer/controls";
 import { h, settled } from "viewer/dom";
 import { percent, seconds } from "viewer/quantities";
@@ -9,8 +9,8 @@ import { timelineTables } from "viewer/timeline/table";
 import { TimeWindow } from "viewer/timeline/window";
 import { visible } from "viewer/rollouts/visible_text";
 
-const ASK_AGAIN_MS = 1000; // between two questions about a run that goes on
-const READ_AGAIN_MS = 30; // and about a trace that is being read
+const ASK_AGAIN_MS = 1000; // between two requests for a run in progress
+const READ_AGAIN_MS = 30; // between two requests while a trace is being read
 const TIMES = ["time_s", "time/step_s"];
 
 export function open(container, { source, runs, state, cursor }) {
@@ -41,7 +41,7 @@ class TimelineTab {
     this.element = h("div", { class: "timeline" }, this.sentence, this.reading, this.view, this.schedule.element, this.tables);
   }
 
-  /** Ends when the whole run is drawn, and what the link says is in sight. */
+  /** Resolves when the whole run is drawn, and the target of the link is in view. */
   async start() {
     await this.#refresh();
     const [from, to] = [this.state.number("timeline.from"), this.state.number("timeline.to")];
@@ -53,7 +53,7 @@ class TimelineTab {
     if (steps?.length === 2) this.select(this.#secondsOf(...steps));
   }
 
-  /** What is drawn, as data: lanes with their spans, and what each did in [from, to] or in what is in sight. */
+  /** The drawn data: lanes with their spans, and the activity of each in [from, to], by default in the visible range. */
   figures(from = this.window.from, to = this.window.to) {
     const lanes = this.chart.groups.flatMap(group => group.lanes);
     return {
@@ -64,7 +64,7 @@ class TimelineTab {
     };
   }
 
-  /** Chooses the steps that lie in [from, to] seconds; null none. */
+  /** Chooses the steps within [from, to] seconds; null chooses none. */
   select(range) {
     const steps = range ? this.chart.steps.filter(([, start, end]) => end > range[0] + 1e-9 && start < range[1] - 1e-9) : [];
     const chosen = steps.length ? [steps[0][1], steps.at(-1)[2]] : range;
@@ -87,7 +87,7 @@ class TimelineTab {
     this.schedule.close();
   }
 
-  /** The steps are drawn as the metrics tell them until the trace is read, and lanes as far as they are. */
+  /** Until the trace is read, draws the steps according to the metrics, and the lanes as far as they are known. */
   async #refresh() {
     const asked = ++this.asked;
     const told = this.source.curves(this.run.id, { names: [...NAMES, ...TIMES], points: 2000 }).then(answer => answer.curves).catch(() => ({}));
@@ -124,7 +124,7 @@ class TimelineTab {
     this.#showStep();
   }
 
-  /** Where the steps lie by the metrics: until the trace says it more exactly. */
+  /** Places the steps according to the metrics, until the trace gives exact times. */
   #showSteps(curves) {
     const { time_s: ends, "time/step_s": lengths } = curves;
     const steps = (ends?.steps ?? []).flatMap((step, i) => {
@@ -153,7 +153,7 @@ class TimelineTab {
     if (step !== null) this.cursor.choose(step);
   }
 
-  /** Marks the step that the cursor is at. */
+  /** Marks the cursor's step. */
   #showStep() {
     const found = this.cursor.step === null ? null : this.chart.steps.find(([step]) => step === this.cursor.step) ?? null;
     this.chart.point(found && [found[1], found[2]]);
@@ -180,7 +180,7 @@ class TimelineTab {
     this.#sayWindow();
   }
 
-  /** Asks for what is in sight, in the detail that there is room for. */
+  /** Requests the visible range, in the detail that fits the screen. */
   async #ask() {
     const asked = ++this.asked;
     const { from, to } = this.window;
@@ -189,7 +189,7 @@ class TimelineTab {
     if (answer && asked === this.asked) this.#draw(answer);
   }
 
-  /** Of the time axis; also before it is drawn for the first time. */
+  /** Width of the time axis in pixels, also before it is drawn for the first time. */
   #pixels() {
     return Math.round(this.view.hidden ? Math.max(400, this.element.clientWidth) : this.chart.room);
   }

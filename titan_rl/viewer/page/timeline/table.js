@@ -1,4 +1,4 @@
-// The timeline as tables, for who cannot see it or wants figures.
+// The timeline as tables, for users who cannot see it or want figures.
 import { h } from "viewer/dom";
 import { percent, seconds } from "viewer/quantities";
 import { busySeconds, idleSeconds, idleShare } from "viewer/timeline/lanes";
@@ -6,7 +6,7 @@ import { visible } from "viewer/rollouts/visible_text";
 
 const LONGEST = 15;
 
-/** What each lane did in [from, to], and the spans that took longest there. */
+/** The activity of each lane in [from, to], and the longest spans. */
 export function timelineTables(groups, from, to) {
   const lanes = groups.flatMap(group => group.lanes);
   const spans = lanes.flatMap(lane => lane.spans.filter(span => span[1] > from && span[0] < to && span[3].share === undefined).map(span => [lane, span]));

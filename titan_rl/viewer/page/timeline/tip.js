@@ -1,4 +1,4 @@
-// What is known of a span, beside it.
+// A card beside a span with all that is known about it.
 import { h } from "viewer/dom";
 import { percent, seconds } from "viewer/quantities";
 import { visible } from "viewer/rollouts/visible_text";
@@ -10,7 +10,7 @@ export class SpanTip {
     this.element = h("div", {}, this.box, this.said);
   }
 
-  /** Shows it at a point of the screen. `say`: also to a screen reader. */
+  /** Shows the card at a point of the screen. `say`: whether to tell a screen reader, too. */
   show(lane, span, x, y, { say = false } = {}) {
     const facts = factsOf(lane, span);
     const name = span[3].share === undefined ? span[2] : "several";
@@ -18,7 +18,7 @@ export class SpanTip {
     if (say) this.said.textContent = `${lane.label}: ${name}, ${facts.map(fact => fact.join(" ")).join(", ")}`;
   }
 
-  /** The same for a gap. */
+  /** Shows the card for a gap. */
   showIdle(lane, at, x, y) {
     const top = lane.spans.filter(span => span[4] === 0);
     const before = top.findLast(span => span[1] <= at);
@@ -41,7 +41,7 @@ export class SpanTip {
   }
 }
 
-/** [name, value] of all that is known of a span. */
+/** Pairs of [name, value] of all that is known about a span. */
 export function factsOf(lane, [start, end, , args]) {
   const { share, depth: _depth, kind: _kind, idle, ...others } = args;
   const facts = [[idle ? "waits" : "takes", seconds(end - start)], ["begins at", seconds(start)], ["lane", lane.label]];

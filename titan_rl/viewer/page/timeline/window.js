@@ -1,14 +1,14 @@
-// Which seconds of the run are in sight, and where on the screen each of them is.
+// The visible range of the run in seconds, and its mapping to the screen.
 
 const LEAST = 1e-4; // seconds
 
 export class TimeWindow {
-  /** Sees all of [0, whole]. */
+  /** Shows all of [0, whole]. */
   constructor(whole = 1) {
     this.whole = Math.max(whole, LEAST);
     this.from = 0;
     this.to = this.whole;
-    this.follow = false; // whether the end of the run stays in sight
+    this.follow = false; // whether the end of the run stays in view
   }
 
   get length() {
@@ -19,7 +19,7 @@ export class TimeWindow {
     return this.from <= 0 && this.to >= this.whole;
   }
 
-  /** The run has become longer: what saw all of it goes on doing so, what follows goes with the end. */
+  /** Notes that the run has become longer. A window that showed the whole run continues to do so, and one that follows moves with the end. */
   extend(whole) {
     const wasWhole = this.isWhole;
     const { length } = this;
@@ -28,27 +28,27 @@ export class TimeWindow {
     else if (this.follow) this.set(this.whole - length, this.whole);
   }
 
-  /** Sees [from, to], or as much of it as there is. */
+  /** Shows [from, to], as far as the run has it. */
   set(from, to) {
     const length = Math.min(Math.max(to - from, LEAST), this.whole);
     this.from = Math.min(Math.max(from, 0), this.whole - length);
     this.to = this.from + length;
   }
 
-  /** Moves by a share of what is in sight. */
+  /** Moves by a share of the visible range. */
   pan(share) {
     this.set(this.from + share * this.length, this.to + share * this.length);
     this.follow = this.follow && this.to >= this.whole;
   }
 
-  /** Sees `factor` times as much; the second at the share `at` of the window stays where it is. */
+  /** Shows `factor` times as much time. The time at the share `at` of the window stays in place. */
   zoom(factor, at = 0.5) {
     const fixed = this.from + at * this.length;
     const length = Math.min(Math.max(this.length * factor, LEAST), this.whole);
     this.set(fixed - at * length, fixed + (1 - at) * length);
   }
 
-  /** Seconds to pixels of a place that wide, and back. */
+  /** Converts seconds to pixels in an area of this width; `seconds` converts back. */
   x(seconds, width) {
     return (seconds - this.from) / this.length * width;
   }
@@ -58,7 +58,7 @@ export class TimeWindow {
   }
 }
 
-/** Round times for a ruler: at most one in `room` pixels. */
+/** Round times for a ruler: at most one per `room` pixels. */
 export function ticks(window, width, room = 90) {
   const least = window.length / Math.max(1, width / room);
   const power = 10 ** Math.floor(Math.log10(least));
